@@ -1,0 +1,7 @@
+"""`python -m llmsuite`."""
+
+import sys
+
+from llmsuite.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,251 @@
+"""The public contract of llmsuite: what a plugin can register and which events of a run it can follow.
+
+A plugin is a Python package with an entry point in the group `llmsuite` that names a module (or object) with
+some of the functions below, each marked `@llmsuite.hookimpl`. An implementation may leave out arguments it does
+not need, so arguments can be added later without breaking it. Everything here imports without Paddle: a factory
+is called only in the process that trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pluggy
+
+if TYPE_CHECKING:
+    from llmsuite.checkpoint.model_dir import ModelDirectory
+    from llmsuite.devices.base import DeviceBackend
+    from llmsuite.plugins.manager import Registry
+    from llmsuite.recipe.section import Section
+    from llmsuite.stages.base import Stage
+
+API_VERSION = 1
+"""Major version of this contract. A spec with a greater `api` is refused with a plain message."""
+
+hookspec = pluggy.HookspecMarker("llmsuite")
+hookimpl = pluggy.HookimplMarker("llmsuite")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StageSpec:
+    """A training stage: what is learnt from which rows."""
+
+    name: str
+    """Value of the recipe key `stage`, and name of the stage's own section."""
+    help: str
+    """One line for `llmsuite list stages`."""
+    config_cls: type[Section]
+    """Dataclass of the stage's section of the recipe."""
+    factory: Callable[[], type[Stage]]
+    """Imports and returns the `Stage` subclass; called where Paddle may be imported."""
+    smoke: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Recipe keys that `--smoke` sets for this stage, such as the embedded data it learns from."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ModelFamily:
+    """A family of models that share code, such as Llama."""
+
+    name: str
+    """Value of the recipe key `model.family`."""
+    help: str
+    config_cls: Any
+    """Frozen dataclass of the shape; every field has a docstring. It has `from_hf(dict)` and `to_hf() -> dict`
+    for config.json, and `problems()` for rules between its fields."""
+    presets: Mapping[str, Mapping[str, Any]]
+    """Published shapes by name."""
+    smoke: Mapping[str, Any]
+    """The tiny shape that `--smoke` trains."""
+    factory: Callable[[], type]
+    """Imports and returns the `paddle.nn.Layer` subclass, built as `cls(config, ops)`."""
+    names: Callable[[], Any]
+    """Imports and returns the module that maps parameter names between layouts."""
+    hf_model_types: Sequence[str] = ()
+    """Values of `model_type` in config.json that this family reads."""
+    gguf_architectures: Sequence[str] = ()
+    """Values of `general.architecture` in a GGUF file that this family reads."""
+    api: int = API_VERSION
+
+    def config_keys(self) -> Any:
+        """A TypedDict with the fields of the shape, all optional: the type of `model.config`."""
+        import typing
+
+        from typing_extensions import TypedDict
+
+        from llmsuite.recipe.keys import field_docs
+
+        hints = typing.get_type_hints(self.config_cls, include_extras=True)
+        fields = {f.name: hints[f.name] for f in dataclasses.fields(self.config_cls)}
+        make_typed_dict: Any = TypedDict  # a type checker knows it with literal fields only
+        keys = make_typed_dict("ModelConfig", fields, total=False)
+        keys.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+        keys.docs = field_docs(self.config_cls)
+        return keys
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceSpec:
+    """A kind of device."""
+
+    name: str
+    """Value of the recipe key `device`."""
+    help: str
+    factory: Callable[[], DeviceBackend]
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DataFormat:
+    """A shape of rows in a data file."""
+
+    name: str
+    """Value of the recipe key `data.format`."""
+    help: str
+    kind: str
+    """What a row becomes: "preference" for `llmsuite.data.rows.Preference`."""
+    matches: Callable[[Mapping[str, Any]], bool]
+    """Whether a row looks like this format; used for `data.format: auto`."""
+    convert: Callable[[Mapping[str, Any]], Any]
+    """One row to the kind's row type. Raises ValueError saying which key is wrong."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Exporter:
+    """A layout in which a model directory can be written, for `llmsuite import --layout`."""
+
+    name: str
+    help: str
+    write: Callable[[ModelDirectory, Path], None]
+    """Writes the model into a directory that exists and is empty; the caller commits it atomically."""
+    api: int = API_VERSION
+
+
+class Logger(Protocol):
+    """Receives the metrics of a run, on rank 0."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record of `metrics.jsonl`."""
+
+    def close(self) -> None:
+        """The run has ended, well or not."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoggerSpec:
+    """A sink for metrics, chosen by the recipe key `loggers`."""
+
+    name: str
+    help: str
+    factory: Callable[[Path], Logger]
+    """Called with the run's directory. Raises UserError when a package it needs is missing."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Command:
+    """A subcommand of `llmsuite`."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[Any], None]
+    """Adds arguments to a jsonargparse `ArgumentParser`."""
+    run: Callable[[Any, Registry], int]
+    """Gets the parsed namespace and the registry, returns the exit code: 0 done, 2 the input is wrong, 1 other."""
+    takes_overrides: bool = False
+    """Whether `--section.key=value` words are collected for it, as the attribute `overrides` of the namespace."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True)
+class RunView:
+    """What an event may see of a run. Read only."""
+
+    output_dir: Path
+    recipe: Mapping[str, Any]
+    """The resolved recipe as plain data."""
+    num_ranks: int
+    total_steps: int
+
+
+# Registration: each returns a list; the lists of all plugins are merged.
+
+
+@hookspec
+def llmsuite_register_stages() -> list[StageSpec]:
+    """Training stages, such as `dpo`. Each brings a section of the recipe of its own name."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_models() -> list[ModelFamily]:
+    """Model families, such as `llama`."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_devices() -> list[DeviceSpec]:
+    """Device backends, such as `cpu`."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_data_formats() -> list[DataFormat]:
+    """Shapes of rows in data files. Formats are tried in the order they are registered, built-in ones first."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_exporters() -> list[Exporter]:
+    """Layouts for `llmsuite import`."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_loggers() -> list[LoggerSpec]:
+    """Sinks for metrics."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_commands() -> list[Command]:
+    """Subcommands of `llmsuite`."""
+    raise AssertionError("a hookspec is not called")
+
+
+# Events of a run: called on rank 0. An implementation that raises is reported once and not called again, unless
+# its plugin sets `llmsuite_critical = True`: then the error ends the run.
+
+
+@hookspec
+def llmsuite_run_start(run: RunView) -> None:
+    """The model is built and the data is read; the first step comes next."""
+
+
+@hookspec
+def llmsuite_step_end(run: RunView, step: int, metrics: Mapping[str, float]) -> None:
+    """A step is done and its metrics are on the host (every `train.log_steps` steps)."""
+
+
+@hookspec
+def llmsuite_checkpoint_saved(run: RunView, step: int, path: Path) -> None:
+    """A checkpoint is complete on disk."""
+
+
+@hookspec
+def llmsuite_run_error(run: RunView, error: BaseException) -> None:
+    """The run ends because of an error or an interrupt."""
+
+
+@hookspec
+def llmsuite_run_end(run: RunView, step: int) -> None:
+    """The last step is done and saved."""
+
+
+def hook_names() -> Iterator[str]:
+    """Names of all hooks, in the order of this file."""
+    return (name for name in globals() if name.startswith("llmsuite_"))

@@ -1,0 +1,273 @@
+"""From a recipe file and command-line overrides to typed sections. This is where a typo dies.
+
+All problems are collected and raised together, each with the position of what caused it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from llmsuite.errors import Problem, RecipeError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe import keys as recipe_keys
+from llmsuite.recipe.schema import ModelSection, Recipe
+from llmsuite.recipe.section import Section, forget_reads, unread
+from llmsuite.recipe.source import Key, Source, parse_json, read_json
+
+_OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
+
+
+@dataclasses.dataclass
+class LoadedRecipe:
+    """A recipe whose every key and type is right, and where each value came from."""
+
+    recipe: Recipe
+    given: set[Key]
+    """Leaf keys that somebody wrote, in the file or on the command line."""
+    origins: dict[Key, str]
+    """Where each given key was written."""
+    name: str
+
+    def origin(self, key: Key) -> str:
+        """Position of a key, or of the nearest section around it."""
+        while key and key not in self.origins:
+            key = key[:-1]
+        return self.origins.get(key, self.name)
+
+    def problem(self, key: str, message: str) -> Problem:
+        """Something wrong with a dotted key, at the place it was written."""
+        return Problem(self.origin(tuple(key.split("."))), key, message)
+
+    def unread(self) -> list[str]:
+        """Keys somebody wrote and nothing has read since the recipe was loaded: they have no effect."""
+        idle = set(unread(self.recipe))
+        return sorted(".".join(key) for key in self.given if any(key[:n] in idle for n in range(1, len(key) + 1)))
+
+
+def load(
+    path: str | Path,
+    overrides: Iterable[str],
+    registry: Registry,
+    layers: Iterable[tuple[str, dict[str, Any]]] = (),
+) -> LoadedRecipe:
+    """Read a recipe, lay `layers` and then the command line over it, and check all of it.
+
+    Args:
+        path: the JSON file.
+        overrides: `--a.b=c` words; values are JSON, or bare text where the key takes text.
+        registry: what stages, model families, devices … there are.
+        layers: (origin, {dotted key: value or REMOVE}) put over the file, below the command line.
+
+    Raises:
+        RecipeError: with every problem found.
+    """
+    source = read_json(path)
+    if not isinstance(source.value, dict):
+        raise RecipeError([Problem(f"{path}:1:1", "", "a recipe is a JSON object: {...}")])
+    origins = {**source.values, **source.keys}
+    tree: dict[str, Any] = source.value
+    for origin, layer in layers:
+        for dotted, value in layer.items():
+            _put(tree, origins, tuple(dotted.split(".")), value, origin)
+    problems = _apply_overrides(tree, origins, overrides, registry)
+
+    cls, name_problems = recipe_type(tree, registry)
+    loaded = LoadedRecipe(None, _leaves(tree), origins, str(path))  # type: ignore[arg-type]
+    problems += [loaded.problem(key, message) for key, message in name_problems]
+    recipe, bind_problems = _bind(cls, tree, loaded, source, registry)
+    problems += bind_problems
+    if recipe is not None:
+        loaded.recipe = recipe
+        problems += [loaded.problem(key, message) for key, message in _section_rules(recipe)]
+    if problems:
+        raise RecipeError(_in_order(problems))
+    forget_reads(loaded.recipe)
+    return loaded
+
+
+REMOVE = object()
+"""As a value in a layer: take the key away."""
+
+
+def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe], list[tuple[str, str]]]:
+    """The recipe class for the stage and family a document names, and what is wrong with those names."""
+    problems: list[tuple[str, str]] = []
+    stage, family = tree.get("stage"), None
+    if isinstance(tree.get("model"), dict):
+        family = tree["model"].get("family")
+    if isinstance(stage, str) and stage not in registry.stages:
+        problems.append(("stage", registry.unknown("stage", stage)))
+        stage = None
+    if isinstance(family, str) and family not in registry.models:
+        problems.append(("model.family", registry.unknown("model", family)))
+        family = None
+    return (
+        _typed_recipe(
+            registry.stages[stage] if isinstance(stage, str) else None,
+            registry.models[family] if isinstance(family, str) else None,
+        ),
+        problems,
+    )
+
+
+@functools.cache
+def _typed_recipe(stage: Any, family: Any) -> type[Recipe]:
+    fields: list[Any] = []
+    if family is not None:
+        model = dataclasses.make_dataclass(
+            "ModelSection",
+            [("config", family.config_keys(), dataclasses.field(default_factory=dict))],
+            bases=(ModelSection,),
+            kw_only=True,
+        )
+        fields.append(("model", model))
+    if stage is not None:
+        required = any(
+            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            for f in dataclasses.fields(stage.config_cls)
+        )
+        default = dataclasses.field() if required else dataclasses.field(default_factory=stage.config_cls)
+        fields.append((stage.name, stage.config_cls, default))
+    return dataclasses.make_dataclass("Recipe", fields, bases=(Recipe,), kw_only=True)
+
+
+def _apply_overrides(
+    tree: dict[str, Any], origins: dict[Key, str], overrides: Iterable[str], registry: Registry
+) -> list[Problem]:
+    """Write the overrides into the tree; which type a key has may depend on an override of stage or family."""
+    problems: list[Problem] = []
+    parsed: dict[Key, tuple[str, str]] = {}
+    for word in overrides:
+        match = _OVERRIDE.fullmatch(word)
+        if match is None:
+            problems.append(Problem(word, "", "is not an override; write --section.key=value"))
+            continue
+        key = tuple(match["key"].split("."))
+        if key in parsed:
+            problems.append(Problem(word, match["key"], f"is given twice; it was already set by {parsed[key][0]}"))
+            continue
+        parsed[key] = (word, match["value"])
+    for key in (("stage",), ("model", "family")):
+        if key in parsed:
+            _put(tree, origins, key, parsed[key][1], parsed[key][0])
+    cls, _ = recipe_type(tree, registry)
+    types = {info.key: info.annotation for info in recipe_keys.walk(cls)}
+    for key, (word, text) in parsed.items():
+        value, problem = _override_value(text, types.get(key), word, key)
+        if problem:
+            problems.append(problem)
+        elif blocked := _put(tree, origins, key, value, word):
+            problems.append(Problem(word, ".".join(key), f"{'.'.join(blocked)} is a value, not a section"))
+    return problems
+
+
+def _override_value(text: str, annotation: Any, word: str, key: Key) -> tuple[Any, Problem | None]:
+    if annotation is not None and recipe_keys.accepts_text(annotation) and text != "null":
+        quoted = len(text) >= 2 and text[0] == text[-1] == '"'
+        return (text[1:-1] if quoted else text), None
+    try:
+        return parse_json(text, word).value, None
+    except RecipeError as error:
+        if annotation is None:  # an unknown key: that is the problem to report, not its value
+            return text, None
+        wanted = recipe_keys.describe(annotation)
+        note = error.problems[0].message
+        return None, Problem(word, ".".join(key), f"expected {wanted}, found {text!r} ({note})")
+
+
+def _put(tree: dict[str, Any], origins: dict[Key, str], key: Key, value: Any, origin: str) -> Key | None:
+    """Set a value in a nested tree; returns the prefix that is in the way, if one is."""
+    node = tree
+    for depth, part in enumerate(key[:-1]):
+        if part not in node:
+            if value is REMOVE:
+                return None
+            node[part] = {}
+            origins[key[: depth + 1]] = origin
+        node = node[part]
+        if not isinstance(node, dict):
+            return key[: depth + 1]
+    for old in [k for k in origins if k[: len(key)] == key]:
+        del origins[old]
+    if value is REMOVE:
+        node.pop(key[-1], None)
+    else:
+        node[key[-1]] = value
+        origins[key] = origin
+    return None
+
+
+def _bind(
+    cls: type[Recipe], tree: dict[str, Any], loaded: LoadedRecipe, source: Source, registry: Registry
+) -> tuple[Recipe | None, list[Problem]]:
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(tree)), []
+    except ValidationError as error:
+        problems = []
+        types = {info.key: info.annotation for info in recipe_keys.walk(cls)}
+        for item in error.errors(include_url=False):
+            key = tuple(map(str, item["loc"]))
+            message = _explain(item, key, cls, types, registry)
+            if message is not None:
+                where = source.values.get(key[:-1], loaded.name) if item["type"] == "missing" else loaded.origin(key)
+                problems.append(Problem(where, ".".join(key), message))
+        return None, problems
+
+
+def _explain(item: Any, key: Key, cls: type[Recipe], types: dict[Key, Any], registry: Registry) -> str | None:
+    """One error of the type check in the words of a recipe."""
+    kind, given = item["type"], item["input"]
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        if len(key) == 1 and key[0] in registry.stages:
+            if not any(f.name in registry.stages for f in dataclasses.fields(cls)):
+                return None  # the name of the stage is wrong, which is reported; its section may be right
+            return f"is the section of stage {key[0]!r}, which is not the stage of this recipe; remove it"
+        return f"unknown key; {recipe_keys.did_you_mean(key, cls)}".rstrip("; ")
+    if kind in ("missing", "missing_argument"):
+        return f"is required: {recipe_keys.describe(types[key]) if key in types else 'a section'}"
+    if kind == "dataclass_type":
+        return f"expected a section: {{...}}, found {json.dumps(given)}"
+    field = key
+    while field and field not in types:  # an item of a list
+        field = field[:-1]
+    wanted = recipe_keys.describe(types[field]) if field in types else item["msg"]
+    hint = ""
+    if kind == "literal_error" and isinstance(given, str):
+        options = [o.strip(" '") for o in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        near = difflib.get_close_matches(given, options, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"expected {wanted}, found {json.dumps(given)}{hint}"
+
+
+def _section_rules(section: Section, prefix: str = "") -> list[tuple[str, str]]:
+    found = [(prefix + key, message) for key, message in section.problems()]
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, Section):
+            found += _section_rules(value, f"{prefix}{field.name}.")
+    return found
+
+
+def _leaves(tree: Any, prefix: Key = ()) -> set[Key]:
+    if not isinstance(tree, dict):
+        return {prefix}
+    return set().union(*(_leaves(value, (*prefix, key)) for key, value in tree.items()))
+
+
+def _in_order(problems: list[Problem]) -> list[Problem]:
+    """By position in the file, command line last; a problem found twice is told once."""
+
+    def position(problem: Problem) -> tuple[int, int, int]:
+        match = re.search(r":(\d+):(\d+)$", problem.where)
+        return (0, int(match[1]), int(match[2])) if match else (1, 0, 0)
+
+    return sorted(dict.fromkeys(problems), key=position)

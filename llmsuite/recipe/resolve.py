@@ -1,0 +1,294 @@
+"""From a loaded recipe to a plan of the run: every derived number, every rule between sections, every file.
+
+Nothing after this page asks whether the recipe makes sense.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import Problem, RecipeError, UserError
+from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.load import REMOVE, LoadedRecipe, load
+from llmsuite.recipe.schema import Recipe
+from llmsuite.resources import find
+
+Rule = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Degrees:
+    """Size of each mesh axis. Their product is the number of ranks."""
+
+    pp: int
+    dp: int
+    sharding: int
+    tp: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.sharding * self.tp
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp * self.sharding
+
+    def __str__(self) -> str:
+        return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """A recipe with every question answered that can be answered without Paddle."""
+
+    loaded: LoadedRecipe
+    stage: StageSpec
+    family: ModelFamily
+    model_config: Any
+    device: DeviceSpec
+    degrees: Degrees
+    schedule: str
+    """Order of the passes when pp > 1."""
+    accumulate_steps: int
+    """Micro-batches of one optimizer step on one rank."""
+    weights: Path | None
+    """Directory of the initial weights, None to draw them from the seed. May not exist yet: see `check_files`."""
+    tokenizer: Path | None
+    train_file: Path
+    eval_file: Path | None
+    output_dir: Path
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    def check_files(self) -> None:
+        """Raises RecipeError naming every file the run needs that is not there, and how to get it."""
+        problems = []
+        for key, path in (("data.train", self.train_file), ("data.eval", self.eval_file)):
+            if path is not None and not path.is_file():
+                problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
+        if self.weights is not None and not (self.weights / "config.json").is_file():
+            problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
+        if self.tokenizer is None:
+            problems.append(self.loaded.problem("model.tokenizer", "is required when model.weights is not given"))
+        elif self.tokenizer != self.weights and not self.tokenizer.is_dir():
+            problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
+        if problems:
+            raise RecipeError(problems)
+
+
+def missing_model(path: Path) -> str:
+    """What to do about a model directory that is not there."""
+    return (
+        f"{path} is not a directory with a model. Name a local directory, import one with "
+        f"`llmsuite import SOURCE -o {path}`, or download it: `hf download {path} --local-dir DIR`"
+    )
+
+
+def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
+    """Check the rules between sections and derive what follows from them.
+
+    Raises:
+        RecipeError: with every rule that is broken, at the position of the key that breaks it.
+    """
+    recipe = loaded.recipe
+    family = registry.models[recipe.model.family]
+    weights = find(recipe.model.weights) if recipe.model.weights else None
+    config, rules = _model_config(recipe, family, weights)
+    rules += _registered_names(recipe, registry)
+    rules += _model_rules(recipe, config) if config is not None else []
+    degrees, accumulate, batch_rules = _degrees(recipe)
+    rules += batch_rules
+    if rules:
+        raise RecipeError(list(dict.fromkeys(loaded.problem(key, message) for key, message in rules)))
+    tokenizer = find(recipe.model.tokenizer) if recipe.model.tokenizer else weights
+    return RunPlan(
+        loaded=loaded,
+        stage=registry.stages[recipe.stage],
+        family=family,
+        model_config=config,
+        device=registry.devices[recipe.device],
+        degrees=degrees,
+        schedule=recipe.parallel.pipeline_schedule,
+        accumulate_steps=accumulate,
+        weights=weights,
+        tokenizer=tokenizer,
+        train_file=find(recipe.data.train),
+        eval_file=find(recipe.data.eval) if recipe.data.eval else None,
+        output_dir=Path(recipe.output_dir),
+    )
+
+
+def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> tuple[Any, list[Rule]]:
+    """The shape: of the weights when they are there, else preset and single dimensions."""
+    model = recipe.model
+    given: dict[str, Any] = {}
+    if model.preset is not None:
+        if model.preset not in family.presets:
+            known = ", ".join(sorted(family.presets))
+            return None, [("model.preset", f"family {family.name} has no preset {model.preset!r}; known: {known}")]
+        given.update(family.presets[model.preset])
+    given.update(model.config)
+    if weights is not None and (weights / "config.json").is_file():
+        from llmsuite.checkpoint.model_dir import read_config
+
+        try:
+            _, config = read_config(weights, {family.name: family})
+        except UserError as error:
+            return None, [("model.weights", str(error))]
+        differing = [
+            f"{key} is {given[key]!r} in the recipe and {getattr(config, key)!r} in config.json"
+            for key in sorted(given)
+            if key not in _ONLY_INITIAL and given[key] != getattr(config, key)
+        ]
+        if differing:
+            return None, [("model.weights", f"{weights} has another shape: {'; '.join(differing)}")]
+    elif weights is not None and model.preset is None:
+        return None, [
+            ("model.weights", missing_model(weights) + ". Or set model.preset to check the recipe without weights")
+        ]
+    elif not given:
+        return None, [("model", "give weights, a preset or a config; one of them says how large the model is")]
+    else:
+        config = family.config_cls(**given)
+    return config, [(f"model.config.{key}", message) for key, message in config.problems()]
+
+
+_ONLY_INITIAL = {"initializer_range", "bos_token_id", "eos_token_id", "max_position_embeddings"}
+
+
+def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Rule]:
+    if recipe.device not in registry.devices:
+        yield "device", registry.unknown("device", recipe.device)
+    else:
+        backend = registry.devices[recipe.device].factory()
+        if recipe.engine.precision not in backend.precisions:
+            known = ", ".join(backend.precisions)
+            yield "engine.precision", f"{recipe.engine.precision} does not work on {recipe.device}; it has {known}"
+    if recipe.data.format != "auto" and recipe.data.format not in registry.data_formats:
+        yield "data.format", registry.unknown("data format", recipe.data.format)
+    for name in recipe.loggers:
+        if name not in registry.loggers:
+            yield "loggers", registry.unknown("logger", name)
+
+
+def _model_rules(recipe: Recipe, config: Any) -> Iterator[Rule]:
+    tp, pp = recipe.parallel.tensor_parallel_degree, recipe.parallel.pipeline_parallel_degree
+    for what in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+        size = getattr(config, what, None)
+        if size is not None and size % tp:
+            yield "parallel.tensor_parallel_degree", f"is {tp}, which does not divide {what} = {size}"
+    if pp > config.num_hidden_layers:
+        layers = config.num_hidden_layers
+        yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers to cut"
+    if recipe.data.max_length > config.max_position_embeddings:
+        longest = config.max_position_embeddings
+        yield "data.max_length", f"is {recipe.data.max_length}; the model was made for at most {longest} positions"
+
+
+def _degrees(recipe: Recipe) -> tuple[Degrees, int, list[Rule]]:
+    p, train, rules = recipe.parallel, recipe.train, []
+    world = recipe.launch.num_devices * recipe.launch.nnodes
+    fixed = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.sharding_parallel_degree
+    dp = max(1, world // fixed)
+    if world % fixed:
+        rules.append(
+            (
+                "launch.num_devices",
+                f"{world} devices cannot hold tensor {p.tensor_parallel_degree} x pipeline "
+                f"{p.pipeline_parallel_degree} x sharding {p.sharding_parallel_degree} = {fixed} ranks; "
+                f"use a multiple of {fixed}",
+            )
+        )
+    degrees = Degrees(p.pipeline_parallel_degree, dp, p.sharding_parallel_degree, p.tensor_parallel_degree)
+    per_pass = train.micro_batch_size * degrees.num_data_ranks
+    if train.global_batch_size % per_pass and not rules:
+        rules.append(
+            (
+                "train.global_batch_size",
+                f"is {train.global_batch_size}; it has to be a multiple of micro_batch_size {train.micro_batch_size} x "
+                f"data ranks {degrees.num_data_ranks} = {per_pass}",
+            )
+        )
+    accumulate = max(1, train.global_batch_size // per_pass)
+    if p.sharding != "none" and degrees.num_data_ranks == 1 and not rules:
+        rules.append(
+            ("parallel.sharding", f"is {p.sharding}, but there is one data rank ({degrees}): nothing to cut over")
+        )
+    return degrees, accumulate, rules
+
+
+def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smoke: bool = False) -> RunPlan:
+    """Load, check and resolve a recipe; with `smoke`, as the small run that stands for it.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    loaded = load(path, overrides, registry)
+    if smoke:
+        loaded = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
+    return resolve(loaded, registry)
+
+
+def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
+    """What `--smoke` changes: tiny shape, embedded data, CPU processes, a few steps.
+
+    Stage, loss, schedule of the learning rate and accumulation stay as the recipe has them. The engine of this
+    version runs data parallel only, so a recipe for several ranks becomes one for two data ranks.
+    """
+    recipe = loaded.recipe
+    family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
+    world = recipe.launch.num_devices * recipe.launch.nnodes
+    ranks = min(2, world)
+    micro = min(recipe.train.micro_batch_size, 4)
+    return {
+        "model.weights": REMOVE,
+        "model.preset": REMOVE,
+        "model.config": dict(family.smoke),
+        "model.tokenizer": "data/tokenizer",
+        "data.max_length": 256,
+        "data.format": "auto",
+        "data.chat_template": "tokenizer",
+        "parallel": {},
+        "engine.mode": "dynamic",
+        "engine.precision": "fp32",
+        "train.max_steps": 8,
+        "train.num_epochs": REMOVE,
+        "train.micro_batch_size": micro,
+        "train.global_batch_size": 8 * micro,  # the same on any mesh, so that meshes can be compared
+        "train.learning_rate": 1e-3,
+        "train.eval_steps": REMOVE,
+        "checkpoint.save_steps": 4,
+        "launch.num_devices": ranks,
+        "launch.nnodes": 1,
+        "loggers": [],
+        "device": "cpu",
+        "output_dir": f"{recipe.output_dir}-smoke",
+        **stage.smoke,
+    }
+
+
+def unsupported(plan: RunPlan) -> list[Problem]:
+    """What a legal recipe may ask for and the engine of this version does not do yet."""
+    recipe, problems = plan.recipe, []
+    for key, value, only in (
+        ("parallel.tensor_parallel_degree", plan.degrees.tp, 1),
+        ("parallel.pipeline_parallel_degree", plan.degrees.pp, 1),
+        ("parallel.sharding", recipe.parallel.sharding, "none"),
+        ("parallel.sequence_parallel", recipe.parallel.sequence_parallel, False),
+        ("engine.mode", recipe.engine.mode, "dynamic"),
+        ("launch.nnodes", recipe.launch.nnodes, 1),
+    ):
+        if value != only:
+            problems.append(
+                plan.loaded.problem(
+                    key, f"is {value}; this version of the engine runs {only} only. --smoke runs the recipe without it"
+                )
+            )
+    return problems

@@ -1,0 +1,182 @@
+"""The sections every recipe has. A stage adds one more, of its own name; a model family types `model.config`.
+
+Only data lives here: no class paths, no callables, nothing that a recipe could use to run code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from llmsuite.recipe.section import Section
+
+PositiveInt = Annotated[int, Gt(0)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelSection(Section):
+    """Which model, and where its weights and tokenizer come from."""
+
+    family: str
+    """Name of a registered model family; `llmsuite list models` shows them."""
+    weights: str | None = None
+    """Directory with safetensors and config.json in the HF or PaddleNLP layout, or a hub id. Without it the
+    parameters are drawn from `seed`."""
+    tokenizer: str | None = None
+    """Directory with tokenizer.json and tokenizer_config.json. Default: the directory of the weights."""
+    preset: str | None = None
+    """A shape the family knows by name, such as "llama-3.1-8b". Needed only where config.json cannot be read."""
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Single dimensions of the shape, set on top of the preset, to shrink or grow it."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class DataSection(Section):
+    """What is read and how it becomes tokens."""
+
+    train: str
+    """JSON or JSON Lines file. A relative path is looked up in the working directory, then among the files
+    that come with llmsuite."""
+    eval: str | None = None
+    """The same for evaluation; without it nothing is evaluated."""
+    format: str = "auto"
+    """Name of a registered data format, or "auto" to recognise it from the first row."""
+    max_length: PositiveInt = 2048
+    """Longest sequence in tokens. A row that does not fit is dropped and counted, never cut."""
+    chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
+    """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ParallelSection(Section):
+    """How the model is spread. data_parallel_degree is derived: devices / (tp * pp * sharding)."""
+
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks that share each weight matrix."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Pipeline stages the layers are cut into."""
+    pipeline_schedule: Literal["FThenB", "1F1B", "interleaved"] = "1F1B"
+    """Order of the forward and backward passes of a pipeline."""
+    sharding: Literal["none", "stage1", "stage2", "stage3"] = "none"
+    """What is cut over the sharding axis: optimizer states (1), gradients too (2), parameters too (3)."""
+    sharding_parallel_degree: PositiveInt = 1
+    """Ranks of the sharding axis. At 1, sharding uses the data parallel axis."""
+    sequence_parallel: bool = False
+    """Cut activations along the sequence between the tensor parallel regions."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.sequence_parallel and self.tensor_parallel_degree == 1:
+            yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
+        if self.sharding == "none" and self.sharding_parallel_degree > 1:
+            yield (
+                "sharding_parallel_degree",
+                f"is {self.sharding_parallel_degree} but sharding is none; choose stage1, stage2 or stage3, or 1",
+            )
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineSection(Section):
+    """How a step is computed."""
+
+    mode: Literal["dynamic", "to_static"] = "dynamic"
+    """Op by op, or as one compiled program."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 keep float32 master weights and need a GPU or XPU."""
+    recompute: Literal["none", "full"] = "none"
+    """"full" keeps only the input of each layer for the backward pass: less memory, one forward pass more."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainSection(Section):
+    """The optimizer and how long it runs."""
+
+    max_steps: PositiveInt | None = None
+    """Optimizer steps. Give this or num_epochs."""
+    num_epochs: PositiveInt | None = None
+    """Passes over the training rows. Give this or max_steps."""
+    global_batch_size: PositiveInt
+    """Samples of one optimizer step, over all ranks."""
+    micro_batch_size: PositiveInt
+    """Samples of one forward pass on one rank; gradient accumulation makes up the rest."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """sgd is there to compare runs: it shows errors of scale that adamw hides."""
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after warm-up."""
+    warmup_ratio: Fraction = 0.0
+    """Part of all steps in which the learning rate rises from 0 to its peak."""
+    min_lr_ratio: Fraction = 0.0
+    """What the learning rate has come down to when the last step is done, as a part of the peak."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled decay; norms and biases are left out."""
+    adam_beta1: Decay = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Decay = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """Term in the denominator of the Adam update."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm; null switches clipping off."""
+    eval_steps: PositiveInt | None = None
+    """Evaluate every so many steps, and after the last. Default: only after the last."""
+    log_steps: PositiveInt = 1
+    """Print and record metrics every so many steps."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if (self.max_steps is None) == (self.num_epochs is None):
+            state = "neither is given" if self.max_steps is None else "both are given"
+            yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
+        if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
+            yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear or cosine"
+
+
+@dataclasses.dataclass(kw_only=True)
+class CheckpointSection(Section):
+    """When the run is saved. A checkpoint is always written after the last step."""
+
+    save_steps: PositiveInt | None = None
+    """Save every so many steps."""
+    keep_last: Annotated[int, Ge(2)] = 2
+    """Older checkpoints are removed. At least 2, because the newest may be the one a crash interrupts."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class LaunchSection(Section):
+    """Which devices take part."""
+
+    num_devices: PositiveInt = 1
+    """Devices (on cpu: processes) per machine."""
+    nnodes: PositiveInt = 1
+    """Machines."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Recipe(Section):
+    """A whole run as data."""
+
+    stage: str
+    """Name of a registered stage; `llmsuite list stages` shows them."""
+    model: ModelSection
+    data: DataSection
+    parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
+    engine: EngineSection = dataclasses.field(default_factory=EngineSection)
+    train: TrainSection
+    checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
+    launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)
+    device: str = "cpu"
+    """Name of a registered device backend; `llmsuite list devices` shows them."""
+    loggers: list[str] = dataclasses.field(default_factory=list)
+    """Registered loggers that receive the metrics, besides metrics.jsonl, which is always written."""
+    seed: NonNegativeInt = 42
+    """Initial parameters and the order of the data are functions of it."""
+    output_dir: str
+    """Everything the run writes lies under this directory."""

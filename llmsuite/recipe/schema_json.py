@@ -1,0 +1,50 @@
+"""The JSON Schema of recipes: one alternative for every pair of stage and model family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.keys import walk
+from llmsuite.recipe.load import recipe_type
+
+
+def recipe_schema(registry: Registry, stage: str | None = None) -> dict[str, Any]:
+    """Schema (draft 2020-12) of the recipes of one stage, or of all."""
+    alternatives = [
+        _schema_of(registry, name, family)
+        for name in ([stage] if stage else registry.stages)
+        for family in registry.models
+    ]
+    schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "llmsuite recipe", **schema}
+
+
+def _schema_of(registry: Registry, stage: str, family: str) -> dict[str, Any]:
+    cls, _ = recipe_type({"stage": stage, "model": {"family": family}}, registry)
+    schema = TypeAdapter(cls).json_schema(ref_template="#/$defs/{model}")
+    schema = _inlined(schema, schema.pop("$defs", {}))
+    for info in walk(cls):
+        node: dict[str, Any] = schema
+        for part in info.key:
+            node = node["properties"][part]
+        if info.doc:
+            node["description"] = info.doc
+    schema["properties"]["stage"] = {"const": stage}
+    schema["properties"]["model"]["properties"]["family"] = {"const": family}
+    schema["title"] = f"{stage} of {family}"
+    return schema
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    """References resolved: descriptions differ from place to place, and sections do not recur."""
+    if isinstance(node, list):
+        return [_inlined(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        target = definitions[node["$ref"].removeprefix("#/$defs/")]
+        return _inlined({**target, **{k: v for k, v in node.items() if k != "$ref"}}, definitions)
+    return {k: _inlined(v, definitions) for k, v in node.items() if k != "title" or not isinstance(v, str)}

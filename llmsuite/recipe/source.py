@@ -1,0 +1,225 @@
+"""Strict JSON with positions: every value knows the line and column it was written at.
+
+`json.loads` keeps the last of two equal keys, accepts NaN, and forgets where anything stood. A recipe is read
+by people who want to know where their typo is, so it is read here, and every problem that does not stop the
+reading is collected rather than raised.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]  # not in the type stubs
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import Problem, RecipeError, UserError
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 64
+MAX_INT = 2**63 - 1
+
+Key = tuple[str, ...]
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_WORD = re.compile(r"[A-Za-z_+\-.][\w+\-.]*")
+_LITERALS = {"true": True, "false": False, "null": None}
+_NEVER_JSON = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}
+
+
+@dataclasses.dataclass
+class Source:
+    """A parsed document: its plain value and where each part of it was written."""
+
+    name: str
+    """File name as the user gave it."""
+    value: Any
+    keys: dict[Key, str]
+    """Where each key stands (`file:line:col`)."""
+    values: dict[Key, str]
+    """Where each value stands."""
+
+    def where(self, key: Key) -> str:
+        """Position of a key, or of the nearest enclosing value when the key itself is not there."""
+        if key in self.keys:
+            return self.keys[key]
+        while key and key not in self.values:
+            key = key[:-1]
+        return self.values.get(key, self.name)
+
+
+def read_json(path: str | Path) -> Source:
+    """Read a JSON file strictly.
+
+    Raises:
+        UserError: the file cannot be read.
+        RecipeError: it is not strict JSON; carries every problem found, each with line and column.
+    """
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_BYTES:
+        raise UserError(f"{path}: is {len(raw):,} bytes; a recipe has at most {MAX_BYTES:,}")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise RecipeError([Problem(f"{path}:{line}:1", "", f"is not UTF-8 ({error.reason})")]) from error
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, name: str) -> Source:
+    """Parse JSON text strictly; see `read_json`."""
+    reader = _Reader(text, name)
+    value = reader.document()
+    if reader.problems:
+        raise RecipeError(reader.problems)
+    return Source(name, value, reader.keys, reader.values)
+
+
+class _Fatal(Exception):
+    """The text cannot be followed further."""
+
+
+class _Reader:
+    """Recursive descent; `_at` is the offset of the next unread character."""
+
+    def __init__(self, text: str, name: str):
+        self.text, self.name = text, name
+        self.problems: list[Problem] = []
+        self.keys: dict[Key, str] = {}
+        self.values: dict[Key, str] = {}
+        self._at = 0
+        self._line_starts = [0, *(m.end() for m in re.finditer("\n", text))]
+
+    def document(self) -> Any:
+        try:
+            if self.text.startswith("\ufeff"):
+                self._fatal("starts with a byte order mark; save it as UTF-8 without one", ())
+            value = self._value((), 1)
+            self._skip()
+            if self._at < len(self.text):
+                self._fatal("has text after the end of the document", ())
+            return value
+        except _Fatal:
+            return None
+
+    def _value(self, key: Key, depth: int) -> Any:
+        self._skip()
+        self.values[key] = self._where()
+        if depth > MAX_DEPTH:
+            self._fatal(f"is nested deeper than {MAX_DEPTH} levels", key)
+        head = self.text[self._at : self._at + 1]
+        if head == "{":
+            return self._object(key, depth)
+        if head == "[":
+            return self._array(key, depth)
+        if head == '"':
+            return self._string(key)
+        number = _NUMBER.match(self.text, self._at)
+        word = _WORD.match(self.text, self._at)
+        if number and (word is None or number.end() >= word.end()):
+            return self._number(number, key)
+        if word and word[0] in _LITERALS:
+            self._at = word.end()
+            return _LITERALS[word[0]]
+        if word and word[0] in _NEVER_JSON:
+            self._note(f"{word[0]} is not a JSON number; write a finite one", key)
+            self._at = word.end()
+            return 0.0
+        found = "the end of the file" if not head else repr(word[0] if word else head)
+        hint = "; strings need double quotes" if head == "'" or word else ""
+        self._fatal(f"expected a value, found {found}{hint}", key)
+
+    def _object(self, key: Key, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        self._at += 1
+        while not self._closes("}", "key", bool(result), key):
+            position = self._where()
+            if self.text[self._at : self._at + 1] != '"':
+                self._fatal("expected a key in double quotes", key)
+            name = self._string(key)
+            child = (*key, name)
+            duplicate = name in result
+            if duplicate:
+                self._note(f"is given twice; it was already set at {self.keys[child]}", child, position)
+            else:
+                self.keys[child] = position
+            self._skip()
+            if self.text[self._at : self._at + 1] != ":":
+                self._fatal("expected ':' after the key", child)
+            self._at += 1
+            value = self._value(child, depth + 1)
+            if not duplicate:
+                result[name] = value
+        return result
+
+    def _array(self, key: Key, depth: int) -> list[Any]:
+        result: list[Any] = []
+        self._at += 1
+        while not self._closes("]", "value", bool(result), key):
+            result.append(self._value((*key, str(len(result))), depth + 1))
+        return result
+
+    def _closes(self, bracket: str, what: str, some: bool, key: Key) -> bool:
+        """Step over the separator in front of the next item; True when the container ends instead."""
+        self._skip()
+        if self.text[self._at : self._at + 1] == bracket:
+            self._at += 1
+            return True
+        if some:
+            comma = self._at
+            if self.text[self._at : self._at + 1] != ",":
+                self._fatal(f"expected ',' or '{bracket}'", key)
+            self._at += 1
+            self._skip()
+            if self.text[self._at : self._at + 1] == bracket:
+                self._note(f"trailing comma; remove it or add the missing {what}", key, self._where(comma))
+                self._at += 1
+                return True
+        return False
+
+    def _string(self, key: Key) -> str:
+        try:
+            value, self._at = scanstring(self.text, self._at + 1, True)
+        except JSONDecodeError as error:
+            self._at = error.pos
+            self._fatal(f"bad string: {error.msg.lower()}", key)
+        return value
+
+    def _number(self, match: re.Match[str], key: Key) -> int | float:
+        token = match[0]
+        if match[1] is None and match[2] is None:
+            # checked by length first: int() of a very long literal is slow
+            if len(token) > 20 or abs(int(token)) > MAX_INT:
+                self._note("integer does not fit into 64 bits", key)
+                token = "0"
+            value: int | float = int(token)
+        else:
+            value = float(token)
+            if value in (float("inf"), float("-inf")):
+                self._note(f"{token} is too large for a number", key)
+        self._at = match.end()
+        return value
+
+    def _skip(self) -> None:
+        match = _SPACE.match(self.text, self._at)
+        assert match is not None
+        self._at = match.end()
+        if self.text.startswith(("//", "/*", "#"), self._at):
+            self._fatal("JSON has no comments; put notes into the README", ())
+
+    def _where(self, at: int | None = None) -> str:
+        at = self._at if at is None else at
+        line = bisect.bisect_right(self._line_starts, at)
+        return f"{self.name}:{line}:{at - self._line_starts[line - 1] + 1}"
+
+    def _note(self, message: str, key: Key, where: str | None = None) -> None:
+        self.problems.append(Problem(where or self._where(), ".".join(key), message))
+
+    def _fatal(self, message: str, key: Key) -> Any:
+        self._note(message, key)
+        raise _Fatal
