@@ -1,0 +1,60 @@
+"""What a device backend decides: place, collectives, environment, precision, fused ops, memory figures.
+
+A backend is created without Paddle; the methods that need it import it.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from llmsuite.devices.ops import Ops
+
+
+class DeviceBackend(abc.ABC):
+    """One kind of device. The rest of llmsuite asks it, and nothing else asks for a device by name."""
+
+    name: ClassVar[str]
+    collectives: ClassVar[str]
+    """Paddle's name of the communication library."""
+    precisions: ClassVar[tuple[str, ...]]
+    """What `engine.precision` may be here."""
+    install: ClassVar[str]
+    """How to get a Paddle for it."""
+
+    def environment(self, local_ranks: int) -> dict[str, str]:
+        """Variables a worker needs before it imports Paddle; what the user has set wins."""
+        return {}
+
+    @abc.abstractmethod
+    def unavailable(self, num_devices: int) -> str | None:
+        """Why this machine cannot run here, or None. Imports Paddle."""
+
+    @abc.abstractmethod
+    def activate(self, local_rank: int) -> None:
+        """Make this rank's device the current one."""
+
+    @abc.abstractmethod
+    def ops(self, precision: str) -> Ops:
+        """Fused kernels for the precision, plain forms for the rest."""
+
+    @abc.abstractmethod
+    def peak_memory_bytes(self) -> int:
+        """Highest memory use of this process so far: device memory, or resident memory on cpu."""
+
+    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Context of a forward pass. With O2 the parameters have the low precision, sums and norms stay float32."""
+        if precision == "fp32":
+            return contextlib.nullcontext()
+        import paddle
+
+        return paddle.amp.auto_cast(level="O2", dtype=PADDLE_DTYPE[precision])
+
+    def parameter_dtype(self, precision: str) -> str:
+        """Dtype the model's parameters are stored in; masters of the optimizer are float32 in any case."""
+        return PADDLE_DTYPE[precision]
+
+
+PADDLE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

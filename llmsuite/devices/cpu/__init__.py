@@ -1,0 +1,61 @@
+"""CPU processes over Gloo, in float32: the laptop's way to run a recipe, and the test bed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+from llmsuite.devices.base import DeviceBackend
+
+if TYPE_CHECKING:
+    from llmsuite.devices.ops import Ops
+
+
+class CpuBackend(DeviceBackend):
+    name = "cpu"
+    collectives = "gloo"
+    precisions = ("fp32",)
+    install = "pip install 'llmsuite[cpu]'"
+
+    def environment(self, local_ranks: int) -> dict[str, str]:
+        threads = max(1, (os.cpu_count() or 1) // local_ranks)
+        variables = {
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            # threads that spin while they wait take the core the other rank needs
+            "KMP_BLOCKTIME": "0",
+            "PADDLE_DISTRI_BACKEND": self.collectives,
+        }
+        if is_amd():
+            # the MKL of the wheel (Paddle 3.3.1) takes its slowest path on AMD unless told the CPU has AVX2
+            variables["MKL_DEBUG_CPU_TYPE"] = "5"
+        return variables
+
+    def unavailable(self, num_devices: int) -> str | None:
+        return None
+
+    def activate(self, local_rank: int) -> None:
+        import paddle
+
+        paddle.set_device("cpu")
+
+    def ops(self, precision: str) -> Ops:
+        from llmsuite.devices.ops import Ops
+
+        return Ops()
+
+    def peak_memory_bytes(self) -> int:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def is_amd() -> bool:
+    """Whether the processor is AMD's."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return any("AuthenticAMD" in line for line in lines if line.startswith("vendor_id"))
+    except OSError:
+        return "AMD" in platform.processor()

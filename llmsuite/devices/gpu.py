@@ -1,0 +1,57 @@
+"""NVIDIA GPUs: NCCL, bf16 and fp16 with master weights, flash attention and Paddle's fused kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmsuite.devices.base import DeviceBackend
+
+if TYPE_CHECKING:
+    from llmsuite.devices.ops import Ops
+
+
+class GpuBackend(DeviceBackend):
+    name = "gpu"
+    collectives = "nccl"
+    precisions = ("fp32", "bf16", "fp16")
+    install = (
+        "pip uninstall -y paddlepaddle && "
+        "pip install paddlepaddle-gpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/cu126/"
+    )
+
+    def environment(self, local_ranks: int) -> dict[str, str]:
+        # TF32 would make float32 runs differ between strategies by 1e-3; bf16 is the way to ask for speed
+        return {"NVIDIA_TF32_OVERRIDE": "0"}
+
+    def unavailable(self, num_devices: int) -> str | None:
+        import paddle
+
+        if not paddle.is_compiled_with_cuda():
+            return f"this Paddle ({paddle.__version__}) is built without CUDA; install one with: {self.install}"
+        found = paddle.device.cuda.device_count()
+        if found < num_devices:
+            return f"{num_devices} GPUs are asked for and {found} are visible; lower launch.num_devices"
+        return None
+
+    def activate(self, local_rank: int) -> None:
+        import paddle
+
+        paddle.set_device(f"gpu:{local_rank}")
+
+    def ops(self, precision: str) -> Ops:
+        from llmsuite.devices import ops
+
+        if precision == "fp32":  # the flash kernels take 16-bit inputs only
+            return ops.Ops(rms_norm=ops.fused_rms_norm, rotary=ops.fused_rotary, swiglu=ops.fused_swiglu)
+        return ops.Ops(
+            causal_mask=ops.no_mask,
+            attention=ops.flash_attention,
+            rms_norm=ops.fused_rms_norm,
+            rotary=ops.fused_rotary,
+            swiglu=ops.fused_swiglu,
+        )
+
+    def peak_memory_bytes(self) -> int:
+        import paddle
+
+        return int(paddle.device.cuda.max_memory_allocated())

@@ -1,0 +1,28 @@
+"""Paddle's first import in a process, without the noise that users cannot act on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import warnings
+
+from llmsuite.devices.base import DeviceBackend
+
+# Paddle 3.3.1 says both on every start: it has no use for ccache here, and the thread count is meant.
+_NOISE = ("OMP_NUM_THREADS set to", "if this PaddlePaddle binary is compiled with OpenBlas", "PLEASE USE OMP_NUM")
+
+
+def start_paddle(backend: DeviceBackend, local_ranks: int) -> None:
+    """Set the backend's environment, then import Paddle. What the user has set wins."""
+    for name, value in backend.environment(local_ranks).items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    said = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(said):
+        warnings.filterwarnings("ignore", message="No ccache found")
+        import paddle  # noqa: F401
+    for line in said.getvalue().splitlines():
+        if line.strip() and not any(noise in line for noise in _NOISE):
+            print(line, file=sys.stderr)

@@ -1,0 +1,205 @@
+"""The shape of a Llama model, and its published sizes. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from annotated_types import Gt
+
+from llmsuite.errors import UserError
+
+PositiveInt = Annotated[int, Gt(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Llama 1, 2, 3.x and what shares their code (SmolLM2, TinyLlama …). Names are those of HF's config.json."""
+
+    vocab_size: PositiveInt = 32000
+    """Rows of the embedding."""
+    hidden_size: PositiveInt = 4096
+    """Width of the residual stream."""
+    intermediate_size: PositiveInt = 11008
+    """Width of the MLP."""
+    num_hidden_layers: PositiveInt = 32
+    """Decoder layers."""
+    num_attention_heads: PositiveInt = 32
+    """Query heads."""
+    num_key_value_heads: PositiveInt = 32
+    """Key and value heads; fewer than query heads is grouped-query attention."""
+    head_dim: PositiveInt | None = None
+    """Size of a head; null for hidden_size / num_attention_heads."""
+    max_position_embeddings: PositiveInt = 4096
+    """Longest sequence the model was made for."""
+    rms_norm_eps: PositiveFloat = 1e-5
+    """Term under the root of RMSNorm."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+    """Null, or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings"} as in Llama 3.1."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial matrices."""
+    bos_token_id: int | None = 1
+    """Kept for config.json."""
+    eos_token_id: int | list[int] | None = 2
+    """Kept for config.json; generation stops at it."""
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
+        elif self.head_size % 2:
+            yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
+        if heads % kv_heads:
+            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
+        try:
+            self.rope_frequencies()
+        except UserError as error:
+            yield "rope_scaling", str(error)
+
+    def rope_frequencies(self) -> list[float]:
+        """Rotary frequency of each of the head_size / 2 pairs, in radians a position.
+
+        `llama3` scaling as published with Llama 3.1 (github.com/meta-llama/llama-models, models/llama3/model.py,
+        `apply_scaling`): long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+
+        Raises:
+            UserError: rope_scaling is of a kind this family does not know, or lacks a key.
+        """
+        half = self.head_size // 2
+        frequencies = [self.rope_theta ** (-i / half) for i in range(half)]
+        if self.rope_scaling is None:
+            return frequencies
+        scaling = dict(self.rope_scaling)
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind == "default":
+            return frequencies
+        if kind == "linear":
+            return [f / _scaling_number(scaling, "factor") for f in frequencies]
+        if kind != "llama3":
+            raise UserError(f"rope_type {kind!r} is not supported; use default, linear or llama3")
+        factor = _scaling_number(scaling, "factor")
+        low = _scaling_number(scaling, "low_freq_factor")
+        high = _scaling_number(scaling, "high_freq_factor")
+        original = _scaling_number(scaling, "original_max_position_embeddings")
+        scaled = []
+        for f in frequencies:
+            turns = original * f / (2 * math.pi)  # in the original context
+            keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+            scaled.append(f * keep + f / factor * (1 - keep))
+        return scaled
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> LlamaConfig:
+        """From the content of a config.json, HF's or PaddleNLP's.
+
+        Raises:
+            UserError: it switches something on that this family does not have.
+        """
+        if data.get("attention_bias") or data.get("mlp_bias"):
+            raise UserError("config.json: attention_bias and mlp_bias are not part of the llama family")
+        activation = data.get("hidden_act", "silu")
+        if activation != "silu":
+            raise UserError(f"config.json: hidden_act is {activation!r}; the llama family has silu")
+        known = {f.name for f in dataclasses.fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        # config.json of transformers 5 keeps theta among the scaling parameters
+        rope = data.get("rope_parameters")
+        if rope is not None:
+            values["rope_theta"] = rope.get("rope_theta", cls.rope_theta)
+            values["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+        heads = values.get("num_attention_heads", cls.num_attention_heads)
+        values.setdefault("num_key_value_heads", heads)
+        if values.get("num_key_value_heads") is None:
+            values["num_key_value_heads"] = heads
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a config.json that HF transformers and PaddleNLP read."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            **dataclasses.asdict(self),
+            "head_dim": self.head_size,
+            "torch_dtype": "float32",
+        }
+
+
+def _scaling_number(scaling: Mapping[str, Any], key: str) -> float:
+    value = scaling.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise UserError(f"{key} is {value!r}; a number above 0 is needed")
+    return float(value)
+
+
+_LLAMA_3_1 = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-7b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "llama-13b": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    },
+    "llama-2-7b": {},
+    "llama-3.1-8b": {**_LLAMA_3_1, "intermediate_size": 14336},
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+}
+"""Shapes as published in the config.json of each model."""
+
+SMOKE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Small enough for a laptop; its vocabulary is that of data/tokenizer."""

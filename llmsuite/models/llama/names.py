@@ -1,0 +1,79 @@
+"""What a Llama parameter is called, and how its matrix lies, in each layout. Imports no Paddle.
+
+Our own names are HF's. In memory a linear weight is [inputs, outputs], as Paddle has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmsuite.models.llama.config import LlamaConfig
+
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")
+
+
+def parameter_names(config: LlamaConfig) -> Iterator[str]:
+    """Every parameter of the model, in the order of the layers."""
+    yield "model.embed_tokens.weight"
+    for i in range(config.num_hidden_layers):
+        yield from (f"model.layers.{i}.{part}.weight" for part in _GGUF_LAYER.values())
+    yield "model.norm.weight"
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight"
+
+
+def is_linear(name: str) -> bool:
+    """Whether HF stores this parameter transposed, as [outputs, inputs]."""
+    return name.endswith(("_proj.weight", "lm_head.weight"))
+
+
+def from_hf(name: str) -> str | None:
+    """Our name of an HF tensor; None for one that is derived, not learnt."""
+    return None if _IGNORED.fullmatch(name) else name
+
+
+def from_paddlenlp(name: str) -> str | None:
+    """Our name of a PaddleNLP tensor; None for one that is derived, not learnt."""
+    if _IGNORED.fullmatch(name):
+        return None
+    return re.sub(r"^llama\.", "model.", name)
+
+
+def to_paddlenlp(name: str) -> str:
+    """PaddleNLP's name of one of our parameters."""
+    return re.sub(r"^model\.", "llama.", name)
+
+
+def from_gguf(name: str) -> str | None:
+    """Our name of a GGUF tensor; None for one that is derived, not learnt."""
+    if _IGNORED.fullmatch(name):
+        return None
+    base, _, suffix = name.rpartition(".")
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", base):
+        part = _GGUF_LAYER.get(match[2])
+        return f"model.layers.{match[1]}.{part}.{suffix}" if part else name
+    return f"{_GGUF_TOP[base]}.{suffix}" if base in _GGUF_TOP else name
+
+
+def gguf_to_hf(name: str, value: np.ndarray, config: LlamaConfig) -> np.ndarray:
+    """Undo the interleaving GGUF applies to the rotary halves of q and k. `name` is ours, [outputs, inputs]."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return value
+    outputs, inputs = value.shape
+    return value.reshape(heads, outputs // heads // 2, 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
