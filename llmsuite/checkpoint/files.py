@@ -1,0 +1,129 @@
+"""Directories that exist whole or not at all.
+
+A directory is filled under a temporary name, every file is flushed to disk, the manifest is written last, and a
+rename makes it visible. A process that dies at any point leaves either the old state or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 22
+
+
+@contextlib.contextmanager
+def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> Iterator[Path]:
+    """A temporary directory that becomes `final` when the block ends well, and is removed when it does not.
+
+    A directory already at `final` is replaced. `manifest` is written into it last, with the size and sha256 of
+    every file added under "files".
+
+    Raises:
+        UserError: the disk is full, or the place cannot be written to.
+    """
+    temporary = final.with_name(final.name + ".tmp")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        files = {}
+        for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+            fsync(path)
+            name = path.relative_to(temporary).as_posix()
+            files[name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        write_json(temporary / MANIFEST, {**(manifest or {}), "files": files})
+        fsync(temporary)
+        if final.exists():
+            old = final.with_name(final.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+            temporary.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            temporary.rename(final)
+        fsync(final.parent)
+    except OSError as error:
+        raise UserError(f"{final}: cannot be written: {error.strerror or error}; nothing was changed") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def broken_file(directory: Path, check_hashes: bool = True) -> str | None:
+    """What is wrong with a committed directory, or None when it is whole."""
+    try:
+        manifest = read_json_file(directory / MANIFEST)
+    except UserError as error:
+        return str(error)
+    for name, expected in manifest.get("files", {}).items():
+        path = directory / name
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != expected["size"]:
+            return f"{path} has {size:,} bytes instead of {expected['size']:,}"
+        if check_hashes and sha256_of(path) != expected["sha256"]:
+            return f"{path} does not have the sha256 it was written with"
+    return None
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace a small file in one step."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync(path.parent)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON and flush it to disk. Not atomic; for files of a directory that is not committed yet."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(data, file, indent=2, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json_file(path: Path) -> Any:
+    """Read JSON that a program wrote.
+
+    Raises:
+        UserError: it is missing or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON: {error}") from error
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

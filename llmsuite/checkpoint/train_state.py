@@ -1,0 +1,134 @@
+"""Checkpoints of a run: `checkpoints/step-N/` is a model directory with the optimizer's state beside the weights.
+
+    config.json, model-*.safetensors + index, tokenizer files    loads wherever an HF model directory loads
+    optimizer-*.safetensors + index                               slots by parameter name
+    state.json                                                    step, samples taken, digest of the recipe
+    manifest.json                                                 size and sha256 of every file; written last
+
+`checkpoints/latest` names the newest whole one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.files import broken_file, committed_directory, read_json_file, write_json, write_text_atomic
+from llmsuite.checkpoint.model_dir import write_model
+from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec, write_tensors
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import ModelFamily
+
+FORMAT = 1
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The small part of a checkpoint."""
+
+    step: int
+    """Optimizer steps done."""
+    samples: int
+    """Position in the stream of training samples."""
+    seed: int
+    recipe_sha256: str
+    """Of the keys that decide what is learnt; resuming with others is refused."""
+
+
+def save(
+    root: Path,
+    state: TrainState,
+    family: ModelFamily,
+    config: Any,
+    parameters: Mapping[str, Any],
+    optimizer_state: Iterable[tuple[str, Any]],
+    tokenizer: Path | None,
+    keep_last: int,
+) -> Path:
+    """Write a checkpoint; on return it is on disk, and older ones beyond `keep_last` are gone.
+
+    Args:
+        root: the `checkpoints` directory.
+        state: step and position.
+        family: of the model.
+        config: its shape.
+        parameters: Paddle tensors by our names.
+        optimizer_state: Paddle tensors by `parameter/slot`.
+        tokenizer: directory whose tokenizer is copied along.
+        keep_last: how many checkpoints stay.
+
+    Raises:
+        UserError: it cannot be written; the older ones are untouched.
+    """
+    final = root / f"step-{state.step}"
+    slots = dict(optimizer_state)
+    with committed_directory(final, {"format": FORMAT, "step": state.step}) as directory:
+        write_model(directory, family, config, _reader(parameters), _specs(parameters), tokenizer=tokenizer)
+        write_tensors(directory, "optimizer", _specs(slots), _reader(slots), {"format": "llmsuite"})
+        write_json(directory / "state.json", {"format": FORMAT, **dataclasses.asdict(state)})
+    write_text_atomic(root / "latest", final.name + "\n")
+    for _, old in list_steps(root)[:-keep_last]:
+        shutil.rmtree(old)
+    return final
+
+
+def find_latest(root: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is whole; each newer one that is not is reported and passed over."""
+    for _, path in reversed(list_steps(root)):
+        fault = broken_file(path)
+        if fault is None:
+            return path
+        report(f"checkpoint {path} is damaged and passed over: {fault}")
+    return None
+
+
+def remove_unfinished(root: Path) -> None:
+    """Delete what a killed run left half written, and bring back what it was about to replace."""
+    for path in root.glob("step-*.old"):
+        whole = path.with_name(path.name.removesuffix(".old"))
+        shutil.rmtree(path) if whole.exists() else path.rename(whole)
+    for path in root.glob("step-*.tmp"):
+        shutil.rmtree(path)
+
+
+def load_state(path: Path) -> TrainState:
+    """Step and position of a checkpoint. Raises UserError when it was written by a newer llmsuite."""
+    data = read_json_file(path / "state.json")
+    if data.pop("format", None) != FORMAT:
+        raise UserError(f"{path}: is of another checkpoint format; this llmsuite reads format {FORMAT}")
+    return TrainState(**data)
+
+
+def load_optimizer(path: Path) -> dict[str, np.ndarray]:
+    """Every slot of the optimizer by `parameter/slot`."""
+    files = TensorFiles(path, "optimizer")
+    return {name: files.read(name) for name in files.names}
+
+
+def list_steps(root: Path) -> list[tuple[int, Path]]:
+    """Checkpoints by step, oldest first, whole or not."""
+    found = [(int(m[1]), p) for p in root.glob("step-*") if p.is_dir() and (m := _STEP.fullmatch(p.name))]
+    return sorted(found)
+
+
+def _specs(tensors: Mapping[str, Any]) -> list[TensorSpec]:
+    return [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("paddle.")) for name, t in tensors.items()]
+
+
+def _reader(tensors: Mapping[str, Any]) -> Callable[[str], np.ndarray]:
+    def read(name: str) -> np.ndarray:
+        value = tensors[name].numpy()
+        if str(tensors[name].dtype) == "paddle.bfloat16":  # Paddle hands bfloat16 out as the bits
+            import ml_dtypes
+
+            value = value.view(ml_dtypes.bfloat16)
+        return value
+
+    return read

@@ -1,0 +1,123 @@
+"""From a conversation to the text a model was trained to read.
+
+Templates are Jinja and come with a tokenizer, that is, from strangers: they run in a sandbox that can reach no
+attribute of Python and change no argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+
+from llmsuite.data.rows import Message
+from llmsuite.errors import UserError
+
+BUILTIN = {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+        "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+    "plain": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}"
+        "{% else %}{{ m['content'] }}\n{% endif %}{% endfor %}"
+    ),
+}
+"""Templates for tokenizers that bring none. `plain` is for base models: turns on lines of their own."""
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens it may use."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], name: str):
+        """Raises UserError when the template is not valid Jinja."""
+        self.source, self._tokens, self._name = source, special_tokens, name
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"chat template of {name}: {error}") from error
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """Text of a conversation. Raises UserError when the template refuses it."""
+        turns = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            return self._template.render(
+                messages=turns, add_generation_prompt=add_generation_prompt, tools=None, **self._tokens
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            roles = ", ".join(m.role for m in messages)
+            raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
+
+    def split(self, prompt: Sequence[Message], answer: str) -> tuple[str, str]:
+        """Text of the prompt, and text of the answer with whatever closes its turn.
+
+        The conversation is rendered as a whole and cut where the prompt ends, so that the tokens learnt are
+        those the model will have to produce after the prompt.
+
+        Raises:
+            UserError: the template renders the prompt otherwise once an answer follows.
+        """
+        before = self.render(prompt, add_generation_prompt=True)
+        whole = self.render([*prompt, Message("assistant", answer)])
+        if not whole.startswith(before):
+            raise UserError(
+                f"chat template of {self._name} renders a prompt differently when an answer follows, so the answer "
+                f"cannot be told from it; choose another data.chat_template ({', '.join(BUILTIN)})"
+            )
+        return before, whole[len(before) :]
+
+
+def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, str]) -> ChatTemplate:
+    """The template a recipe asks for: "tokenizer", or the name of a built-in one."""
+    if choice in BUILTIN:
+        return ChatTemplate(BUILTIN[choice], special_tokens, choice)
+    assert choice == "tokenizer", choice
+    source = _of_tokenizer(tokenizer_dir)
+    if source is None:
+        raise UserError(
+            f"{tokenizer_dir}: has no chat template; set data.chat_template to one of: {', '.join(BUILTIN)}"
+        )
+    return ChatTemplate(source, special_tokens, str(tokenizer_dir))
+
+
+def _of_tokenizer(directory: Path) -> str | None:
+    """chat_template.jinja, else the entry of tokenizer_config.json (which may be a list of named ones)."""
+    separate = directory / "chat_template.jinja"
+    if separate.is_file():
+        return separate.read_text(encoding="utf-8")
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    # a date in the prompt would make runs differ from day to day; templates have a fixed one for this case
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    return environment
+
+
+def describe(tokens: dict[str, Any]) -> dict[str, str]:
+    """The special tokens a template may name, without the unset ones."""
+    return {key: str(value) for key, value in tokens.items() if value}

@@ -1,0 +1,152 @@
+"""The shapes of rows people have, each with how it is recognised and what it becomes.
+
+`convert` raises ValueError saying which key is wrong; the reader adds file and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmsuite.data.rows import ROLES, Message, Preference
+from llmsuite.plugins.hookspecs import DataFormat
+
+Row = Mapping[str, Any]
+
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "assistant",
+}
+
+
+def paddlenlp_preference(row: Row) -> Preference:
+    """`{"src": [...], "tgt": [...], "response": [a, b], "sort": [1, 0]}`: the response with the larger sort is better.
+
+    `src` are the user's turns, `tgt` the assistant's answers to all but the last of them; "system" is optional.
+    """
+    users, answers = _texts(row, "src"), _texts(row, "tgt", allow_missing=True)
+    responses, order = _texts(row, "response"), row.get("sort")
+    if len(users) != len(answers) + 1:
+        raise ValueError(f"'src' has {len(users)} turns and 'tgt' {len(answers)}; src has one more than tgt")
+    if len(responses) != 2:
+        raise ValueError(f"'response' has {len(responses)} answers; two are needed")
+    if not isinstance(order, Sequence) or len(order) != 2 or order[0] == order[1]:
+        raise ValueError(f"'sort' is {order!r}; two different numbers are needed, the larger for the better answer")
+    prompt = [Message("system", _text(row, "system"))] if row.get("system") else []
+    for i, user in enumerate(users):
+        prompt.append(Message("user", user))
+        if i < len(answers):
+            prompt.append(Message("assistant", answers[i]))
+    better = 0 if order[0] > order[1] else 1
+    return Preference(tuple(prompt), responses[better], responses[1 - better])
+
+
+def sharegpt_preference(row: Row) -> Preference:
+    """`{"conversations": [{"from", "value"}], "chosen": {"from", "value"}, "rejected": {...}}`."""
+    turns = row["conversations"]
+    if not isinstance(turns, list):
+        raise ValueError("'conversations' is not a list")
+    prompt = [_turn(turn, f"conversations[{i}]", "from", "value") for i, turn in enumerate(turns)]
+    if row.get("system"):
+        prompt.insert(0, Message("system", _text(row, "system")))
+    chosen, rejected = (_turn(row[key], key, "from", "value") for key in ("chosen", "rejected"))
+    return _preference(prompt, chosen, rejected)
+
+
+def trl_preference(row: Row) -> Preference:
+    """`{"prompt", "chosen", "rejected"}`, each text or a list of `{"role", "content"}`.
+
+    Without "prompt", chosen and rejected are whole conversations, and the turns they share are the prompt.
+    """
+    chosen, rejected = (_messages(row[key], key, "assistant") for key in ("chosen", "rejected"))
+    if row.get("prompt") is not None:
+        prompt = _messages(row["prompt"], "prompt", "user")
+    else:
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+            shared += 1
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        if len(answer) != 1:
+            raise ValueError(f"{key!r} has {len(answer)} turns after the prompt; one is needed")
+    return _preference(prompt, chosen[0], rejected[0])
+
+
+def _preference(prompt: Sequence[Message], chosen: Message, rejected: Message) -> Preference:
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        if answer.role != "assistant":
+            raise ValueError(f"{key!r} is said by {answer.role!r}, not by the assistant")
+    if not prompt or prompt[-1].role not in ("user", "tool"):
+        raise ValueError("the prompt does not end with a turn of the user")
+    return Preference(tuple(prompt), chosen.content, rejected.content)
+
+
+def _turn(value: Any, where: str, role_key: str, text_key: str) -> Message:
+    if not isinstance(value, Mapping) or role_key not in value or text_key not in value:
+        raise ValueError(f"{where!r} is not an object with {role_key!r} and {text_key!r}")
+    role = _SHAREGPT_ROLES.get(value[role_key]) if role_key == "from" else value[role_key]
+    if role not in ROLES:
+        raise ValueError(f"{where!r} has the unknown role {value[role_key]!r}")
+    return Message(role, _text(value, text_key, where))
+
+
+def _messages(value: Any, where: str, default_role: str) -> list[Message]:
+    if isinstance(value, str):
+        return [Message(default_role, value)]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where!r} is neither text nor a list of turns")
+    return [_turn(turn, f"{where}[{i}]", "role", "content") for i, turn in enumerate(value)]
+
+
+def _text(row: Row, key: str, where: str = "") -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        place = f"{where}.{key}" if where else key
+        raise ValueError(f"{place!r} is {type(value).__name__}, not text")
+    return value
+
+
+def _texts(row: Row, key: str, allow_missing: bool = False) -> list[str]:
+    value = row.get(key)
+    if value is None and allow_missing:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{key!r} is not text or a list of texts")
+    return value
+
+
+def _has(*keys: str) -> Any:
+    return lambda row: all(key in row for key in keys)
+
+
+BUILTIN = [
+    DataFormat(
+        name="paddlenlp_preference",
+        help="src, tgt, response, sort",
+        kind="preference",
+        matches=_has("src", "response", "sort"),
+        convert=paddlenlp_preference,
+    ),
+    DataFormat(
+        name="sharegpt_preference",
+        help="conversations of from/value, chosen, rejected",
+        kind="preference",
+        matches=_has("conversations", "chosen", "rejected"),
+        convert=sharegpt_preference,
+    ),
+    DataFormat(
+        name="trl_preference",
+        help="prompt, chosen, rejected; text or lists of role/content",
+        kind="preference",
+        matches=_has("chosen", "rejected"),
+        convert=trl_preference,
+    ),
+]

@@ -1,0 +1,96 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+
+
+class TextTokenizer:
+    """A tokenizer directory: tokenizer.json is read by `tokenizers`, everything else by paddlenlp."""
+
+    def __init__(self, directory: Path):
+        """Raises UserError when the directory holds no tokenizer, or one without an end-of-sequence token."""
+        self.directory = directory
+        config_path = directory / "tokenizer_config.json"
+        self._config: dict[str, Any] = {}
+        if config_path.is_file():
+            self._config = json.loads(config_path.read_text(encoding="utf-8"))
+        self._fast: Any = None
+        self._paddlenlp: Any = None
+        if (directory / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            self._fast = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            self._fast.no_padding()
+            self._fast.no_truncation()
+        elif config_path.is_file():
+            from paddlenlp.transformers import AutoTokenizer
+
+            self._paddlenlp = AutoTokenizer.from_pretrained(str(directory))
+        else:
+            raise UserError(f"{directory}: has neither tokenizer.json nor tokenizer_config.json")
+        eos = self.special_tokens.get("eos_token")
+        if eos is None:
+            raise UserError(f"{config_path}: names no eos_token, so no answer could learn where to end")
+        self.eos_id = self.token_id(eos)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token … as text, without the unset ones."""
+        found = {}
+        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = self._config.get(key)
+            value = value.get("content") if isinstance(value, dict) else value
+            if value:
+                found[key] = str(value)
+        return found
+
+    @property
+    def pad_id(self) -> int:
+        """Id for padding; what stands there is masked, so the end-of-sequence token does where there is none."""
+        pad = self.special_tokens.get("pad_token")
+        return self.token_id(pad) if pad else self.eos_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to one below this."""
+        return self._fast.get_vocab_size() if self._fast else len(self._paddlenlp)
+
+    def token_id(self, token: str) -> int:
+        """Id of one token. Raises UserError when there is none."""
+        found = self._fast.token_to_id(token) if self._fast else self._paddlenlp.convert_tokens_to_ids(token)
+        if found is None:
+            raise UserError(f"{self.directory}: {token!r} is not in the vocabulary")
+        return int(found)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without adding special tokens: the chat template has written them out."""
+        if self._fast:
+            return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return list(self._paddlenlp(text, add_special_tokens=False)["input_ids"])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, in parallel where the tokenizer can."""
+        if self._fast:
+            return [list(e.ids) for e in self._fast.encode_batch(list(texts), add_special_tokens=False)]
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, without special tokens."""
+        if self._fast:
+            return str(self._fast.decode(list(ids), skip_special_tokens=True))
+        return str(self._paddlenlp.decode(list(ids), skip_special_tokens=True))
+
+    def digest(self) -> str:
+        """sha256 over the tokenizer's files."""
+        digest = hashlib.sha256()
+        for path in sorted(self.directory.iterdir()):
+            if path.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "sentencepiece")):
+                digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()
