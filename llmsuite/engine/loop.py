@@ -1,0 +1,97 @@
+"""The training loop: which samples, one step, what is recorded, when it is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from llmsuite.data.loader import SampleOrder, micro_batches
+from llmsuite.engine import collective
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.step import Objective, evaluate, train_step
+from llmsuite.engine.stop import StopRequest
+from llmsuite.observe.metrics import Window
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How many, how much, how often."""
+
+    total_steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    accumulate_steps: int
+    log_steps: int
+    eval_steps: int | None
+    save_steps: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """What the loop tells the rest of the run."""
+
+    logged: Callable[[int, Mapping[str, float]], None]
+    """A step and its metrics."""
+    stepped: Callable[[int], None]
+    """A step whose metrics are not logged."""
+    evaluated: Callable[[int, Mapping[str, float]], None]
+    save: Callable[[int, int], None]
+    """Write a checkpoint of (steps done, samples taken)."""
+    peak_memory_bytes: Callable[[], int]
+
+
+def fit(
+    first_step: int,
+    position: int,
+    objective: Objective,
+    model: Any,
+    optimizer: Optimizer,
+    train_samples: Sequence[Any],
+    eval_samples: Sequence[Any],
+    order: SampleOrder,
+    schedule: Schedule,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    hooks: Hooks,
+) -> int:
+    """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
+
+    Returns:
+        The number of the last step done; below `total_steps` when a signal ended the run early.
+    """
+    rank, num_ranks = collective.rank(), collective.num_ranks()
+    size = schedule.micro_batch_size
+    mine = eval_samples[rank::num_ranks]
+    eval_batches = [mine[i : i + size] for i in range(0, len(mine), size)]
+    window = Window(num_ranks)
+    model.train()
+    step = first_step - 1
+    with StopRequest() as stop:
+        while step < schedule.total_steps:
+            step += 1
+            picked = micro_batches(order, position, schedule.accumulate_steps, size, rank, num_ranks)
+            samples = [[train_samples[i] for i in batch] for batch in picked]
+            metrics = train_step(step, samples, objective, model, optimizer, autocast, stop.signal is not None)
+            position += schedule.global_batch_size
+            stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
+            last = stopping or step == schedule.total_steps
+
+            window.add(metrics)
+            if last or step % schedule.log_steps == 0:
+                epoch = position / len(train_samples)
+                memory = hooks.peak_memory_bytes()
+                rates = window.rates()
+                hooks.logged(step, {"epoch": epoch, **metrics, **rates, "peak_memory_bytes": memory})
+                window.reset()
+            else:
+                hooks.stepped(step)
+
+            if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
+                hooks.evaluated(step, evaluate(eval_batches, objective, model, autocast))
+            if last or (schedule.save_steps and step % schedule.save_steps == 0):
+                hooks.save(step, position)
+                window.reset()
+            if stopping:
+                break
+    return step

@@ -1,0 +1,64 @@
+"""The loss is a ledger: sums of weighted terms and their weights are added up, and divided once.
+
+A mean of means depends on how a batch was cut; a sum over a sum does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import paddle
+
+from llmsuite.engine import collective
+
+Tensor = Any
+
+
+@dataclasses.dataclass
+class LossTerms:
+    """What a stage returns for one micro-batch."""
+
+    total: Tensor
+    """Scalar: the sum over the micro-batch of weight times loss. The engine differentiates this."""
+    weight: float
+    """Sum of the weights: pairs for DPO, supervised tokens for a language model."""
+    sums: Mapping[str, tuple[Tensor, float]] = dataclasses.field(default_factory=dict)
+    """Further metrics as (sum, weight), divided in the same way. Detached from the graph."""
+
+
+class LossLedger:
+    """Adds up the terms of one step, or of one evaluation, over micro-batches and ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Tensor]] = {}
+        self._weights: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+
+    def add(self, terms: LossTerms) -> None:
+        """Book one micro-batch."""
+        for name, (total, weight) in {"loss": (terms.total, terms.weight), **terms.sums}.items():
+            self._sums.setdefault(name, []).append(total.detach())
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def count(self, **numbers: int) -> None:
+        """Book numbers that are added up and never divided, such as tokens."""
+        for name, number in numbers.items():
+            self._counts[name] = self._counts.get(name, 0.0) + number
+
+    def reduce(self) -> tuple[float, dict[str, float]]:
+        """Add up over all data ranks. Every rank has to call it, with the same names.
+
+        Returns:
+            The sum of the weights of the loss, and every metric: sums divided by their weights, counts as they are.
+        """
+        names, counts = list(self._sums), list(self._counts)
+        totals = collective.sum_floats(
+            [float(paddle.add_n(self._sums[name]).astype("float64")) for name in names]
+            + [self._weights[name] for name in names]
+            + [self._counts[name] for name in counts]
+        )
+        sums, weights, numbers = totals[: len(names)], totals[len(names) : 2 * len(names)], totals[2 * len(names) :]
+        metrics = {name: total / weight for name, total, weight in zip(names, sums, weights) if weight}
+        return weights[names.index("loss")], {**metrics, **dict(zip(counts, numbers))}

@@ -1,0 +1,102 @@
+"""One optimizer step, in the order it happens."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import paddle
+
+from llmsuite.engine.loss_ledger import LossLedger, LossTerms
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.errors import UserError
+
+Batch = dict[str, Any]
+
+
+class Objective(Protocol):
+    """What the engine needs of a stage."""
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """Samples to arrays. Has the integers "num_tokens" (without padding) and "num_supervised"."""
+
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        """Forward pass of one micro-batch."""
+
+
+class NonFiniteLoss(UserError):
+    """The loss or the gradient is infinite or not a number; the parameters are as they were before the step."""
+
+
+def train_step(
+    step: int,
+    micro_batches: Sequence[Sequence[Any]],
+    objective: Objective,
+    model: Any,
+    optimizer: Optimizer,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    stop: bool = False,
+) -> dict[str, float]:
+    """Forward, backward, update; returns the metrics of the global batch.
+
+    Args:
+        step: counted from 1.
+        micro_batches: the samples of each micro-batch of this rank.
+        objective: makes batches and losses.
+        model: in training mode.
+        optimizer: over its parameters.
+        autocast: makes the precision context of a forward pass.
+        stop: whether this rank was asked to stop; comes back as the metric "stop", the number of ranks that were.
+
+    Raises:
+        NonFiniteLoss: before anything is updated.
+    """
+    ledger = LossLedger()
+    ledger.count(stop=stop)
+    reader_seconds = 0.0
+
+    for samples in micro_batches:
+        start = time.perf_counter()
+        batch = objective.collate(samples)
+        ledger.count(tokens=batch["num_tokens"], supervised_tokens=batch["num_supervised"])
+        reader_seconds += time.perf_counter() - start
+
+        with autocast():
+            terms = objective.loss(model, batch)
+        assert not terms.total.stop_gradient, "the stage's loss hangs on no parameter"
+        terms.total.backward()  # gradients of the sum: nothing is divided before all of it is there
+        ledger.add(terms)
+
+    weight, metrics = ledger.reduce()
+    metrics["grad_norm"] = optimizer.finish_gradients(weight)
+
+    # summed over all ranks, so that all of them stop, or none
+    if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
+        raise NonFiniteLoss(
+            f"step {step}: loss is {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing was updated. "
+            "Lower train.learning_rate, or look at the rows of this step"
+        )
+    metrics["learning_rate"] = optimizer.learning_rate(step)
+    optimizer.step(step)
+    metrics["reader_seconds"] = reader_seconds
+    return metrics
+
+
+@paddle.no_grad()
+def evaluate(
+    micro_batches: Sequence[Sequence[Any]],
+    objective: Objective,
+    model: Any,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> dict[str, float]:
+    """Metrics over the micro-batches of all ranks; each has at least one. Leaves the model in training mode."""
+    ledger = LossLedger()
+    model.eval()
+    for samples in micro_batches:
+        with autocast():
+            ledger.add(objective.loss(model, objective.collate(samples)))
+    model.train()
+    return ledger.reduce()[1]

@@ -1,0 +1,70 @@
+"""`metrics.jsonl`: one object a logged step, appended and flushed. Read it with any JSON Lines reader."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite.checkpoint.files import write_text_atomic
+
+SCHEMA = 1
+
+
+class MetricsFile:
+    """Appends records; on resume, drops those of steps after the checkpoint, which are about to be done again."""
+
+    def __init__(self, path: Path, resume_step: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if _step(line) <= resume_step] if resume_step else []
+        write_text_atomic(path, "".join(kept))
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one object."""
+        self._file.write(json.dumps({"schema": SCHEMA, **record}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):  # cut off by a kill
+        return float("inf")
+
+
+class Window:
+    """Times and tokens since the last record, for averages."""
+
+    def __init__(self, num_ranks: int):
+        self._num_ranks = num_ranks
+        self.reset()
+
+    def reset(self) -> None:
+        self._start, self._steps, self._reader, self._tokens = time.perf_counter(), 0, 0.0, 0.0
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Book a step; takes "reader_seconds" out of its metrics."""
+        self._steps += 1
+        self._reader += metrics.pop("reader_seconds")
+        self._tokens += metrics["tokens"]
+
+    def rates(self) -> dict[str, float]:
+        """Averages over the steps booked: seconds a step, steps and tokens a second."""
+        elapsed = time.perf_counter() - self._start
+        return {
+            "avg_reader_cost": self._reader / self._steps,
+            "avg_batch_cost": elapsed / self._steps,
+            "steps_per_second": self._steps / elapsed,
+            "ips_total": self._tokens / elapsed,
+            "ips": self._tokens / elapsed / self._num_ranks,
+        }

@@ -1,0 +1,83 @@
+"""What a person sees of a run: a live line on a terminal, plain lines when piped; only rank 0 says anything."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import TypeVar
+
+T = TypeVar("T")
+_QUIET_SECONDS = 5.0
+
+
+def is_first_rank() -> bool:
+    """Whether this process talks to the user."""
+    return os.environ.get("PADDLE_TRAINER_ID", "0") == "0"
+
+
+def report(message: str) -> None:
+    """A line for the user."""
+    if is_first_rank():
+        print(message, flush=True)
+
+
+def track(items: Iterable[T], what: str) -> Iterator[T]:
+    """Go through items with a progress bar; when piped, with a line every few seconds."""
+    total = len(items) if isinstance(items, Sized) else None
+    if not is_first_rank() or total == 0:
+        yield from items
+    elif sys.stdout.isatty():
+        from rich.progress import track as rich_track
+
+        yield from rich_track(items, what, total=total, transient=True)
+    else:
+        last = time.monotonic()
+        for done, item in enumerate(items, 1):
+            yield item
+            if time.monotonic() - last > _QUIET_SECONDS:
+                last = time.monotonic()
+                print(f"{what}: {done}/{total or '?'}", flush=True)
+
+
+class StepLine:
+    """One line a logged step."""
+
+    def __init__(self, total_steps: int, first_step: int, shown: tuple[str, ...]):
+        self._total, self._done, self._shown = total_steps, first_step - 1, shown
+        self._start, self._bar = time.monotonic(), None
+        if is_first_rank() and sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("step"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+            )
+            self._task = self._bar.add_task("step", total=total_steps, completed=self._done, text="")
+            self._bar.start()
+
+    def step(self, step: int, metrics: Mapping[str, float] | None) -> None:
+        """A step is done; `metrics` of those that are logged."""
+        if not is_first_rank():
+            return
+        text = self._text(metrics) if metrics else None
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+            if text:
+                self._bar.update(self._task, text=text)
+        elif text:
+            rate = (time.monotonic() - self._start) / (step - self._done)
+            left = time.strftime("%H:%M:%S", time.gmtime(rate * (self._total - step)))
+            print(f"step {step}/{self._total}  {text}  left {left}", flush=True)
+
+    def _text(self, metrics: Mapping[str, float]) -> str:
+        parts = [f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in self._shown if name in metrics]
+        return "  ".join([*parts, f"{metrics['ips_total']:.0f} tokens/s"])
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,99 @@
+"""What a stage is: it reads rows, makes batches of them and says what their loss is.
+
+The engine knows nothing of stages, and a stage knows nothing of ranks, meshes or optimizers. A stage reads its
+recipe keys when it is constructed: a key that nothing has read by the first step is reported as having no effect.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from llmsuite.data.chat_template import ChatTemplate
+from llmsuite.data.read import read_rows
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.engine.loss_ledger import LossTerms
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import DataFormat
+from llmsuite.recipe.schema import Recipe
+
+__all__ = ["Batch", "LossTerms", "Stage", "StageContext"]
+
+Batch = dict[str, Any]
+S = TypeVar("S")
+
+
+@dataclasses.dataclass(frozen=True)
+class StageContext:
+    """What a run hands to its stage."""
+
+    recipe: Recipe
+    tokenizer: TextTokenizer
+    template: Callable[[], ChatTemplate]
+    """Loads the chat template the recipe asks for; a stage without conversations does not call it."""
+    data_formats: Mapping[str, DataFormat]
+    model_digest: str
+    """Changes with the initial weights, the shape or the precision."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    report: Callable[[str], None]
+    """Tell the user something; only rank 0 prints."""
+
+
+@dataclasses.dataclass
+class DropCounts:
+    """Rows that would train nothing, by reason."""
+
+    path: Path
+    read: int = 0
+    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def check(self, report: Callable[[str], None]) -> None:
+        """Report the counts. Raises UserError when no row is left."""
+        lost = sum(self.dropped.values())
+        reasons = "; ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
+        if lost == self.read:
+            raise UserError(f"{self.path}: none of its {self.read} rows can train anything: {reasons}")
+        text = f"{self.path}: {self.read - lost} of {self.read} rows are used"
+        report(f"{text}; dropped: {reasons}" if lost else text)
+
+
+class Stage(abc.ABC, Generic[S]):
+    """Base of all stages. `S` is the type of a sample."""
+
+    row_kind: ClassVar[str]
+    """What its rows are, such as "preference"; decides which data formats it reads."""
+
+    def __init__(self, section: Any, context: StageContext):
+        """`section` is the stage's own part of the recipe."""
+        self.section, self.context = section, context
+
+    @abc.abstractmethod
+    def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> list[S]:
+        """Rows to samples. Counts the rows that would train nothing and leaves them out."""
+
+    def before_training(self, model: Any, samples: Sequence[S]) -> None:
+        """Called once on every rank with the initial model and every sample the run will use."""
+
+    @abc.abstractmethod
+    def collate(self, samples: Sequence[S]) -> Batch:
+        """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised"."""
+
+    @abc.abstractmethod
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        """Forward pass of one micro-batch: weighted sums, nothing divided."""
+
+    def read(self, path: Path) -> list[S]:
+        """The samples of a file. Raises UserError with the place of every fault, or when no row is usable."""
+        data = self.context.recipe.data
+        rows = read_rows(path, self.row_kind, data.format, self.context.data_formats)
+        counts = DropCounts(path, read=len(rows))
+        samples = self.make_samples(rows, counts)
+        counts.check(self.context.report)
+        return samples

@@ -1,0 +1,88 @@
+"""Log-probabilities of the reference model, computed once per answer and kept on disk for every later run.
+
+An entry is named by everything it depends on: the weights (content), the shape, the precision, the tokens of the
+prompt and of the answer. The tokens stand for tokenizer, chat template and row, so a stale entry cannot be met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llmsuite.engine import collective
+
+
+def cache_root() -> Path:
+    """`$LLMSUITE_CACHE`, else llmsuite's directory below `$XDG_CACHE_HOME` or `~/.cache`."""
+    if "LLMSUITE_CACHE" in os.environ:
+        return Path(os.environ["LLMSUITE_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llmsuite"
+
+
+def answer_key(prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """Name of an answer to a prompt, both as token ids."""
+    digest = hashlib.sha256()
+    for part in (prompt, answer):
+        ids = np.asarray(part, dtype="<i8")
+        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+    return digest.hexdigest()
+
+
+class ReferenceCache:
+    """Log-probabilities by answer, for one reference model. Safe for several runs at a time."""
+
+    def __init__(self, model_digest: str, root: Path | None = None):
+        directory = (root or cache_root()) / "reference-logps"
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / f"{model_digest}.sqlite"
+
+    def lookup(self, keys: Iterable[str]) -> dict[str, float]:
+        """The entries that are there."""
+        with self._connect() as db:
+            found = dict(db.execute("SELECT key, logp FROM logps"))
+        return {key: found[key] for key in keys if key in found}
+
+    def store(self, entries: Mapping[str, float]) -> None:
+        """Add entries; all of them or, after a crash, none."""
+        with self._connect() as db:
+            db.executemany("INSERT OR REPLACE INTO logps VALUES (?, ?)", entries.items())
+
+    @contextlib.contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as db, db:
+            db.execute("CREATE TABLE IF NOT EXISTS logps (key TEXT PRIMARY KEY, logp REAL NOT NULL) WITHOUT ROWID")
+            yield db
+
+
+def complete(
+    cache: ReferenceCache, keys: Sequence[str], compute: Callable[[list[int]], Mapping[str, float]]
+) -> tuple[dict[str, float], int]:
+    """Look every key up and have the ranks compute the rest, each a part of it.
+
+    Args:
+        cache: where to look and store.
+        keys: what is needed, the same on every rank.
+        compute: gets positions in `keys` this rank is to compute, returns their values by key.
+
+    Returns:
+        The value of every key, and how many were computed.
+    """
+    rank, num_ranks = collective.rank(), collective.num_ranks()
+    known = cache.lookup(keys)
+    # ranks may see different states of a cache that another run is filling: known is what all of them have
+    have = collective.sum_floats([float(key in known) for key in keys])
+    missing = [i for i, count in enumerate(have) if count < num_ranks]
+    if missing:
+        mine = compute(missing[rank::num_ranks])
+        values = collective.sum_floats([mine.get(keys[i], 0.0) for i in missing])
+        fresh = {keys[i]: value for i, value in zip(missing, values)}
+        if rank == 0:
+            cache.store(fresh)
+        known.update(fresh)
+    return {key: known[key] for key in keys}, len(missing)

@@ -1,0 +1,270 @@
+"""A run in one process, from plan to last checkpoint. Read it top to bottom: it is what `llmsuite run` does.
+
+device -> ranks -> tokenizer -> model -> stage and data -> optimizer -> checkpoint -> loop
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite.checkpoint import train_state
+from llmsuite.checkpoint.files import write_text_atomic
+from llmsuite.checkpoint.fill import fill_parameters
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.train_state import TrainState
+from llmsuite.data.chat_template import load_template
+from llmsuite.data.loader import SampleOrder
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.engine import collective
+from llmsuite.engine.init import initial_values
+from llmsuite.engine.launch import INTERRUPTED
+from llmsuite.engine.loop import Hooks, Schedule, fit
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.observe.metrics import MetricsFile
+from llmsuite.observe.progress import StepLine, report
+from llmsuite.plugins.hookspecs import RunView
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.section import as_plain
+from llmsuite.stages.base import Stage, StageContext
+
+_SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
+# What may differ between a run and its continuation: it does not change what is learnt, or only makes it longer.
+_FREE_ON_RESUME = ("checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine")
+
+
+def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
+    """Train as the plan says, in this rank. Returns the exit code.
+
+    Raises:
+        UserError: the input is wrong; nothing that existed was changed.
+    """
+    recipe = plan.recipe
+    backend = plan.device.factory()
+    backend.activate(collective.rank())
+    collective.start()
+
+    assert plan.tokenizer is not None  # plan.check_files has seen to it
+    tokenizer = TextTokenizer(plan.tokenizer)
+    model, model_digest = _build_model(plan, registry, backend)
+    if tokenizer.vocab_size > plan.model_config.vocab_size:
+        raise UserError(
+            f"model.tokenizer: {plan.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
+            f"{plan.model_config.vocab_size} of the model"
+        )
+
+    def autocast() -> Any:
+        return backend.autocast(recipe.engine.precision)
+
+    context = StageContext(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
+        data_formats=registry.data_formats,
+        model_digest=model_digest,
+        autocast=autocast,
+        report=report,
+    )
+    stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.name), context)
+    train_samples = stage.read(plan.train_file)
+    eval_samples = stage.read(plan.eval_file) if plan.eval_file else []
+    if eval_samples and len(eval_samples) < collective.num_ranks():
+        raise UserError(f"data.eval: {plan.eval_file} has {len(eval_samples)} usable rows; every rank needs one")
+
+    schedule = _schedule(plan, len(train_samples))
+    optimizer = Optimizer(dict(model.named_parameters()), recipe.train, schedule.total_steps)
+    checkpoints = Path(plan.output_dir) / "checkpoints"
+    keep_last, loggers = recipe.checkpoint.keep_last, _loggers(plan, registry)
+    if unread := plan.loaded.unread():
+        raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
+
+    # with the initial weights still in place: what a stage computes here belongs to them
+    order = SampleOrder(len(train_samples), recipe.seed)
+    num_used = min(schedule.total_steps * schedule.global_batch_size, len(train_samples))
+    used = [train_samples[order.at(i)] for i in range(num_used)]
+    stage.before_training(model, [*used, *eval_samples])
+
+    state = _restore(plan, checkpoints, registry, model, optimizer) if resume else _fresh(plan, checkpoints)
+    view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
+    output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
+
+    def save(step: int, samples: int) -> None:
+        if output is not None:
+            now = dataclasses.replace(state, step=step, samples=samples)
+            path = train_state.save(
+                checkpoints,
+                now,
+                plan.family,
+                plan.model_config,
+                dict(model.named_parameters()),
+                optimizer.state(),
+                plan.tokenizer,
+                keep_last,
+            )
+            output.saved(step, path)
+        collective.barrier()
+
+    hooks = Hooks(
+        logged=output.logged if output else lambda step, metrics: None,
+        stepped=output.stepped if output else lambda step: None,
+        evaluated=output.evaluated if output else lambda step, metrics: None,
+        save=save,
+        peak_memory_bytes=backend.peak_memory_bytes,
+    )
+    try:
+        done = fit(
+            state.step + 1,
+            state.samples,
+            stage,
+            model,
+            optimizer,
+            train_samples,
+            eval_samples,
+            order,
+            schedule,
+            autocast,
+            hooks,
+        )
+    except BaseException as error:
+        if output is not None:
+            output.failed(error)
+        raise
+    if output is not None:
+        output.ended(done)
+    return 0 if done == schedule.total_steps else INTERRUPTED
+
+
+def _build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend) -> tuple[Any, str]:
+    """The model with its initial weights, and a digest of all that decides their values."""
+    recipe = plan.recipe
+    model = plan.family.factory()(plan.model_config, backend.ops(recipe.engine.precision))
+    model.recompute = recipe.engine.recompute == "full"
+    digest = hashlib.sha256(json.dumps([recipe.engine.precision, plan.model_config.to_hf()]).encode())
+    seed = recipe.seed
+    if plan.weights is not None:
+        source = open_model(plan.weights, registry.models)
+        report(f"loading {plan.weights} ({source.layout} layout)")
+        fill_parameters(model, source)
+        digest.update(source.digest().encode())
+    else:
+        std = plan.model_config.initializer_range
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:  # gains and biases keep their ones and zeros
+                parameter.set_value(initial_values(seed, name, parameter.shape, std))
+        digest.update(f"seed {seed}".encode())
+    dtype = backend.parameter_dtype(recipe.engine.precision)
+    if dtype != "float32":
+        model.to(dtype=dtype)
+    count = sum(int(p.size) for p in model.parameters())
+    report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {collective.num_ranks()} x {backend.name}")
+    return model, digest.hexdigest()
+
+
+def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
+    train = plan.recipe.train
+    steps_per_epoch = max(1, num_samples // train.global_batch_size)
+    total = train.max_steps if train.max_steps is not None else (train.num_epochs or 1) * steps_per_epoch
+    return Schedule(
+        total_steps=total,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        accumulate_steps=plan.accumulate_steps,
+        log_steps=train.log_steps,
+        eval_steps=train.eval_steps,
+        save_steps=plan.recipe.checkpoint.save_steps,
+    )
+
+
+def _fresh(plan: RunPlan, checkpoints: Path) -> TrainState:
+    """Step 0; refuses to mix a new run with the checkpoints of an old one."""
+    if train_state.list_steps(checkpoints):
+        message = f"{plan.output_dir} holds checkpoints; add --resume to go on from the last one, or choose another"
+        raise RecipeError([plan.loaded.problem("output_dir", message)])
+    return TrainState(step=0, samples=0, seed=plan.recipe.seed, recipe_sha256=_learning_digest(plan))
+
+
+def _restore(plan: RunPlan, checkpoints: Path, registry: Registry, model: Any, optimizer: Optimizer) -> TrainState:
+    """The newest whole checkpoint, loaded; step 0 when there is none."""
+    if collective.rank() == 0:
+        train_state.remove_unfinished(checkpoints)
+    collective.barrier()
+    path = train_state.find_latest(checkpoints, report)
+    if path is None:
+        report(f"no checkpoint in {checkpoints}; starting at step 0")
+        return TrainState(step=0, samples=0, seed=plan.recipe.seed, recipe_sha256=_learning_digest(plan))
+    state = train_state.load_state(path)
+    if state.recipe_sha256 != _learning_digest(plan):
+        raise UserError(
+            f"{path}: was written by a recipe that differs in more than {', '.join(_FREE_ON_RESUME)}; resume it with "
+            f"{plan.output_dir / 'recipe.json'}, or choose another --output_dir"
+        )
+    fill_parameters(model, open_model(path, registry.models))
+    optimizer.load_state(train_state.load_optimizer(path))
+    report(f"resuming from {path}")
+    return state
+
+
+def _learning_digest(plan: RunPlan) -> str:
+    data = {key: value for key, value in as_plain(plan.recipe).items() if key not in _FREE_ON_RESUME}
+    data["precision"] = plan.recipe.engine.precision
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _loggers(plan: RunPlan, registry: Registry) -> list[Any]:
+    names = plan.recipe.loggers
+    return [registry.loggers[n].factory(plan.output_dir) for n in names] if collective.rank() == 0 else []
+
+
+class _Output:
+    """What rank 0 writes and says during the loop."""
+
+    def __init__(self, view: RunView, registry: Registry, resume_step: int, loggers: list[Any]):
+        self._view, self._registry, self._loggers = view, registry, loggers
+        directory = view.output_dir
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(directory / "recipe.json", json.dumps(view.recipe, indent=2, ensure_ascii=False) + "\n")
+        self._file = MetricsFile(directory / "metrics.jsonl", resume_step)
+        self._line = StepLine(view.total_steps, resume_step + 1, _SHOWN)
+        registry.emit("llmsuite_run_start", run=view)
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write({"step": step, **metrics})
+        for logger in self._loggers:
+            logger.log(step, metrics)
+        self._line.step(step, metrics)
+        self._registry.emit("llmsuite_step_end", run=self._view, step=step, metrics=metrics)
+
+    def stepped(self, step: int) -> None:
+        self._line.step(step, None)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        self._file.write({"step": step, **named})
+        for logger in self._loggers:
+            logger.log(step, named)
+        report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in _SHOWN if n in metrics))
+
+    def saved(self, step: int, path: Path) -> None:
+        report(f"saved {path}")
+        self._registry.emit("llmsuite_checkpoint_saved", run=self._view, step=step, path=path)
+
+    def failed(self, error: BaseException) -> None:
+        self._close()
+        self._registry.emit("llmsuite_run_error", run=self._view, error=error)
+
+    def ended(self, step: int) -> None:
+        self._close()
+        self._registry.emit("llmsuite_run_end", run=self._view, step=step)
+
+    def _close(self) -> None:
+        self._line.close()
+        self._file.close()
+        for logger in self._loggers:
+            logger.close()

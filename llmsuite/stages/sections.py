@@ -1,0 +1,29 @@
+"""The recipe section of each built-in stage. Imports no Paddle, so that recipes are checked without it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Lt
+
+from llmsuite.recipe.schema import PositiveFloat
+from llmsuite.recipe.section import Section
+
+
+@dataclasses.dataclass(kw_only=True)
+class DpoSection(Section):
+    """Direct preference optimisation: chosen answers become likelier than rejected ones."""
+
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """sigmoid: Rafailov et al. 2023 (arXiv 2305.18290); hinge: Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425);
+    ipo: Azar et al. 2023 (arXiv 2310.12036)."""
+    beta: PositiveFloat = 0.1
+    """How strongly the model is held to the reference; the tau of ipo."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Assumed share of pairs whose labels are swapped (conservative DPO); for loss sigmoid only."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.label_smoothing > 0 and self.loss != "sigmoid":
+            yield "label_smoothing", f"works with loss sigmoid only, and loss is {self.loss}; set it to 0"
