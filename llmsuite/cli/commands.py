@@ -1,0 +1,21 @@
+"""The commands that come with llmsuite, registered as a plugin. Each command's module does its own imports."""
+
+from __future__ import annotations
+
+from llmsuite.cli import doctor, generate, import_model, list_things, plugins, run, schema, show, validate
+from llmsuite.plugins.hookspecs import Command, hookimpl
+
+
+@hookimpl
+def llmsuite_register_commands() -> list[Command]:
+    return [
+        run.COMMAND,
+        validate.COMMAND,
+        show.COMMAND,
+        list_things.COMMAND,
+        import_model.COMMAND,
+        generate.COMMAND,
+        schema.COMMAND,
+        plugins.COMMAND,
+        doctor.COMMAND,
+    ]

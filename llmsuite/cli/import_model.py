@@ -1,0 +1,71 @@
+"""`llmsuite import SOURCE -o DIR`: bring a model from GGUF, HF or PaddleNLP files into a model directory."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+
+_PACKAGE = "package:"
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument(
+        "source",
+        type=str,
+        help="a .gguf file, a directory with safetensors in the HF or PaddleNLP layout, or package:NAME for an "
+        "installed Python package that ships a .gguf file",
+    )
+    parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
+    parser.add_argument("--layout", type=str, default="hf", help="layout to write; see: llmsuite list layouts")
+
+
+def run(args: Any, registry: Registry) -> int:
+    from llmsuite.checkpoint.files import committed_directory
+    from llmsuite.checkpoint.gguf import import_gguf
+    from llmsuite.checkpoint.model_dir import open_model
+
+    target = Path(args.output)
+    if target.exists():
+        raise UserError(f"{target} exists; choose another --output, or remove it first")
+    if args.layout not in registry.exporters:
+        raise UserError(registry.unknown("exporter", args.layout))
+    source = _find_source(args.source)
+    with committed_directory(target) as directory:
+        if source.suffix == ".gguf":
+            if args.layout not in ("hf", "paddlenlp"):
+                raise UserError(f"a GGUF file is imported as hf or paddlenlp; convert that to {args.layout} afterwards")
+            import_gguf(source, directory, registry.models, args.layout)
+        else:
+            registry.exporters[args.layout].write(open_model(source, registry.models), directory)
+    model = open_model(target, registry.models)
+    size = sum(path.stat().st_size for path in model.files.paths)
+    print(
+        f"wrote {target}: {model.family.name}, {len(model.names)} tensors, {size / 1e6:,.0f} MB, {model.layout} layout"
+    )
+    return 0
+
+
+def _find_source(source: str) -> Path:
+    if source.startswith(_PACKAGE):
+        name = source.removeprefix(_PACKAGE)
+        found = importlib.util.find_spec(name)  # locates, does not import: nobody's code runs
+        if found is None or found.origin is None:
+            raise UserError(f"{source}: no Python package {name!r} is installed")
+        files = sorted(Path(found.origin).parent.glob("*.gguf"))
+        if len(files) != 1:
+            raise UserError(f"{source}: the package ships {len(files)} .gguf files; one is needed")
+        return files[0]
+    path = Path(source)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    raise UserError(f"{source}: is neither a .gguf file, a model directory nor package:NAME")
+
+
+COMMAND = Command(
+    name="import", help="import a model from GGUF, HF or PaddleNLP files", add_arguments=add_arguments, run=run
+)

@@ -1,0 +1,74 @@
+"""`llmsuite list WHAT`: what is registered, which recipes there are, which keys a recipe has."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.keys import walk
+from llmsuite.recipe.load import recipe_type
+from llmsuite.resources import bundled
+
+_WHAT = Literal["stages", "models", "recipes", "devices", "formats", "loggers", "layouts", "keys"]
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("what", type=_WHAT, help="what to list")
+    parser.add_argument("--stage", type=str | None, help="with keys: the stage whose section is listed too")
+    parser.add_argument("--family", type=str, default="llama", help="with keys: the family whose shape is listed too")
+
+
+def run(args: Any, registry: Registry) -> int:
+    if args.what == "keys":
+        rows = list(_keys(args.stage, args.family, registry))
+    elif args.what == "recipes":
+        rows = list(_recipes())
+    else:
+        kind = {"formats": "data format", "layouts": "exporter"}.get(args.what, args.what.removesuffix("s"))
+        specs = registry.specs(kind)
+        rows = [(name, spec.help, registry.owner(kind, name).distribution) for name, spec in specs.items()]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    for first, second, third in rows:
+        print(f"{first:{widths[0]}}  {second:{widths[1]}}  {third}".rstrip())
+    return 0
+
+
+def _keys(stage: str | None, family: str, registry: Registry) -> Iterator[tuple[str, str, str]]:
+    tree: dict[str, Any] = {"model": {"family": family}, **({"stage": stage} if stage else {})}
+    cls, problems = recipe_type(tree, registry)
+    if problems:
+        raise UserError("\n".join(f"{key}: {message}" for key, message in problems))
+    for info in walk(cls):
+        default = "required" if info.default is dataclasses.MISSING else f"default {json.dumps(info.default)}"
+        in_shape = info.key[:2] == ("model", "config") and len(info.key) > 2
+        yield info.dotted, info.type_text, f"{info.doc}" + ("" if in_shape else f" [{default}]")
+
+
+def _recipes() -> Iterator[tuple[str, str, str]]:
+    root = bundled("recipes")
+    for path in sorted(root.glob("*/*.json")):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            yield f"recipes/{path.relative_to(root)}", "not JSON", ""
+            continue
+        model = data["model"].get("weights") or data["model"].get("preset") or ""
+        devices = data.get("launch", {}).get("num_devices", 1) * data.get("launch", {}).get("nnodes", 1)
+        yield (
+            f"recipes/{path.relative_to(root)}",
+            f"{data['stage']} of {model}",
+            f"{devices} x {data.get('device', 'cpu')}",
+        )
+
+
+COMMAND = Command(
+    name="list",
+    help="list stages, models, recipes, devices, formats, loggers, layouts or recipe keys",
+    add_arguments=add_arguments,
+    run=run,
+)

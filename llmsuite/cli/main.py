@@ -1,0 +1,82 @@
+"""`llmsuite COMMAND …`: finds the command, tells its overrides from its options, and turns errors into exit codes.
+
+0 done, 2 the user's input is wrong, 1 a fault of ours, 130 stopped by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from jsonargparse import ArgumentParser
+
+from llmsuite import __version__
+from llmsuite.cli import commands
+from llmsuite.errors import UserError
+from llmsuite.plugins import builtin
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import ALLOW_LIST, load_plugins
+
+_DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe a run."
+_NO_PLUGINS = "--no-plugins"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if _NO_PLUGINS in words:
+        words.remove(_NO_PLUGINS)
+        os.environ[ALLOW_LIST] = ""  # the ranks of a run inherit it
+    registry = load_plugins(builtin, commands)
+    parser = ArgumentParser(prog="llmsuite", description=_DESCRIPTION, version=f"llmsuite {__version__}")
+    parser.add_argument(_NO_PLUGINS, action="store_true", help="use what comes with llmsuite only")
+    subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
+    options: dict[str, set[str]] = {}
+    for command in registry.commands.values():
+        subparser = ArgumentParser(description=command.help)
+        command.add_arguments(subparser)
+        subcommands.add_subcommand(command.name, subparser, help=command.help)
+        options[command.name] = {option for action in subparser._actions for option in action.option_strings}
+    chosen = next((registry.commands[word] for word in words if word in registry.commands), None)
+    try:
+        overrides: list[str] = []
+        if chosen is not None and chosen.takes_overrides:
+            words, overrides = split_overrides(words, options[chosen.name])
+        arguments = parser.parse_args(words)
+        selected: Command = registry.commands[arguments.command]
+        namespace = arguments[selected.name]
+        namespace.overrides = overrides
+        return selected.run(namespace, registry)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `llmsuite list … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def split_overrides(words: Sequence[str], options: set[str]) -> tuple[list[str], list[str]]:
+    """Part the words of a command line into those of the command and `--key=value` overrides of the recipe.
+
+    `--key value` is taken as `--key=value`.
+
+    Raises:
+        UserError: an override has no value.
+    """
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("--") or word.partition("=")[0] in options:
+            own.append(word)
+        elif "=" in word:
+            overrides.append(word)
+        else:
+            value = next(rest, None)
+            if value is None or value.startswith("--"):
+                raise UserError(f"{word}: is neither an option of this command nor an override with a value")
+            overrides.append(f"{word}={value}")
+    return own, overrides

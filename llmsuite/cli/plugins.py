@@ -1,0 +1,39 @@
+"""`llmsuite plugins list|info`: which plugins there are, what they bring, and why one does not work."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("action", type=Literal["list", "info"], help="list all, or tell all about one")
+    parser.add_argument("name", type=str | None, nargs="?", default=None, help="with info: the plugin's name")
+
+
+def run(args: Any, registry: Registry) -> int:
+    if args.action == "list":
+        for info in registry.plugins:
+            status = "broken" if info.error else "ok"
+            print(f"{info.name}  {info.distribution}  {status}  {', '.join(info.provides)}".rstrip())
+            if info.error:
+                print("".join(f"    {line}\n" for line in info.error.splitlines()), end="")
+        return 0
+    by_name = {info.name: info for info in registry.plugins}
+    if args.name not in by_name:
+        raise UserError(f"no plugin is called {args.name!r}; there are: {', '.join(by_name)}")
+    info = by_name[args.name]
+    print(f"name          {info.name}")
+    print(f"distribution  {info.distribution}")
+    print(f"entry point   {info.value}")
+    print(f"loaded in     {info.load_seconds:.3f} s")
+    print(f"provides      {', '.join(info.provides) or 'nothing'}")
+    print(f"hooks         {', '.join(info.hooks) or 'none'}")
+    print(f"status        {info.error or 'ok'}")
+    return 0
+
+
+COMMAND = Command(name="plugins", help="list plugins, or tell about one", add_arguments=add_arguments, run=run)

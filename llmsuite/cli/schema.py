@@ -1,0 +1,26 @@
+"""`llmsuite schema`: JSON Schema of a recipe, so that an editor completes and checks it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.schema_json import recipe_schema
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("--stage", type=str | None, help="only recipes of this stage")
+    parser.epilog = 'Save it and name it in a recipe\'s editor settings, such as "json.schemas" of VS Code.'
+
+
+def run(args: Any, registry: Registry) -> int:
+    if args.stage is not None and args.stage not in registry.stages:
+        raise UserError(registry.unknown("stage", args.stage))
+    print(json.dumps(recipe_schema(registry, args.stage), indent=2, ensure_ascii=False))
+    return 0
+
+
+COMMAND = Command(name="schema", help="print the JSON Schema of a recipe", add_arguments=add_arguments, run=run)

@@ -1,0 +1,60 @@
+"""`llmsuite show RECIPE`: every value as a run would see it, and where it came from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.keys import walk
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.section import as_plain
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("recipe", type=str, help="recipe file (JSON)")
+    parser.add_argument("--smoke", action="store_true", help="as --smoke would run it")
+    parser.add_argument("--json", action="store_true", help="only the resolved recipe, as JSON")
+
+
+def run(args: Any, registry: Registry) -> int:
+    plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
+    data = as_plain(plan.recipe)
+    if args.json:
+        print(json.dumps(data, indent=2, ensure_ascii=False))
+        return 0
+    rows = []
+    for info in walk(type(plan.recipe)):
+        if info.key[:2] == ("model", "config"):
+            continue
+        value: Any = data
+        for part in info.key:
+            value = value[part]
+        origin = plan.loaded.origins.get(info.key, "default")
+        rows.append((info.dotted, json.dumps(value, ensure_ascii=False), origin))
+    for name, value in sorted(plan.model_config.to_hf().items()):
+        origin = plan.loaded.origins.get(("model", "config", name), "model shape")
+        rows.append((f"model.config.{name}", json.dumps(value), origin))
+    for name, value in (
+        ("data_parallel_degree", plan.degrees.dp),
+        ("accumulate_steps", plan.accumulate_steps),
+        ("data.train file", plan.train_file),
+        ("data.eval file", plan.eval_file),
+        ("tokenizer directory", plan.tokenizer),
+        ("weights directory", plan.weights),
+    ):
+        rows.append((name, str(value), "derived"))
+    widths = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
+    for name, value, origin in rows:
+        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+    return 0
+
+
+COMMAND = Command(
+    name="show",
+    help="print a resolved recipe, with the origin of each value",
+    add_arguments=add_arguments,
+    run=run,
+    takes_overrides=True,
+)

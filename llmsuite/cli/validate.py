@@ -1,0 +1,51 @@
+"""`llmsuite validate RECIPE…`: is everything in it right? Needs no Paddle and no device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run, unsupported
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("recipes", type=str, nargs="+", help="recipe files (JSON)")
+    parser.add_argument("--smoke", action="store_true", help="check the small run that --smoke makes of it")
+    parser.epilog = "Overrides such as --train.max_steps=3 are laid over every recipe."
+
+
+def run(args: Any, registry: Registry) -> int:
+    failed = False
+    for path in args.recipes:
+        try:
+            plan = plan_run(path, args.overrides, registry, args.smoke)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            failed = True
+            continue
+        train = plan.recipe.train
+        print(
+            f"{path}: ok ({plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}; "
+            f"{train.global_batch_size} samples a step = {train.micro_batch_size} x {plan.accumulate_steps} "
+            f"micro-batches x {plan.degrees.num_data_ranks} data ranks)"
+        )
+        notes = unsupported(plan)
+        try:
+            plan.check_files()
+        except RecipeError as error:
+            notes += error.problems
+        for note in notes:
+            print(f"  note: {note}")
+    return 2 if failed else 0
+
+
+COMMAND = Command(
+    name="validate",
+    help="check recipes without running them",
+    add_arguments=add_arguments,
+    run=run,
+    takes_overrides=True,
+)

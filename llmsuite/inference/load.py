@@ -1,0 +1,17 @@
+"""A model from its directory, ready to answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmsuite.checkpoint.fill import fill_parameters
+from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.devices.base import DeviceBackend
+
+
+def load_model(source: ModelDirectory, backend: DeviceBackend) -> Any:
+    """Build the model on the current device in float32, in evaluation mode."""
+    model = source.family.factory()(source.config, backend.ops("fp32"))
+    fill_parameters(model, source)
+    model.eval()
+    return model
