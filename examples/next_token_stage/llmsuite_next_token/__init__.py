@@ -1,0 +1,30 @@
+"""Registers the stage `next_token` and the rows it learns from. Imports no Paddle: `list` and `validate` stay fast."""
+
+import dataclasses
+
+import llmsuite
+from llmsuite.plugins.hookspecs import DataFormat, StageSpec
+from llmsuite.recipe.section import Section
+
+
+@dataclasses.dataclass(kw_only=True)
+class NextTokenSection(Section):
+    min_tokens: int = 2
+    """Shorter rows are dropped."""
+
+
+def _stage():
+    from llmsuite_next_token.stage import NextTokenStage
+
+    return NextTokenStage
+
+
+@llmsuite.hookimpl
+def llmsuite_register_stages():
+    return [StageSpec(name="next_token", help="plain text", config_cls=NextTokenSection, factory=_stage)]
+
+
+@llmsuite.hookimpl
+def llmsuite_register_data_formats():
+    text = DataFormat(name="text", help="text", kind="text", matches=lambda r: "text" in r, convert=lambda r: r["text"])
+    return [text]

@@ -1,0 +1,73 @@
+"""Runs of the command line in processes of their own, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "recipes/llama/dpo.json"
+
+
+class Runner:
+    """Starts `llmsuite` from the repository root, with a reference cache of its own."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache"), "LLMSUITE_PLUGINS": ""}
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Start it and return at once."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "llmsuite", *arguments],
+            cwd=ROOT,
+            env={**self.environment, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *arguments: str, expect: int = 0, **environment: str) -> str:
+        """Run it to its end; returns what it printed."""
+        process = self.start(*arguments, **environment)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == expect, f"exit code {process.returncode}\n{output}"
+        return output
+
+    def smoke(self, name: str, *overrides: str) -> list[str]:
+        """The words of a smoke run of the DPO recipe into a directory of this test."""
+        return ["run", RECIPE, "--smoke", f"--output_dir={self.directory / name}", *overrides]
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        """The records of a run, without those of evaluations."""
+        lines = (self.directory / name / "metrics.jsonl").read_text().splitlines()
+        return [record for line in lines if "loss" in (record := json.loads(line))]
+
+    def weights(self, name: str, step: int) -> dict[str, np.ndarray]:
+        """The parameters in a checkpoint."""
+        directory = self.directory / name / "checkpoints" / f"step-{step}"
+        files = sorted(directory.glob("model-*.safetensors"))
+        return {k: v for file in files for k, v in safetensors.numpy.load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    return Runner(tmp_path_factory.mktemp("runs"))
+
+
+# what a record says of the machine rather than of the model
+_TIMES = {"avg_reader_cost", "avg_batch_cost", "steps_per_second", "ips_total", "ips", "peak_memory_bytes"}
+
+
+def learnt(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without times and memory."""
+    return [{key: value for key, value in record.items() if key not in _TIMES} for record in records]

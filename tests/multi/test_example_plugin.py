@@ -1,0 +1,92 @@
+"""The example package is installed by pip and its stage trains, resumes and obeys the rules of recipes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.multi.conftest import ROOT, Runner
+
+EXAMPLE = ROOT / "examples" / "next_token_stage"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory the example package is installed into."""
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", str(target), str(EXAMPLE)], check=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("recipe")
+    rows = [{"text": f"{i} plus {i} is {2 * i}."} for i in range(50)]
+    (directory / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "stage": "next_token",
+        "model": {
+            "family": "llama",
+            "tokenizer": "data/tokenizer",
+            "config": {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                       "num_attention_heads": 4, "num_key_value_heads": 2},
+        },
+        "data": {"train": str(directory / "text.jsonl"), "max_length": 64},
+        "train": {"max_steps": 30, "global_batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.01},
+        "next_token": {"min_tokens": 3},
+        "output_dir": str(directory / "run"),
+    }  # fmt: skip
+    (directory / "recipe.json").write_text(json.dumps(data, indent=1))
+    return directory / "recipe.json"
+
+
+def test_is_under_sixty_lines() -> None:
+    lines = [line for file in EXAMPLE.rglob("*.py") for line in file.read_text().splitlines()]
+    assert len(lines) < 60
+
+
+def test_is_listed_once_installed(runner: Runner, site: Path) -> None:
+    plugins = {"PYTHONPATH": str(site), "LLMSUITE_PLUGINS": "next_token"}
+    listed = runner.run("plugins", "list", **plugins)
+    assert "next_token  llmsuite-next-token 0.1.0  ok  stage next_token, data format text" in listed
+    assert "next_token" in runner.run("list", "stages", **plugins)
+    assert "next_token" not in runner.run("list", "stages", PYTHONPATH=str(site))  # not on the allow-list
+
+
+def test_its_stage_learns(runner: Runner, site: Path, recipe: Path) -> None:
+    plugins = {"PYTHONPATH": str(site), "LLMSUITE_PLUGINS": "next_token"}
+    runner.run("run", str(recipe), "--launch.num_devices=2", **plugins)
+    lines = (recipe.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_without_the_plugin_the_recipe_says_what_is_missing(runner: Runner, recipe: Path) -> None:
+    output = runner.run("validate", str(recipe), expect=2)
+    assert "recipe.json:2:2: stage: no stage is called 'next_token'" in output
+
+
+def test_its_keys_are_checked_like_any_other(runner: Runner, site: Path, recipe: Path) -> None:
+    plugins = {"PYTHONPATH": str(site), "LLMSUITE_PLUGINS": "next_token"}
+    output = runner.run("validate", str(recipe), "--next_token.min_token=4", expect=2, **plugins)
+    assert "--next_token.min_token=4: next_token.min_token: unknown key; did you mean 'min_tokens'?" in output
+
+
+def test_plugin_of_the_readme_works(runner: Runner, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for language, comment in (("python", "# llmsuite_best_loss.py"), ("toml", "# pyproject.toml")):
+        block = next(b for b in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if b.startswith(comment))
+        (tmp_path / comment.removeprefix("# ")).write_text(block)
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", str(site), str(tmp_path)], check=True)
+    words = runner.smoke("readme", "--launch.num_devices=1")
+    runner.run(*words, PYTHONPATH=str(site), LLMSUITE_PLUGINS="best_loss")
+    best = min((record["loss"], record["step"]) for record in runner.metrics("readme"))
+    assert (runner.directory / "readme" / "best.txt").read_text() == f"{best[1]} {best[0]}\n"

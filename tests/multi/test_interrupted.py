@@ -1,0 +1,118 @@
+"""A run that is killed, stopped or loses a rank goes on where it was, with the numbers of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.multi.conftest import Runner, learnt
+
+STEPS = 16
+COMMON = (f"--train.max_steps={STEPS}", "--checkpoint.save_steps=4", "--train.micro_batch_size=4")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def ranks(request: pytest.FixtureRequest, runner: Runner) -> int:
+    """Runs the uninterrupted run once, as `whole-N`."""
+    runner.run(*runner.smoke(f"whole-{request.param}", *COMMON, f"--launch.num_devices={request.param}"))
+    return int(request.param)
+
+
+def _wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Return as soon as a step is recorded."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        metrics = run / "metrics.jsonl"
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} did not come\n{process.communicate()[0]}")
+
+
+def _children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _assert_same_as_whole(runner: Runner, name: str, ranks: int) -> None:
+    assert learnt(runner.metrics(name)) == learnt(runner.metrics(f"whole-{ranks}"))
+    manifests = [
+        json.loads((runner.directory / n / "checkpoints" / f"step-{STEPS}" / "manifest.json").read_text())["files"]
+        for n in (name, f"whole-{ranks}")
+    ]
+    assert manifests[0] == manifests[1]  # bit for bit: parameters, optimizer, position
+
+
+def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
+    name = f"killed-{ranks}"
+    words = runner.smoke(name, *COMMON, f"--launch.num_devices={ranks}")
+    process = runner.start(*words)
+    _wait_for_step(runner.directory / name, 6, process)
+    for pid in [process.pid, *_children(process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert len(runner.metrics(name)) < STEPS, "it was killed too late to show anything"
+    output = runner.run(*words, expect=2)
+    assert "--resume" in output  # a new run does not trample on the old one
+    output = runner.run(*words, "--resume")
+    assert "resuming from" in output
+    _assert_same_as_whole(runner, name, ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_run_saves_and_resumes_bit_exactly(runner: Runner, ranks: int, number: signal.Signals) -> None:
+    name = f"stopped-{ranks}-{number.name}"
+    words = runner.smoke(name, *COMMON, f"--launch.num_devices={ranks}")
+    process = runner.start(*words)
+    _wait_for_step(runner.directory / name, 5, process)
+    # a terminal sends Ctrl-C to every process of the run, and a scheduler SIGTERM to the first
+    for pid in [process.pid, *(_children(process.pid) if number == signal.SIGINT else [])]:
+        os.kill(pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "stopping after this step" in output
+    stopped_at = runner.metrics(name)[-1]["step"]
+    latest = runner.directory / name / "checkpoints" / "latest"
+    assert latest.read_text() == f"step-{stopped_at}\n"
+    runner.run(*words, "--resume")
+    _assert_same_as_whole(runner, name, ranks)
+
+
+def test_dead_rank_ends_the_run_and_is_named(runner: Runner) -> None:
+    name = "dead-rank"
+    process = runner.start(*runner.smoke(name, *COMMON, "--launch.num_devices=2"))
+    _wait_for_step(runner.directory / name, 3, process)
+    children = _children(process.pid)
+    assert len(children) == 2
+    os.kill(children[1], signal.SIGKILL)
+    start = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert time.monotonic() - start < 10, "the other rank was left waiting"
+    assert "rank 1 was killed by SIGKILL" in output
+    assert "workerlog.1" in output
+
+
+def test_resume_falls_back_from_a_damaged_checkpoint(runner: Runner) -> None:
+    name = "damaged"
+    words = runner.smoke(name, *COMMON, "--launch.num_devices=1")
+    runner.run(*words)
+    newest = runner.directory / name / "checkpoints" / f"step-{STEPS}"
+    victim = next(newest.glob("model-*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    output = runner.run(*words, "--resume")
+    assert "is damaged and passed over" in output
+    assert f"resuming from {runner.directory / name / 'checkpoints' / f'step-{STEPS - 4}'}" in output
+
+
+def test_resume_with_another_recipe_is_refused(runner: Runner, ranks: int) -> None:
+    words = runner.smoke(f"whole-{ranks}", *COMMON, f"--launch.num_devices={ranks}", "--train.learning_rate=0.5")
+    output = runner.run(*words, "--resume", expect=2)
+    assert "differs" in output

@@ -1,0 +1,78 @@
+"""What the documentation says works when pasted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmsuite.plugins import hookspecs
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_generated_pages_are_current() -> None:
+    path = ROOT / "docs" / "generate.py"
+    result = subprocess.run([sys.executable, str(path), "--check"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_check_notices_a_stale_page(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    stale = tmp_path / "plugins.md"
+    stale.write_text("old")
+    module.pages = lambda: {stale: "new"}
+    assert module.main(["--check"]) == 1
+    assert stale.read_text() == "old"
+
+
+def test_every_hook_is_documented() -> None:
+    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    names = list(hookspecs.hook_names())
+    assert len(names) == 12
+    assert [name for name in names if f"### `{name}(" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "recipes.md"], ids=lambda page: page.name)
+def test_recipes_on_the_pages_are_valid(page: Path, tmp_path: Path, registry: Registry) -> None:
+    recipes = [block for block in _blocks(page, "json") if '"stage"' in block]
+    assert recipes
+    for block in recipes:
+        (tmp_path / "recipe.json").write_text(block)
+        plan_run(tmp_path / "recipe.json", [], registry)
+        assert json.loads(block)["stage"] == "dpo"
+
+
+def test_commands_on_the_pages_exist(registry: Registry) -> None:
+    for page in PAGES:
+        for command in re.findall(r"(?:^|[\s`$])llmsuite ([a-z]+)\b", page.read_text(encoding="utf-8")):
+            assert command in registry.commands, (page.name, command)
+
+
+def test_make_targets_on_the_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert target in targets, (page.name, target)
