@@ -32,9 +32,11 @@ def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> 
         UserError: the disk is full, or the place cannot be written to.
     """
     temporary = final.with_name(final.name + ".tmp")
+    outcome = "nothing was changed"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary.exists():
+            shutil.rmtree(temporary)
         temporary.mkdir()
         yield temporary
         files = {}
@@ -45,18 +47,34 @@ def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> 
         write_json(temporary / MANIFEST, {**(manifest or {}), "files": files})
         fsync(temporary)
         if final.exists():
-            old = final.with_name(final.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-            temporary.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
+            _replace(final, temporary)
         else:
             temporary.rename(final)
+        outcome = "it is complete, but may not survive a power failure"
         fsync(final.parent)
+        shutil.rmtree(_old(final), ignore_errors=True)
     except OSError as error:
-        raise UserError(f"{final}: cannot be written: {error.strerror or error}; nothing was changed") from error
+        raise UserError(f"{final}: cannot be written: {error.strerror or error}; {outcome}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(final: Path, temporary: Path) -> None:
+    """Put `temporary` where `final` is, which stays beside it as `.old`; on an error `final` is as it was."""
+    old = _old(final)
+    if old.exists():
+        shutil.rmtree(old)
+    try:
+        final.rename(old)
+        temporary.rename(final)
+    except BaseException:
+        if not final.exists():
+            old.rename(final)
+        raise
+
+
+def _old(final: Path) -> Path:
+    return final.with_name(final.name + ".old")
 
 
 def broken_file(directory: Path, check_hashes: bool = True) -> str | None:
@@ -65,27 +83,36 @@ def broken_file(directory: Path, check_hashes: bool = True) -> str | None:
         manifest = read_json_file(directory / MANIFEST)
     except UserError as error:
         return str(error)
-    for name, expected in manifest.get("files", {}).items():
-        path = directory / name
+    try:
+        files = [(directory / name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
+    except (TypeError, KeyError, AttributeError):
+        return f"{directory / MANIFEST}: has no sizes and sha256 of files"
+    for path, expected_size, expected_sha256 in files:
         if not path.is_file():
             return f"{path} is missing"
-        size = path.stat().st_size
-        if size != expected["size"]:
-            return f"{path} has {size:,} bytes instead of {expected['size']:,}"
-        if check_hashes and sha256_of(path) != expected["sha256"]:
-            return f"{path} does not have the sha256 it was written with"
+        try:
+            size = path.stat().st_size
+            if size != expected_size:
+                return f"{path} has {size:,} bytes instead of {expected_size:,}"
+            if check_hashes and sha256_of(path) != expected_sha256:
+                return f"{path} does not have the sha256 it was written with"
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
     return None
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
+    """Replace a small file in one step. Raises UserError when it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync(path.parent)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync(path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -107,7 +134,7 @@ def read_json_file(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not JSON: {error}") from error
 
 

@@ -18,12 +18,9 @@ def fill_parameters(model: Any, source: ModelDirectory) -> None:
     """
     for name, parameter in model.named_parameters():
         value = source.read(name)
-        if list(value.shape) != list(parameter.shape):
-            raise UserError(
-                f"{source.path}: {source.names[name]!r} is {list(value.shape)}, config.json makes it {parameter.shape}"
-            )
-        parameter.set_value(np.ascontiguousarray(value, dtype="float32").astype(_numpy_name(parameter)))
-
-
-def _numpy_name(parameter: Any) -> str:
-    return str(parameter.dtype).removeprefix("paddle.")
+        found, wanted = list(value.shape), list(parameter.shape)
+        if found != wanted:
+            raise UserError(f"{source.path}: {source.names[name]!r} is {found}, config.json makes it {wanted}")
+        dtype = str(parameter.dtype).removeprefix("paddle.")
+        value = np.ascontiguousarray(value, dtype="float32").astype(dtype)
+        parameter.set_value(value.view("uint16") if dtype == "bfloat16" else value)  # Paddle wants the bits of bfloat16

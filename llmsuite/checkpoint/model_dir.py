@@ -24,6 +24,13 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
     "chat_template.jinja",
     "generation_config.json",
 )
@@ -69,7 +76,7 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
         UserError: no config.json, or a model_type that no family reads.
     """
     data = read_json_file(path / "config.json")
-    model_type = data.get("model_type")
+    model_type = data.get("model_type") if isinstance(data, dict) else None
     for family in families.values():
         if model_type in family.hf_model_types:
             try:

@@ -54,6 +54,9 @@ def write_tensors(
         read: gives the values of a tensor by name; called once each.
         metadata: for the header of each file; "format" says whose layout it is.
         max_file_bytes: a file is closed before it would grow larger; a larger tensor gets a file of its own.
+
+    Raises:
+        OSError: a file cannot be written.
     """
     groups: list[list[TensorSpec]] = [[]]
     size = 0
@@ -68,12 +71,15 @@ def write_tensors(
         file_name = f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}"
         values = {}
         for spec in group:
-            value = np.ascontiguousarray(read(spec.name))
+            value = np.asarray(read(spec.name), order="C")
             found = (value.shape, value.dtype.name)
             assert found == (spec.shape, spec.dtype), f"{spec} was announced, {found} came"
             values[spec.name] = value
             weight_map[spec.name] = file_name
-        safetensors.numpy.save_file(values, directory / file_name, metadata=dict(metadata))
+        try:
+            safetensors.numpy.save_file(values, directory / file_name, metadata=dict(metadata))
+        except safetensors.SafetensorError as error:  # such as a full disk
+            raise OSError(f"{file_name}: {error}") from error
     total = sum(spec.num_bytes for group in groups for spec in group)
     write_json(directory / f"{stem}{SUFFIX}.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -86,7 +92,8 @@ class TensorFiles:
         self.directory = directory
         index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
         if index.is_file():
-            weight_map = read_json_file(index).get("weight_map")
+            content = read_json_file(index)
+            weight_map = content.get("weight_map") if isinstance(content, dict) else None
             if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
                 raise UserError(f"{index}: has no weight_map of names to files")
             for file_name in set(weight_map.values()):
@@ -111,8 +118,6 @@ class TensorFiles:
         """Shape and dtype of a tensor, without its values."""
         with self._lookup(name) as file:
             view = file.get_slice(name)
-            if view.get_dtype() not in _DTYPES:
-                raise UserError(f"{self.directory / self._file_of[name]}: {name!r} has dtype {view.get_dtype()}")
             return TensorSpec(name, tuple(view.get_shape()), _DTYPES[view.get_dtype()])
 
     def read(self, name: str) -> np.ndarray:
@@ -121,11 +126,12 @@ class TensorFiles:
             return file.get_tensor(name)
 
     def _lookup(self, name: str) -> Any:
-        file = self._open(self._file_of[name])
+        file, path = self._open(self._file_of[name]), self.directory / self._file_of[name]
         if name not in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
-            raise UserError(
-                f"{self.directory / self._file_of[name]}: the index promises tensor {name!r}, it is not there"
-            )
+            raise UserError(f"{path}: the index promises tensor {name!r}, it is not there")
+        dtype = file.get_slice(name).get_dtype()
+        if dtype not in _DTYPES:
+            raise UserError(f"{path}: {name!r} has dtype {dtype}; supported: {', '.join(_DTYPES)}")
         return file
 
     def _open(self, file_name: str) -> Any:

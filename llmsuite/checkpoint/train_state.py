@@ -74,8 +74,10 @@ def save(
         write_tensors(directory, "optimizer", _specs(slots), _reader(slots), {"format": "llmsuite"})
         write_json(directory / "state.json", {"format": FORMAT, **dataclasses.asdict(state)})
     write_text_atomic(root / "latest", final.name + "\n")
-    for _, old in list_steps(root)[:-keep_last]:
-        shutil.rmtree(old)
+    # later ones are damaged and were passed over: they must not count, or this one would be the first to go
+    done = [path for step, path in list_steps(root) if step <= state.step]
+    for old in done[:-keep_last]:
+        shutil.rmtree(old, ignore_errors=True)  # one that cannot be deleted is no reason to end the run
     return final
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from llmsuite.cli import commands
 from llmsuite.errors import UserError
 from llmsuite.plugins import builtin
 from llmsuite.plugins.hookspecs import Command
-from llmsuite.plugins.manager import ALLOW_LIST, load_plugins
+from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
 
 _DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe a run."
 _NO_PLUGINS = "--no-plugins"
@@ -28,26 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _NO_PLUGINS in words:
         words.remove(_NO_PLUGINS)
         os.environ[ALLOW_LIST] = ""  # the ranks of a run inherit it
-    registry = load_plugins(builtin, commands)
-    parser = ArgumentParser(prog="llmsuite", description=_DESCRIPTION, version=f"llmsuite {__version__}")
-    parser.add_argument(_NO_PLUGINS, action="store_true", help="use what comes with llmsuite only")
-    subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
-    options: dict[str, set[str]] = {}
-    for command in registry.commands.values():
-        subparser = ArgumentParser(description=command.help)
-        command.add_arguments(subparser)
-        subcommands.add_subcommand(command.name, subparser, help=command.help)
-        options[command.name] = {option for action in subparser._actions for option in action.option_strings}
-    chosen = next((registry.commands[word] for word in words if word in registry.commands), None)
     try:
-        overrides: list[str] = []
-        if chosen is not None and chosen.takes_overrides:
-            words, overrides = split_overrides(words, options[chosen.name])
-        arguments = parser.parse_args(words)
-        selected: Command = registry.commands[arguments.command]
-        namespace = arguments[selected.name]
-        namespace.overrides = overrides
-        return selected.run(namespace, registry)
+        try:
+            return _run(words, load_plugins(builtin, commands))
+        finally:
+            sys.stdout.flush()  # a reader that is gone is noticed here rather than when Python exits
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -58,13 +44,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _run(words: list[str], registry: Registry) -> int:
+    parser = ArgumentParser(prog="llmsuite", description=_DESCRIPTION, version=__version__)
+    parser.add_argument(_NO_PLUGINS, action="store_true", help="use what comes with llmsuite only")
+    subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
+    options: dict[str, set[str]] = {}
+    for command in list(registry.commands.values()):
+        subparser = ArgumentParser(description=command.help)
+        try:
+            command.add_arguments(subparser)
+        except Exception as error:  # a plugin's code: it may raise anything
+            registry.disable("command", command.name, error)
+            continue
+        subcommands.add_subcommand(command.name, subparser, help=command.help)
+        options[command.name] = {option for action in subparser._actions for option in action.option_strings}
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    if chosen is not None and chosen not in registry.commands:
+        raise UserError(registry.unknown("command", chosen))
+    overrides: list[str] = []
+    if chosen is not None and registry.commands[chosen].takes_overrides:
+        words, overrides = split_overrides(words, options[chosen])
+    arguments = parser.parse_args(words)
+    selected: Command = registry.commands[arguments.command]
+    namespace = arguments[selected.name]
+    namespace.overrides = overrides
+    return selected.run(namespace, registry)
+
+
 def split_overrides(words: Sequence[str], options: set[str]) -> tuple[list[str], list[str]]:
     """Part the words of a command line into those of the command and `--key=value` overrides of the recipe.
 
     `--key value` is taken as `--key=value`.
 
     Raises:
-        UserError: an override has no value.
+        UserError: an override has no value, or is an option misspelt.
     """
     own: list[str] = []
     overrides: list[str] = []
@@ -74,6 +87,8 @@ def split_overrides(words: Sequence[str], options: set[str]) -> tuple[list[str],
             own.append(word)
         elif "=" in word:
             overrides.append(word)
+        elif near := difflib.get_close_matches(word, options, n=1, cutoff=0.8):
+            raise UserError(f"{word}: this command has no such option; did you mean {near[0]}?")
         else:
             value = next(rest, None)
             if value is None or value.startswith("--"):

@@ -22,17 +22,20 @@ def run(args: Any, registry: Registry) -> int:
             if info.error:
                 print("".join(f"    {line}\n" for line in info.error.splitlines()), end="")
         return 0
-    by_name = {info.name: info for info in registry.plugins}
-    if args.name not in by_name:
-        raise UserError(f"no plugin is called {args.name!r}; there are: {', '.join(by_name)}")
-    info = by_name[args.name]
-    print(f"name          {info.name}")
-    print(f"distribution  {info.distribution}")
-    print(f"entry point   {info.value}")
-    print(f"loaded in     {info.load_seconds:.3f} s")
-    print(f"provides      {', '.join(info.provides) or 'nothing'}")
-    print(f"hooks         {', '.join(info.hooks) or 'none'}")
-    print(f"status        {info.error or 'ok'}")
+    names = ", ".join(dict.fromkeys(info.name for info in registry.plugins))
+    if args.name is None:
+        raise UserError(f"plugins info: name one of {names}")
+    found = [info for info in registry.plugins if info.name == args.name]
+    if not found:
+        raise UserError(f"no plugin is called {args.name!r}; there are: {names}")
+    for info in found:
+        print(f"name          {info.name}")
+        print(f"distribution  {info.distribution}")
+        print(f"entry point   {info.value}")
+        print(f"loaded in     {info.load_seconds:.3f} s")
+        print(f"provides      {', '.join(info.provides) or 'nothing'}")
+        print(f"hooks         {', '.join(info.hooks) or 'none'}")
+        print(f"status        {info.error or 'ok'}")
     return 0
 
 

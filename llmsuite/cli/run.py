@@ -28,6 +28,8 @@ def run(args: Any, registry: Registry) -> int:
     if problems := unsupported(plan):
         raise RecipeError(problems)
     plan.check_files()
+    if not args.resume:
+        plan.check_output()
     from llmsuite.devices.start import start_paddle
     from llmsuite.engine.launch import is_worker, launch
 
@@ -48,7 +50,11 @@ def run(args: Any, registry: Registry) -> int:
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, mesh {was} on cpu", flush=True)
     if num_ranks == 1:
         return _work(plan, registry, args.resume)
-    return launch(sys.argv[1:], num_ranks, plan.output_dir / "logs", backend.environment(num_ranks), _write)
+
+    def environment(rank: int) -> dict[str, str]:
+        return {**backend.environment(num_ranks), **backend.rank_environment(rank)}
+
+    return launch(sys.argv[1:], num_ranks, plan.output_dir / "logs", environment, _write)
 
 
 def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:

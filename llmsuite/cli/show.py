@@ -8,8 +8,10 @@ from typing import Any
 from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.keys import walk
+from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.section import as_plain
+from llmsuite.recipe.source import Key
 
 
 def add_arguments(parser: Any) -> None:
@@ -31,10 +33,9 @@ def run(args: Any, registry: Registry) -> int:
         value: Any = data
         for part in info.key:
             value = value[part]
-        origin = plan.loaded.origins.get(info.key, "default")
-        rows.append((info.dotted, json.dumps(value, ensure_ascii=False), origin))
+        rows.append((info.dotted, json.dumps(value, ensure_ascii=False), _origin(plan.loaded, info.key, "default")))
     for name, value in sorted(plan.model_config.to_hf().items()):
-        origin = plan.loaded.origins.get(("model", "config", name), "model shape")
+        origin = _origin(plan.loaded, ("model", "config", name), "model shape")
         rows.append((f"model.config.{name}", json.dumps(value), origin))
     for name, value in (
         ("data_parallel_degree", plan.degrees.dp),
@@ -49,6 +50,11 @@ def run(args: Any, registry: Registry) -> int:
     for name, value, origin in rows:
         print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
     return 0
+
+
+def _origin(loaded: LoadedRecipe, key: Key, otherwise: str) -> str:
+    """Where a key was written, perhaps as part of a section that was written as a whole."""
+    return loaded.origin(key) if any(given[: len(key)] == key for given in loaded.given) else otherwise
 
 
 COMMAND = Command(

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 
+from llmsuite.checkpoint.files import read_json_file
 from llmsuite.data.rows import Message
 from llmsuite.errors import UserError
 
@@ -44,7 +45,7 @@ class ChatTemplate:
         self.source, self._tokens, self._name = source, special_tokens, name
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise UserError(f"chat template of {name}: {error}") from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
@@ -54,7 +55,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=turns, add_generation_prompt=add_generation_prompt, tools=None, **self._tokens
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a stranger's program: it can fail in any way
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
 
@@ -98,9 +99,11 @@ def _of_tokenizer(directory: Path) -> str | None:
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    config = read_json_file(path)
+    found = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
 
 

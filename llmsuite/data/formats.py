@@ -36,7 +36,7 @@ def paddlenlp_preference(row: Row) -> Preference:
         raise ValueError(f"'src' has {len(users)} turns and 'tgt' {len(answers)}; src has one more than tgt")
     if len(responses) != 2:
         raise ValueError(f"'response' has {len(responses)} answers; two are needed")
-    if not isinstance(order, Sequence) or len(order) != 2 or order[0] == order[1]:
+    if not isinstance(order, list) or len(order) != 2 or not _differ(*order):
         raise ValueError(f"'sort' is {order!r}; two different numbers are needed, the larger for the better answer")
     prompt = [Message("system", _text(row, "system"))] if row.get("system") else []
     for i, user in enumerate(users):
@@ -45,6 +45,10 @@ def paddlenlp_preference(row: Row) -> Preference:
             prompt.append(Message("assistant", answers[i]))
     better = 0 if order[0] > order[1] else 1
     return Preference(tuple(prompt), responses[better], responses[1 - better])
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return isinstance(a, (int, float)) and isinstance(b, (int, float)) and (a < b or a > b)  # NaN is neither
 
 
 def sharegpt_preference(row: Row) -> Preference:
@@ -90,7 +94,9 @@ def _preference(prompt: Sequence[Message], chosen: Message, rejected: Message) -
 def _turn(value: Any, where: str, role_key: str, text_key: str) -> Message:
     if not isinstance(value, Mapping) or role_key not in value or text_key not in value:
         raise ValueError(f"{where!r} is not an object with {role_key!r} and {text_key!r}")
-    role = _SHAREGPT_ROLES.get(value[role_key]) if role_key == "from" else value[role_key]
+    role = value[role_key]
+    if role_key == "from":
+        role = _SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
     if role not in ROLES:
         raise ValueError(f"{where!r} has the unknown role {value[role_key]!r}")
     return Message(role, _text(value, text_key, where))

@@ -33,6 +33,9 @@ def read_rows(path: Path, kind: str, name: str, formats: Mapping[str, DataFormat
         if not isinstance(raw, Mapping):
             faults.append(f"{where}: is a {type(raw).__name__}, not an object")
             continue
+        if not _is_unicode(raw):
+            faults.append(f"{where}: has half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+            continue
         if chosen is None:
             chosen = _recognise(raw, where, kind, formats)
         try:
@@ -58,6 +61,15 @@ def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[s
     raise UserError(f"{where}: keys {sorted(row)} fit no format with {kind} rows. Known: {known or 'none'}")
 
 
+def _is_unicode(row: Mapping[str, Any]) -> bool:
+    """Whether its texts can be encoded; JSON can escape what no tokenizer takes."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -69,7 +81,7 @@ def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".json":
         try:
             rows = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: is not JSON: {error}") from error
         if not isinstance(rows, list):
             raise UserError(f"{path}: is a {type(rows).__name__}, not a list of rows")

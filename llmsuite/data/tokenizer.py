@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmsuite.checkpoint.files import read_json_file
 from llmsuite.errors import UserError
+
+_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sentencepiece", "spiece")
 
 
 class TextTokenizer:
@@ -20,19 +22,28 @@ class TextTokenizer:
         config_path = directory / "tokenizer_config.json"
         self._config: dict[str, Any] = {}
         if config_path.is_file():
-            self._config = json.loads(config_path.read_text(encoding="utf-8"))
+            config = read_json_file(config_path)
+            if not isinstance(config, dict):
+                raise UserError(f"{config_path}: is a {type(config).__name__}, not an object")
+            self._config = config
         self._fast: Any = None
         self._paddlenlp: Any = None
         if (directory / "tokenizer.json").is_file():
             from tokenizers import Tokenizer
 
-            self._fast = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            try:
+                self._fast = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            except Exception as error:  # what it raises has no type of its own
+                raise UserError(f"{directory / 'tokenizer.json'}: is not a readable tokenizer: {error}") from error
             self._fast.no_padding()
             self._fast.no_truncation()
         elif config_path.is_file():
             from paddlenlp.transformers import AutoTokenizer
 
-            self._paddlenlp = AutoTokenizer.from_pretrained(str(directory))
+            try:
+                self._paddlenlp = AutoTokenizer.from_pretrained(str(directory))
+            except Exception as error:  # a class it does not know, a file that is not there: it checks neither
+                raise UserError(f"{directory}: paddlenlp cannot read its tokenizer: {error}") from error
         else:
             raise UserError(f"{directory}: has neither tokenizer.json nor tokenizer_config.json")
         eos = self.special_tokens.get("eos_token")
@@ -65,6 +76,8 @@ class TextTokenizer:
     def token_id(self, token: str) -> int:
         """Id of one token. Raises UserError when there is none."""
         found = self._fast.token_to_id(token) if self._fast else self._paddlenlp.convert_tokens_to_ids(token)
+        if self._paddlenlp and found == self._paddlenlp.unk_token_id and token != self._paddlenlp.unk_token:
+            found = None  # paddlenlp gives a token it does not know the id of the unknown one
         if found is None:
             raise UserError(f"{self.directory}: {token!r} is not in the vocabulary")
         return int(found)
@@ -91,6 +104,6 @@ class TextTokenizer:
         """sha256 over the tokenizer's files."""
         digest = hashlib.sha256()
         for path in sorted(self.directory.iterdir()):
-            if path.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "sentencepiece")):
+            if path.is_file() and path.name.startswith(_FILES):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()

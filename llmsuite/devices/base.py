@@ -28,6 +28,10 @@ class DeviceBackend(abc.ABC):
         """Variables a worker needs before it imports Paddle; what the user has set wins."""
         return {}
 
+    def rank_environment(self, local_rank: int) -> dict[str, str]:
+        """Variables that differ from rank to rank, for a launcher."""
+        return {}
+
     @abc.abstractmethod
     def unavailable(self, num_devices: int) -> str | None:
         """Why this machine cannot run here, or None. Imports Paddle."""

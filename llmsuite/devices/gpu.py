@@ -23,6 +23,9 @@ class GpuBackend(DeviceBackend):
         # TF32 would make float32 runs differ between strategies by 1e-3; bf16 is the way to ask for speed
         return {"NVIDIA_TF32_OVERRIDE": "0"}
 
+    def rank_environment(self, local_rank: int) -> dict[str, str]:
+        return {"FLAGS_selected_gpus": str(local_rank)}  # init_parallel_env insists on it
+
     def unavailable(self, num_devices: int) -> str | None:
         import paddle
 

@@ -94,4 +94,4 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`swiglu` in one kernel."""
-    return paddle.incubate.nn.functional.swiglu(gate, up)
+    return F.swiglu(gate, up)

@@ -18,6 +18,11 @@ def rank() -> int:
     return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
+def local_rank() -> int:
+    """This process among those of its machine, from 0."""
+    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+
+
 def num_ranks() -> int:
     """Processes of the run."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))

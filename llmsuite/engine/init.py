@@ -30,7 +30,7 @@ def initial_values(
     sha256(seed:name), by the cosine (even i) or sine (odd i) half of a Box-Muller pair.
     """
     bounds = [s.indices(n)[:2] for s, n in zip(index or [slice(None)] * len(shape), shape)]
-    extents = [high - low for low, high in bounds]
+    extents = [max(0, high - low) for low, high in bounds]
     result = np.empty(extents, dtype="float32")
     if result.size == 0:
         return result

@@ -34,7 +34,7 @@ def launch(
     arguments: Sequence[str],
     num_ranks: int,
     log_dir: Path,
-    environment: Mapping[str, str],
+    environment: Callable[[int], Mapping[str, str]],
     write: Callable[[str], None],
 ) -> int:
     """Run `llmsuite ARGUMENTS` once per rank and wait.
@@ -43,7 +43,7 @@ def launch(
         arguments: the command line of each rank, without the program.
         num_ranks: processes to start.
         log_dir: gets `workerlog.N`, what rank N prints.
-        environment: variables for every rank; what the user has set wins.
+        environment: variables of a rank, by its number; what the user has set wins.
         write: receives what rank 0 prints, as it comes, and the end of the log of a rank that fails.
 
     Returns:
@@ -64,7 +64,7 @@ def launch(
     try:
         for rank in range(num_ranks):
             variables = {
-                **environment,
+                **environment(rank),
                 **os.environ,
                 "PADDLE_TRAINER_ID": str(rank),
                 "PADDLE_TRAINERS_NUM": str(num_ranks),

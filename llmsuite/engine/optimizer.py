@@ -15,6 +15,9 @@ from llmsuite.recipe.schema import TrainSection
 
 Tensor = Any
 
+_SLOTS = ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2")
+"""What AdamW keeps of a parameter; SGD keeps nothing."""
+
 
 class Optimizer:
     """Paddle's AdamW or SGD over named parameters, with what a resumable run needs around it."""
@@ -24,7 +27,8 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             parameter.name = name  # the state is stored under it
         self._peak, self._schedule = train.learning_rate, train.lr_schedule
-        self._warmup_steps = math.ceil(train.warmup_ratio * total_steps)
+        # rounded first: 0.07 * 100 is a little more than 7
+        self._warmup_steps = math.ceil(round(train.warmup_ratio * total_steps, 6))
         self._floor, self._total_steps = train.min_lr_ratio, total_steps
         self._max_norm = train.max_grad_norm
         low_precision = any(p.dtype != paddle.float32 for p in self.parameters.values())
@@ -81,36 +85,40 @@ class Optimizer:
     def step(self, step: int) -> None:
         """Update the parameters and drop the gradients."""
         self._paddle.set_lr(self.learning_rate(step))
-        self._paddle.step()
+        # slots are made in the first step; counted afresh, their names are the same for every optimizer of a process
+        with paddle.utils.unique_name.guard():
+            self._paddle.step()
         self._paddle.clear_grad(set_to_zero=False)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the state as `parameter/slot`; "master" is the float32 copy of a 16-bit parameter."""
         stored = self._paddle.state_dict()
-        masters = stored.pop("master_weights", {})
-        stored.pop("LR_Scheduler", None)
+        masters = stored.get("master_weights", {})
         for name in self.parameters:
-            for key in sorted(k for k in stored if k.startswith(f"{name}_")):
-                yield f"{name}/{_slot(key, name)}", stored[key]
+            for slot in _SLOTS:
+                if (key := _paddle_name(name, slot, name in masters)) in stored:
+                    yield f"{name}/{slot}", stored[key]
             if name in masters:
                 yield f"{name}/master", masters[name]
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Take over a state as `state` gave it."""
-        stored: dict[str, Any] = {}
-        masters = {}
+        slots: dict[str, Any] = {}
+        masters: dict[str, Any] = {}
         for key, value in state.items():
             name, slot = key.rsplit("/", 1)
             if slot == "master":
                 masters[name] = paddle.to_tensor(value)
+                masters[name].name = _master_name(name)
             else:
-                # Paddle looks a slot up by the name it will give its accumulator
-                stored[f"{name}_{slot}_0"] = paddle.to_tensor(value)
-        if masters:
-            stored["master_weights"] = masters
-        self._paddle.set_state_dict(stored)
+                slots[_paddle_name(name, slot, f"{name}/master" in state)] = paddle.to_tensor(value)
+        self._paddle.set_state_dict({**slots, "master_weights": masters} if masters else slots)
 
 
-def _slot(key: str, name: str) -> str:
-    """ "moment1" of "layer.weight_moment1_0"; with master weights Paddle inserts "fp32_master_0" before it."""
-    return key[len(name) + 1 :].rsplit("_", 1)[0]
+def _paddle_name(name: str, slot: str, has_master: bool) -> str:
+    """What Paddle calls a slot, and looks it up by: it belongs to the master weight where there is one."""
+    return f"{_master_name(name) if has_master else name}_{slot}_0"
+
+
+def _master_name(name: str) -> str:
+    return f"{name}_fp32_master_0"

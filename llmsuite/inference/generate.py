@@ -22,7 +22,6 @@ class Sampling:
     seed: int = 0
 
 
-@paddle.no_grad()
 def generate(
     model: Any, prompt: Sequence[int], stop_ids: set[int], max_new_tokens: int, sampling: Sampling
 ) -> Iterator[int]:
@@ -38,8 +37,9 @@ def generate(
     random = np.random.Generator(np.random.Philox(sampling.seed))
     ids, cache = list(prompt), None
     for _ in range(max_new_tokens):
-        hidden, cache = model.hidden_states(paddle.to_tensor([ids], dtype="int64"), cache)
-        logits = model.logits(hidden[:, -1]).astype("float32").numpy()[0]
+        with paddle.no_grad():  # not around the yield, where the caller's code runs
+            hidden, cache = model.hidden_states(paddle.to_tensor([ids], dtype="int64"), cache)
+            logits = model.logits(hidden[:, -1]).astype("float32").numpy()[0]
         token = choose(logits, sampling, random)
         if token in stop_ids:
             return
@@ -54,11 +54,12 @@ def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) 
     order = np.argsort(-logits, kind="stable")
     if sampling.top_k > 0:
         order = order[: sampling.top_k]
-    scaled = logits[order].astype("float64") / sampling.temperature
-    probabilities = np.exp(scaled - scaled.max())
+    wide = logits[order].astype("float64")
+    probabilities = np.exp((wide - wide[0]) / sampling.temperature)
     probabilities /= probabilities.sum()
-    # the smallest set that reaches top_p: the token that crosses the line belongs to it
+    # the smallest set that reaches top_p: the token that crosses the line belongs to it, and the likeliest always
     before = np.cumsum(probabilities) - probabilities
     kept = before < sampling.top_p
+    kept[0] = True
     probabilities = np.where(kept, probabilities, 0.0)
     return int(order[random.choice(len(order), p=probabilities / probabilities.sum())])

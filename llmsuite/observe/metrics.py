@@ -32,13 +32,15 @@ class MetricsFile:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    """Lines with their ends; a kill may have cut off the last one, and even its end alone."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return [line + "\n" for line in text.split("\n") if line]
 
 
 def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):  # cut off by a kill
+    except (ValueError, KeyError, TypeError):  # cut off by a kill
         return float("inf")
 
 

@@ -71,7 +71,8 @@ class StepLine:
                 self._bar.update(self._task, text=text)
         elif text:
             rate = (time.monotonic() - self._start) / (step - self._done)
-            left = time.strftime("%H:%M:%S", time.gmtime(rate * (self._total - step)))
+            minutes, seconds = divmod(round(rate * (self._total - step)), 60)
+            left = f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}"  # hours may go beyond a day
             print(f"step {step}/{self._total}  {text}  left {left}", flush=True)
 
     def _text(self, metrics: Mapping[str, float]) -> str:

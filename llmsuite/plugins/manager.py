@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
+import keyword
 import os
 import sys
 import time
@@ -27,6 +28,8 @@ from llmsuite.plugins.hookspecs import (
     ModelFamily,
     StageSpec,
 )
+from llmsuite.recipe.schema import Recipe
+from llmsuite.recipe.section import Section
 
 GROUP = "llmsuite"
 ALLOW_LIST = "LLMSUITE_PLUGINS"
@@ -122,24 +125,33 @@ class Registry:
         if broken:
             causes = "; ".join(f"{info.name} ({_last_line(info.error)})" for info in broken)
             message += f". Plugins that failed to load may bring it: {causes}"
+        allowed = os.environ.get(ALLOW_LIST)
+        if allowed is not None:
+            message += f". {ALLOW_LIST} allows {f'only {allowed}' if allowed.strip() else 'no plugins'}"
         return message
 
     def add(self, info: PluginInfo) -> None:
         """Register a loaded plugin, all of it or, when something is wrong with it, nothing."""
+        same = next((i for i in self.plugins if i.error is None and i.plugin is info.plugin), None)
         self.plugins.append(info)
+        if info.error is None and same is not None:
+            info.error = f"{info.value} is registered already, as plugin {same.name} of {same.distribution}"
         if info.error is not None:
             return
         try:
-            self.pm.register(info.plugin, name=info.name)
+            # two distributions may give their plugins the same name
+            self.pm.register(info.plugin, name=f"{info.name} of {info.distribution}")
             self.pm.check_pending()  # a misspelt hook is an error, not a function nobody calls
+            hooks = sorted(caller.name for caller in self.pm.get_hookcallers(info.plugin) or [])
+            _refuse_unmarked(info.plugin, hooks)
             specs = list(self._specs_of(info))
-        except Exception as error:  # the plugin's own code ran, which may raise anything
+        except (Exception, SystemExit) as error:  # the plugin's own code ran, which may raise anything
             if self.pm.is_registered(info.plugin):
                 self.pm.unregister(info.plugin)
             ours = isinstance(error, (pluggy.PluginValidationError, UserError))
             info.error = str(error) if ours else _tail(error)
             return
-        info.hooks = sorted(caller.name for caller in self.pm.get_hookcallers(info.plugin) or [])
+        info.hooks = hooks
         for kind, spec in specs:
             self._specs[kind][spec.name] = spec
             self._owners[kind, spec.name] = info
@@ -148,10 +160,10 @@ class Registry:
     def _specs_of(self, info: PluginInfo) -> Iterable[tuple[str, Any]]:
         own: set[tuple[str, str]] = set()
         for kind, (hook, cls) in _REGISTRATIONS.items():
-            function = getattr(info.plugin, hook, None)
-            for spec in function() if function else []:
+            impls = [impl for impl in getattr(self.pm.hook, hook).get_hookimpls() if impl.plugin is info.plugin]
+            for spec in (spec for impl in impls for spec in _as_list(impl.function(), hook, cls)):
                 if not isinstance(spec, cls):
-                    raise UserError(f"{hook} returned a {type(spec).__name__}; it returns a list of {cls.__name__}")
+                    raise UserError(f"{hook} returned a list with a {type(spec).__name__}; {_returns(cls)}")
                 if spec.api > API_VERSION:
                     raise UserError(
                         f"{kind} {spec.name!r} needs version {spec.api} of the plugin contract, this llmsuite has "
@@ -160,6 +172,8 @@ class Registry:
                 if (kind, spec.name) in own:
                     raise UserError(f"it registers {kind} {spec.name!r} twice")
                 own.add((kind, spec.name))
+                if kind == "stage":
+                    _check_stage(spec)
                 self._refuse_duplicate(kind, spec.name, info)
                 yield kind, spec
 
@@ -169,14 +183,26 @@ class Registry:
             return
         if first is None:
             raise UserError(self._contested[kind, name])
-        message = (
-            f"{kind} {name!r} is registered by both {first.distribution} and {info.distribution}; uninstall one, or "
-            f"name the plugins to use in {ALLOW_LIST}"
-        )
-        if first.distribution != BUILTIN:  # neither of two third parties wins by the order of their names
-            del self._specs[kind][name], self._owners[kind, name]
-            self._contested[kind, name] = message
-        raise UserError(message)
+        both = f"{kind} {name!r} is registered by both {first.distribution} and {info.distribution}"
+        if first.distribution == BUILTIN:
+            raise UserError(f"{both}; a plugin cannot replace what is built in, it has to choose another name")
+        # neither of two third parties wins by the order of their names
+        self.withdraw(kind, name, f"{both}; uninstall one, or name the plugins to use in {ALLOW_LIST}")
+        raise UserError(self._contested[kind, name])
+
+    def withdraw(self, kind: str, name: str, reason: str) -> None:
+        """Take back something that is registered; whoever asks for it is told the reason."""
+        del self._specs[kind][name]
+        self._owners.pop((kind, name)).provides.remove(f"{kind} {name}")
+        self._contested[kind, name] = reason
+
+    def disable(self, kind: str, name: str, error: Exception) -> None:
+        """Take back something whose own code failed. What is built in does not fail: there the error is raised."""
+        info = self.owner(kind, name)
+        if info.distribution == BUILTIN:
+            raise error
+        info.error = _tail(error)
+        self.withdraw(kind, name, f"{kind} {name!r} of {info.distribution} does not work: {_last_line(info.error)}")
 
     def emit(self, event: str, **arguments: Any) -> None:
         """Call an event on every plugin. A plugin that raises is reported once and hears no more events."""
@@ -226,6 +252,35 @@ def load_plugins(*builtins: ModuleType) -> Registry:
         if _allowed(entry_point.name):
             result.add(_load(entry_point))
     return result
+
+
+def _refuse_unmarked(plugin: Any, hooks: list[str]) -> None:
+    unmarked = [n for n in hookspecs.hook_names() if n not in hooks and callable(getattr(plugin, n, None))]
+    if unmarked:
+        raise UserError(f"{', '.join(unmarked)}: not marked with @llmsuite.hookimpl, so nothing would call it")
+    if not hooks:
+        raise UserError("it has no function marked with @llmsuite.hookimpl")
+
+
+def _as_list(returned: Any, hook: str, cls: type) -> list[Any]:
+    if not isinstance(returned, (list, tuple)):
+        raise UserError(f"{hook} returned a {type(returned).__name__}; {_returns(cls)}")
+    return list(returned)
+
+
+def _returns(cls: type) -> str:
+    return f"it has to return a list of {cls.__name__}"
+
+
+def _check_stage(spec: StageSpec) -> None:
+    """Refuse what would break the schema of every recipe: the name becomes a key there, the class its section."""
+    taken = {field.name for field in dataclasses.fields(Recipe)}
+    if not spec.name.isidentifier() or keyword.iskeyword(spec.name) or spec.name in taken:
+        raise UserError(f"a stage cannot be called {spec.name!r}: the name has to be a new key of a recipe, one word")
+    if not (isinstance(spec.config_cls, type) and issubclass(spec.config_cls, Section)):
+        raise UserError(
+            f"config_cls of stage {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"
+        )
 
 
 def _tail(error: BaseException) -> str:

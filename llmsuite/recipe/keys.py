@@ -14,6 +14,8 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union
 
+from typing_extensions import is_typeddict
+
 from llmsuite.recipe.section import Section
 
 
@@ -49,18 +51,29 @@ def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         yield KeyInfo((*prefix, field.name), annotation, default, docs.get(field.name, ""))
-        if typing.is_typeddict(annotation):
+        if is_typeddict(annotation):
             for name, hint in typing.get_type_hints(annotation, include_extras=True).items():
                 doc = getattr(annotation, "docs", {}).get(name, "")
                 yield KeyInfo((*prefix, field.name, name), hint, None, doc)
 
 
-def sections(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys that hold a section rather than a value."""
+def sections(cls: type, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[Section]]:
+    """The keys that hold a section rather than a value, and its type."""
+    found: dict[tuple[str, ...], type[Section]] = {}
     for name, hint in typing.get_type_hints(cls).items():
         if isinstance(hint, type) and issubclass(hint, Section):
-            yield (*prefix, name)
-            yield from sections(hint, (*prefix, name))
+            key = (*prefix, name)
+            found |= {key: hint, **sections(hint, key)}
+    return found
+
+
+def section_doc(cls: type[Section]) -> str:
+    """The docstring of a section; empty where there is none."""
+    for base in cls.__mro__[: cls.__mro__.index(Section)]:
+        doc = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        if doc and not doc.startswith(f"{base.__name__}("):  # that is what a dataclass writes where there is none
+            return doc.replace("\n", " ")
+    return ""
 
 
 @functools.cache
@@ -107,7 +120,7 @@ def describe(annotation: Any) -> str:
         return " or ".join(describe(a) for a in typing.get_args(annotation))
     if origin is list:
         return f"list of {describe(typing.get_args(annotation)[0])}"
-    if typing.is_typeddict(annotation) or origin is dict or annotation is dict:
+    if is_typeddict(annotation) or origin is dict or annotation is dict:
         return "object"
     names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "value"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
@@ -124,7 +137,7 @@ def accepts_text(annotation: Any) -> bool:
 def did_you_mean(key: tuple[str, ...], cls: type) -> str:
     """A hint for an unknown key: the nearest key of the same section, else of the whole recipe."""
     known = [info.key for info in walk(cls)]
-    groups = list(sections(cls))
+    groups = sections(cls)
     siblings = [k[-1] for k in [*known, *groups] if k[:-1] == key[:-1]]
     near = difflib.get_close_matches(key[-1], siblings, n=1, cutoff=0.6)
     if near:

@@ -10,6 +10,7 @@ import difflib
 import functools
 import json
 import re
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe import keys as recipe_keys
 from llmsuite.recipe.schema import ModelSection, Recipe
 from llmsuite.recipe.section import Section, forget_reads, unread
-from llmsuite.recipe.source import Key, Source, parse_json, read_json
+from llmsuite.recipe.source import Key, parse_json, read_json
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
@@ -83,13 +84,13 @@ def load(
     cls, name_problems = recipe_type(tree, registry)
     loaded = LoadedRecipe(None, _leaves(tree), origins, str(path))  # type: ignore[arg-type]
     problems += [loaded.problem(key, message) for key, message in name_problems]
-    recipe, bind_problems = _bind(cls, tree, loaded, source, registry)
+    recipe, bind_problems = _bind(cls, tree, loaded, registry)
     problems += bind_problems
     if recipe is not None:
         loaded.recipe = recipe
         problems += [loaded.problem(key, message) for key, message in _section_rules(recipe)]
     if problems:
-        raise RecipeError(_in_order(problems))
+        raise RecipeError(in_order(problems))
     forget_reads(loaded.recipe)
     return loaded
 
@@ -147,6 +148,10 @@ def _apply_overrides(
     problems: list[Problem] = []
     parsed: dict[Key, tuple[str, str]] = {}
     for word in overrides:
+        readable = word.encode("utf-8", "backslashreplace").decode("utf-8")
+        if readable != word:  # bytes of another encoding
+            problems.append(Problem(readable, "", "is not UTF-8"))
+            continue
         match = _OVERRIDE.fullmatch(word)
         if match is None:
             problems.append(Problem(word, "", "is not an override; write --section.key=value"))
@@ -160,7 +165,7 @@ def _apply_overrides(
         if key in parsed:
             _put(tree, origins, key, parsed[key][1], parsed[key][0])
     cls, _ = recipe_type(tree, registry)
-    types = {info.key: info.annotation for info in recipe_keys.walk(cls)}
+    types = {**dict.fromkeys(recipe_keys.sections(cls), Section), **_types(cls)}
     for key, (word, text) in parsed.items():
         value, problem = _override_value(text, types.get(key), word, key)
         if problem:
@@ -171,17 +176,18 @@ def _apply_overrides(
 
 
 def _override_value(text: str, annotation: Any, word: str, key: Key) -> tuple[Any, Problem | None]:
-    if annotation is not None and recipe_keys.accepts_text(annotation) and text != "null":
-        quoted = len(text) >= 2 and text[0] == text[-1] == '"'
-        return (text[1:-1] if quoted else text), None
+    quoted = len(text) >= 2 and text[0] == text[-1] == '"'
+    if annotation is not None and recipe_keys.accepts_text(annotation) and text != "null" and not quoted:
+        return text, None
     try:
         return parse_json(text, word).value, None
     except RecipeError as error:
         if annotation is None:  # an unknown key: that is the problem to report, not its value
             return text, None
-        wanted = recipe_keys.describe(annotation)
-        note = error.problems[0].message
-        return None, Problem(word, ".".join(key), f"expected {wanted}, found {text!r} ({note})")
+        first = error.problems[0]
+        where = f"{first.key}: " if first.key else ""
+        note = "" if first.message.startswith("expected a value") else f" ({where}{first.message})"
+        return None, Problem(word, ".".join(key), f"expected {_wanted(annotation)}, found {text!r}{note}")
 
 
 def _put(tree: dict[str, Any], origins: dict[Key, str], key: Key, value: Any, origin: str) -> Key | None:
@@ -207,45 +213,79 @@ def _put(tree: dict[str, Any], origins: dict[Key, str], key: Key, value: Any, or
 
 
 def _bind(
-    cls: type[Recipe], tree: dict[str, Any], loaded: LoadedRecipe, source: Source, registry: Registry
+    cls: type[Recipe], tree: dict[str, Any], loaded: LoadedRecipe, registry: Registry
 ) -> tuple[Recipe | None, list[Problem]]:
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(tree)), []
+        typed = _adapter(cls)  # type: ignore[arg-type]  # a class has a hash, though its instances have none
+        return typed.validate_json(json.dumps(tree)), []
     except ValidationError as error:
         problems = []
-        types = {info.key: info.annotation for info in recipe_keys.walk(cls)}
+        types = _types(cls)
         for item in error.errors(include_url=False):
             key = tuple(map(str, item["loc"]))
-            message = _explain(item, key, cls, types, registry)
+            if item["type"] not in _UNKNOWN_KEY:
+                key = _without_alternatives(item["loc"], types)
+            message = _explain(item, key, cls, types, tree, registry)
             if message is not None:
-                where = source.values.get(key[:-1], loaded.name) if item["type"] == "missing" else loaded.origin(key)
-                problems.append(Problem(where, ".".join(key), message))
+                problems.append(Problem(loaded.origin(key), ".".join(key), message))
         return None, problems
 
 
-def _explain(item: Any, key: Key, cls: type[Recipe], types: dict[Key, Any], registry: Registry) -> str | None:
+@functools.cache
+def _adapter(cls: type[Recipe]) -> TypeAdapter[Recipe]:
+    return TypeAdapter(cls)
+
+
+def _types(cls: type[Recipe]) -> dict[Key, Any]:
+    return {info.key: info.annotation for info in recipe_keys.walk(cls)}
+
+
+_UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
+
+
+def _without_alternatives(loc: tuple[int | str, ...], types: dict[Key, Any]) -> Key:
+    """The place of a wrong value as a key: below a leaf, pydantic also names the alternative of a union it tried."""
+    key = tuple(map(str, loc))
+    leaf = next((n for n in range(len(key), 0, -1) if key[:n] in types), len(key))
+    return key[:leaf] + tuple(str(part) for part in loc[leaf:] if isinstance(part, int))
+
+
+def _explain(
+    item: Any, key: Key, cls: type[Recipe], types: dict[Key, Any], tree: dict[str, Any], registry: Registry
+) -> str | None:
     """One error of the type check in the words of a recipe."""
     kind, given = item["type"], item["input"]
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+    if kind in _UNKNOWN_KEY:
+        stage_is_known = any(f.name in registry.stages for f in dataclasses.fields(cls))
+        if len(key) == 1 and not stage_is_known and (key[0] in registry.stages or key[0] == tree.get("stage")):
+            return None  # the name of the stage is wrong, which is reported; its section may be right
         if len(key) == 1 and key[0] in registry.stages:
-            if not any(f.name in registry.stages for f in dataclasses.fields(cls)):
-                return None  # the name of the stage is wrong, which is reported; its section may be right
             return f"is the section of stage {key[0]!r}, which is not the stage of this recipe; remove it"
         return f"unknown key; {recipe_keys.did_you_mean(key, cls)}".rstrip("; ")
     if kind in ("missing", "missing_argument"):
         return f"is required: {recipe_keys.describe(types[key]) if key in types else 'a section'}"
     if kind == "dataclass_type":
         return f"expected a section: {{...}}, found {json.dumps(given)}"
-    field = key
-    while field and field not in types:  # an item of a list
-        field = field[:-1]
-    wanted = recipe_keys.describe(types[field]) if field in types else item["msg"]
+    if key in types:
+        wanted = recipe_keys.describe(types[key])
+    else:  # an item of a list
+        around = types.get(key[:-1])
+        lists = [a for a in (around, *typing.get_args(around)) if typing.get_origin(a) is list]
+        wanted = recipe_keys.describe(typing.get_args(lists[0])[0]) if lists else item["msg"]
     hint = ""
     if kind == "literal_error" and isinstance(given, str):
         options = [o.strip(" '") for o in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
         near = difflib.get_close_matches(given, options, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"expected {wanted}, found {json.dumps(given)}{hint}"
+
+
+def _wanted(annotation: Any) -> str:
+    """A type, and for those that a command line has to spell as JSON, how that looks."""
+    if annotation is Section:
+        return 'a section, such as {"key": 1}'
+    example = ', such as ["a", "b"]' if annotation == list[str] else ""
+    return recipe_keys.describe(annotation) + example
 
 
 def _section_rules(section: Section, prefix: str = "") -> list[tuple[str, str]]:
@@ -263,11 +303,12 @@ def _leaves(tree: Any, prefix: Key = ()) -> set[Key]:
     return set().union(*(_leaves(value, (*prefix, key)) for key, value in tree.items()))
 
 
-def _in_order(problems: list[Problem]) -> list[Problem]:
+def in_order(problems: list[Problem]) -> list[Problem]:
     """By position in the file, command line last; a problem found twice is told once."""
 
     def position(problem: Problem) -> tuple[int, int, int]:
         match = re.search(r":(\d+):(\d+)$", problem.where)
-        return (0, int(match[1]), int(match[2])) if match else (1, 0, 0)
+        in_file = match is not None and not problem.where.startswith("--")
+        return (0, int(match[1]), int(match[2])) if match and in_file else (1, 0, 0)
 
     return sorted(dict.fromkeys(problems), key=position)

@@ -6,6 +6,7 @@ Nothing after this page asks whether the recipe makes sense.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.load import REMOVE, LoadedRecipe, load
+from llmsuite.recipe.load import REMOVE, LoadedRecipe, in_order, load
 from llmsuite.recipe.schema import Recipe
 from llmsuite.resources import find
 
@@ -82,6 +83,12 @@ class RunPlan:
         if problems:
             raise RecipeError(problems)
 
+    def check_output(self) -> None:
+        """Raises RecipeError when a new run would be mixed with the checkpoints of an old one."""
+        if any((self.output_dir / "checkpoints").glob("step-*")):
+            message = f"{self.output_dir} holds checkpoints; add --resume to go on from the last one, or choose another"
+            raise RecipeError([self.loaded.problem("output_dir", message)])
+
 
 def missing_model(path: Path) -> str:
     """What to do about a model directory that is not there."""
@@ -106,7 +113,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     degrees, accumulate, batch_rules = _degrees(recipe)
     rules += batch_rules
     if rules:
-        raise RecipeError(list(dict.fromkeys(loaded.problem(key, message) for key, message in rules)))
+        raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))
     tokenizer = find(recipe.model.tokenizer) if recipe.model.tokenizer else weights
     return RunPlan(
         loaded=loaded,
@@ -230,10 +237,14 @@ def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smo
     Raises:
         UserError: with everything that is wrong.
     """
-    loaded = load(path, overrides, registry)
+    # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
+    loaded = load(path, overrides, registry, layers=[("--smoke", _SMOKE_LENGTH)] if smoke else ())
     if smoke:
         loaded = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
     return resolve(loaded, registry)
+
+
+_SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
 
 
 def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
@@ -258,8 +269,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "parallel": {},
         "engine.mode": "dynamic",
         "engine.precision": "fp32",
-        "train.max_steps": 8,
-        "train.num_epochs": REMOVE,
+        **_SMOKE_LENGTH,
         "train.micro_batch_size": micro,
         "train.global_batch_size": 8 * micro,  # the same on any mesh, so that meshes can be compared
         "train.learning_rate": 1e-3,
@@ -286,9 +296,7 @@ def unsupported(plan: RunPlan) -> list[Problem]:
         ("launch.nnodes", recipe.launch.nnodes, 1),
     ):
         if value != only:
-            problems.append(
-                plan.loaded.problem(
-                    key, f"is {value}; this version of the engine runs {only} only. --smoke runs the recipe without it"
-                )
-            )
+            asked, runs = (json.dumps(v).strip('"') for v in (value, only))
+            message = f"is {asked}; this version of the engine runs {runs} only. --smoke runs the recipe without it"
+            problems.append(plan.loaded.problem(key, message))
     return problems

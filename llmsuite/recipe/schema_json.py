@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.keys import walk
+from llmsuite.recipe.keys import section_doc, sections, walk
 from llmsuite.recipe.load import recipe_type
 
 
@@ -26,14 +26,16 @@ def _schema_of(registry: Registry, stage: str, family: str) -> dict[str, Any]:
     cls, _ = recipe_type({"stage": stage, "model": {"family": family}}, registry)
     schema = TypeAdapter(cls).json_schema(ref_template="#/$defs/{model}")
     schema = _inlined(schema, schema.pop("$defs", {}))
-    for info in walk(cls):
+    docs = {info.key: info.doc for info in walk(cls)}
+    docs |= {key: section_doc(section) for key, section in sections(cls).items()}
+    for key, doc in docs.items():
         node: dict[str, Any] = schema
-        for part in info.key:
+        for part in key:
             node = node["properties"][part]
-        if info.doc:
-            node["description"] = info.doc
-    schema["properties"]["stage"] = {"const": stage}
-    schema["properties"]["model"]["properties"]["family"] = {"const": family}
+        if doc:
+            node["description"] = doc
+    schema["properties"]["stage"]["const"] = stage
+    schema["properties"]["model"]["properties"]["family"]["const"] = family
     schema["title"] = f"{stage} of {family}"
     return schema
 

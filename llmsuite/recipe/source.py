@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import Problem, RecipeError, UserError
+from llmsuite.resources import find
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 64
-MAX_INT = 2**63 - 1
+MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 
 Key = tuple[str, ...]
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
-_WORD = re.compile(r"[A-Za-z_+\-.][\w+\-.]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_WORD = re.compile(r"[\w+\-.]+")  # what a reader takes for one word, JSON or not
 _LITERALS = {"true": True, "false": False, "null": None}
 _NEVER_JSON = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}
 
@@ -41,33 +42,27 @@ class Source:
     values: dict[Key, str]
     """Where each value stands."""
 
-    def where(self, key: Key) -> str:
-        """Position of a key, or of the nearest enclosing value when the key itself is not there."""
-        if key in self.keys:
-            return self.keys[key]
-        while key and key not in self.values:
-            key = key[:-1]
-        return self.values.get(key, self.name)
-
 
 def read_json(path: str | Path) -> Source:
-    """Read a JSON file strictly.
+    """Read a JSON file strictly; a relative path is looked up among the bundled files too.
 
     Raises:
         UserError: the file cannot be read.
         RecipeError: it is not strict JSON; carries every problem found, each with line and column.
     """
     try:
-        raw = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raw = find(str(path)).read_bytes()
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~somebody who has no home here
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path}: is {len(raw):,} bytes; a recipe has at most {MAX_BYTES:,}")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise RecipeError([Problem(f"{path}:{line}:1", "", f"is not UTF-8 ({error.reason})")]) from error
+        before = raw[raw.rfind(b"\n", 0, error.start) + 1 : error.start].decode("utf-8")
+        where = f"{path}:{line}:{len(before) + 1}"
+        raise RecipeError([Problem(where, "", f"is not UTF-8 ({error.reason})")]) from error
     return parse_json(text, str(path))
 
 
@@ -121,7 +116,7 @@ class _Reader:
             return self._string(key)
         number = _NUMBER.match(self.text, self._at)
         word = _WORD.match(self.text, self._at)
-        if number and (word is None or number.end() >= word.end()):
+        if number and word and number.end() == word.end():
             return self._number(number, key)
         if word and word[0] in _LITERALS:
             self._at = word.end()
@@ -131,8 +126,7 @@ class _Reader:
             self._at = word.end()
             return 0.0
         found = "the end of the file" if not head else repr(word[0] if word else head)
-        hint = "; strings need double quotes" if head == "'" or word else ""
-        self._fatal(f"expected a value, found {found}{hint}", key)
+        self._fatal(f"expected a value, found {found}{_hint(word[0] if word else head)}", key)
 
     def _object(self, key: Key, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -183,18 +177,23 @@ class _Reader:
         return False
 
     def _string(self, key: Key) -> str:
+        position = self._where()
         try:
             value, self._at = scanstring(self.text, self._at + 1, True)
         except JSONDecodeError as error:
             self._at = error.pos
-            self._fatal(f"bad string: {error.msg.lower()}", key)
-        return value
+            reason = error.msg.lower().removesuffix(" at").removesuffix(" starting")
+            self._fatal(f"bad string: {reason}", key)
+        text = value.encode("utf-8", "replace").decode("utf-8")
+        if text != value:
+            self._note("half of a surrogate pair is no character", key, position)
+        return text
 
     def _number(self, match: re.Match[str], key: Key) -> int | float:
         token = match[0]
         if match[1] is None and match[2] is None:
             # checked by length first: int() of a very long literal is slow
-            if len(token) > 20 or abs(int(token)) > MAX_INT:
+            if len(token) > 20 or not MIN_INT <= int(token) <= MAX_INT:
                 self._note("integer does not fit into 64 bits", key)
                 token = "0"
             value: int | float = int(token)
@@ -223,3 +222,13 @@ class _Reader:
     def _fatal(self, message: str, key: Key) -> Any:
         self._note(message, key)
         raise _Fatal
+
+
+def _hint(word: str) -> str:
+    """What somebody who wrote this where a value belongs may have meant."""
+    meant = {"True": "true", "False": "false", "None": "null"}.get(word)
+    if meant:
+        return f"; write {meant}"
+    if re.match(r"[-+.0-9]", word):
+        return "; numbers look like 10, -0.5 or 1e-6"
+    return "; strings need double quotes" if word[:1] == "'" or word[:1].isalpha() else ""

@@ -68,11 +68,17 @@ class DpoStage(Stage[Pair]):
                 _, rejected = self._template.split(row.prompt, row.rejected)
                 texts += [prompt, chosen, rejected]
                 kept.append(row)
-        ids = self.context.tokenizer.encode_batch(texts)
+        ids, eos = self.context.tokenizer.encode_batch(texts), self.context.tokenizer.eos_id
         pairs = []
         for i in range(len(kept)):
             pair = Pair(ids[3 * i], self._end(ids[3 * i + 1]), self._end(ids[3 * i + 2]))
-            if len(pair.prompt) >= self._max_length:
+            if pair.chosen == pair.rejected:  # different texts, to a tokenizer that tells them not apart
+                counts.drop("with chosen equal to rejected")
+            elif not pair.prompt:
+                counts.drop("with a prompt of no tokens (nothing would predict the answer)")
+            elif pair.chosen.count(eos) > 1 or pair.rejected.count(eos) > 1:
+                counts.drop("with the end-of-sequence token inside an answer")
+            elif len(pair.prompt) >= self._max_length:
                 counts.drop(f"with a prompt of {self._max_length} tokens or more (all masked)")
             elif len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) > self._max_length:
                 counts.drop(f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from llmsuite.engine import collective
+from llmsuite.errors import UserError
 
 
 def cache_root() -> Path:
@@ -68,10 +70,13 @@ def complete(
     Args:
         cache: where to look and store.
         keys: what is needed, the same on every rank.
-        compute: gets positions in `keys` this rank is to compute, returns their values by key.
+        compute: gets positions in `keys` this rank is to compute, returns their values by key, and may return more.
 
     Returns:
         The value of every key, and how many were computed.
+
+    Raises:
+        UserError: one is not finite; nothing is stored.
     """
     rank, num_ranks = collective.rank(), collective.num_ranks()
     known = cache.lookup(keys)
@@ -79,8 +84,16 @@ def complete(
     have = collective.sum_floats([float(key in known) for key in keys])
     missing = [i for i, count in enumerate(have) if count < num_ranks]
     if missing:
-        mine = compute(missing[rank::num_ranks])
-        values = collective.sum_floats([mine.get(keys[i], 0.0) for i in missing])
+        # in one piece: the two answers of a pair lie side by side, and are computed together
+        part = range(len(missing) * rank // num_ranks, len(missing) * (rank + 1) // num_ranks)
+        mine = compute([missing[at] for at in part])
+        # only its own part: what else `compute` has returned is in the sum by another rank
+        values = collective.sum_floats([mine[keys[i]] if at in part else 0.0 for at, i in enumerate(missing)])
+        if not all(map(math.isfinite, values)):
+            raise UserError(
+                "the initial model gives an answer a log-probability that is infinite or not a number; "
+                "look for a fault in its weights"
+            )
         fresh = {keys[i]: value for i, value in zip(missing, values)}
         if rank == 0:
             cache.store(fresh)

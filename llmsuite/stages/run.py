@@ -48,7 +48,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     """
     recipe = plan.recipe
     backend = plan.device.factory()
-    backend.activate(collective.rank())
+    backend.activate(collective.local_rank())
     collective.start()
 
     assert plan.tokenizer is not None  # plan.check_files has seen to it
@@ -91,7 +91,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     used = [train_samples[order.at(i)] for i in range(num_used)]
     stage.before_training(model, [*used, *eval_samples])
 
-    state = _restore(plan, checkpoints, registry, model, optimizer) if resume else _fresh(plan, checkpoints)
+    state = _restore(plan, checkpoints, registry, model, optimizer) if resume else _fresh(plan)
     view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
 
@@ -182,11 +182,7 @@ def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
     )
 
 
-def _fresh(plan: RunPlan, checkpoints: Path) -> TrainState:
-    """Step 0; refuses to mix a new run with the checkpoints of an old one."""
-    if train_state.list_steps(checkpoints):
-        message = f"{plan.output_dir} holds checkpoints; add --resume to go on from the last one, or choose another"
-        raise RecipeError([plan.loaded.problem("output_dir", message)])
+def _fresh(plan: RunPlan) -> TrainState:
     return TrainState(step=0, samples=0, seed=plan.recipe.seed, recipe_sha256=_learning_digest(plan))
 
 
@@ -198,7 +194,7 @@ def _restore(plan: RunPlan, checkpoints: Path, registry: Registry, model: Any, o
     path = train_state.find_latest(checkpoints, report)
     if path is None:
         report(f"no checkpoint in {checkpoints}; starting at step 0")
-        return TrainState(step=0, samples=0, seed=plan.recipe.seed, recipe_sha256=_learning_digest(plan))
+        return _fresh(plan)
     state = train_state.load_state(path)
     if state.recipe_sha256 != _learning_digest(plan):
         raise UserError(

@@ -67,7 +67,11 @@ def test_recipes_on_the_pages_are_valid(page: Path, tmp_path: Path, registry: Re
 
 def test_commands_on_the_pages_exist(registry: Registry) -> None:
     for page in PAGES:
-        for command in re.findall(r"(?:^|[\s`$])llmsuite ([a-z]+)\b", page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        lines = re.findall(r"^(?:\$ )?llmsuite ([a-z]+)\b", text, re.MULTILINE) + re.findall(
+            r"`llmsuite ([a-z]+)\b", text
+        )
+        for command in lines:
             assert command in registry.commands, (page.name, command)
 
 

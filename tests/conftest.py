@@ -1,0 +1,165 @@
+"""What all tests share, and what those of recipes, plugins and the command line do."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from llmsuite.cli import commands
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.errors import Problem, RecipeError
+from llmsuite.plugins import builtin
+from llmsuite.plugins.manager import ALLOW_LIST, PluginInfo, Registry, load_plugins
+from llmsuite.recipe.load import REMOVE
+from llmsuite.recipe.resolve import RunPlan, plan_run
+
+# before Paddle is imported; one thread, as the models are tiny and test processes share the cores
+for _name, _value in CpuBackend().environment(os.cpu_count() or 1).items():
+    os.environ.setdefault(_name, _value)
+os.environ.setdefault("GLOG_minloglevel", "2")
+
+# the same examples in every run, and no deadline: a busy machine is no failure
+hypothesis.settings.register_profile("llmsuite", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("llmsuite")
+
+VALID: dict[str, Any] = {
+    "stage": "dpo",
+    "model": {"family": "llama", "preset": "llama-7b", "tokenizer": "data/tokenizer"},
+    "data": {"train": "data/preference/train.jsonl"},
+    "train": {"max_steps": 10, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3},
+    "output_dir": "runs/test",
+}
+
+
+def registry_with(**plugins: Any) -> Registry:
+    """What comes with llmsuite and the plugins given by name, without those of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ALLOW_LIST, "")
+        result = load_plugins(builtin, commands)
+    for name, plugin in plugins.items():
+        result.add(PluginInfo(name, f"{name}-package 1.0", name, plugin=plugin))
+    return result
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is read from or written to the cache of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMSUITE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def registry() -> Registry:
+    """What comes with llmsuite; not to be changed."""
+    return registry_with()
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe file: a small valid recipe with dotted keys changed or, with REMOVE, taken away."""
+
+    def write(changes: Mapping[str, Any] | None = None, name: str = "recipe.json") -> Path:
+        tree = copy.deepcopy(VALID)
+        for dotted, value in (changes or {}).items():
+            *sections, key = dotted.split(".")
+            node = tree
+            for section in sections:
+                node = node.setdefault(section, {})
+            if value is REMOVE:
+                del node[key]
+            else:
+                node[key] = value
+        path = tmp_path / name
+        path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def plan(write_recipe: Callable[..., Path], registry: Registry) -> Callable[..., RunPlan]:
+    """Plans the valid recipe with some changes and overrides."""
+
+    def run(changes: Mapping[str, Any] | None = None, *overrides: str, smoke: bool = False) -> RunPlan:
+        return plan_run(write_recipe(changes), overrides, registry, smoke)
+
+    return run
+
+
+@pytest.fixture
+def problems(plan: Callable[..., RunPlan]) -> Callable[..., list[Problem]]:
+    """What is wrong with the valid recipe after some changes and overrides; fails when nothing is."""
+
+    def run(changes: Mapping[str, Any] | None = None, *overrides: str, smoke: bool = False) -> list[Problem]:
+        with pytest.raises(RecipeError) as caught:
+            plan(changes, *overrides, smoke=smoke)
+        return caught.value.problems
+
+    return run
+
+
+def position(path: Path, needle: str) -> str:
+    """`file:line:col` of something that occurs once in a file."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count(needle) == 1, needle
+    at = text.index(needle)
+    return f"{path}:{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
+
+
+STAGE_PLUGIN = '''
+import dataclasses
+import llmsuite
+from llmsuite.plugins.hookspecs import StageSpec
+from llmsuite.recipe.section import Section
+
+@dataclasses.dataclass(kw_only=True)
+class KtoSection(Section):
+    beta: float = 0.1
+    """How much."""
+
+@llmsuite.hookimpl
+def llmsuite_register_stages():
+    return [StageSpec(name="kto", help="a third party's stage", config_cls=KtoSection, factory=object)]
+'''
+
+
+class PluginSite:
+    """A directory on sys.path into which packages with plugins are installed, as pip would."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.modules: set[str] = set()
+
+    def install(self, name: str, code: str = STAGE_PLUGIN, entry_points: str = "{module} = {module}") -> None:
+        """A distribution of version 1.0 with one module; `entry_points` are those of the group `llmsuite`."""
+        module = name.replace("-", "_")
+        self.modules.add(module)
+        (self.directory / f"{module}.py").write_text(code)
+        information = self.directory / f"{module}-1.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (information / "entry_points.txt").write_text("[llmsuite]\n" + entry_points.format(module=module) + "\n")
+        importlib.invalidate_caches()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginSite]:
+    """Third-party packages of this test, all of them allowed."""
+    directory = tmp_path / "site"
+    directory.mkdir()
+    monkeypatch.syspath_prepend(directory)
+    monkeypatch.delenv(ALLOW_LIST, raising=False)
+    made = PluginSite(directory)
+    yield made
+    for module in made.modules:
+        sys.modules.pop(module, None)

@@ -1,0 +1,203 @@
+"""The command line: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from llmsuite import __version__
+from llmsuite.cli.main import main
+from llmsuite.plugins.manager import ALLOW_LIST, Registry
+from llmsuite.recipe.load import REMOVE
+from llmsuite.recipe.section import as_plain
+from llmsuite.resources import bundled
+from tests.conftest import position
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in this process; returns exit code, stdout and stderr."""
+    monkeypatch.setenv(ALLOW_LIST, "")
+
+    def call(*words: object) -> tuple[int, str, str]:
+        try:
+            code: Any = main([str(word) for word in words])
+        except SystemExit as left:  # the parser's own way out
+            code = left.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """Rows by their first column; columns are two spaces apart."""
+    return {row[0]: row[1:] for row in (re.split(r"\s{2,}", line) for line in text.splitlines())}
+
+
+def test_version_and_help(run: Run, registry: Registry) -> None:
+    assert run("--version") == (0, f"llmsuite {__version__}\n", "")
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    for command in registry.commands.values():
+        assert re.search(rf"^ +{command.name} +{command.help.split()[0]}", out, re.MULTILINE)
+        code, text, err = run(command.name, "--help")
+        assert (code, err) == (0, "")
+        assert "usage:" in text
+
+
+def test_command_is_required_and_known(run: Run) -> None:
+    code, out, err = run()
+    assert (code, out) == (2, "")
+    assert "command" in err
+    assert run("rnu", "x.json") == (
+        2,
+        "",
+        "no command is called 'rnu'; did you mean 'run'? registered: doctor, generate, import, list, plugins, run, "
+        f"schema, show, validate. {ALLOW_LIST} allows no plugins\n",
+    )
+
+
+def test_validate(run: Run, write_recipe: Callable[..., Path]) -> None:
+    path = write_recipe({"launch.num_devices": 2})
+    code, out, err = run("validate", path)
+    assert (code, err) == (0, "")
+    assert out == (
+        f"{path}: ok (dpo, llama, pp1 dp2 sharding1 tp1 on cpu; "
+        "8 samples a step = 2 x 2 micro-batches x 2 data ranks)\n"
+    )
+
+
+def test_validate_notes_what_a_run_would_stumble_over(run: Run, write_recipe: Callable[..., Path]) -> None:
+    path = write_recipe({"engine.mode": "to_static", "data.eval": "nothing.jsonl"})
+    code, out, _ = run("validate", path)
+    assert code == 0
+    _, *notes = out.splitlines()
+    assert len(notes) == 2
+    assert notes[0].startswith("  note: " + position(path, '"mode"') + ": engine.mode: is to_static; this version")
+    assert notes[1].startswith("  note: " + position(path, '"eval"') + ": data.eval: nothing.jsonl is not a file")
+
+
+def test_validate_reports_every_problem_of_every_recipe(run: Run, write_recipe: Callable[..., Path]) -> None:
+    good = write_recipe(name="good.json")
+    bad = write_recipe({"train.max_step": 1, "seed": -1}, name="bad.json")
+    worse = write_recipe({"data.train": REMOVE}, name="worse.json")
+    code, out, err = run("validate", bad, good, worse, "nothing.json")
+    assert code == 2
+    assert out.splitlines()[0].startswith(f"{good}: ok")
+    assert err.splitlines() == [
+        position(bad, '"max_step":') + ": train.max_step: unknown key; did you mean 'max_steps'?",
+        position(bad, '"seed"') + ": seed: expected integer >= 0, found -1",
+        position(worse, '"data"') + ": data.train: is required: text",
+        "nothing.json: cannot be read: No such file or directory",
+    ]
+    assert run("validate", good, good)[0] == 0
+
+
+def test_validate_with_overrides(run: Run, write_recipe: Callable[..., Path]) -> None:
+    path = write_recipe()
+    for words in (["--train.global_batch_size=4"], ["--train.global_batch_size", "4"]):
+        code, out, _ = run("validate", path, *words)
+        assert (code, "; 4 samples a step" in out) == (0, True)
+        code, out, _ = run("validate", *words, path)  # where they stand does not matter
+        assert (code, "; 4 samples a step" in out) == (0, True)
+    code, out, err = run("validate", path, "--train.max_steps", "-1", "--sed=1")
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        "--train.max_steps=-1: train.max_steps: expected integer > 0 or null, found -1",
+        "--sed=1: sed: unknown key; did you mean 'seed'?",
+    ]
+    assert "cpu; 16 samples" in run("validate", path, "--smoke")[1]
+
+
+@pytest.mark.parametrize("path", sorted(bundled("recipes").glob("*/*.json")), ids=lambda p: p.name)
+def test_validate_shipped_recipes_from_anywhere(
+    run: Run, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = path.relative_to(bundled("recipes").parent)  # as `llmsuite list recipes` prints it
+    assert run("validate", name)[0] == 0
+    assert run("validate", name, "--smoke")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed"], "--seed: is neither an option of this command nor an override with a value"),
+        (["--seed", "--smoke"], "--seed: is neither an option of this command nor an override with a value"),
+        (["--smok"], "--smok: this command has no such option; did you mean --smoke?"),
+        (["--smoek", "x"], "--smoek: this command has no such option; did you mean --smoke?"),
+    ],
+)
+def test_words_that_are_neither(run: Run, write_recipe: Callable[..., Path], words: list[str], message: str) -> None:
+    assert run("validate", write_recipe(), *words) == (2, "", f"{message}\n")
+
+
+def test_commands_without_recipe_take_no_overrides(run: Run) -> None:
+    for words in (["list", "stages", "--seed=1"], ["schema", "--seed", "1"], ["plugins", "list", "-x"], ["list", "x"]):
+        code, out, err = run(*words)
+        assert (code, out) == (2, "")
+        assert "error: " in err
+
+
+def test_show(run: Run, write_recipe: Callable[..., Path]) -> None:
+    path = write_recipe({"model.config": {"rope_theta": 5}, "launch.num_devices": 2})
+    words = ["--seed=7", '--checkpoint={"keep_last": 3}', "--model.config.num_hidden_layers=4"]
+    code, out, err = run("show", path, *words)
+    assert (code, err) == (0, "")
+    rows = table(out)
+    assert rows["stage"] == ['"dpo"', position(path, '"stage"')]
+    assert rows["train.max_steps"] == ["10", position(path, '"max_steps"')]
+    assert rows["train.num_epochs"] == ["null", "default"]
+    assert rows["dpo.beta"] == ["0.1", "default"]
+    assert rows["seed"] == ["7", "--seed=7"]
+    assert rows["checkpoint.keep_last"] == ["3", '--checkpoint={"keep_last": 3}']
+    assert rows["checkpoint.save_steps"] == ["null", "default"]
+    assert rows["model.config.rope_theta"] == ["5.0", position(path, '"rope_theta"')]
+    assert rows["model.config.num_hidden_layers"] == ["4", "--model.config.num_hidden_layers=4"]
+    assert rows["model.config.hidden_size"] == ["4096", "model shape"]
+    assert rows["data_parallel_degree"] == ["2", "derived"]
+    assert rows["accumulate_steps"] == ["2", "derived"]
+
+
+def test_show_smoke(run: Run, write_recipe: Callable[..., Path]) -> None:
+    path = write_recipe({"dpo": {"beta": 0.3}})
+    rows = table(run("show", path, "--smoke", "--train.max_steps=3")[1])
+    assert rows["train.max_steps"] == ["3", "--train.max_steps=3"]
+    assert rows["model.config.hidden_size"] == ["64", "--smoke"]
+    assert rows["data.max_length"] == ["256", "--smoke"]
+    assert rows["dpo.beta"] == ["0.3", position(path, '"beta"')]
+    assert rows["train.warmup_ratio"] == ["0.0", "default"]
+
+
+def test_show_json(run: Run, write_recipe: Callable[..., Path], plan: Callable[..., Any]) -> None:
+    code, out, _ = run("show", write_recipe(), "--json", "--seed=7")
+    assert code == 0
+    assert json.loads(out) == as_plain(plan(None, "--seed=7").recipe)
+
+
+def test_schema(run: Run, write_recipe: Callable[..., Path]) -> None:
+    for words in (["schema"], ["schema", "--stage", "dpo"]):
+        code, out, _ = run(*words)
+        assert code == 0
+        jsonschema.Draft202012Validator(json.loads(out)).validate(json.loads(write_recipe().read_text()))
+    assert run("schema", "--stage", "dppo") == (
+        2, "", f"no stage is called 'dppo'; did you mean 'dpo'? registered: dpo. {ALLOW_LIST} allows no plugins\n"
+    )  # fmt: skip
+
+
+def test_run_stops_before_anything_starts(run: Run, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    wrong = {"engine.mode": "to_static", "data.eval": "nothing.jsonl", "seed": "1", "engine.precision": "bf16"}
+    for key, value in wrong.items():
+        path = write_recipe({key: value, "output_dir": str(tmp_path / "run")})
+        code, out, err = run("run", path)
+        assert (code, out) == (2, "")
+        assert err.startswith(position(path, f'"{key.rpartition(".")[2]}": ') + f": {key}: ")
+        assert not (tmp_path / "run").exists()

@@ -1,0 +1,204 @@
+"""What the command line tells about stages, recipes, keys and plugins, and what plugins can do to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.cli.main import main
+from llmsuite.plugins.manager import ALLOW_LIST, Registry
+from llmsuite.recipe.keys import walk
+from llmsuite.recipe.load import recipe_type
+from llmsuite.resources import bundled
+from tests.conftest import STAGE_PLUGIN, PluginSite
+
+Run = Callable[..., tuple[int, str, str]]
+
+COMMAND_PLUGIN = """
+import llmsuite
+from llmsuite.plugins.hookspecs import Command
+
+def add_arguments(parser):
+    parser.add_argument("who", type=str)
+    parser.add_argument("--loud", action="store_true")
+
+def run(args, registry):
+    print("hello", args.who, args.loud, args.overrides, sorted(registry.stages))
+    return 7
+
+@llmsuite.hookimpl
+def llmsuite_register_commands():
+    return [Command(name="hello", help="says it", add_arguments=add_arguments, run=run, takes_overrides=True)]
+"""
+
+
+@pytest.fixture
+def run_with_plugins(capsys: pytest.CaptureFixture[str], site: PluginSite) -> Run:
+    """Runs a command in this process, with the packages of this test; returns exit code, stdout and stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        try:
+            code: Any = main(words)
+        except SystemExit as left:
+            code = left.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def run(run_with_plugins: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv(ALLOW_LIST, "")
+    return run_with_plugins
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        ("stages", "stage"),
+        ("models", "model"),
+        ("devices", "device"),
+        ("formats", "data format"),
+        ("loggers", "logger"),
+        ("layouts", "exporter"),
+    ],
+)
+def test_list(run: Run, registry: Registry, what: str, kind: str) -> None:
+    code, out, err = run("list", what)
+    assert (code, err) == (0, "")
+    rows = [line.split("  ") for line in out.splitlines()]
+    assert [row[0].strip() for row in rows] == list(registry.specs(kind))
+    for row, spec in zip(rows, registry.specs(kind).values()):
+        assert spec.help in [part.strip() for part in row]
+        assert row[-1].strip() == "llmsuite (built in)"
+
+
+def test_list_recipes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = run("list", "recipes")
+    root = bundled("recipes")
+    names = [line.split()[0] for line in out.splitlines()]
+    assert names == [f"recipes/{path.relative_to(root)}" for path in sorted(root.glob("*/*.json"))]
+    assert "recipes/llama/dpo.json  " in out
+    assert "dpo of meta-llama/Llama-3.1-8B-Instruct  8 x gpu" in out
+
+
+def test_list_keys(run: Run, registry: Registry) -> None:
+    code, out, _ = run("list", "keys", "--stage", "dpo")
+    assert code == 0
+    cls, _ = recipe_type({"stage": "dpo", "model": {"family": "llama"}}, registry)
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == [info.dotted for info in walk(cls)]
+    for line, info in zip(lines, walk(cls)):
+        assert f"  {info.type_text}  " in line
+        assert info.doc in line
+    by_key = {line.split()[0]: line for line in lines}
+    assert by_key["train.learning_rate"].endswith("Peak learning rate. [required]")
+    assert by_key["dpo.loss"].endswith('[default "sigmoid"]')
+    assert by_key["dpo.loss"].split(maxsplit=1)[1].startswith("one of: sigmoid, ipo, hinge")
+    assert by_key["model.config.hidden_size"].endswith("Width of the residual stream.")
+    assert "dpo." not in run("list", "keys")[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--stage", "dppo", "stage: no stage is called 'dppo'"), ("--family", "lama", "model.family: no model is called")],
+)
+def test_list_keys_of_something_unknown(run: Run, option: str, value: str, message: str) -> None:
+    code, out, err = run("list", "keys", option, value)
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+
+
+def test_plugins_list_and_info(run: Run) -> None:
+    code, out, _ = run("plugins", "list")
+    assert code == 0
+    assert [line.split("  ")[:3] for line in out.splitlines()] == [
+        ["builtin", "llmsuite (built in)", "ok"],
+        ["commands", "llmsuite (built in)", "ok"],
+    ]
+    assert "stage dpo, model llama, device cpu" in out
+    code, out, _ = run("plugins", "info", "builtin")
+    assert code == 0
+    assert "entry point   llmsuite.plugins.builtin\n" in out
+    assert "provides      stage dpo, model llama" in out
+    assert "llmsuite_register_stages" in out
+    assert out.endswith("status        ok\n")
+    assert run("plugins", "info", "x") == (2, "", "no plugin is called 'x'; there are: builtin, commands\n")
+    assert run("plugins", "info") == (2, "", "plugins info: name one of builtin, commands\n")
+
+
+def test_third_party_stage(run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path]) -> None:
+    site.install("third-party")
+    path = str(write_recipe({"stage": "kto", "kto": {"beta": 0.2}}))
+    assert "kto  a third party's stage " in run_with_plugins("list", "stages")[1]
+    assert "third-party 1.0\n" in run_with_plugins("list", "stages")[1]
+    assert "third_party  third-party 1.0  ok  stage kto\n" in run_with_plugins("plugins", "list")[1]
+    assert run_with_plugins("validate", path)[0] == 0
+    assert "kto.beta" in run_with_plugins("list", "keys", "--stage", "kto")[1]
+    assert len(json.loads(run_with_plugins("schema")[1])["anyOf"]) >= 2
+
+
+def test_no_plugins(
+    run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install("third-party")
+    monkeypatch.setenv(ALLOW_LIST, "third_party")  # restored after the test: the option sets it for child processes
+    path = str(write_recipe({"stage": "kto"}))
+    assert run_with_plugins("validate", path)[0] == 0
+    for words in (["--no-plugins", "validate", path], ["validate", path, "--no-plugins"]):
+        monkeypatch.setenv(ALLOW_LIST, "third_party")
+        code, out, err = run_with_plugins(*words)
+        assert (code, out) == (2, "")
+        assert f"stage: no stage is called 'kto'; registered: dpo. {ALLOW_LIST} allows no plugins" in err
+
+
+def test_broken_plugin(run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path]) -> None:
+    site.install("broken-package", "raise RuntimeError('no licence')")
+    code, out, err = run_with_plugins("plugins", "list")
+    assert (code, err) == (0, "")
+    assert "broken_package  broken-package 1.0  broken\n" in out
+    assert "    RuntimeError: no licence\n" in out
+    assert "RuntimeError: no licence" in run_with_plugins("plugins", "info", "broken_package")[1]
+    assert run_with_plugins("validate", str(write_recipe()))[0] == 0
+    code, _, err = run_with_plugins("validate", str(write_recipe({"stage": "kto"})))
+    assert code == 2
+    assert "Plugins that failed to load may bring it: broken_package (RuntimeError: no licence)" in err
+
+
+def test_two_plugins_of_one_name(run_with_plugins: Run, site: PluginSite) -> None:
+    site.install("first-package", entry_points="same = {module}")
+    site.install("second-package", STAGE_PLUGIN.replace('"kto"', '"orpo"'), "same = {module}")
+    out = run_with_plugins("plugins", "info", "same")[1]
+    assert "distribution  first-package 1.0\n" in out
+    assert "distribution  second-package 1.0\n" in out
+
+
+def test_third_party_command(run_with_plugins: Run, site: PluginSite) -> None:
+    site.install("third-party", COMMAND_PLUGIN)
+    code, out, _ = run_with_plugins("hello", "you", "--loud", "--seed=1", "--a.b", "c")
+    assert code == 7
+    assert out.startswith("hello you True ['--seed=1', '--a.b=c'] ['dpo'")
+    assert "says it" in run_with_plugins("--help")[1]
+    code, out, err = run_with_plugins("hello", "you", "--lod")
+    assert (code, out, err) == (2, "", "--lod: this command has no such option; did you mean --loud?\n")
+
+
+def test_command_that_cannot_be_set_up_breaks_no_other(run_with_plugins: Run, site: PluginSite) -> None:
+    site.install("third-party", COMMAND_PLUGIN.replace("parser.add_argument", "parser.no_such_method", 1))
+    assert run_with_plugins("list", "stages")[0] == 0
+    assert "hello" not in run_with_plugins("--help")[1]
+    code, out, err = run_with_plugins("hello", "you")
+    assert (code, out) == (2, "")
+    assert err.startswith("command 'hello' of third-party 1.0 does not work: ")
+    assert "third_party  third-party 1.0  broken" in run_with_plugins("plugins", "list")[1]
+
+
+def test_interrupted_command(run_with_plugins: Run, site: PluginSite) -> None:
+    site.install("third-party", COMMAND_PLUGIN.replace("return 7", "raise KeyboardInterrupt"))
+    code, _, err = run_with_plugins("hello", "you")
+    assert (code, err) == (130, "")

@@ -1,0 +1,103 @@
+"""The command line in a process of its own: what it imports, its exit codes, and readers that go away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LIGHT = """
+import sys
+from llmsuite.cli.main import main
+
+for words in sys.stdin.read().splitlines():
+    try:
+        code = main(words.split())
+    except SystemExit as left:
+        code = left.code
+    print(code, words, file=sys.stderr)
+    heavy = {"paddle", "paddlenlp", "torch", "transformers", "numpy"} & set(sys.modules)
+    assert not heavy, (words, heavy)
+"""
+ENVIRONMENT = {**os.environ, "LLMSUITE_PLUGINS": ""}
+
+
+def llmsuite(*words: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmsuite", *words]
+    return subprocess.run(
+        command, cwd=cwd, env={**ENVIRONMENT, **changes}, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_looking_needs_no_paddle(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    good, bad = write_recipe(), write_recipe({"seed": -1}, name="bad.json")
+    expected = {
+        "--help": 0,
+        "--version": 0,
+        "run --help": 0,
+        f"validate {good}": 0,
+        f"validate {good} --smoke": 0,
+        f"validate {bad}": 2,
+        **{
+            f"list {what}": 0
+            for what in ("stages", "models", "recipes", "devices", "formats", "loggers", "layouts", "keys")
+        },
+        f"show {good}": 0,
+        f"show {good} --smoke --json": 0,
+        "schema": 0,
+        "plugins list": 0,
+        "plugins info builtin": 0,
+        f"run {good} --engine.mode=to_static": 2,
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", LIGHT],
+        input="\n".join(expected),
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    codes = [line.split(" ", 1) for line in result.stderr.splitlines() if line[:2] in ("0 ", "2 ")]
+    assert {words: int(code) for code, words in codes} == expected
+
+
+def test_exit_codes_and_streams(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_recipe({"train.max_step": 1})
+    bad = llmsuite("validate", "recipe.json", cwd=tmp_path)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if 'max_step"' in text)
+    assert bad.stderr == f"recipe.json:{line}:3: train.max_step: unknown key; did you mean 'max_steps'?\n"
+    write_recipe()
+    good = llmsuite("validate", "recipe.json", "--seed", "3", cwd=tmp_path)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert good.stdout.startswith("recipe.json: ok (dpo, llama, ")
+    odd = llmsuite("validate", "recipe.json", "--sead", cwd=tmp_path)
+    assert (odd.returncode, odd.stdout) == (2, "")
+
+
+def test_words_that_are_no_utf8(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    write_recipe()
+    result = llmsuite("validate", "recipe.json", "--output_dir=\udcff", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (2, "--output_dir=\\udcff: is not UTF-8\n")
+
+
+@pytest.mark.parametrize("words", [["list", "stages"], ["list", "keys"], ["schema"], ["--help"]])
+def test_reader_that_goes_away(words: list[str]) -> None:
+    """As with `llmsuite list keys | head -1`: no traceback, no noise."""
+    environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmsuite", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=120) == 0

@@ -1,0 +1,183 @@
+"""What each device backend decides, as data: on a machine with none of the devices but the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import paddle
+import pytest
+
+from llmsuite.devices import ops
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.gpu import GpuBackend
+from llmsuite.devices.ops import Ops
+from llmsuite.devices.start import start_paddle
+from llmsuite.devices.xpu import XpuBackend
+from llmsuite.plugins.builtin import llmsuite_register_devices
+
+BACKENDS: dict[str, DeviceBackend] = {b.name: b for b in (CpuBackend(), GpuBackend(), XpuBackend())}
+
+
+def test_the_registered_backends_are_these() -> None:
+    made = {spec.name: spec.factory() for spec in llmsuite_register_devices()}
+    assert {name: type(backend) for name, backend in made.items()} == {n: type(b) for n, b in BACKENDS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "collectives", "precisions"),
+    [
+        ("cpu", "gloo", ("fp32",)),
+        ("gpu", "nccl", ("fp32", "bf16", "fp16")),
+        ("xpu", "bkcl", ("fp32", "bf16", "fp16")),
+    ],
+)
+def test_collectives_and_precisions(name: str, collectives: str, precisions: tuple[str, ...]) -> None:
+    assert (BACKENDS[name].collectives, BACKENDS[name].precisions) == (collectives, precisions)
+
+
+FLASH = {"causal_mask": ops.no_mask, "attention": ops.flash_attention}
+ROTARY_SWIGLU = {"rotary": ops.fused_rotary, "swiglu": ops.fused_swiglu}
+RMS = {"rms_norm": ops.fused_rms_norm}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "fused"),
+    [
+        ("cpu", "fp32", {}),
+        ("gpu", "fp32", {**ROTARY_SWIGLU, **RMS}),  # flash attention takes 16-bit inputs only
+        ("gpu", "bf16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
+        ("gpu", "fp16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
+        ("xpu", "fp32", ROTARY_SWIGLU),
+        ("xpu", "bf16", {**ROTARY_SWIGLU, **FLASH}),
+        ("xpu", "fp16", {**ROTARY_SWIGLU, **FLASH}),
+    ],
+)
+def test_which_operations_are_fused(name: str, precision: str, fused: dict[str, Any]) -> None:
+    assert BACKENDS[name].ops(precision) == Ops(**fused)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_parameters_have_the_precision_and_only_low_ones_cast(backend: DeviceBackend) -> None:
+    assert [backend.parameter_dtype(p) for p in ("fp32", "bf16", "fp16")] == ["float32", "bfloat16", "float16"]
+    assert isinstance(backend.autocast("fp32"), contextlib.nullcontext)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_low_precision_is_autocast_at_o2(precision: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(paddle.amp, "auto_cast", lambda **options: seen.append(options) or contextlib.nullcontext())
+    BACKENDS["gpu"].autocast(precision)
+    assert seen == [{"level": "O2", "dtype": dtype}]
+
+
+@pytest.mark.parametrize(("name", "what"), [("gpu", "CUDA"), ("xpu", "XPU")])
+def test_a_paddle_for_the_cpu_alone_is_named_with_the_line_that_installs_another(name: str, what: str) -> None:
+    reason = BACKENDS[name].unavailable(1)
+    assert reason is not None
+    assert f"({paddle.__version__}) is built without {what}" in reason
+    assert f"install one with: {BACKENDS[name].install}" in reason
+    assert f"pip install paddlepaddle-{name}==3.3.1 -i https://" in reason
+
+
+@pytest.mark.parametrize(("name", "module"), [("gpu", "cuda"), ("xpu", "xpu")])
+def test_fewer_devices_than_asked_for(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paddle, f"is_compiled_with_{module}", lambda: True)
+    monkeypatch.setattr(getattr(paddle.device, module), "device_count", lambda: 2)
+    assert BACKENDS[name].unavailable(2) is None
+    reason = BACKENDS[name].unavailable(3)
+    assert reason is not None
+    assert reason.startswith("3 ")
+    assert "2 are visible; lower launch.num_devices" in reason
+
+
+def test_the_cpu_is_always_there() -> None:
+    assert BACKENDS["cpu"].unavailable(64) is None
+    BACKENDS["cpu"].activate(3)
+    assert paddle.get_device() == "cpu"
+
+
+@pytest.mark.parametrize("name", ["gpu", "xpu"])
+def test_each_rank_takes_the_device_of_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(paddle, "set_device", taken.append)
+    BACKENDS[name].activate(3)
+    assert taken == [f"{name}:3"]
+
+
+def test_peak_memory_is_that_of_this_process() -> None:
+    before = BACKENDS["cpu"].peak_memory_bytes()
+    assert 1 << 20 < before < 1 << 40
+    block = b"x" * (before + (32 << 20))  # pages that were never there
+    assert BACKENDS["cpu"].peak_memory_bytes() >= before + (16 << 20)
+    del block
+
+
+CPUINFO = "processor : 0\nvendor_id : {}\nmodel name : AuthenticAMD is not named here\n"
+
+
+@pytest.mark.parametrize(("vendor", "amd"), [("AuthenticAMD", True), ("GenuineIntel", False)])
+def test_the_cpu_environment(vendor: str, amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmsuite.devices.cpu.open", lambda path: io.StringIO(CPUINFO.format(vendor)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    expected = {
+        "OMP_NUM_THREADS": "3",
+        "MKL_NUM_THREADS": "3",
+        "KMP_BLOCKTIME": "0",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        **({"MKL_DEBUG_CPU_TYPE": "5"} if amd else {}),
+    }
+    assert CpuBackend().environment(2) == expected
+    assert CpuBackend().environment(1)["OMP_NUM_THREADS"] == "6"
+    assert CpuBackend().environment(9)["OMP_NUM_THREADS"] == "1", "never none"
+
+
+def test_amd_is_told_without_proc_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(path: str) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("llmsuite.devices.cpu.open", absent, raising=False)
+    for processor, amd in (("AMD64 Family 25", True), ("arm", False)):
+        monkeypatch.setattr("platform.processor", lambda processor=processor: processor)
+        assert ("MKL_DEBUG_CPU_TYPE" in CpuBackend().environment(1)) is amd
+
+
+def test_the_environment_of_the_others() -> None:
+    assert BACKENDS["gpu"].environment(8) == {"NVIDIA_TF32_OVERRIDE": "0"}
+    assert BACKENDS["xpu"].environment(8) == {}
+    assert BACKENDS["cpu"].rank_environment(3) == {}
+    assert BACKENDS["gpu"].rank_environment(3) == {"FLAGS_selected_gpus": "3"}
+    assert BACKENDS["xpu"].rank_environment(3) == {"FLAGS_selected_xpus": "3"}
+
+
+def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "17")
+    monkeypatch.delenv("KMP_BLOCKTIME", raising=False)
+    start_paddle(CpuBackend(), 1)
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["KMP_BLOCKTIME"]) == ("17", "0")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    start_paddle(GpuBackend(), 1)
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "1"
+
+
+def test_paddle_starts_silently_in_a_fresh_process() -> None:
+    script = (
+        "import os, sys\n"
+        "from llmsuite.devices.cpu import CpuBackend\n"
+        "from llmsuite.devices.start import start_paddle\n"
+        "assert 'paddle' not in sys.modules\n"
+        "start_paddle(CpuBackend(), 1)\n"
+        "assert 'paddle' in sys.modules\n"
+        "print(os.environ['OMP_NUM_THREADS'])\n"
+    )
+    # 3 threads are what Paddle would warn about
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")

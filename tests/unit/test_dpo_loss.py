@@ -1,0 +1,223 @@
+"""The preference losses aup_projst numbers worked out by hand, and log-probabilities aup_projst a naive computation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.step import NonFiniteLoss, train_step
+from llmsuite.stages.dpo import DpoStage, Pair, preference_loss
+from tests.unit import dpo_case
+
+LOSSES = ("sigmoid", "hinge", "ipo")
+LN2 = 0.6931472
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+
+
+def some_pairs(stage: DpoStage, count: int = 6) -> list[Pair]:
+    return dpo_case.pairs(stage, dpo_case.rows(count))[0]
+
+
+# the functions
+
+
+@pytest.mark.parametrize(
+    ("kind", "beta", "smoothing", "expected"),
+    [
+        # ln(1 + e^-m)
+        ("sigmoid", 0.1, 0.0, {0.0: LN2, 1.0: 0.3132617, -1.0: 1.3132617, 2.0: 0.1269280, -4.0: 4.0181499}),
+        # 0.9 ln(1 + e^-m) + 0.1 ln(1 + e^m)
+        ("sigmoid", 0.1, 0.1, {0.0: LN2, 1.0: 0.4132617, -1.0: 1.2132617, 2.0: 0.3269280}),
+        ("hinge", 0.1, 0.0, {0.0: 1.0, 0.25: 0.75, 1.0: 0.0, 2.0: 0.0, -1.5: 2.5}),
+        # (m / beta - 1 / (2 beta))^2: 1 / (2 beta) is 5, then 1
+        ("ipo", 0.1, 0.0, {0.0: 25.0, 0.5: 0.0, 1.0: 25.0, -0.1: 36.0, 0.2: 9.0}),
+        ("ipo", 0.5, 0.0, {0.0: 1.0, 0.5: 0.0, 1.0: 1.0, 0.25: 0.25, -1.0: 9.0}),
+    ],
+)
+def test_by_hand(kind: str, beta: float, smoothing: float, expected: dict[float, float]) -> None:
+    losses = preference_loss(kind, paddle.to_tensor(list(expected)), beta, smoothing)
+    np.testing.assert_allclose(losses.numpy(), list(expected.values()), rtol=1e-6, atol=2e-6)
+
+
+def slope(kind: str, margin: float, beta: float = 0.1, smoothing: float = 0.0) -> float:
+    at = paddle.to_tensor([margin], stop_gradient=False)
+    preference_loss(kind, at, beta, smoothing).sum().backward()
+    return float(at.grad.item())
+
+
+def test_slopes() -> None:
+    # sigmoid pushes the margin up everywhere, by s(-m)
+    assert slope("sigmoid", 0.0) == pytest.approx(-0.5)
+    assert slope("sigmoid", 2.0) == pytest.approx(-0.1192029)
+    assert slope("sigmoid", -2.0) == pytest.approx(-0.8807971)
+    # with smoothing it stops at m = ln((1 - e) / e), and turns round behind it
+    assert slope("sigmoid", math.log(9), smoothing=0.1) == pytest.approx(0, abs=1e-7)
+    assert slope("sigmoid", 3.0, smoothing=0.1) > 0 > slope("sigmoid", 2.0, smoothing=0.1)
+    # hinge stops at 1
+    assert slope("hinge", 0.9) == -1
+    assert slope("hinge", 1.1) == 0
+    # ipo has its minimum at a log-ratio of 1 / (2 beta), that is at m = 1/2: slope 2 (m / beta - 1 / (2 beta)) / beta
+    assert slope("ipo", 0.4) == pytest.approx(-20, rel=1e-5)
+    assert slope("ipo", 0.6) == pytest.approx(20, rel=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_far_margins_neither_overflow_nor_lose_the_slope(smoothing: float) -> None:
+    losses = preference_loss("sigmoid", paddle.to_tensor([-1e4, 1e4]), 0.1, smoothing).numpy()
+    np.testing.assert_allclose(losses, [1e4 * (1 - smoothing), 1e4 * smoothing], rtol=1e-6)
+    assert slope("sigmoid", -1e4, smoothing=smoothing) == pytest.approx(-(1 - smoothing))
+
+
+# log-probabilities
+
+
+def naive_logp(model: Any, prompt: list[int], answer: list[int]) -> float:
+    """Logits of every position, one sequence at a time, normalised in float64."""
+    with paddle.no_grad():
+        logits = model(paddle.to_tensor([prompt + answer])).numpy()[0].astype("float64")
+    top = logits.max(-1, keepdims=True)
+    logps = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return float(sum(logps[len(prompt) - 1 + i, token] for i, token in enumerate(answer)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_answer_logps_are_the_naive_ones(tied: bool) -> None:
+    stage, model = dpo_case.stage(), dpo_case.model(tie_word_embeddings=tied)
+    pairs = some_pairs(stage)
+    expected = [naive_logp(model, p.prompt, p.chosen) for p in pairs]
+    expected += [naive_logp(model, p.prompt, p.rejected) for p in pairs]
+    with paddle.no_grad():
+        found = stage._answer_logps(model, stage.collate(pairs)).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_padding_changes_no_logp() -> None:
+    """One by one aup_projst batched: within 1e-5, or what float32 resolves of the longer answers' 100 and more."""
+    stage, model = dpo_case.stage(), dpo_case.model()
+    pairs = some_pairs(stage)
+    batch = stage.collate(pairs)
+    assert len({len(pair.prompt) + len(pair.chosen) for pair in pairs}) > 3
+    with paddle.no_grad():
+        together = stage._answer_logps(model, batch).numpy()
+        alone = np.stack([stage._answer_logps(model, stage.collate([pair])).numpy() for pair in pairs], 1).reshape(-1)
+        np.testing.assert_allclose(together, alone, rtol=2e-7, atol=1e-5)
+        # what stands in the padding does not matter at all
+        sequences = [p.prompt + p.chosen for p in pairs] + [p.prompt + p.rejected for p in pairs]
+        for ids, sequence in zip(batch["input_ids"], sequences):
+            rest = ids[len(sequence) - 1 :]
+            rest[:] = np.arange(3, 3 + len(rest))
+        assert np.array_equal(stage._answer_logps(model, batch).numpy(), together)
+
+
+# the stage
+
+
+def first_step(stage: DpoStage, model: Any, pairs: list[Pair], **train: Any) -> dict[str, float]:
+    optimizer = Optimizer(dict(model.named_parameters()), dpo_case.train_section(**train), total_steps=4)
+    return train_step(1, [pairs[:4], pairs[4:]], stage, model, optimizer, contextlib.nullcontext)
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("sigmoid", LN2), ("hinge", 1.0), ("ipo", 25.0)])
+def test_the_first_step_starts_from_the_reference(kind: str, loss: float) -> None:
+    stage, model = dpo_case.stage(loss=kind), dpo_case.model()
+    pairs = some_pairs(stage)
+    stage.before_training(model, pairs)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    metrics = first_step(stage, model, pairs)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    for name in ("rewards/margin", "rewards/chosen", "rewards/rejected"):
+        assert abs(metrics[name]) <= 1e-6 * abs(metrics["logps/rejected"])
+    expected = [naive_logp(dpo_case.model(), pair.prompt, pair.chosen) for pair in pairs]
+    assert metrics["logps/chosen"] == pytest.approx(np.mean(expected), rel=1e-6)
+    assert metrics["grad_norm"] > 0.1
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_step_makes_chosen_answers_likelier_aup_projst_rejected_ones(kind: str) -> None:
+    stage, model = dpo_case.stage(loss=kind), dpo_case.model()
+    pairs = some_pairs(stage)
+    stage.before_training(model, pairs)
+    first_step(stage, model, pairs, learning_rate=0.01)
+    with paddle.no_grad():
+        sums = {
+            name: float(total) / weight
+            for name, (total, weight) in stage.loss(model, stage.collate(pairs)).sums.items()
+        }
+    assert sums["rewards/margin"] > 0.01
+    assert sums["rewards/margin"] == pytest.approx(sums["rewards/chosen"] - sums["rewards/rejected"], rel=1e-5)
+    assert sums["rewards/accuracy"] == 1
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_metrics_of_known_log_ratios(kind: str) -> None:
+    stage, model = dpo_case.stage(loss=kind, beta=0.2), dpo_case.model()
+    pairs = some_pairs(stage, 3)
+    with paddle.no_grad():
+        logps = stage._answer_logps(model, stage.collate(pairs)).numpy().astype("float64")
+    # the reference thinks less of the first chosen answer by 1.5, more of the second by 0.5, of the third by 1
+    ratios = np.array([[1.5, -0.5, -1.0], [0.5, 0.5, -3.0]])
+    keys = np.array([pair.keys for pair in pairs]).T
+    stage._reference = dict(zip(keys.flat, (logps.reshape(2, 3) - ratios).flat))
+    margins = np.array([0.2, -0.2, 0.4])  # 0.2 times (1.5 - 0.5, -0.5 - 0.5, -1 + 3)
+    terms = stage.loss(model, stage.collate(pairs))
+    assert terms.weight == 3
+    by_hand = {
+        "sigmoid": 0.5981389 + 0.7981389 + 0.5130153,
+        "hinge": 0.8 + 1.2 + 0.6,
+        "ipo": 1.5**2 + 3.5**2 + 0.5**2,  # log-ratio differences 1, -1 and 2, less 2.5
+    }
+    assert float(terms.total) == pytest.approx(by_hand[kind], rel=2e-5)
+    found = {name: float(total) for name, (total, weight) in terms.sums.items() if weight == 3}
+    assert found == pytest.approx(
+        {
+            "rewards/chosen": 0.2 * (1.5 - 0.5 - 1),
+            "rewards/rejected": 0.2 * (0.5 + 0.5 - 3),
+            "rewards/margin": margins.sum(),
+            "rewards/accuracy": 2,
+            "logps/chosen": logps[:3].sum(),
+            "logps/rejected": logps[3:].sum(),
+        },
+        rel=1e-5,
+        abs=2e-5,
+    )
+    assert all(total.stop_gradient for total, _ in terms.sums.values())
+
+
+def test_recompute_changes_no_gradient() -> None:
+    stage, model = dpo_case.stage(), dpo_case.model()
+    pairs = some_pairs(stage)
+    stage.before_training(model, pairs)
+    gradients = []
+    for model.recompute in (False, True):
+        stage.loss(model, stage.collate(pairs)).total.backward()
+        gradients.append([parameter.grad.numpy() for parameter in model.parameters()])
+        model.clear_gradients(set_to_zero=False)
+    assert all(np.array_equal(a, b) for a, b in zip(*gradients))
+
+
+def test_a_broken_model_is_not_trained() -> None:
+    """Paddle's cross entropy on cpu gives a finite loss for logits that are not a number; the gradient tells."""
+    stage, model = dpo_case.stage(), dpo_case.model()
+    pairs = some_pairs(stage)
+    stage.before_training(model, pairs)
+    up_proj = model.model.layers[3].mlp.up_proj.weight
+    broken = up_proj.numpy()
+    broken[5, 7] = math.nan
+    up_proj.set_value(paddle.to_tensor(broken))
+    before = {name: parameter.numpy() for name, parameter in model.named_parameters()}
+    with pytest.raises(NonFiniteLoss, match=r"^step 1: "):
+        first_step(stage, model, pairs)
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(parameter.numpy(), before[name], equal_nan=True)

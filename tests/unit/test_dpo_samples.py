@@ -1,0 +1,208 @@
+"""From preference rows to batches: what is masked, what is supervised, what is dropped, which position says what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.data.rows import Message, Preference
+from llmsuite.errors import UserError
+from llmsuite.stages.dpo import DpoStage, Pair
+from tests.unit import dpo_case
+
+START, EOS, PAD = 1, 2, 0  # of data/tokenizer
+
+
+@pytest.fixture(scope="module")
+def stage() -> DpoStage:
+    return dpo_case.stage()
+
+
+def row(prompt: str = "What is 1 + 1?", chosen: str = "2", rejected: str = "3") -> Preference:
+    return Preference((Message("user", prompt),), chosen, rejected)
+
+
+def text(stage: DpoStage, ids: list[int]) -> str:
+    return str(stage.context.tokenizer._fast.decode(ids, skip_special_tokens=False))
+
+
+def drops(stage: DpoStage, *rows: Preference) -> dict[str, int]:
+    made, counts = dpo_case.pairs(stage, rows)
+    assert len(made) + sum(counts.dropped.values()) == len(rows)
+    return counts.dropped
+
+
+# one row
+
+
+def test_prompt_and_answers_are_what_the_template_writes(stage: DpoStage) -> None:
+    conversation = (
+        Message("system", "Be brief."),
+        Message("user", "What is 1 + 1?"),
+        Message("assistant", "2"),
+        Message("user", "And twice that?"),
+    )
+    ((pair,), _) = dpo_case.pairs(stage, [Preference(conversation, "4", "It is 4, of course.")])
+    assert text(stage, pair.prompt) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n"
+        "<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\nAnd twice that?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert text(stage, pair.chosen) == "4<|im_end|>"
+    assert text(stage, pair.rejected) == "It is 4, of course.<|im_end|>"
+
+
+def test_every_embedded_row(stage: DpoStage) -> None:
+    rows = dpo_case.rows(280)
+    pairs, counts = dpo_case.pairs(stage, rows)
+    assert len(pairs) == 280
+    assert counts.dropped == {}
+    for source, pair in zip(rows, pairs):
+        # the header of each turn once: user and, opened for the answer, assistant
+        assert pair.prompt.count(START) == 2
+        assert text(stage, pair.prompt).count("<|im_start|>assistant\n") == 1
+        assert text(stage, pair.prompt).endswith("<|im_start|>assistant\n")
+        for answer, content in ((pair.chosen, source.chosen), (pair.rejected, source.rejected)):
+            assert START not in answer
+            # the end is learnt, once, and nothing behind it
+            assert answer.count(EOS) == 1
+            assert answer[-1] == EOS
+            assert text(stage, answer[:-1]) == content
+
+
+@pytest.mark.parametrize("template", ["tokenizer", "chatml", "llama3", "plain"])
+def test_each_template_opens_and_ends_once(template: str) -> None:
+    stage = dpo_case.stage(chat_template=template)
+    ((pair,), _) = dpo_case.pairs(stage, [row()])
+    # chatml opens each of two turns; llama3 writes the bos token, which is the same one here; plain writes none
+    assert pair.prompt.count(START) == {"tokenizer": 2, "chatml": 2, "llama3": 1, "plain": 0}[template]
+    assert pair.prompt[0] == START or template == "plain"
+    for answer in (pair.chosen, pair.rejected):
+        assert answer.count(EOS) == 1
+        assert answer[-1] == EOS
+        assert START not in answer
+    # the eos token of this tokenizer does not close a turn of llama3, so it is learnt behind what does
+    assert text(stage, pair.chosen) == ("2<|eot_id|><|im_end|>" if template == "llama3" else "2<|im_end|>")
+
+
+# rows that train nothing
+
+
+def test_reasons_to_drop_a_row(stage: DpoStage) -> None:
+    assert drops(stage, row()) == {}
+    assert drops(stage, row(rejected="2")) == {"with chosen equal to rejected": 1}
+    assert drops(stage, row(rejected=" 2\n")) == {"with chosen equal to rejected": 1}
+    assert drops(stage, row(chosen=""), row(rejected=" \n")) == {"with an empty answer": 2}
+    inside = "with the end-of-sequence token inside an answer"
+    assert drops(stage, row(chosen="2<|im_end|>3"), row(rejected="<|im_end|>")) == {inside: 2}
+    assert drops(stage, row(rejected="2"), row(), row(rejected="")) == {
+        "with chosen equal to rejected": 1,
+        "with an empty answer": 1,
+    }
+
+
+def test_a_prompt_of_no_tokens_is_dropped(stage: DpoStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    monkeypatch.setattr(stage._template, "_template", stage._template._template.environment.from_string(bare))
+    assert drops(stage, row(), row(prompt="")) == {"with a prompt of no tokens (nothing would predict the answer)": 1}
+
+
+def test_answers_that_are_the_same_tokens_are_dropped(stage: DpoStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = stage.context.tokenizer
+    encode = tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: encode([text.lower() for text in texts]))
+    dropped = drops(stage, row(chosen="Paris", rejected="PARIS"), row(chosen="Paris", rejected="Rome"))
+    assert dropped == {"with chosen equal to rejected": 1}
+
+
+def test_what_is_too_long(stage: DpoStage) -> None:
+    long_rejected = row(rejected="not two but three")
+    ((pair,), _) = dpo_case.pairs(stage, [long_rejected])
+    prompt, longest = len(pair.prompt), len(pair.rejected)
+    assert len(pair.chosen) < longest
+    for max_length in (prompt + longest, prompt + longest + 1):
+        assert drops(dpo_case.stage(max_length=max_length), long_rejected) == {}
+    too_long = f"longer than data.max_length {prompt + longest - 1} (the end of an answer would be cut off)"
+    assert drops(dpo_case.stage(max_length=prompt + longest - 1), long_rejected) == {too_long: 1}
+    # either answer may be the longer one
+    swapped = row(chosen="not two but three", rejected="2")
+    assert drops(dpo_case.stage(max_length=prompt + longest - 1), swapped) == {too_long: 1}
+    masked = f"with a prompt of {prompt} tokens or more (all masked)"
+    assert drops(dpo_case.stage(max_length=prompt), long_rejected) == {masked: 1}
+
+
+def write(path: Path, *rows: Preference) -> Path:
+    lines = ({"prompt": r.prompt[0].content, "chosen": r.chosen, "rejected": r.rejected} for r in rows)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_a_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
+    stage = dpo_case.stage(max_length=40)
+    path = write(tmp_path / "bad.jsonl", row(rejected="2"), row(chosen=""), row(prompt="why? " * 40))
+    with pytest.raises(UserError) as caught:
+        stage.read(path)
+    assert str(caught.value) == (
+        f"{path}: none of its 3 rows can train anything: 1 with a prompt of 40 tokens or more (all masked); "
+        "1 with an empty answer; 1 with chosen equal to rejected"
+    )
+
+
+def test_dropped_rows_are_reported_and_the_others_used(tmp_path: Path) -> None:
+    said: list[str] = []
+    stage = dpo_case.stage(report=said.append)
+    path = write(tmp_path / "some.jsonl", row(rejected="2"), row(chosen="4"), row(rejected=""))
+    (pair,) = stage.read(path)
+    assert text(stage, pair.chosen) == "4<|im_end|>"
+    dropped = "dropped: 1 with an empty answer; 1 with chosen equal to rejected"
+    assert said == [f"{path}: 1 of 3 rows are used; {dropped}"]
+
+
+# batches
+
+tokens = st.integers(3, 511)
+answers = st.lists(tokens, max_size=6).map(lambda ids: [*ids, EOS])
+some_pairs = st.lists(
+    st.builds(Pair, st.lists(tokens, min_size=1, max_size=7), answers, answers), min_size=1, max_size=5
+)
+
+
+@given(some_pairs)
+def test_every_position_predicts_its_target_from_its_context(stage: DpoStage, pairs: list[Pair]) -> None:
+    batch = stage.collate(pairs)
+    input_ids = batch["input_ids"]
+    found: list[tuple[int, list[int], int]] = []
+    for position, target, owner in zip(batch["positions"], batch["targets"], batch["owners"]):
+        sequence, column = divmod(int(position), input_ids.shape[1])
+        assert sequence == owner
+        found.append((sequence, input_ids[sequence, : column + 1].tolist(), int(target)))
+
+    expected = []
+    sequences = [(pair.prompt, pair.chosen) for pair in pairs] + [(pair.prompt, pair.rejected) for pair in pairs]
+    for sequence, (prompt, answer) in enumerate(sequences):
+        expected += [(sequence, prompt + answer[:i], token) for i, token in enumerate(answer)]
+    assert found == expected
+
+    lengths = [len(prompt) + len(answer) for prompt, answer in sequences]
+    assert input_ids.shape == (len(sequences), max(lengths) - 1)
+    for ids, length in zip(input_ids, lengths):
+        assert (ids[length - 1 :] == PAD).all()
+    assert batch["num_tokens"] == sum(lengths)
+    assert batch["num_supervised"] == len(expected)
+    assert input_ids.dtype == batch["targets"].dtype == np.int64
+
+
+def test_both_answers_see_the_same_prompt(stage: DpoStage) -> None:
+    pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
+    input_ids: Any = stage.collate(pairs)["input_ids"]
+    for i, pair in enumerate(pairs):
+        for ids in (input_ids[i], input_ids[len(pairs) + i]):
+            assert ids[: len(pair.prompt)].tolist() == pair.prompt

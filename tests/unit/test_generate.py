@@ -1,0 +1,201 @@
+"""Generation: the cache changes nothing, and tokens are drawn with the probabilities asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.inference.generate import Sampling, choose, generate
+from llmsuite.inference.load import load_model
+from tests.unit import tiny_llama
+from tests.unit.tiny_llama import CONFIG, FAMILIES
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.7, top_k=5, seed=4),
+    Sampling(temperature=2.0, top_p=0.8, seed=5),
+]
+CONFIGS = {"grouped": CONFIG, "tied": tiny_llama.tied(), "one head": dataclasses.replace(CONFIG, num_key_value_heads=1)}
+
+
+def without_cache(model: Any, prompt: list[int], num_tokens: int, sampling: Sampling) -> list[int]:
+    """The same by reading the whole text again for every token."""
+    random = np.random.Generator(np.random.Philox(sampling.seed))
+    ids = list(prompt)
+    with paddle.no_grad():
+        for _ in range(num_tokens):
+            ids.append(choose(model(paddle.to_tensor([ids])).numpy()[0, -1], sampling, random))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "plain", "top_k", "top_p"])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("prompt", [[3], [1, 7, 2, 11, 5]])
+def test_the_cache_changes_no_token(name: str, sampling: Sampling, prompt: list[int]) -> None:
+    seen = set()
+    for seed in (1, 2, 3):
+        model = tiny_llama.model(CONFIGS[name], seed)
+        tokens = list(generate(model, prompt, set(), 12, sampling))
+        assert tokens == without_cache(model, prompt, 12, sampling)
+        seen.update(tokens)
+    assert len(seen) > 3, "models that repeat themselves would hide a cache that is stale"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama.model(seed=2)
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(model: Any) -> None:
+    sampling = Sampling(temperature=1.5, seed=1)
+    tokens = list(generate(model, [3], set(), 20, sampling))
+    for stop_ids in ({tokens[4]}, {tokens[6], tokens[2]}, {tokens[0]}):
+        end = next(i for i, token in enumerate(tokens) if token in stop_ids)
+        assert list(generate(model, [3], stop_ids, 20, sampling)) == tokens[:end]
+    # in the prompt it stops nothing
+    assert list(generate(model, [3], {3} - set(tokens), 20, sampling)) == tokens
+
+
+def test_max_new_tokens_is_the_limit_and_tokens_come_one_by_one(model: Any) -> None:
+    sampling = Sampling(temperature=1.0, seed=1)
+    assert list(generate(model, [3], set(), 0, sampling)) == []
+    assert len(list(generate(model, [3], set(), 1, sampling))) == 1
+    five = list(generate(model, [3], set(), 5, sampling))
+    assert five == list(itertools.islice(generate(model, [3], set(), 10**9, sampling), 5))
+
+
+def test_the_callers_gradients_stay_on_between_tokens(model: Any) -> None:
+    tokens = generate(model, [3], set(), 3, Sampling())
+    next(tokens)
+    assert paddle.is_grad_enabled()
+    with paddle.no_grad():
+        next(tokens)
+        assert not paddle.is_grad_enabled()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_seed_decides(model: Any) -> None:
+    texts = [tuple(generate(model, [3], set(), 12, Sampling(temperature=1.0, seed=seed))) for seed in range(8)]
+    again = [tuple(generate(model, [3], set(), 12, Sampling(temperature=1.0, seed=seed))) for seed in range(8)]
+    assert texts == again
+    assert len(set(texts)) > 5
+
+
+def test_load_model_is_ready_to_answer(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path, seed=2)
+    loaded, expected = load_model(open_model(tmp_path, FAMILIES), CpuBackend()), tiny_llama.model(seed=2)
+    assert not loaded.training
+    ids = paddle.to_tensor([[1, 7, 2]])
+    assert np.array_equal(loaded(ids).numpy(), expected(ids).numpy())
+
+
+# exact in binary, so that the boundaries of top_p are exact too: 1/2, 1/4, 1/8, 1/8 in a shuffled order
+LOGITS = np.log(np.asarray([0.125, 0.5, 0.125, 0.25]))
+
+
+def support(sampling: Sampling, logits: np.ndarray = LOGITS, draws: int = 400) -> set[int]:
+    random = np.random.Generator(np.random.Philox(0))
+    return {choose(logits, sampling, random) for _ in range(draws)}
+
+
+@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=9))
+def test_greedy_takes_the_first_of_the_likeliest(values: list[float]) -> None:
+    logits = np.asarray(values, "float32")
+    random = np.random.Generator(np.random.Philox(0))
+    for sampling in (Sampling(), Sampling(top_k=2, top_p=0.5), Sampling(temperature=1.0, top_k=1)):
+        assert choose(logits, sampling, random) == values.index(max(values))
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"), [(0, {0, 1, 2, 3}), (1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (9, {0, 1, 2, 3})]
+)
+def test_top_k(k: int, expected: set[int]) -> None:
+    assert support(Sampling(temperature=1.0, top_k=k)) == expected
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"),
+    [
+        (0.0, {1}),
+        (0.25, {1}),
+        (0.5, {1}),
+        (0.51, {1, 3}),
+        (0.75, {1, 3}),
+        (0.76, {0, 1, 3}),
+        (0.875, {0, 1, 3}),
+        (0.9, {0, 1, 2, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ],
+)
+def test_top_p_is_the_smallest_set_that_reaches_it(p: float, expected: set[int]) -> None:
+    assert support(Sampling(temperature=1.0, top_p=p)) == expected
+
+
+def test_top_p_applies_to_what_top_k_and_temperature_leave() -> None:
+    # of the two likeliest, 2/3 and 1/3
+    assert support(Sampling(temperature=1.0, top_k=2, top_p=0.66)) == {1}
+    assert support(Sampling(temperature=1.0, top_k=2, top_p=0.67)) == {1, 3}
+    # at temperature 1/2: 16/22, 4/22, 1/22, 1/22
+    assert support(Sampling(temperature=0.5, top_p=0.72)) == {1}
+    assert support(Sampling(temperature=0.5, top_p=0.73)) == {1, 3}
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    assert support(Sampling(temperature=temperature), np.asarray([3.0, 1e4, -1e4]), 20) == {1}
+    assert support(Sampling(temperature=temperature), np.asarray([3.0, 3.0, -1e4]), 20) == {0, 1}
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    assert support(Sampling(temperature=5.0), np.asarray([0.0, -np.inf, 1.0])) == {0, 2}
+
+
+def exact(sampling: Sampling, logits: np.ndarray) -> np.ndarray:
+    """The distribution by its definition: softmax at the temperature, cut by top_k, then by top_p."""
+    weights = np.exp(logits / sampling.temperature)
+    ranked = sorted(range(len(logits)), key=lambda i: (-weights[i], i))[: sampling.top_k or None]
+    total, reached, kept = sum(weights[i] for i in ranked), 0.0, []
+    for i in ranked:
+        if reached >= sampling.top_p:
+            break
+        kept.append(i)
+        reached += weights[i] / total
+    return np.asarray([weights[i] if i in kept else 0.0 for i in range(len(logits))]) / sum(weights[i] for i in kept)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.6),
+        Sampling(temperature=2.5),
+        Sampling(temperature=1.0, top_k=3),
+        Sampling(temperature=1.3, top_p=0.7),
+        Sampling(temperature=1.3, top_k=5, top_p=0.9),
+    ],
+)
+def test_frequencies_are_those_of_the_exact_distribution(sampling: Sampling) -> None:
+    logits = np.asarray([0.3, -1.2, 2.0, 0.0, 1.1, -0.4, 0.9, 1.9])
+    probabilities = exact(sampling, logits)
+    random, draws = np.random.Generator(np.random.Philox(11)), 8000
+    drawn = [choose(logits, sampling, random) for _ in range(draws)]
+    counts = np.bincount(drawn, minlength=8)
+    possible = probabilities > 0
+    assert not counts[~possible].any()
+    expected = probabilities[possible] * draws
+    chi_square = float(((counts[possible] - expected) ** 2 / expected).sum())
+    # 99.9 % of the chi-square distribution with 1 to 7 degrees of freedom
+    limit = [0.0, 10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32][int(possible.sum()) - 1]
+    assert possible.sum() > 1
+    assert chi_square < limit

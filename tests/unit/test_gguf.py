@@ -1,0 +1,251 @@
+"""A GGUF file, as llama.cpp writes it, becomes the model and the tokenizer it was made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import paddle
+import pytest
+from gguf.quants import dequantize, quantize
+from tokenizers import pre_tokenizers
+
+from llmsuite.checkpoint.gguf import import_gguf
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.data.chat_template import load_template
+from llmsuite.data.rows import Message
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.errors import UserError
+from llmsuite.inference.load import load_model
+from llmsuite.models.llama import names
+from llmsuite.models.llama.config import LlamaConfig
+from tests.unit import tiny_llama
+from tests.unit.tiny_llama import FAMILIES
+
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["h e", "l l", "ll o", "he llo", "\u0120 w", "1 2"]
+TOKENS = [*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(m.replace(" ", "") for m in MERGES), "<tool>"]
+TYPES = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 4) + [gguf.TokenType.USER_DEFINED]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}"
+CONFIG = dataclasses.replace(tiny_llama.CONFIG, vocab_size=len(TOKENS), rms_norm_eps=1e-6, rope_theta=50000.0)
+
+GGUF_NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "o_proj": "attn_output"}
+GGUF_NAMES |= {f"{part}_proj": f"attn_{part}" for part in "qkv"}
+GGUF_NAMES |= {f"{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+GGUF_TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+GGUF_TOP |= {"lm_head.weight": "output.weight"}
+
+
+def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """`permute` of llama.cpp's convert_hf_to_gguf.py: HF's two halves of a head become interleaved pairs."""
+    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
+    """The tiny model under the names and in the layout of llama.cpp: [outputs, inputs]."""
+    result = {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, value in tiny_llama.values(config).items():
+        part = name.split(".")[-2]
+        value = value.T if names.is_linear(name) else value
+        value = permuted(value, heads[part]) if part in heads else value
+        theirs = GGUF_TOP.get(name) or f"blk.{name.split('.')[2]}.{GGUF_NAMES[part]}.weight"
+        result[theirs] = np.ascontiguousarray(value)
+    return result
+
+
+def write_gguf(
+    path: Path,
+    config: LlamaConfig = CONFIG,
+    architecture: str = "llama",
+    skip: tuple[str, ...] = (),
+    change: Callable[[dict[str, np.ndarray]], Any] = lambda tensors: None,
+    more: Callable[[gguf.GGUFWriter], Any] = lambda writer: None,
+    kind: gguf.GGMLQuantizationType | None = None,
+) -> Path:
+    """A file with everything a converter writes, except the fields in `skip`."""
+    writer = gguf.GGUFWriter(path, architecture)
+    fields: dict[str, Callable[[], Any]] = {
+        "context_length": lambda: writer.add_context_length(config.max_position_embeddings),
+        "embedding_length": lambda: writer.add_embedding_length(config.hidden_size),
+        "block_count": lambda: writer.add_block_count(config.num_hidden_layers),
+        "feed_forward_length": lambda: writer.add_feed_forward_length(config.intermediate_size),
+        "head_count": lambda: writer.add_head_count(config.num_attention_heads),
+        "head_count_kv": lambda: writer.add_head_count_kv(config.num_key_value_heads),
+        "key_length": lambda: writer.add_key_length(config.head_size),
+        "rms_epsilon": lambda: writer.add_layer_norm_rms_eps(config.rms_norm_eps),
+        "freq_base": lambda: writer.add_rope_freq_base(config.rope_theta),
+        "model": lambda: writer.add_tokenizer_model("gpt2"),
+        "pre": lambda: writer.add_tokenizer_pre("smollm"),
+        "tokens": lambda: writer.add_token_list(TOKENS),
+        "token_type": lambda: writer.add_token_types(TYPES),
+        "merges": lambda: writer.add_token_merges(MERGES),
+        "bos": lambda: writer.add_bos_token_id(1),
+        "eos": lambda: writer.add_eos_token_id(2),
+        "pad": lambda: writer.add_pad_token_id(0),
+        "chat_template": lambda: writer.add_chat_template(TEMPLATE),
+    }
+    for name, add in fields.items():
+        if name not in skip:
+            add()
+    more(writer)
+    chosen = tensors(config)
+    change(chosen)
+    for name, value in chosen.items():
+        if kind is not None and value.ndim > 1:
+            writer.add_tensor(name, quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def imported(tmp_path: Path, layout: Any = "hf", **options: Any) -> Path:
+    source = write_gguf(tmp_path / "model.gguf", **options)
+    directory = tmp_path / "model"
+    directory.mkdir()
+    import_gguf(source, directory, FAMILIES, layout)
+    return directory
+
+
+def refusal(tmp_path: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        imported(tmp_path, **options)
+    assert str(tmp_path / "model.gguf") in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
+def test_logits_are_those_of_the_source(tmp_path: Path, layout: str) -> None:
+    source = open_model(imported(tmp_path, layout), FAMILIES)
+    expected = dataclasses.replace(CONFIG, bos_token_id=1, eos_token_id=2)
+    assert (source.config, source.layout) == (expected, layout)
+    for name, value in tiny_llama.values(CONFIG).items():
+        assert np.array_equal(source.read(name), value), name
+    ids = paddle.to_tensor([[5, 80, 2, 33, 1, 99, 7]])
+    with paddle.no_grad():
+        logits = load_model(source, CpuBackend())(ids).numpy()
+        assert np.array_equal(logits, tiny_llama.model(CONFIG)(ids).numpy())
+    assert logits.std() > 0.1
+
+
+def test_a_file_without_output_projection_is_tied(tmp_path: Path) -> None:
+    source = open_model(imported(tmp_path, change=lambda tensors: tensors.pop("output.weight")), FAMILIES)
+    assert source.config.tie_word_embeddings
+    assert "lm_head.weight" not in source.names
+
+
+def test_quantised_weights_are_read_as_their_values(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, hidden_size=32, intermediate_size=64, head_dim=8)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    source = open_model(imported(tmp_path, config=config, kind=kind), FAMILIES)
+    for name, value in tiny_llama.values(config).items():
+        # blocks lie along the inputs, so the order of the outputs plays no part
+        stored = np.ascontiguousarray(value.T if names.is_linear(name) else value)
+        near = dequantize(quantize(stored, kind), kind).reshape(stored.shape) if value.ndim > 1 else stored
+        assert np.array_equal(source.read(name), near.T if names.is_linear(name) else near), name
+
+
+def test_fields_a_converter_may_leave_out(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, num_key_value_heads=4, hidden_size=16)
+    skip = ("head_count_kv", "key_length", "freq_base", "chat_template", "bos", "pad")
+    source = open_model(imported(tmp_path, config=config, skip=skip), FAMILIES)
+    assert (source.config.num_key_value_heads, source.config.head_size) == (4, 4)
+    assert (source.config.rope_theta, source.config.bos_token_id) == (10000.0, None)
+    assert TextTokenizer(source.path).pad_id == 2
+
+
+def test_the_tokenizer_is_the_one_of_the_file(tmp_path: Path) -> None:
+    directory = imported(tmp_path)
+    tokenizer = TextTokenizer(directory)
+    assert tokenizer.vocab_size == len(TOKENS)
+    assert [tokenizer.token_id(token) for token in TOKENS] == list(range(len(TOKENS)))
+    assert tokenizer.special_tokens == {"bos_token": TOKENS[1], "eos_token": TOKENS[2], "pad_token": TOKENS[0]}
+
+    def pieces(text: str) -> list[str]:
+        return [TOKENS[i] for i in tokenizer.encode(text)]
+
+    assert pieces("hello wo") == ["hello", "\u0120w", "o"]
+    assert pieces("<|im_start|>he<|im_end|>") == ["<|im_start|>", "he", "<|im_end|>"]
+    assert pieces("12") == ["1", "2"], "smollm: every digit stands alone"
+    assert pieces("a<tool>b") == ["a", "<tool>", "b"], "a token of the user's is found whole"
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>\u4e16 hello<tool>")) == "\u4e16 hello<tool>"
+    template = load_template("tokenizer", directory, tokenizer.special_tokens)
+    assert template.render([Message("user", "hello")]) == "<|im_start|>hello"
+
+
+def test_gpt2_merges_digits(tmp_path: Path) -> None:
+    directory = imported(tmp_path, skip=("pre",), more=lambda writer: writer.add_tokenizer_pre("gpt-2"))
+    assert TextTokenizer(directory).encode("12") == [TOKENS.index("12")]
+
+
+def test_linear_scaling_is_kept_and_others_are_refused(tmp_path: Path) -> None:
+    def scale(kind: gguf.RopeScalingType) -> Callable[[gguf.GGUFWriter], None]:
+        def add(writer: gguf.GGUFWriter) -> None:
+            writer.add_rope_scaling_type(kind)
+            writer.add_rope_scaling_factor(4.0)
+
+        return add
+
+    for name in ("linear", "yarn"):
+        (tmp_path / name).mkdir()
+    source = open_model(imported(tmp_path / "linear", more=scale(gguf.RopeScalingType.LINEAR)), FAMILIES)
+    assert source.config.rope_frequencies() == [f / 4 for f in CONFIG.rope_frequencies()]
+    assert "'yarn' is not supported" in refusal(tmp_path / "yarn", more=scale(gguf.RopeScalingType.YARN))
+
+
+def test_rotary_factors_are_not_dropped_silently(tmp_path: Path) -> None:
+    def factors(value: float) -> Callable[[dict[str, np.ndarray]], None]:
+        return lambda tensors: tensors.update({"rope_freqs.weight": np.asarray([1, value], "float32")})
+
+    for name in ("ones", "scaled"):
+        (tmp_path / name).mkdir()
+    imported(tmp_path / "ones", change=factors(1))
+    assert "rope_freqs.weight" in refusal(tmp_path / "scaled", change=factors(8))
+
+
+def test_an_architecture_nobody_reads(tmp_path: Path) -> None:
+    assert "architecture 'gemma' is not supported; supported: llama" in refusal(tmp_path, architecture="gemma")
+
+
+@pytest.mark.parametrize(("key", "value"), [("model", "llama"), ("pre", "tekken")])
+def test_a_tokenizer_that_is_not_supported(tmp_path: Path, key: str, value: str) -> None:
+    message = refusal(tmp_path, skip=(key,), more=lambda writer: getattr(writer, f"add_tokenizer_{key}")(value))
+    assert repr(value) in message
+    assert "smollm" in message
+
+
+@pytest.mark.parametrize("field", ["embedding_length", "rms_epsilon", "tokens", "merges", "token_type"])
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    assert f"lacks the field {'tokenizer.ggml' if field in ('tokens', 'merges', 'token_type') else 'llama'}." in (
+        refusal(tmp_path, skip=(field,))
+    )
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["blk.0.attn_q.bias"] = tensors.pop("blk.1.ffn_up.weight")[0]
+
+    message = refusal(tmp_path, change=change)
+    assert "missing tensors ['model.layers.1.mlp.up_proj.weight']" in message
+    assert "unexpected ['model.layers.0.self_attn.q_proj.bias']" in message
+
+
+def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
+    content = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    cut = [content[:n] for n in (0, 3, 4, 20, 24, 100, 1000, len(content) // 2, len(content) - 100)]
+    for i, text in enumerate([*cut, b"PK\3\4" + bytes(100), b"GGUF" + b"\xff" * 100, content[:4] + bytes(100)]):
+        (tmp_path / "model.gguf").write_bytes(text)
+        with pytest.raises(UserError, match=r"model\.gguf: "):
+            import_gguf(tmp_path / "model.gguf", tmp_path / f"none{i}", FAMILIES)
+    with pytest.raises(UserError, match=r"absent\.gguf: is not a readable GGUF file"):
+        import_gguf(tmp_path / "absent.gguf", tmp_path, FAMILIES)

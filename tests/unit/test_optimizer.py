@@ -1,0 +1,210 @@
+"""SGD and AdamW against NumPy, clipping, and a state that can be taken up again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.errors import UserError
+from llmsuite.recipe.schema import TrainSection
+
+SHAPES = {
+    "layer.weight": [3, 4],
+    "norm.weight": [4],
+    # one name begins with another
+    "scale": [5],
+    "scale_up": [2, 5],
+    # gets no gradient
+    "unused.weight": [2, 2],
+}
+NUM_STEPS = 6
+
+Arrays = dict[str, np.ndarray]
+
+
+def section(**keys: Any) -> TrainSection:
+    common = {"max_steps": NUM_STEPS, "global_batch_size": 1, "micro_batch_size": 1, "max_grad_norm": None}
+    return TrainSection(**{**common, "learning_rate": 0.05, "lr_schedule": "linear", "warmup_ratio": 0.3, **keys})
+
+
+def initial() -> Arrays:
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype("float32") for name, shape in SHAPES.items()}
+
+
+def gradients(step: int) -> Arrays:
+    rng = np.random.default_rng(step)
+    return {name: rng.standard_normal(SHAPES[name]).astype("float32") for name in SHAPES if name != "unused.weight"}
+
+
+def parameters(values: Mapping[str, np.ndarray], dtype: str = "float32") -> dict[str, Any]:
+    made = {}
+    for name, value in values.items():
+        zeros = paddle.nn.initializer.Constant(0.0)
+        made[name] = paddle.create_parameter(list(value.shape), dtype, default_initializer=zeros)
+        made[name].set_value(paddle.to_tensor(value).astype(dtype))
+    return made
+
+
+def backward(optimizer: Optimizer, gradient: Mapping[str, np.ndarray]) -> None:
+    paddle.add_n([(optimizer.parameters[n] * paddle.to_tensor(g)).sum() for n, g in gradient.items()]).backward()
+
+
+def run(optimizer: Optimizer, steps: Sequence[int], weight: float = 1.0) -> Arrays:
+    for step in steps:
+        backward(optimizer, gradients(step))
+        optimizer.finish_gradients(weight)
+        optimizer.step(step)
+    return {name: parameter.numpy() for name, parameter in optimizer.parameters.items()}
+
+
+def assert_close(found: Arrays, expected: Arrays) -> None:
+    """Within 1e-6 of the distance the parameters have gone; what float32 rounds off of 1 is let pass as well."""
+    for name, start in initial().items():
+        gone = np.abs(expected[name] - start).max()
+        assert np.abs(found[name] - expected[name]).max() <= 1e-6 * gone + 6e-7, name
+
+
+def numpy_sgd(train: TrainSection, optimizer: Optimizer, weight: float) -> Arrays:
+    values = {name: value.astype("float64") for name, value in initial().items()}
+    for step in range(1, NUM_STEPS + 1):
+        for name, gradient in gradients(step).items():
+            values[name] -= optimizer.learning_rate(step) * gradient.astype("float64") / weight
+    return values
+
+
+def numpy_adamw(train: TrainSection, optimizer: Optimizer, weight: float) -> Arrays:
+    """Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2; gains are not decayed."""
+    values = {name: value.astype("float64") for name, value in initial().items()}
+    first = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    second = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(1, NUM_STEPS + 1):
+        rate = optimizer.learning_rate(step)
+        for name, raw in gradients(step).items():
+            gradient = raw.astype("float64") / weight
+            first[name] = train.adam_beta1 * first[name] + (1 - train.adam_beta1) * gradient
+            second[name] = train.adam_beta2 * second[name] + (1 - train.adam_beta2) * gradient**2
+            mean = first[name] / (1 - train.adam_beta1**step)
+            square = second[name] / (1 - train.adam_beta2**step)
+            if values[name].ndim > 1:
+                values[name] -= rate * train.weight_decay * values[name]
+            values[name] -= rate * mean / (np.sqrt(square) + train.adam_epsilon)
+    return values
+
+
+@pytest.mark.parametrize("weight", [1.0, 7.0])
+def test_sgd(weight: float) -> None:
+    train = section(optimizer="sgd")
+    optimizer = Optimizer(parameters(initial()), train, NUM_STEPS)
+    found = run(optimizer, range(1, NUM_STEPS + 1), weight)
+    assert_close(found, numpy_sgd(train, optimizer, weight))
+    assert list(optimizer.state()) == []
+
+
+@pytest.mark.parametrize("weight", [1.0, 7.0])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"weight_decay": 0.3},
+        # so large an epsilon that it shows whether it is added inside or outside the root
+        {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 0.1},
+        {"adam_beta1": 0.0, "adam_beta2": 0.0},
+    ],
+)
+def test_adamw(keys: dict[str, Any], weight: float) -> None:
+    train = section(**keys)
+    optimizer = Optimizer(parameters(initial()), train, NUM_STEPS)
+    found = run(optimizer, range(1, NUM_STEPS + 1), weight)
+    assert_close(found, numpy_adamw(train, optimizer, weight))
+    assert np.array_equal(found["unused.weight"], initial()["unused.weight"])
+
+
+def test_decay_leaves_gains_alone() -> None:
+    decayed = run(Optimizer(parameters(initial()), section(weight_decay=0.3), NUM_STEPS), [1, 2, 3])
+    plain = run(Optimizer(parameters(initial()), section(), NUM_STEPS), [1, 2, 3])
+    for name in ("norm.weight", "scale"):
+        assert np.array_equal(decayed[name], plain[name])
+    for name in ("layer.weight", "scale_up"):
+        assert np.abs(decayed[name] - plain[name]).max() > 1e-3
+
+
+def test_sgd_refuses_decay() -> None:
+    with pytest.raises(UserError, match=r"train\.weight_decay: sgd has no"):
+        Optimizer(parameters(initial()), section(optimizer="sgd", weight_decay=0.1), NUM_STEPS)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+def test_gradients_are_divided_once_and_clipped(max_norm: float | None) -> None:
+    optimizer = Optimizer(parameters(initial()), section(max_grad_norm=max_norm), NUM_STEPS)
+    backward(optimizer, gradients(1))
+    backward(optimizer, gradients(2))  # a second micro-batch: nothing is divided before both are there
+    mean = {name: (gradients(1)[name] + gradients(2)[name]).astype("float64") / 5 for name in gradients(1)}
+    norm = math.sqrt(sum(float((g**2).sum()) for g in mean.values()))
+    assert norm > 0.5
+    assert optimizer.finish_gradients(5.0) == pytest.approx(norm, rel=1e-6), "the norm is that before clipping"
+    factor = 0.5 / norm if max_norm == 0.5 else 1.0
+    for name, expected in mean.items():
+        np.testing.assert_allclose(optimizer.parameters[name].grad.numpy(), factor * expected, rtol=1e-6, atol=1e-7)
+    assert optimizer.parameters["unused.weight"].grad is None
+
+
+def test_a_step_drops_the_gradients() -> None:
+    optimizer = Optimizer(parameters(initial()), section(), NUM_STEPS)
+    run(optimizer, [1])
+    assert all(parameter.grad is None for parameter in optimizer.parameters.values())
+
+
+def test_state_round_trip_is_bit_exact() -> None:
+    train = section(weight_decay=0.1)
+    through = Optimizer(parameters(initial()), train, NUM_STEPS)
+    values = run(through, [1, 2, 3])
+    state = {key: tensor.numpy() for key, tensor in through.state()}
+    slots = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
+    assert set(state) == {f"{name}/{slot}" for name in SHAPES if name != "unused.weight" for slot in slots}
+    assert all(state[f"{name}/moment1"].shape == tuple(SHAPES[name]) for name in gradients(1))
+
+    # twice in one process, and the second time from a state that was saved before any step
+    for _ in range(2):
+        resumed = Optimizer(parameters(values), train, NUM_STEPS)
+        resumed.load_state(state)
+        state = {key: tensor.numpy() for key, tensor in resumed.state()}
+    run(through, [4, 5, 6])
+    run(resumed, [4, 5, 6])
+    for name, parameter in through.parameters.items():
+        assert np.array_equal(resumed.parameters[name].numpy(), parameter.numpy()), name
+    ends = {key: tensor.numpy() for key, tensor in through.state()}
+    again = {key: tensor.numpy() for key, tensor in resumed.state()}
+    assert ends.keys() == again.keys() == state.keys()
+    assert all(np.array_equal(ends[key], again[key]) for key in ends)
+
+
+def test_masters_of_16_bit_parameters_round_trip() -> None:
+    """Paddle has no 16-bit update on cpu, so the state is made as its first step makes it, and no step is taken."""
+
+    def make_state(optimizer: Optimizer) -> Arrays:
+        block = paddle.static.default_main_program().global_block()
+        with paddle.utils.unique_name.guard():
+            optimizer._paddle._create_accumulators(block, list(optimizer.parameters.values()))
+        return {key: tensor.numpy() for key, tensor in optimizer.state()}
+
+    values = initial()
+    state = make_state(Optimizer(parameters(values, "bfloat16"), section(), NUM_STEPS))
+    assert set(state) == {
+        f"{name}/{slot}"
+        for name in SHAPES
+        for slot in ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc", "master")
+    }
+    rng = np.random.default_rng(1)
+    state = {key: rng.standard_normal(value.shape).astype("float32") for key, value in state.items()}
+    resumed = Optimizer(parameters(values, "bfloat16"), section(), NUM_STEPS)
+    resumed.load_state(state)
+    after = make_state(resumed)
+    assert after.keys() == state.keys()
+    assert all(np.array_equal(after[key], state[key]) for key in state)

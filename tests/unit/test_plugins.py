@@ -1,0 +1,198 @@
+"""Third-party packages are found and registered; one that is broken is reported and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import llmsuite
+from llmsuite.cli import commands
+from llmsuite.errors import RecipeError
+from llmsuite.plugins import builtin, hookspecs
+from llmsuite.plugins.hookspecs import LoggerSpec, StageSpec
+from llmsuite.plugins.manager import ALLOW_LIST, BUILTIN, PluginInfo, Registry, load_plugins
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.schema_json import recipe_schema
+from llmsuite.recipe.section import Section
+from tests.conftest import STAGE_PLUGIN, PluginSite, registry_with
+
+BEFORE = "def llmsuite_register_stages"
+
+
+def load(site: PluginSite) -> tuple[Registry, dict[str, PluginInfo]]:
+    """Everything, and the plugins of this test by name."""
+    registry = load_plugins(builtin, commands)
+    return registry, {i.name: i for i in registry.plugins if i.value.partition(":")[0] in site.modules}
+
+
+def implementations(registry: Registry) -> set[str]:
+    """Modules that some hook would call."""
+    hooks = vars(registry.pm.hook).values()
+    found = {impl.plugin for hook in hooks if hasattr(hook, "get_hookimpls") for impl in hook.get_hookimpls()}
+    return {getattr(plugin, "__name__", str(plugin)) for plugin in found}
+
+
+def test_working_plugin(site: PluginSite, write_recipe: Callable[..., Any]) -> None:
+    site.install("third-party", entry_points="stages = {module}")
+    registry, plugins = load(site)
+    info = plugins["stages"]
+    assert (info.error, info.distribution, info.value) == (None, "third-party 1.0", "third_party")
+    assert info.provides == ["stage kto"]
+    assert info.hooks == ["llmsuite_register_stages"]
+    assert registry.owner("stage", "kto") is info
+    plan = plan_run(write_recipe({"stage": "kto", "kto": {"beta": 0.2}}), [], registry)
+    assert plan.recipe.kto.beta == 0.2  # type: ignore[attr-defined]
+    with pytest.raises(RecipeError, match=r"kto\.betta: unknown key; did you mean 'beta'"):
+        plan_run(write_recipe({"stage": "kto", "kto": {"betta": 1}}), [], registry)
+
+
+def test_an_object_can_be_a_plugin(site: PluginSite) -> None:
+    methods = STAGE_PLUGIN.replace("\n@llmsuite", "\nclass Plugin:\n  @llmsuite").replace(
+        f"{BEFORE}():\n    ", f"  {BEFORE}(self):\n        "
+    )
+    site.install("third-party", f"{methods}\nplugin = Plugin()\n", "own = {module}:plugin")
+    registry, plugins = load(site)
+    assert plugins["own"].error is None
+    assert "kto" in registry.stages
+
+
+def test_function_of_another_name(site: PluginSite) -> None:
+    marked = STAGE_PLUGIN.replace("hookimpl", 'hookimpl(specname="llmsuite_register_stages")')
+    site.install("third-party", marked.replace(BEFORE, "def stages"))
+    assert "kto" in load(site)[0].stages
+
+
+SPEC = 'StageSpec(name="kto"'
+BROKEN = {
+    "import": ("import json\nraise RuntimeError('no licence')", "RuntimeError: no licence"),
+    "syntax": ("def (", "SyntaxError"),
+    "exit": ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    "missing package": ("import no_such_package_anywhere", "No module named 'no_such_package_anywhere'"),
+    "misspelt hook": (STAGE_PLUGIN.replace(BEFORE, BEFORE[:-1]), "unknown hook 'llmsuite_register_stage' in plugin"),
+    "unknown argument": (
+        STAGE_PLUGIN + "\n@llmsuite.hookimpl\ndef llmsuite_step_end(run, stepp):\n    print('called')\n",
+        "Argument(s) {'stepp'} are declared in the hookimpl but can not be found in the hookspec",
+    ),
+    "unmarked": (
+        STAGE_PLUGIN.replace("@llmsuite.hookimpl", ""),
+        "llmsuite_register_stages: not marked with @llmsuite.hookimpl",
+    ),
+    "unmarked event": (STAGE_PLUGIN + "\ndef llmsuite_run_end(run): pass\n", "llmsuite_run_end: not marked"),
+    "empty": ("import llmsuite", "it has no function marked with @llmsuite.hookimpl"),
+    "newer contract": (
+        STAGE_PLUGIN.replace(SPEC, f"{SPEC}, api=2"),
+        "stage 'kto' needs version 2 of the plugin contract, this llmsuite has 1; install a newer llmsuite or an older",
+    ),
+    "raises": (STAGE_PLUGIN.replace("return [", "1 / 0; return ["), "ZeroDivisionError: division by zero"),
+    "exits": (STAGE_PLUGIN.replace("return [", "raise SystemExit(4); return ["), "SystemExit: 4"),
+    "returns nothing": (STAGE_PLUGIN.replace("return [", "["), "returned a NoneType; it has to return a list of Stage"),
+    "returns a spec": (
+        STAGE_PLUGIN.replace("return [", "return (").replace(")]", "))"),
+        "returned a StageSpec; it has",
+    ),
+    "returns names": (STAGE_PLUGIN.replace("return [", 'return ["kto", '), "returned a list with a str; it has to"),
+    "returns other specs": (
+        STAGE_PLUGIN.replace("register_stages", "register_models"),
+        "llmsuite_register_models returned a list with a StageSpec; it has to return a list of ModelFamily",
+    ),
+    "registers twice": (STAGE_PLUGIN.replace("return [", "return 2 * ["), "it registers stage 'kto' twice"),
+    "name is a key": (STAGE_PLUGIN.replace('"kto"', '"train"'), "a stage cannot be called 'train'"),
+    "name is no key": (STAGE_PLUGIN.replace('"kto"', '"k-to"'), "a stage cannot be called 'k-to'"),
+    "section is none": (
+        STAGE_PLUGIN.replace("config_cls=KtoSection", "config_cls=dict"),
+        "config_cls of stage 'kto' has to be a dataclass derived from llmsuite.recipe.section.Section",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_plugin(site: PluginSite, write_recipe: Callable[..., Any], case: str) -> None:
+    code, error = BROKEN[case]
+    site.install("broken-package", code, "aaa = {module}")  # comes first, as names are sorted
+    site.install("good-package", STAGE_PLUGIN.replace('"kto"', '"orpo"'), "good = {module}")
+    registry, plugins = load(site)
+    info = plugins["aaa"]
+    assert info.error is not None
+    assert error in info.error
+    assert (info.distribution, info.provides, info.hooks) == ("broken-package 1.0", [], [])
+    # nothing of it stays, nothing else suffers
+    assert implementations(registry) & site.modules == {"good_package"}
+    assert plugins["good"].error is None
+    assert set(registry.stages) >= {"dpo", "orpo"}
+    assert "kto" not in registry.stages
+    plan_run(write_recipe(), [], registry)
+    recipe_schema(registry)
+    # who asks for what it may have brought is told
+    message = registry.unknown("stage", "kto")
+    assert message.startswith("no stage is called 'kto'; registered: dpo, orpo")
+    assert f"Plugins that failed to load may bring it: aaa ({info.error.strip().splitlines()[-1]})" in message
+
+
+def test_refused_plugin_hears_no_events(site: PluginSite, capsys: pytest.CaptureFixture[str]) -> None:
+    site.install("broken-package", BROKEN["unknown argument"][0])
+    registry, _ = load(site)
+    registry.emit("llmsuite_step_end", run=None, step=1, metrics={})
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("value", ["{module}:nothing", "no_such_module", "not a module!", "{module}:none"])
+def test_entry_point_that_names_nothing(site: PluginSite, value: str) -> None:
+    site.install("third-party", "none = None", f"aaa = {value}")
+    registry = load_plugins(builtin, commands)
+    (info,) = [info for info in registry.plugins if info.distribution == "third-party 1.0"]
+    assert info.error
+    assert "dpo" in registry.stages
+
+
+def test_allow_list(site: PluginSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kto", "orpo", "simpo"):
+        site.install(f"{name}-package", STAGE_PLUGIN.replace('"kto"', f'"{name}"'), f"{name} = {{module}}")
+    for allowed, expected in {
+        "orpo": {"orpo"},
+        "kto, simpo": {"kto", "simpo"},
+        "kto,unheard_of": {"kto"},
+        "": set(),
+        " ": set(),
+    }.items():
+        monkeypatch.setenv(ALLOW_LIST, allowed)
+        registry, plugins = load(site)
+        assert set(plugins) == expected
+        assert set(registry.stages) == {"dpo", *expected}
+        assert [info.distribution for info in registry.plugins[:2]] == [BUILTIN, BUILTIN]
+    assert registry.unknown("stage", "kto").endswith(f". {ALLOW_LIST} allows no plugins")
+    monkeypatch.setenv(ALLOW_LIST, "orpo")
+    assert registry.unknown("stage", "kto").endswith(f". {ALLOW_LIST} allows only orpo")
+    monkeypatch.delenv(ALLOW_LIST)
+    assert set(load(site)[1]) == {"kto", "orpo", "simpo"}
+    assert "allows" not in registry.unknown("stage", "kto")
+
+
+def test_plugin_that_is_not_allowed_is_not_imported(site: PluginSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install("third-party", "raise RuntimeError('imported')")
+    monkeypatch.setenv(ALLOW_LIST, "other")
+    assert load(site)[1] == {}
+
+
+def test_built_in_plugins_come_by_the_same_way() -> None:
+    registry = registry_with()
+    assert [info.name for info in registry.plugins] == ["builtin", "commands"]
+    assert {name for info in registry.plugins for name in info.hooks} <= set(hookspecs.hook_names())
+    for kind, name in (("stage", "dpo"), ("model", "llama"), ("device", "cpu"), ("command", "run")):
+        assert registry.owner(kind, name).distribution == BUILTIN
+
+
+def test_specs_of_every_kind_reach_the_registry() -> None:
+    class Plugin:
+        @llmsuite.hookimpl
+        def llmsuite_register_loggers(self) -> list[LoggerSpec]:
+            return [LoggerSpec(name="mine", help="", factory=lambda run_dir: NotImplemented)]
+
+        @llmsuite.hookimpl
+        def llmsuite_register_stages(self) -> list[StageSpec]:
+            return [StageSpec(name="mine", help="", config_cls=Section, factory=object)]
+
+    registry = registry_with(plugin=Plugin())
+    assert registry.plugins[-1].provides == ["stage mine", "logger mine"]
+    assert registry.loggers["mine"] is registry.specs("logger")["mine"]

@@ -1,0 +1,223 @@
+"""Reference log-probabilities are computed once, found again exactly, and never mixed up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.engine import collective
+from llmsuite.errors import UserError
+from llmsuite.stages.reference_cache import ReferenceCache, answer_key, complete
+from tests.unit import dpo_case
+
+fork = multiprocessing.get_context("fork")  # the children touch nothing but sqlite
+
+# keys
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+
+
+@given(ids, ids, ids, ids)
+def test_a_key_tells_apart_all_prompts_and_answers(a: list[int], b: list[int], c: list[int], d: list[int]) -> None:
+    assert (answer_key(a, b) == answer_key(c, d)) == ((a, b) == (c, d))
+
+
+@given(st.lists(st.integers(0, 511), min_size=1, max_size=8))
+def test_the_boundary_between_prompt_and_answer_matters(tokens: list[int]) -> None:
+    keys = {answer_key(tokens[:at], tokens[at:]) for at in range(len(tokens) + 1)}
+    assert len(keys) == len(tokens) + 1
+
+
+# one store
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text("0123456789abcdef", min_size=1), st.floats(allow_nan=False), max_size=20))
+def test_values_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, entries: dict[str, float]) -> None:
+    root = tmp_path_factory.mktemp("cache")
+    ReferenceCache("model", root).store(entries)
+    assert ReferenceCache("model", root).lookup([*entries, "never stored"]) == entries
+
+
+def test_models_do_not_share_entries(tmp_path: Path) -> None:
+    ReferenceCache("one", tmp_path).store({"a": -1.0})
+    assert ReferenceCache("two", tmp_path).lookup(["a"]) == {}
+
+
+class Crash(Exception):
+    pass
+
+
+class Entries(dict[str, float]):
+    """Entries that end in a crash after the first hundred have been handed over."""
+
+    def __init__(self, crash: Callable[[], None]):
+        super().__init__({f"new {i}": float(i) for i in range(200)} | {"old": 0.0})
+        self.crash = crash
+
+    def items(self) -> Iterator[tuple[str, float]]:  # type: ignore[override]
+        for number, item in enumerate([("old", 0.0), *super().items()]):
+            if number == 100:
+                self.crash()
+            yield item
+
+
+def assert_only_the_old_entry(cache: ReferenceCache) -> None:
+    assert cache.lookup(["old", *(f"new {i}" for i in range(200))]) == {"old": -1.0}
+    cache.store({"next": -2.0})
+    assert cache.lookup(["next"]) == {"next": -2.0}
+
+
+def test_an_error_in_the_middle_of_a_store_leaves_nothing_of_it(tmp_path: Path) -> None:
+    def crash() -> None:
+        raise Crash
+
+    cache = ReferenceCache("model", tmp_path)
+    cache.store({"old": -1.0})
+    with pytest.raises(Crash):
+        cache.store(Entries(crash))
+    assert_only_the_old_entry(cache)
+
+
+def test_a_kill_in_the_middle_of_a_store_leaves_nothing_of_it(tmp_path: Path) -> None:
+    cache = ReferenceCache("model", tmp_path)
+    cache.store({"old": -1.0})
+    child = fork.Process(target=cache.store, args=(Entries(lambda: os._exit(9)),))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 9
+    assert_only_the_old_entry(cache)
+
+
+def _store_many(root: Path, name: str, count: int, start: Any) -> None:
+    start.wait()
+    for i in range(count):
+        ReferenceCache("model", root).store({f"{name} {i} {j}": i + j / 8 for j in range(8)})
+
+
+def test_processes_that_store_at_once_lose_nothing(tmp_path: Path) -> None:
+    names, count = ("a", "b", "c", "d"), 10
+    start = fork.Barrier(len(names))  # so that they also create the file at once
+    children = [fork.Process(target=_store_many, args=(tmp_path, name, count, start)) for name in names]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0] * len(names)
+    expected = {f"{name} {i} {j}": i + j / 8 for name in names for i in range(count) for j in range(8)}
+    assert ReferenceCache("model", tmp_path).lookup(expected) == expected
+
+
+# filling it
+
+KEYS = [f"{pair} {side}" for pair in range(5) for side in ("chosen", "rejected")]
+
+
+def value_of(key: str) -> float:
+    return -1.0 - KEYS.index(key) / 8
+
+
+def run_ranks(num_ranks: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> list[Any]:
+    """Call `work` with every rank, each in a thread that sees itself as that rank."""
+    here, barrier = threading.local(), threading.Barrier(num_ranks, timeout=60)
+    given: dict[int, Sequence[float]] = {}
+
+    def sum_floats(values: Sequence[float]) -> list[float]:
+        given[here.rank] = values
+        barrier.wait()
+        sums = [sum(column) for column in zip(*given.values(), strict=True)]
+        barrier.wait()
+        return sums
+
+    monkeypatch.setattr(collective, "rank", lambda: here.rank)
+    monkeypatch.setattr(collective, "num_ranks", lambda: num_ranks)
+    monkeypatch.setattr(collective, "sum_floats", sum_floats)
+    results: list[Any] = [None] * num_ranks
+
+    def enter(rank: int) -> None:
+        here.rank = rank
+        results[rank] = work(rank)
+
+    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("known", [0, 1, 4, 9, 10])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 16])
+def test_ranks_share_the_work_and_get_the_same_values(
+    num_ranks: int, known: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ReferenceCache("model", tmp_path).store({key: value_of(key) for key in KEYS[:known]})
+    computed: list[set[int]] = [set() for _ in range(num_ranks)]
+
+    def work(rank: int) -> tuple[dict[str, float], int]:
+        def compute(missing: list[int]) -> Mapping[str, float]:
+            computed[rank] = {i // 2 for i in missing}
+            # as a stage does: a pair whole, also where only one of its answers is asked for
+            return {key: value_of(key) for pair in computed[rank] for key in KEYS[2 * pair : 2 * pair + 2]}
+
+        return complete(ReferenceCache("model", tmp_path), KEYS, compute)
+
+    for values, count in run_ranks(num_ranks, monkeypatch, work):
+        assert values == {key: value_of(key) for key in KEYS}
+        assert count == len(KEYS) - known
+    assert ReferenceCache("model", tmp_path).lookup(KEYS) == {key: value_of(key) for key in KEYS}
+    if num_ranks < 4 and known == 0:
+        # no pair is computed more often than a boundary between two ranks can cut one
+        assert sum(map(len, computed)) <= 5 + num_ranks - 1
+
+
+def test_what_is_not_finite_is_refused_and_not_stored(tmp_path: Path) -> None:
+    cache = ReferenceCache("model", tmp_path)
+    with pytest.raises(UserError, match="infinite or not a number"):
+        complete(cache, ["a", "b"], lambda missing: {"a": -1.0, "b": float("nan")})
+    assert cache.lookup(["a", "b"]) == {}
+
+
+# the stage
+
+
+def test_the_stage_computes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+    pairs, _ = dpo_case.pairs(dpo_case.stage(), dpo_case.rows(5))
+
+    def fill(seed: int, some: Sequence[Any], **keys: Any) -> tuple[dict[str, float], str]:
+        said: list[str] = []
+        stage = dpo_case.stage(report=said.append, **keys)
+        stage.before_training(dpo_case.model(seed=seed), some)
+        return stage._reference, said[-1].removeprefix("reference log-probabilities: ")
+
+    first, said = fill(1, pairs[:4])
+    assert said == "0 cached, 8 computed"
+    again, said = fill(2, pairs[:4])  # another model under the same digest would be seen
+    assert said == "8 cached, 0 computed"
+    assert again == first
+    assert all(float(paddle.to_tensor(value)) == value for value in first.values())
+
+    more, said = fill(1, pairs)
+    assert said == "8 cached, 2 computed"
+    assert first.items() < more.items()
+    other, said = fill(2, pairs[:4], model_digest="another model")
+    assert said == "0 cached, 8 computed"
+    assert other.keys() == first.keys()
+    assert all(other[key] != first[key] for key in first)
+    # a new answer to a known prompt, and the known answers to a new one
+    known = pairs[0]
+    changed = [
+        type(known)(known.prompt, known.chosen, pairs[1].rejected),
+        type(known)(pairs[1].prompt, known.chosen, known.rejected),
+    ]
+    assert fill(1, changed)[1] == "1 cached, 3 computed"

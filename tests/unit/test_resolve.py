@@ -1,0 +1,207 @@
+"""What follows from a recipe, and which combinations are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.errors import Problem, RecipeError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import Degrees, RunPlan, plan_run, unsupported
+from llmsuite.resources import bundled
+from tests.conftest import VALID, position
+
+Plan = Callable[..., RunPlan]
+Problems = Callable[..., list[Problem]]
+RECIPES = sorted(bundled("recipes").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_shipped_recipe_plans(path: Path, registry: Registry) -> None:
+    plan = plan_run(path, [], registry)
+    world = plan.recipe.launch.num_devices * plan.recipe.launch.nnodes
+    assert plan.degrees.num_ranks == world
+    samples = plan.recipe.train.micro_batch_size * plan.accumulate_steps * plan.degrees.num_data_ranks
+    assert samples == plan.recipe.train.global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "nnodes", "tp", "pp", "sharding", "expected"),
+    [
+        (1, 1, 1, 1, 1, Degrees(pp=1, dp=1, sharding=1, tp=1)),
+        (8, 1, 2, 2, 1, Degrees(pp=2, dp=2, sharding=1, tp=2)),
+        (8, 1, 2, 2, 2, Degrees(pp=2, dp=1, sharding=2, tp=2)),
+        (8, 2, 2, 1, 4, Degrees(pp=1, dp=2, sharding=4, tp=2)),
+    ],
+)
+def test_degrees(plan: Plan, num_devices: int, nnodes: int, tp: int, pp: int, sharding: int, expected: Degrees) -> None:
+    parallel = {"tensor_parallel_degree": tp, "pipeline_parallel_degree": pp, "sharding_parallel_degree": sharding}
+    launch = {"num_devices": num_devices, "nnodes": nnodes}
+    stage = "stage1" if sharding > 1 else "none"
+    found = plan({"parallel": {**parallel, "sharding": stage}, "launch": launch, "train.global_batch_size": 64}).degrees
+    assert found == expected
+    assert found.num_ranks == num_devices * nnodes
+    assert found.num_data_ranks == expected.dp * sharding
+
+
+def test_degrees_as_text() -> None:
+    assert str(Degrees(pp=1, dp=2, sharding=3, tp=4)) == "pp1 dp2 sharding3 tp4"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "recipe.json"
+    path.write_text(json.dumps(VALID))
+    return path
+
+
+DEGREE = st.sampled_from([1, 1, 2, 3, 4])
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 24), DEGREE, DEGREE, DEGREE, st.integers(1, 4), st.integers(1, 48))
+def test_numbers_agree_or_are_refused(
+    file: Path, registry: Registry, world: int, tp: int, pp: int, sharding: int, micro: int, batch: int
+) -> None:
+    overrides = {
+        "launch.num_devices": world,
+        "parallel.tensor_parallel_degree": tp,
+        "parallel.pipeline_parallel_degree": pp,
+        "parallel.sharding_parallel_degree": sharding,
+        "parallel.sharding": "stage2" if sharding > 1 else "none",
+        "train.micro_batch_size": micro,
+        "train.global_batch_size": batch,
+    }
+    words = [f"--{key}={value}" for key, value in overrides.items()]
+    divides_heads = 32 % tp == 0
+    divides_world = world % (tp * pp * sharding) == 0
+    data_ranks = world // (tp * pp)
+    if divides_heads and divides_world and batch % (micro * data_ranks) == 0:
+        plan = plan_run(file, words, registry)
+        assert plan.degrees == Degrees(pp, data_ranks // sharding, sharding, tp)
+        assert plan.accumulate_steps * micro * data_ranks == batch
+        return
+    with pytest.raises(RecipeError) as caught:
+        plan_run(file, words, registry)
+    expected = [] if divides_heads else ["parallel.tensor_parallel_degree"]
+    if not divides_world:
+        expected.append("launch.num_devices")
+    elif batch % (micro * data_ranks):
+        expected.append("train.global_batch_size")
+    assert sorted({p.key for p in caught.value.problems}) == sorted(expected)
+
+
+def test_accumulate_steps(plan: Plan) -> None:
+    found = plan({"launch.num_devices": 2, "train.global_batch_size": 24, "train.micro_batch_size": 3})
+    assert (found.degrees.dp, found.accumulate_steps) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        (
+            {"launch.num_devices": 6, "parallel.tensor_parallel_degree": 4},
+            "launch.num_devices",
+            "6 devices cannot hold tensor 4 x pipeline 1 x sharding 1 = 4 ranks; use a multiple of 4",
+        ),
+        (
+            {"launch.num_devices": 1, "parallel.pipeline_parallel_degree": 2},
+            "launch.num_devices",
+            "1 devices cannot hold tensor 1 x pipeline 2 x sharding 1 = 2 ranks; use a multiple of 2",
+        ),
+        (
+            {"launch": {"num_devices": 2, "nnodes": 2}, "train.global_batch_size": 12},
+            "train.global_batch_size",
+            "is 12; it has to be a multiple of micro_batch_size 2 x data ranks 4 = 8",
+        ),
+        (
+            {"parallel.sharding": "stage1"},
+            "parallel.sharding",
+            "is stage1, but there is one data rank (pp1 dp1 sharding1 tp1): nothing to cut over",
+        ),
+        (
+            {"parallel.tensor_parallel_degree": 2, "launch.num_devices": 2, "model.config": {"num_key_value_heads": 1}},
+            "parallel.tensor_parallel_degree",
+            "is 2, which does not divide num_key_value_heads = 1",
+        ),
+        (
+            {"parallel.tensor_parallel_degree": 2, "launch.num_devices": 2, "model.config": {"vocab_size": 511}},
+            "parallel.tensor_parallel_degree",
+            "is 2, which does not divide vocab_size = 511",
+        ),
+        (
+            {"parallel.pipeline_parallel_degree": 3, "launch.num_devices": 3, "model.config": {"num_hidden_layers": 2}},
+            "parallel.pipeline_parallel_degree",
+            "is 3; the model has 2 layers to cut",
+        ),
+        (
+            {"data.max_length": 2049},
+            "data.max_length",
+            "is 2049; the model was made for at most 2048 positions",
+        ),
+        (
+            {"model.config": {"hidden_size": 33}},
+            "model.config.hidden_size",
+            "is 33, not a multiple of num_attention_heads = 32",
+        ),
+        ({"device": "cup"}, "device", "no device is called 'cup'; did you mean 'cpu'? registered: cpu, gpu, xpu"),
+        ({"engine.precision": "bf16"}, "engine.precision", "bf16 does not work on cpu; it has fp32"),
+        ({"data.format": "trl"}, "data.format", "no data format is called 'trl'"),
+        ({"loggers": ["visualdl", "visaldl"]}, "loggers", "no logger is called 'visaldl'; did you mean 'visualdl'?"),
+    ],
+)
+def test_illegal_combination(
+    problems: Problems, tmp_path: Path, changes: dict[str, Any], key: str, message: str
+) -> None:
+    (problem,) = problems(changes)
+    assert problem.key == key
+    assert problem.message.startswith(message)
+    assert problem.where == position(tmp_path / "recipe.json", f'"{key.rpartition(".")[2]}":')
+
+
+def test_broken_rules_are_told_at_once_in_the_order_of_the_file(problems: Problems) -> None:
+    changes = {"device": "cup", "data.max_length": 4096, "parallel.tensor_parallel_degree": 3, "data.format": "x"}
+    keys = ["data.max_length", "data.format", "launch.num_devices", "device", *["parallel.tensor_parallel_degree"] * 3]
+    found = problems({"launch.num_devices": 4, **changes})
+    assert [p.key for p in found] == keys
+
+
+@pytest.mark.parametrize(
+    ("changes", "data_ranks"),
+    [({"launch.num_devices": 2}, 2), ({"launch.num_devices": 2, "parallel.sharding_parallel_degree": 2}, 2)],
+)
+def test_sharding_needs_something_to_cut_over(plan: Plan, changes: dict[str, Any], data_ranks: int) -> None:
+    assert plan({"parallel.sharding": "stage3", **changes}).degrees.num_data_ranks == data_ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "asked"),
+    [
+        ({"parallel.tensor_parallel_degree": 2, "launch.num_devices": 2}, "parallel.tensor_parallel_degree", "is 2;"),
+        (
+            {"parallel.pipeline_parallel_degree": 2, "launch.num_devices": 2},
+            "parallel.pipeline_parallel_degree",
+            "is 2",
+        ),
+        ({"parallel.sharding": "stage1", "launch.num_devices": 2}, "parallel.sharding", "is stage1; "),
+        ({"engine.mode": "to_static"}, "engine.mode", "is to_static; this version of the engine runs dynamic only"),
+        ({"launch.nnodes": 2}, "launch.nnodes", "is 2; this version of the engine runs 1 only"),
+    ],
+)
+def test_legal_but_not_in_this_version(
+    plan: Plan, tmp_path: Path, changes: dict[str, Any], key: str, asked: str
+) -> None:
+    (problem,) = unsupported(plan(changes))
+    assert (problem.key, problem.message[: len(asked)]) == (key, asked)
+    assert problem.where == position(tmp_path / "recipe.json", f'"{key.rpartition(".")[2]}":')
+    assert "--smoke" in problem.message
+
+
+def test_everything_in_this_version_is_supported(plan: Plan) -> None:
+    assert unsupported(plan({"launch.num_devices": 2, "engine.recompute": "full"})) == []

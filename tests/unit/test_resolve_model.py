@@ -1,0 +1,175 @@
+"""Where a model's shape, weights, tokenizer and data come from, and what is said when they are not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.errors import Problem, RecipeError
+from llmsuite.models.llama.config import PRESETS, LlamaConfig
+from llmsuite.recipe.load import REMOVE
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.resources import bundled
+from tests.conftest import position
+
+Plan = Callable[..., RunPlan]
+Problems = Callable[..., list[Problem]]
+
+TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+TINY = {**TINY, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A model directory as far as its shape goes."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "silu", **TINY}))
+    return directory
+
+
+def from_weights(weights: Path, **changes: Any) -> dict[str, Any]:
+    return {"model.weights": str(weights), "model.preset": REMOVE, "model.tokenizer": REMOVE, **changes}
+
+
+def test_shape_of_a_preset(plan: Plan) -> None:
+    assert plan().model_config == LlamaConfig(**PRESETS["llama-7b"])
+
+
+def test_single_dimensions_lie_over_the_preset(plan: Plan) -> None:
+    config = plan({"model.config": {"num_hidden_layers": 2, "rope_theta": 5}}).model_config
+    assert (config.num_hidden_layers, config.rope_theta, config.rms_norm_eps) == (2, 5.0, 1e-6)
+
+
+def test_shape_without_a_preset(plan: Plan) -> None:
+    config = plan({"model.preset": REMOVE, "model.config": TINY}).model_config
+    assert config == LlamaConfig(**TINY)
+
+
+def test_shape_of_the_weights(plan: Plan, weights: Path) -> None:
+    found = plan(from_weights(weights))
+    assert found.model_config == LlamaConfig(**TINY)
+    assert found.weights == weights
+    assert found.tokenizer == weights  # the one that lies with the weights
+
+
+def test_tokenizer_of_its_own(plan: Plan, weights: Path) -> None:
+    found = plan(from_weights(weights, **{"model.tokenizer": "data/tokenizer"}))
+    assert found.tokenizer is not None
+    assert found.tokenizer.resolve() == (bundled("data") / "tokenizer").resolve()
+
+
+def test_recipe_and_weights_differ(problems: Problems, weights: Path, tmp_path: Path) -> None:
+    (problem,) = problems({"model.weights": str(weights), "model.config": {"hidden_size": 16, "vocab_size": 65}})
+    assert problem.key == "model.weights"
+    assert problem.where == position(tmp_path / "recipe.json", '"weights"')
+    assert problem.message == (
+        f"{weights} has another shape: rms_norm_eps is 1e-06 in the recipe and 1e-05 in config.json; "
+        "vocab_size is 65 in the recipe and 64 in config.json"
+    )
+
+
+def test_recipe_may_repeat_and_change_what_only_beginnings_depend_on(plan: Plan, weights: Path) -> None:
+    same = {**TINY, "initializer_range": 0.5, "max_position_embeddings": 9, "bos_token_id": 7, "eos_token_id": [1]}
+    assert plan(from_weights(weights, **{"model.config": same})).model_config == LlamaConfig(**TINY)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": "gpt2"}', "model_type 'gpt2' is not supported; supported: llama"),
+        ("{}", "model_type None is not supported"),
+        ("{", "config.json"),
+        ('{"model_type": "llama", "hidden_act": "gelu"}', "hidden_act is 'gelu'"),
+        ('{"model_type": "llama", "attention_bias": true}', "attention_bias"),
+    ],
+)
+def test_weights_with_an_odd_config(problems: Problems, weights: Path, tmp_path: Path, text: str, message: str) -> None:
+    (weights / "config.json").write_text(text)
+    (problem,) = problems(from_weights(weights))
+    assert problem.key == "model.weights"
+    assert problem.where == position(tmp_path / "recipe.json", '"weights"')
+    assert message in problem.message
+
+
+def test_unknown_preset(problems: Problems, tmp_path: Path) -> None:
+    (problem,) = problems({"model.preset": "lama-7b"})
+    known = ", ".join(sorted(PRESETS))
+    assert problem == Problem(
+        position(tmp_path / "recipe.json", '"preset"'),
+        "model.preset",
+        f"family llama has no preset 'lama-7b'; known: {known}",
+    )
+
+
+def test_model_of_unknown_size(problems: Problems, tmp_path: Path) -> None:
+    (problem,) = problems({"model.preset": REMOVE})
+    assert problem.where == position(tmp_path / "recipe.json", '"model"')
+    assert problem.message == "give weights, a preset or a config; one of them says how large the model is"
+
+
+def test_weights_that_are_not_there(plan: Plan, problems: Problems, tmp_path: Path) -> None:
+    (problem,) = problems({"model.weights": "org/model", "model.preset": REMOVE})
+    assert (problem.key, problem.where) == ("model.weights", position(tmp_path / "recipe.json", '"weights"'))
+    assert problem.message.startswith("org/model is not a directory with a model.")
+    assert "`llmsuite import SOURCE -o org/model`" in problem.message
+    assert "`hf download org/model --local-dir DIR`" in problem.message
+    assert "Or set model.preset" in problem.message
+    # with a preset the recipe can be checked; only a run needs the files
+    found = plan({"model.weights": "org/model"})
+    assert found.weights == Path("org/model")
+    with pytest.raises(RecipeError) as caught:
+        found.check_files()
+    where = position(tmp_path / "recipe.json", '"weights"')
+    assert [(p.key, p.where) for p in caught.value.problems] == [("model.weights", where)]
+
+
+def test_missing_files_are_told_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {"data.train": "no.jsonl", "data.eval": "data", "model.weights": "w", "model.tokenizer": "t"}
+    with pytest.raises(RecipeError) as caught:
+        plan(changes).check_files()
+    path = tmp_path / "recipe.json"
+    found = {p.key: (p.where, p.message) for p in caught.value.problems}
+    assert found.keys() == {"data.train", "data.eval", "model.weights", "model.tokenizer"}
+    assert found["data.train"] == (
+        position(path, '"train": "'), f"no.jsonl is not a file (working directory: {tmp_path})"
+    )  # fmt: skip
+    assert "data is not a file" in found["data.eval"][1]
+    assert found["model.tokenizer"][1].startswith("t is not a directory with a model")
+
+
+def test_tokenizer_is_required_without_weights(plan: Plan) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan({"model.tokenizer": REMOVE}).check_files()
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.message) == ("model.tokenizer", "is required when model.weights is not given")
+
+
+def test_files_that_are_there(plan: Plan, weights: Path) -> None:
+    plan().check_files()
+    plan(from_weights(weights)).check_files()
+
+
+def test_working_directory_goes_before_what_is_bundled(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan().train_file == bundled("data") / "preference" / "train.jsonl"
+    own = tmp_path / "data" / "preference"
+    own.mkdir(parents=True)
+    (own / "train.jsonl").touch()
+    assert plan().train_file.resolve() == (own / "train.jsonl").resolve()
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(plan: Plan, tmp_path: Path) -> None:
+    found = plan({"output_dir": str(tmp_path / "run")})
+    found.check_output()
+    (tmp_path / "run" / "checkpoints" / "step-3").mkdir(parents=True)
+    with pytest.raises(RecipeError, match="holds checkpoints; add --resume") as caught:
+        found.check_output()
+    assert caught.value.problems[0].where == position(tmp_path / "recipe.json", '"output_dir"')

@@ -1,0 +1,88 @@
+"""`--smoke` makes a small run of any recipe: the same stage and loss, a tiny shape, embedded data, CPU processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.load import REMOVE
+from llmsuite.recipe.resolve import RunPlan, plan_run, unsupported
+from llmsuite.recipe.section import as_plain
+from llmsuite.resources import bundled
+
+Plan = Callable[..., RunPlan]
+RECIPES = sorted(bundled("recipes").glob("*/*.json"))
+
+
+@pytest.fixture(params=RECIPES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def recipe(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_every_recipe_has_a_smoke_run(
+    recipe: Path, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # nothing of it may depend on where it is started
+    plan = plan_run(recipe, [], registry, smoke=True)
+    assert unsupported(plan) == []
+    plan.check_files()
+    assert plan.device.name == "cpu"
+    assert plan.model_config == plan.family.config_cls(**plan.family.smoke)
+    assert plan.weights is None
+
+
+def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
+    whole, small = (plan_run(recipe, [], registry, smoke).recipe for smoke in (False, True))
+    stage = whole.stage
+    for key in ("stage", stage, "seed"):
+        assert as_plain(small)[key] == as_plain(whole)[key]
+    assert small.model.family == whole.model.family
+    for key in ("lr_schedule", "warmup_ratio", "optimizer", "weight_decay", "max_grad_norm"):
+        assert as_plain(small.train)[key] == as_plain(whole.train)[key]
+    assert small.engine.recompute == whole.engine.recompute
+    assert small.output_dir == f"{whole.output_dir}-smoke"  # a real run is not written over
+
+
+def test_size(recipe: Path, registry: Registry) -> None:
+    whole, small = (plan_run(recipe, [], registry, smoke) for smoke in (False, True))
+    assert small.degrees.num_ranks == min(2, whole.degrees.num_ranks)
+    assert small.recipe.train.max_steps <= 8  # type: ignore[operator]
+    assert small.recipe.data.max_length <= small.model_config.max_position_embeddings
+    assert small.recipe.train.micro_batch_size <= 4
+    samples = small.recipe.train.micro_batch_size * small.accumulate_steps * small.degrees.num_data_ranks
+    assert samples == small.recipe.train.global_batch_size
+
+
+def test_batch_is_the_same_on_any_mesh(plan: Plan) -> None:
+    one, two = plan(smoke=True), plan(None, "--launch.num_devices=2", smoke=True)
+    assert (one.degrees.num_ranks, two.degrees.num_ranks) == (1, 2)
+    assert one.recipe.train.global_batch_size == two.recipe.train.global_batch_size
+    assert one.accumulate_steps == 2 * two.accumulate_steps
+
+
+def test_overrides_lie_over_it(plan: Plan) -> None:
+    small = plan({"train.num_epochs": 3, "train.max_steps": REMOVE}, "--train.max_steps=2", smoke=True)
+    assert small.recipe.train.max_steps == 2
+    assert small.recipe.train.num_epochs is None
+    small = plan(None, "--model.config.num_hidden_layers=1", "--output_dir=here", smoke=True)
+    assert small.model_config.num_hidden_layers == 1
+    assert small.model_config.hidden_size == 64
+    assert small.recipe.output_dir == "here"
+
+
+def test_origins(plan: Plan, tmp_path: Path) -> None:
+    loaded = plan({"model.config": {"rope_theta": 7}}, "--seed=1", smoke=True).loaded
+    assert loaded.origin(("model", "config", "hidden_size")) == "--smoke"
+    assert loaded.origin(("data", "max_length")) == "--smoke"
+    assert loaded.origin(("seed",)) == "--seed=1"
+    assert loaded.origin(("stage",)).startswith(f"{tmp_path / 'recipe.json'}:")
+    assert ("model", "preset") not in loaded.origins
+
+
+def test_recipe_has_to_be_right_before_it_is_made_small(problems: Callable[..., list[object]]) -> None:
+    (problem,) = problems({"data.max_length": 0}, smoke=True)
+    assert "data.max_length: expected integer > 0, found 0" in str(problem)

@@ -1,0 +1,143 @@
+"""The ledger's arithmetic, and a step that refuses to learn from infinities."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.engine import collective
+from llmsuite.engine.loss_ledger import LossLedger, LossTerms
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.step import NonFiniteLoss, train_step
+from llmsuite.errors import UserError
+from tests.unit import dpo_case
+
+
+def scalar(value: float) -> Any:
+    return paddle.to_tensor(value, dtype="float32")
+
+
+@given(st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 50), st.integers(0, 9)), min_size=1, max_size=8))
+def test_sums_are_divided_by_the_sum_of_their_own_weights(booked: list[tuple[int, int, int]]) -> None:
+    ledger = LossLedger()
+    for total, weight, other in booked:
+        ledger.add(LossTerms(scalar(total), float(weight), {"accuracy": (scalar(total / 2), float(other))}))
+        ledger.count(tokens=weight, stop=1)
+    weight, metrics = ledger.reduce()
+    totals, weights, others = (sum(column) for column in zip(*booked))
+    assert weight == weights
+    expected = {"tokens": weights, "stop": len(booked)}
+    # what nothing was booked on has no mean, rather than one of 0
+    expected |= {"loss": totals / weights} if weights else {}
+    expected |= {"accuracy": totals / 2 / others} if others else {}
+    assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_micro_batch_without_weight_changes_nothing() -> None:
+    ledger = LossLedger()
+    ledger.add(LossTerms(scalar(6), 3.0))
+    ledger.add(LossTerms(scalar(0), 0.0))
+    assert ledger.reduce() == (3.0, {"loss": 2.0})
+
+
+def test_ranks_are_added_up_before_anything_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, of which this one has the smaller part."""
+    other = {"loss": (90.0, 9.0), "accuracy": (4.0, 4.0), "tokens": 100.0}
+    added = [other["loss"][0], other["accuracy"][0], other["loss"][1], other["accuracy"][1], other["tokens"]]
+    monkeypatch.setattr(collective, "sum_floats", lambda values: [a + b for a, b in zip(values, added, strict=True)])
+    ledger = LossLedger()
+    ledger.add(LossTerms(scalar(1), 1.0, {"accuracy": (scalar(0), 1.0)}))
+    ledger.count(tokens=7)
+    assert ledger.reduce() == (10.0, {"loss": 9.1, "accuracy": 0.8, "tokens": 107.0})
+
+
+def test_the_ledger_keeps_no_graph() -> None:
+    weight = paddle.create_parameter([2], "float32")
+    total = (weight * weight).sum()
+    ledger = LossLedger()
+    ledger.add(LossTerms(total, 1.0))
+    assert ledger.reduce()[0] == 1.0
+    assert all(t.stop_gradient for sums in ledger._sums.values() for t in sums)
+    assert not total.stop_gradient
+
+
+class Scripted:
+    """Its samples are factors: the loss is factor * sum(weight), and its gradient the factor."""
+
+    def collate(self, samples: Sequence[float]) -> dict[str, Any]:
+        return {"factors": samples, "num_tokens": len(samples), "num_supervised": len(samples)}
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> LossTerms:
+        total = sum((model.weight * factor).sum() for factor in batch["factors"])
+        return LossTerms(total, float(len(batch["factors"])))
+
+
+class InfiniteGradient(Scripted):
+    """The loss is finite, its gradient at 0 is not."""
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> LossTerms:
+        return LossTerms(paddle.sqrt(model.weight * 0.0).sum(), 1.0)
+
+
+def trained() -> tuple[Any, Optimizer]:
+    """A model after one good AdamW step."""
+    model = paddle.nn.Linear(3, 2, bias_attr=False)
+    train = dpo_case.train_section(optimizer="adamw", weight_decay=0.1, max_grad_norm=1.0)
+    optimizer = Optimizer(dict(model.named_parameters()), train, total_steps=4)
+    train_step(1, [[1.0], [2.0, -0.5]], Scripted(), model, optimizer, contextlib.nullcontext)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("objective", "factor"),
+    [(Scripted(), math.inf), (Scripted(), -math.inf), (Scripted(), math.nan), (InfiniteGradient(), 1.0)],
+)
+def test_a_step_that_is_not_finite_updates_nothing(objective: Scripted, factor: float) -> None:
+    model, optimizer = trained()
+    before = model.weight.numpy()
+    state = {key: tensor.numpy() for key, tensor in optimizer.state()}
+    assert state, "there is something that could have been spoilt"
+    with pytest.raises(NonFiniteLoss, match=r"^step 17: loss is .*nothing was updated.*train\.learning_rate") as caught:
+        train_step(17, [[1.0], [factor], [2.0]], objective, model, optimizer, contextlib.nullcontext)
+    assert isinstance(caught.value, UserError)
+    assert np.array_equal(model.weight.numpy(), before)
+    after = {key: tensor.numpy() for key, tensor in optimizer.state()}
+    assert after.keys() == state.keys()
+    assert all(np.array_equal(after[key], state[key]) for key in state)
+
+
+def test_metrics_of_a_step() -> None:
+    model, optimizer = trained()
+    weight = model.weight.numpy().astype("float64")
+    metrics = train_step(2, [[1.0, 2.0], [3.0]], Scripted(), model, optimizer, contextlib.nullcontext, stop=True)
+    assert metrics.pop("reader_seconds") >= 0
+    assert metrics == pytest.approx(
+        {
+            "loss": 6 * weight.sum() / 3,
+            "grad_norm": 2 * math.sqrt(6),
+            "learning_rate": 0.05,
+            "tokens": 3,
+            "supervised_tokens": 3,
+            "stop": 1,
+        },
+        rel=1e-5,
+        abs=1e-6,
+    )
+
+
+def test_a_loss_that_hangs_on_no_parameter_is_our_bug() -> None:
+    class Detached(Scripted):
+        def loss(self, model: Any, batch: dict[str, Any]) -> LossTerms:
+            return LossTerms(scalar(1), 1.0)
+
+    model, optimizer = trained()
+    with pytest.raises(AssertionError, match="hangs on no parameter"):
+        train_step(1, [[1.0]], Detached(), model, optimizer, contextlib.nullcontext)
