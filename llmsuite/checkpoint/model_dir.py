@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,10 +49,11 @@ class ModelDirectory:
     """Our parameter names to the names in the files."""
     files: TensorFiles
 
-    def read(self, name: str) -> np.ndarray:
-        """A parameter by our name, lying as it does in memory, in the dtype it is stored in."""
-        value = self.files.read(self.names[name])
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        """A parameter by our name, or a slice of it (one slice a dim), lying as in memory, in the stored dtype."""
         transposed = self.layout == "hf" and self.family.names().is_linear(name)
+        stored = index[::-1] if index and transposed else index
+        value = self.files.read(self.names[name], stored)
         return value.T if transposed else value
 
     def spec(self, name: str) -> TensorSpec:

@@ -7,7 +7,7 @@ by the largest tensor on reading.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,10 @@ class TensorFiles:
             view = file.get_slice(name)
             return TensorSpec(name, tuple(view.get_shape()), _DTYPES[view.get_dtype()])
 
-    def read(self, name: str) -> np.ndarray:
-        """The values of a tensor in the dtype they are stored in."""
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        """The values of a tensor, or of a slice of it (one slice a dim), in the dtype they are stored in."""
         with self._lookup(name) as file:
-            return file.get_tensor(name)
+            return file.get_tensor(name) if not index else file.get_slice(name)[tuple(index)]
 
     def _lookup(self, name: str) -> Any:
         file, path = self._open(self._file_of[name]), self.directory / self._file_of[name]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from llmsuite.checkpoint.files import broken_file, committed_directory, read_json_file, write_json, write_text_atomic
 from llmsuite.checkpoint.model_dir import write_model
-from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec, write_tensors
+from llmsuite.checkpoint.tensors import TensorSpec, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
@@ -42,25 +42,39 @@ class TrainState:
     """Of the keys that decide what is learnt; resuming with others is refused."""
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeTensor:
+    """A tensor to be saved, which may lie in parts on several ranks."""
+
+    name: str
+    shape: Sequence[int]
+    dtype: Any
+    """Paddle's."""
+    gather: Callable[[], Any]
+    """Gives all of it, as a Paddle tensor; where it lies in parts, every rank has to call it."""
+
+
 def save(
     root: Path,
     state: TrainState,
     family: ModelFamily,
     config: Any,
-    parameters: Mapping[str, Any],
-    optimizer_state: Iterable[tuple[str, Any]],
+    parameters: Sequence[WholeTensor],
+    optimizer_state: Sequence[WholeTensor],
     tokenizer: Path | None,
     keep_last: int,
 ) -> Path:
     """Write a checkpoint; on return it is on disk, and older ones beyond `keep_last` are gone.
+
+    One rank calls this; the others call `take_part` with the same tensors at the same time.
 
     Args:
         root: the `checkpoints` directory.
         state: step and position.
         family: of the model.
         config: its shape.
-        parameters: Paddle tensors by our names.
-        optimizer_state: Paddle tensors by `parameter/slot`.
+        parameters: by our names.
+        optimizer_state: by `parameter/slot`.
         tokenizer: directory whose tokenizer is copied along.
         keep_last: how many checkpoints stay.
 
@@ -68,10 +82,9 @@ def save(
         UserError: it cannot be written; the older ones are untouched.
     """
     final = root / f"step-{state.step}"
-    slots = dict(optimizer_state)
     with committed_directory(final, {"format": FORMAT, "step": state.step}) as directory:
         write_model(directory, family, config, _reader(parameters), _specs(parameters), tokenizer=tokenizer)
-        write_tensors(directory, "optimizer", _specs(slots), _reader(slots), {"format": "llmsuite"})
+        write_tensors(directory, "optimizer", _specs(optimizer_state), _reader(optimizer_state), {"format": "llmsuite"})
         write_json(directory / "state.json", {"format": FORMAT, **dataclasses.asdict(state)})
     write_text_atomic(root / "latest", final.name + "\n")
     # later ones are damaged and were passed over: they must not count, or this one would be the first to go
@@ -79,6 +92,12 @@ def save(
     for old in done[:-keep_last]:
         shutil.rmtree(old, ignore_errors=True)  # one that cannot be deleted is no reason to end the run
     return final
+
+
+def take_part(parameters: Sequence[WholeTensor], optimizer_state: Sequence[WholeTensor]) -> None:
+    """What the ranks that do not write do during `save`: give their parts, in the order they are written."""
+    for tensor in [*parameters, *optimizer_state]:
+        tensor.gather()
 
 
 def find_latest(root: Path, report: Callable[[str], None]) -> Path | None:
@@ -108,26 +127,22 @@ def load_state(path: Path) -> TrainState:
     return TrainState(**data)
 
 
-def load_optimizer(path: Path) -> dict[str, np.ndarray]:
-    """Every slot of the optimizer by `parameter/slot`."""
-    files = TensorFiles(path, "optimizer")
-    return {name: files.read(name) for name in files.names}
-
-
 def list_steps(root: Path) -> list[tuple[int, Path]]:
     """Checkpoints by step, oldest first, whole or not."""
     found = [(int(m[1]), p) for p in root.glob("step-*") if p.is_dir() and (m := _STEP.fullmatch(p.name))]
     return sorted(found)
 
 
-def _specs(tensors: Mapping[str, Any]) -> list[TensorSpec]:
-    return [TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("paddle.")) for name, t in tensors.items()]
+def _specs(tensors: Sequence[WholeTensor]) -> list[TensorSpec]:
+    return [TensorSpec(t.name, tuple(t.shape), str(t.dtype).removeprefix("paddle.")) for t in tensors]
 
 
-def _reader(tensors: Mapping[str, Any]) -> Callable[[str], np.ndarray]:
+def _reader(tensors: Sequence[WholeTensor]) -> Callable[[str], np.ndarray]:
+    by_name = {tensor.name: tensor for tensor in tensors}
+
     def read(name: str) -> np.ndarray:
-        value = tensors[name].numpy()
-        if str(tensors[name].dtype) == "paddle.bfloat16":  # Paddle hands bfloat16 out as the bits
+        value = by_name[name].gather().numpy()
+        if str(by_name[name].dtype) == "paddle.bfloat16":  # Paddle hands bfloat16 out as the bits
             import ml_dtypes
 
             value = value.view(ml_dtypes.bfloat16)

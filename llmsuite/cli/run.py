@@ -35,7 +35,9 @@ def run(args: Any, registry: Registry) -> int:
 
     backend = plan.device.factory()
     num_ranks = plan.degrees.num_ranks
-    start_paddle(backend, num_ranks)
+    if num_ranks > 1 and not is_worker():
+        backend.prepare_ranks()
+    start_paddle(backend, num_ranks, join=is_worker())
     if is_worker():
         return _work(plan, registry, args.resume)
 

@@ -32,6 +32,15 @@ class DeviceBackend(abc.ABC):
         """Variables that differ from rank to rank, for a launcher."""
         return {}
 
+    def prepare_ranks(self) -> None:
+        """Called once before several ranks are started. Raises UserError when something they need is missing."""
+
+    def before_paddle(self) -> None:
+        """Called in a rank of several before Paddle is imported."""
+
+    def after_paddle(self) -> None:
+        """Called in a rank of several once Paddle is imported."""
+
     @abc.abstractmethod
     def unavailable(self, num_devices: int) -> str | None:
         """Why this machine cannot run here, or None. Imports Paddle."""

@@ -54,6 +54,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-probability of each target. logits [N, V] float32, targets [N] -> [N]."""
+    return F.cross_entropy(logits, targets, reduction="none").flatten()
+
+
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """The forms a model uses; a device backend replaces the ones it has a kernel for."""

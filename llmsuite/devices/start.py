@@ -14,11 +14,16 @@ from llmsuite.devices.base import DeviceBackend
 _NOISE = ("OMP_NUM_THREADS set to", "if this PaddlePaddle binary is compiled with OpenBlas", "PLEASE USE OMP_NUM")
 
 
-def start_paddle(backend: DeviceBackend, local_ranks: int) -> None:
-    """Set the backend's environment, then import Paddle. What the user has set wins."""
+def start_paddle(backend: DeviceBackend, local_ranks: int, join: bool = False) -> None:
+    """Set the backend's environment, then import Paddle. What the user has set wins.
+
+    `join` says that this process will be one of several ranks, which some backends have to prepare for.
+    """
     for name, value in backend.environment(local_ranks).items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("GLOG_minloglevel", "2")
+    if join:
+        backend.before_paddle()
     said = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stderr(said):
         warnings.filterwarnings("ignore", message="No ccache found")
@@ -26,3 +31,5 @@ def start_paddle(backend: DeviceBackend, local_ranks: int) -> None:
     for line in said.getvalue().splitlines():
         if line.strip() and not any(noise in line for noise in _NOISE):
             print(line, file=sys.stderr)
+    if join:
+        backend.after_paddle()

@@ -1,16 +1,23 @@
-"""The ranks of this run, and the few things they tell each other outside the model."""
+"""The ranks of this run and what they tell each other outside the model.
+
+`start` is called once; until then the process is alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
 
+from llmsuite.engine.mesh import Mesh
+from llmsuite.recipe.resolve import Degrees
+
 Tensor = Any
+_mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
 
 
 def rank() -> int:
@@ -28,11 +35,21 @@ def num_ranks() -> int:
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
-def start() -> None:
-    """Meet the other ranks; nothing to do when alone."""
+def mesh() -> Mesh:
+    """This rank's place among the others."""
+    return _mesh
+
+
+def start(degrees: Degrees) -> Mesh:
+    """Meet the other ranks and form the groups of the mesh."""
+    global _mesh
+    assert degrees.num_ranks == num_ranks(), (degrees, num_ranks())
     if num_ranks() > 1:
         with contextlib.redirect_stdout(None):  # Paddle 3.3.1 lists flags here that nobody has set
             dist.init_parallel_env()
+    _mesh = Mesh(degrees, rank())
+    _mesh.make_groups()
+    return _mesh
 
 
 def barrier() -> None:
@@ -41,7 +58,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def sum_floats(values: Sequence[float]) -> list[float]:
+def sum_over_run(values: Sequence[float]) -> list[float]:
     """Add up numbers over all ranks, in float64."""
     if num_ranks() == 1:
         return list(values)
@@ -50,8 +67,37 @@ def sum_floats(values: Sequence[float]) -> list[float]:
     return [float(v) for v in tensor.numpy()]
 
 
-def sum_in_place(tensors: Iterable[Tensor]) -> None:
-    """Add up tensors over all ranks."""
-    if num_ranks() > 1:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+def sum_over_data(values: Sequence[float]) -> list[float]:
+    """Add up numbers over the data ranks, in float64; every rank of the run calls it and gets the sums.
+
+    Ranks that share a data rank, as those of a tensor parallel group do, are counted once.
+    """
+    return sum_over_run(values if _mesh.counts_losses else [0.0] * len(values))
+
+
+def sum_in_group(tensor: Tensor, group: Any) -> None:
+    """Add up a tensor over a group, in place; a group of None has one member."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+
+
+def reduce_scatter(flat: Tensor, group: Any) -> Tensor:
+    """Add up a flat tensor over a group; each rank gets its part, in the order of the group."""
+    if group is None:
+        return flat
+    size = flat.shape[0] // group.nranks
+    if dist.get_backend(group) == "GLOO":  # which has none of its own
+        dist.all_reduce(flat, group=group)
+        return flat[group.rank * size : (group.rank + 1) * size].clone()
+    part = paddle.empty([size], dtype=flat.dtype)
+    dist.reduce_scatter(part, flat, group=group)
+    return part
+
+
+def all_gather(part: Tensor, group: Any, dim: int = 0) -> Tensor:
+    """The parts of all ranks of a group, joined along a dim, in the order of the group."""
+    if group is None:
+        return part
+    parts: list[Tensor] = []
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return paddle.concat(parts, axis=dim)

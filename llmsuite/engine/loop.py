@@ -60,11 +60,12 @@ def fit(
     Returns:
         The number of the last step done; below `total_steps` when a signal ended the run early.
     """
-    rank, num_ranks = collective.rank(), collective.num_ranks()
+    mesh = collective.mesh()
+    rank, num_ranks = mesh.data_rank, mesh.degrees.num_data_ranks
     size = schedule.micro_batch_size
     mine = eval_samples[rank::num_ranks]
     eval_batches = [mine[i : i + size] for i in range(0, len(mine), size)]
-    window = Window(num_ranks)
+    window = Window(collective.num_ranks())
     model.train()
     step = first_step - 1
     with StopRequest() as stop:

@@ -12,6 +12,7 @@ from typing import Any
 import paddle
 
 from llmsuite.engine import collective
+from llmsuite.engine.parallelize import local_value
 
 Tensor = Any
 
@@ -39,7 +40,7 @@ class LossLedger:
     def add(self, terms: LossTerms) -> None:
         """Book one micro-batch."""
         for name, (total, weight) in {"loss": (terms.total, terms.weight), **terms.sums}.items():
-            self._sums.setdefault(name, []).append(total.detach())
+            self._sums.setdefault(name, []).append(local_value(total.detach()))
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def count(self, **numbers: int) -> None:
@@ -54,7 +55,7 @@ class LossLedger:
             The sum of the weights of the loss, and every metric: sums divided by their weights, counts as they are.
         """
         names, counts = list(self._sums), list(self._counts)
-        totals = collective.sum_floats(
+        totals = collective.sum_over_data(
             [float(paddle.add_n(self._sums[name]).astype("float64")) for name in names]
             + [self._weights[name] for name in names]
             + [self._counts[name] for name in counts]

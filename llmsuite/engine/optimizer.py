@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 
 from llmsuite.engine import collective
+from llmsuite.engine.sharding import ParameterShard
 from llmsuite.errors import UserError
 from llmsuite.recipe.schema import TrainSection
 
@@ -20,23 +22,22 @@ _SLOTS = ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2")
 
 
 class Optimizer:
-    """Paddle's AdamW or SGD over named parameters, with what a resumable run needs around it."""
+    """Paddle's AdamW or SGD over this rank's shards, with what a resumable run needs around it."""
 
-    def __init__(self, named_parameters: Mapping[str, Tensor], train: TrainSection, total_steps: int):
-        self.parameters = dict(named_parameters)
-        for name, parameter in self.parameters.items():
-            parameter.name = name  # the state is stored under it
+    def __init__(self, shards: Sequence[ParameterShard], train: TrainSection, total_steps: int):
+        self.shards = list(shards)
+        owned = [shard.owned for shard in self.shards if not shard.is_empty]
         self._peak, self._schedule = train.learning_rate, train.lr_schedule
         # rounded first: 0.07 * 100 is a little more than 7
         self._warmup_steps = math.ceil(round(train.warmup_ratio * total_steps, 6))
         self._floor, self._total_steps = train.min_lr_ratio, total_steps
         self._max_norm = train.max_grad_norm
-        low_precision = any(p.dtype != paddle.float32 for p in self.parameters.values())
-        decay = {name for name, p in self.parameters.items() if p.ndim > 1}
+        low_precision = any(p.dtype != paddle.float32 for p in owned)
+        decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
         if train.optimizer == "adamw":
             self._paddle = paddle.optimizer.AdamW(
                 learning_rate=train.learning_rate,
-                parameters=list(self.parameters.values()),
+                parameters=owned,
                 beta1=train.adam_beta1,
                 beta2=train.adam_beta2,
                 epsilon=train.adam_epsilon,
@@ -49,7 +50,7 @@ class Optimizer:
                 raise UserError("train.weight_decay: sgd has no decoupled decay; set it to 0 or use adamw")
             self._paddle = paddle.optimizer.SGD(
                 learning_rate=train.learning_rate,
-                parameters=list(self.parameters.values()),
+                parameters=owned,
                 multi_precision=low_precision,
             )
 
@@ -66,20 +67,25 @@ class Optimizer:
 
     @paddle.no_grad()
     def finish_gradients(self, weight: float) -> float:
-        """Sum the gradients over the ranks, divide them by the loss's weight and clip them.
+        """Add up the gradients over the ranks, divide them by the loss's weight and clip them.
 
         Returns:
             Their global norm before clipping.
         """
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        collective.sum_in_place(gradients)
-        for gradient in gradients:
+        finished = [(s, gradient) for s in self.shards if (gradient := s.finish_gradient()) is not None]
+        for _, gradient in finished:
             gradient.scale_(1.0 / weight)
-        squares = [gradient.astype("float32").square().sum() for gradient in gradients]
-        norm = math.sqrt(float(paddle.add_n(squares)))
+        # every element once, however many ranks hold it
+        by_copies: dict[int, list[Tensor]] = {}
+        for shard, gradient in finished:
+            by_copies.setdefault(shard.copies, []).append(gradient.astype("float32").square().sum())
+        squares = sum(float(paddle.add_n(parts)) / copies for copies, parts in by_copies.items())
+        norm = math.sqrt(collective.sum_over_run([squares])[0])
         if self._max_norm is not None and norm > self._max_norm:
-            for gradient in gradients:
+            for _, gradient in finished:
                 gradient.scale_(self._max_norm / norm)
+        for shard, gradient in finished:
+            shard.set_gradient(gradient)
         return norm
 
     def step(self, step: int) -> None:
@@ -89,30 +95,58 @@ class Optimizer:
         with paddle.utils.unique_name.guard():
             self._paddle.step()
         self._paddle.clear_grad(set_to_zero=False)
+        for shard in self.shards:
+            shard.publish()
 
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the state as `parameter/slot`; "master" is the float32 copy of a 16-bit parameter."""
+    def state(self) -> Iterator[StateTensor]:
+        """Every tensor of the state; "master" is the float32 copy of a 16-bit parameter.
+
+        The names are the same on every rank, in the same order, also where a rank owns nothing of a parameter.
+        """
         stored = self._paddle.state_dict()
         masters = stored.get("master_weights", {})
-        for name in self.parameters:
-            for slot in _SLOTS:
-                if (key := _paddle_name(name, slot, name in masters)) in stored:
-                    yield f"{name}/{slot}", stored[key]
-            if name in masters:
-                yield f"{name}/master", masters[name]
+        slots = _SLOTS if isinstance(self._paddle, paddle.optimizer.AdamW) else ()
+        for shard in self.shards:
+            has_master = shard.owned.dtype != paddle.float32
+            for slot in slots:
+                yield StateTensor(shard, slot, stored.get(_paddle_name(shard.name, slot, has_master)))
+            if has_master:
+                yield StateTensor(shard, "master", masters.get(shard.name))
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over a state as `state` gave it."""
+    def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
+        """Take over a state: `read` gives this rank's part of each tensor."""
         slots: dict[str, Any] = {}
         masters: dict[str, Any] = {}
-        for key, value in state.items():
-            name, slot = key.rsplit("/", 1)
-            if slot == "master":
-                masters[name] = paddle.to_tensor(value)
+        for entry in self.state():
+            if entry.shard.is_empty:
+                continue
+            name, value = entry.shard.name, paddle.to_tensor(read(entry))
+            if entry.slot == "master":
+                masters[name] = value
                 masters[name].name = _master_name(name)
             else:
-                slots[_paddle_name(name, slot, f"{name}/master" in state)] = paddle.to_tensor(value)
+                has_master = entry.shard.owned.dtype != paddle.float32
+                slots[_paddle_name(name, entry.slot, has_master)] = value
         self._paddle.set_state_dict({**slots, "master_weights": masters} if masters else slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """One tensor of an optimizer's state: a slot of a parameter."""
+
+    shard: ParameterShard
+    slot: str
+    value: Tensor | None
+    """This rank's part; None before the first step and where the rank owns nothing."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.shard.name}/{self.slot}"
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether there is one number for the whole parameter, the same on every rank."""
+        return self.slot.endswith("pow_acc")
 
 
 def _paddle_name(name: str, slot: str, has_master: bool) -> str:

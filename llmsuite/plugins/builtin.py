@@ -56,6 +56,7 @@ def _llama_names() -> Any:
 @hookimpl
 def llmsuite_register_models() -> list[ModelFamily]:
     from llmsuite.models.llama.config import PRESETS, SMOKE, LlamaConfig
+    from llmsuite.models.llama.shard_plan import PLAN
 
     return [
         ModelFamily(
@@ -66,6 +67,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
             smoke=SMOKE,
             factory=_llama,
             names=_llama_names,
+            shard_plan=PLAN,
             hf_model_types=("llama",),
             gguf_architectures=("llama",),
         )

@@ -18,6 +18,7 @@ import pluggy
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
     from llmsuite.devices.base import DeviceBackend
+    from llmsuite.models.shard_plan import ShardPlan
     from llmsuite.plugins.manager import Registry
     from llmsuite.recipe.section import Section
     from llmsuite.stages.base import Stage
@@ -64,6 +65,8 @@ class ModelFamily:
     """Imports and returns the `paddle.nn.Layer` subclass, built as `cls(config, ops)`."""
     names: Callable[[], Any]
     """Imports and returns the module that maps parameter names between layouts."""
+    shard_plan: ShardPlan | None = None
+    """How its parameters are cut for tensor parallelism; None for a family that cannot be."""
     hf_model_types: Sequence[str] = ()
     """Values of `model_type` in config.json that this family reads."""
     gguf_architectures: Sequence[str] = ()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import Problem, RecipeError, UserError
+from llmsuite.models.shard_plan import WHOLE, ShardPlan
 from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, LoadedRecipe, in_order, load
@@ -109,7 +110,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     weights = find(recipe.model.weights) if recipe.model.weights else None
     config, rules = _model_config(recipe, family, weights)
     rules += _registered_names(recipe, registry)
-    rules += _model_rules(recipe, config) if config is not None else []
+    rules += _model_rules(recipe, config, family.shard_plan) if config is not None else []
     degrees, accumulate, batch_rules = _degrees(recipe)
     rules += batch_rules
     if rules:
@@ -185,12 +186,10 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Rule]:
             yield "loggers", registry.unknown("logger", name)
 
 
-def _model_rules(recipe: Recipe, config: Any) -> Iterator[Rule]:
+def _model_rules(recipe: Recipe, config: Any, plan: ShardPlan | None) -> Iterator[Rule]:
     tp, pp = recipe.parallel.tensor_parallel_degree, recipe.parallel.pipeline_parallel_degree
-    for what in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
-        size = getattr(config, what, None)
-        if size is not None and size % tp:
-            yield "parallel.tensor_parallel_degree", f"is {tp}, which does not divide {what} = {size}"
+    for message in (plan or WHOLE).problems(config, tp):
+        yield "parallel.tensor_parallel_degree", message
     if pp > config.num_hidden_layers:
         layers = config.num_hidden_layers
         yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers to cut"
@@ -213,7 +212,10 @@ def _degrees(recipe: Recipe) -> tuple[Degrees, int, list[Rule]]:
                 f"use a multiple of {fixed}",
             )
         )
-    degrees = Degrees(p.pipeline_parallel_degree, dp, p.sharding_parallel_degree, p.tensor_parallel_degree)
+    sharding = p.sharding_parallel_degree
+    if p.sharding != "none" and sharding == 1:
+        sharding, dp = dp, 1  # sharding without a degree of its own cuts over all data ranks
+    degrees = Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree)
     per_pass = train.micro_batch_size * degrees.num_data_ranks
     if train.global_batch_size % per_pass and not rules:
         rules.append(
@@ -250,23 +252,31 @@ _SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
 def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     """What `--smoke` changes: tiny shape, embedded data, CPU processes, a few steps.
 
-    Stage, loss, schedule of the learning rate and accumulation stay as the recipe has them. The engine of this
-    version runs data parallel only, so a recipe for several ranks becomes one for two data ranks.
+    Stage, loss, schedule of the learning rate, tensor parallel degree and sharding stay as the recipe has them; data
+    ranks are cut down to what makes 8 processes, and pipelines, which this version does not run, to one stage.
     """
     recipe = loaded.recipe
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
     world = recipe.launch.num_devices * recipe.launch.nnodes
-    ranks = min(2, world)
+    tp = min(recipe.parallel.tensor_parallel_degree, _SMOKE_RANKS)
+    data = min(max(1, world // (tp * recipe.parallel.pipeline_parallel_degree)), _SMOKE_RANKS // tp)
+    sharded = recipe.parallel.sharding != "none" and data > 1
+    degree = recipe.parallel.sharding_parallel_degree
     micro = min(recipe.train.micro_batch_size, 4)
     return {
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": dict(family.smoke),
+        "model.config": _smoke_shape(family, tp),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
         "data.chat_template": "tokenizer",
-        "parallel": {},
+        "parallel": {
+            "tensor_parallel_degree": tp,
+            "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
+            "sharding": recipe.parallel.sharding if sharded else "none",
+            "sharding_parallel_degree": degree if sharded and data % degree == 0 else 1,
+        },
         "engine.mode": "dynamic",
         "engine.precision": "fp32",
         **_SMOKE_LENGTH,
@@ -275,7 +285,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.learning_rate": 1e-3,
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
-        "launch.num_devices": ranks,
+        "launch.num_devices": tp * data,
         "launch.nnodes": 1,
         "loggers": [],
         "device": "cpu",
@@ -284,19 +294,29 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     }
 
 
+_SMOKE_RANKS = 8
+
+
+def _smoke_shape(family: ModelFamily, tp: int) -> dict[str, Any]:
+    """The family's tiny shape, with as many heads as it takes to be cut into `tp` parts."""
+    shape = dict(family.smoke)
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if key in shape:
+            shape[key] = max(shape[key], tp)
+    return shape
+
+
 def unsupported(plan: RunPlan) -> list[Problem]:
     """What a legal recipe may ask for and the engine of this version does not do yet."""
     recipe, problems = plan.recipe, []
     for key, value, only in (
-        ("parallel.tensor_parallel_degree", plan.degrees.tp, 1),
         ("parallel.pipeline_parallel_degree", plan.degrees.pp, 1),
-        ("parallel.sharding", recipe.parallel.sharding, "none"),
-        ("parallel.sequence_parallel", recipe.parallel.sequence_parallel, False),
+        ("parallel.sharding", recipe.parallel.sharding, ("none", "stage1", "stage2")),
         ("engine.mode", recipe.engine.mode, "dynamic"),
         ("launch.nnodes", recipe.launch.nnodes, 1),
     ):
-        if value != only:
-            asked, runs = (json.dumps(v).strip('"') for v in (value, only))
-            message = f"is {asked}; this version of the engine runs {runs} only. --smoke runs the recipe without it"
+        runs = only if isinstance(only, tuple) else (only,)
+        if value not in runs:
+            message = f"is {value}; this version of the engine runs {', '.join(map(str, runs))} only"
             problems.append(plan.loaded.problem(key, message))
     return problems

@@ -39,6 +39,8 @@ class StageContext:
     model_digest: str
     """Changes with the initial weights, the shape or the precision."""
     autocast: Callable[[], AbstractContextManager[Any]]
+    length_multiple: int
+    """Batches are padded to a multiple of so many tokens, where sequences are cut over ranks."""
     report: Callable[[str], None]
     """Tell the user something; only rank 0 prints."""
 

@@ -49,6 +49,7 @@ class DpoStage(Stage[Pair]):
         self._kind, self._beta, self._smoothing = section.loss, section.beta, section.label_smoothing
         self._max_length = context.recipe.data.max_length
         self._batch_size = context.recipe.train.micro_batch_size
+        self._length_multiple = context.length_multiple
         self._template = context.template()
         self._reference: dict[str, float] = {}
 
@@ -97,7 +98,8 @@ class DpoStage(Stage[Pair]):
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
         prompts = [pair.prompt for pair in samples] * 2
         answers = [pair.chosen for pair in samples] + [pair.rejected for pair in samples]
-        length = max(len(p) + len(a) for p, a in zip(prompts, answers)) - 1  # the last token is only a target
+        longest = max(len(p) + len(a) for p, a in zip(prompts, answers)) - 1  # the last token is only a target
+        length = -(-longest // self._length_multiple) * self._length_multiple
         input_ids = np.full([len(answers), length], self.context.tokenizer.pad_id, dtype="int64")
         positions, targets, owners = [], [], []
         for i, (prompt, answer) in enumerate(zip(prompts, answers)):
@@ -180,8 +182,7 @@ class DpoStage(Stage[Pair]):
         """[B]: log-probability of each answer given its prompt. Logits are made for supervised positions only."""
         hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]))  # [B, L, D]
         picked = hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)  # [N, D]
-        logits = model.logits(picked).astype("float32")  # [N, V]
-        nll = F.cross_entropy(logits, paddle.to_tensor(batch["targets"]), reduction="none").flatten()  # [N]
+        nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
         answers = np.arange(len(batch["input_ids"]))
         belongs = paddle.to_tensor((batch["owners"] == answers[:, None]).astype("float32"))  # [B, N]
         return -paddle.mv(belongs, nll)

@@ -9,22 +9,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from llmsuite.cache import cache_root
 from llmsuite.engine import collective
 from llmsuite.errors import UserError
-
-
-def cache_root() -> Path:
-    """`$LLMSUITE_CACHE`, else llmsuite's directory below `$XDG_CACHE_HOME` or `~/.cache`."""
-    if "LLMSUITE_CACHE" in os.environ:
-        return Path(os.environ["LLMSUITE_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llmsuite"
 
 
 def answer_key(prompt: Sequence[int], answer: Sequence[int]) -> str:
@@ -78,24 +71,25 @@ def complete(
     Raises:
         UserError: one is not finite; nothing is stored.
     """
-    rank, num_ranks = collective.rank(), collective.num_ranks()
+    mesh = collective.mesh()
+    rank, num_ranks = mesh.data_rank, mesh.degrees.num_data_ranks
     known = cache.lookup(keys)
     # ranks may see different states of a cache that another run is filling: known is what all of them have
-    have = collective.sum_floats([float(key in known) for key in keys])
-    missing = [i for i, count in enumerate(have) if count < num_ranks]
+    have = collective.sum_over_run([float(key in known) for key in keys])
+    missing = [i for i, count in enumerate(have) if count < collective.num_ranks()]
     if missing:
         # in one piece: the two answers of a pair lie side by side, and are computed together
         part = range(len(missing) * rank // num_ranks, len(missing) * (rank + 1) // num_ranks)
         mine = compute([missing[at] for at in part])
         # only its own part: what else `compute` has returned is in the sum by another rank
-        values = collective.sum_floats([mine[keys[i]] if at in part else 0.0 for at, i in enumerate(missing)])
+        values = collective.sum_over_data([mine[keys[i]] if at in part else 0.0 for at, i in enumerate(missing)])
         if not all(map(math.isfinite, values)):
             raise UserError(
                 "the initial model gives an answer a log-probability that is infinite or not a number; "
                 "look for a fault in its weights"
             )
         fresh = {keys[i]: value for i, value in zip(missing, values)}
-        if rank == 0:
+        if collective.rank() == 0:
             cache.store(fresh)
         known.update(fresh)
     return {key: known[key] for key in keys}, len(missing)

@@ -14,15 +14,11 @@ from typing import Any
 
 from llmsuite.checkpoint import train_state
 from llmsuite.checkpoint.files import write_text_atomic
-from llmsuite.checkpoint.fill import fill_parameters
-from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.loader import SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
-from llmsuite.engine.init import initial_values
 from llmsuite.engine.launch import INTERRUPTED
 from llmsuite.engine.loop import Hooks, Schedule, fit
 from llmsuite.engine.optimizer import Optimizer
@@ -34,6 +30,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.section import as_plain
 from llmsuite.stages.base import Stage, StageContext
+from llmsuite.stages.model import build_model, make_shards, restore, whole_parameters, whole_state
 
 _SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
 # What may differ between a run and its continuation: it does not change what is learnt, or only makes it longer.
@@ -49,11 +46,11 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     recipe = plan.recipe
     backend = plan.device.factory()
     backend.activate(collective.local_rank())
-    collective.start()
+    mesh = collective.start(plan.degrees)
 
     assert plan.tokenizer is not None  # plan.check_files has seen to it
     tokenizer = TextTokenizer(plan.tokenizer)
-    model, model_digest = _build_model(plan, registry, backend)
+    model, model_digest = build_model(plan, registry, backend, mesh)
     if tokenizer.vocab_size > plan.model_config.vocab_size:
         raise UserError(
             f"model.tokenizer: {plan.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
@@ -70,16 +67,17 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         data_formats=registry.data_formats,
         model_digest=model_digest,
         autocast=autocast,
+        length_multiple=mesh.degrees.tp if recipe.parallel.sequence_parallel else 1,
         report=report,
     )
     stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.name), context)
     train_samples = stage.read(plan.train_file)
     eval_samples = stage.read(plan.eval_file) if plan.eval_file else []
-    if eval_samples and len(eval_samples) < collective.num_ranks():
-        raise UserError(f"data.eval: {plan.eval_file} has {len(eval_samples)} usable rows; every rank needs one")
+    if eval_samples and len(eval_samples) < mesh.degrees.num_data_ranks:
+        raise UserError(f"data.eval: {plan.eval_file} has {len(eval_samples)} usable rows; every data rank needs one")
 
     schedule = _schedule(plan, len(train_samples))
-    optimizer = Optimizer(dict(model.named_parameters()), recipe.train, schedule.total_steps)
+    optimizer = Optimizer(make_shards(plan, model, mesh), recipe.train, schedule.total_steps)
     checkpoints = Path(plan.output_dir) / "checkpoints"
     keep_last, loggers = recipe.checkpoint.keep_last, _loggers(plan, registry)
     if unread := plan.loaded.unread():
@@ -96,19 +94,14 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
 
     def save(step: int, samples: int) -> None:
+        parameters, slots = whole_parameters(optimizer.shards), whole_state(optimizer)
         if output is not None:
             now = dataclasses.replace(state, step=step, samples=samples)
-            path = train_state.save(
-                checkpoints,
-                now,
-                plan.family,
-                plan.model_config,
-                dict(model.named_parameters()),
-                optimizer.state(),
-                plan.tokenizer,
-                keep_last,
-            )
+            family, config = plan.family, plan.model_config
+            path = train_state.save(checkpoints, now, family, config, parameters, slots, plan.tokenizer, keep_last)
             output.saved(step, path)
+        else:
+            train_state.take_part(parameters, slots)
         collective.barrier()
 
     hooks = Hooks(
@@ -139,32 +132,6 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if output is not None:
         output.ended(done)
     return 0 if done == schedule.total_steps else INTERRUPTED
-
-
-def _build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend) -> tuple[Any, str]:
-    """The model with its initial weights, and a digest of all that decides their values."""
-    recipe = plan.recipe
-    model = plan.family.factory()(plan.model_config, backend.ops(recipe.engine.precision))
-    model.recompute = recipe.engine.recompute == "full"
-    digest = hashlib.sha256(json.dumps([recipe.engine.precision, plan.model_config.to_hf()]).encode())
-    seed = recipe.seed
-    if plan.weights is not None:
-        source = open_model(plan.weights, registry.models)
-        report(f"loading {plan.weights} ({source.layout} layout)")
-        fill_parameters(model, source)
-        digest.update(source.digest().encode())
-    else:
-        std = plan.model_config.initializer_range
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:  # gains and biases keep their ones and zeros
-                parameter.set_value(initial_values(seed, name, parameter.shape, std))
-        digest.update(f"seed {seed}".encode())
-    dtype = backend.parameter_dtype(recipe.engine.precision)
-    if dtype != "float32":
-        model.to(dtype=dtype)
-    count = sum(int(p.size) for p in model.parameters())
-    report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {collective.num_ranks()} x {backend.name}")
-    return model, digest.hexdigest()
 
 
 def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
@@ -201,8 +168,7 @@ def _restore(plan: RunPlan, checkpoints: Path, registry: Registry, model: Any, o
             f"{path}: was written by a recipe that differs in more than {', '.join(_FREE_ON_RESUME)}; resume it with "
             f"{plan.output_dir / 'recipe.json'}, or choose another --output_dir"
         )
-    fill_parameters(model, open_model(path, registry.models))
-    optimizer.load_state(train_state.load_optimizer(path))
+    restore(path, plan, registry, model, optimizer, collective.mesh())
     report(f"resuming from {path}")
     return state
 

@@ -34,6 +34,21 @@ class CpuBackend(DeviceBackend):
             variables["MKL_DEBUG_CPU_TYPE"] = "5"
         return variables
 
+    def prepare_ranks(self) -> None:
+        from llmsuite.devices.cpu.gloo.build import library
+
+        library()
+
+    def before_paddle(self) -> None:
+        from llmsuite.devices.cpu.gloo.shims import load_kernels
+
+        load_kernels()
+
+    def after_paddle(self) -> None:
+        from llmsuite.devices.cpu.gloo.shims import install
+
+        install()
+
     def unavailable(self, num_devices: int) -> str | None:
         return None
 

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.ops import Ops, cross_entropy
 from llmsuite.models.llama.config import LlamaConfig
 
 Tensor = Any
@@ -109,6 +109,7 @@ class Llama(nn.Layer):
         super().__init__()
         self.config, self.ops = config, ops
         self.recompute = False
+        self.cross_entropy = cross_entropy
         self.model = Decoder(config, ops)
         self.lm_head = None if config.tie_word_embeddings else _linear(config.hidden_size, config.vocab_size)
         self._angles = np.asarray(config.rope_frequencies(), dtype="float64")
@@ -139,6 +140,10 @@ class Llama(nn.Layer):
         if self.lm_head is None:
             return paddle.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
         return self.lm_head(hidden)
+
+    def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Hidden states [N, D] and target ids [N] to the negative log-probability of each target, [N] in float32."""
+        return self.cross_entropy(self.logits(hidden).astype("float32"), targets)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, L, V] of every position."""

@@ -1,0 +1,184 @@
+// What the CPU wheel of Paddle 3.3.1 lacks for several processes over Gloo, filled by symbol interposition.
+//
+// Loaded with RTLD_GLOBAL before `import paddle`: the dynamic linker then prefers these definitions to the wheel's
+// stubs. Built once per Paddle version by build.py, against the headers the wheel ships.
+#include <dlfcn.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "paddle/phi/backends/cpu/cpu_context.h"
+#include "paddle/phi/common/place.h"
+#include "paddle/phi/core/dense_tensor.h"
+#include "paddle/phi/core/distributed/comm_context.h"
+#include "paddle/phi/core/distributed/comm_context_manager.h"
+#include "paddle/pir/include/core/operation.h"
+
+namespace gloo {
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds);
+};
+}  // namespace gloo
+
+namespace phi {
+namespace distributed {
+
+// The members of the real class that are used here. Declared again because its header needs Gloo's own headers,
+// which the wheel does not ship; none of these is virtual and the layout is one shared_ptr.
+class GlooCommContext final : public CommContext {
+ public:
+  void AllGather(DenseTensor*, const DenseTensor&, uint32_t);
+  void AllReduce(DenseTensor*, const DenseTensor&, int, uint32_t);
+  void Send(const DenseTensor&, int, uint32_t);
+  void Recv(DenseTensor*, int, uint32_t);
+
+  // Gloo gives up after 30 s: one slow rank, a compilation or a checkpoint would end the run.
+  GlooCommContext* Patient() {
+    static const char* seconds = std::getenv("LLMSUITE_GLOO_TIMEOUT_S");
+    gloo_context_->setTimeout(std::chrono::seconds(seconds ? std::atoll(seconds) : 1800));
+    return this;
+  }
+
+ private:
+  std::shared_ptr<gloo::Context> gloo_context_;
+};
+
+// Cross-mesh reshard: the wheel's version indexes an empty list of custom devices and crashes.
+Place GetDefaultPlace() { return CPUPlace(); }
+
+}  // namespace distributed
+
+static distributed::GlooCommContext* Comm(const CPUContext& context) {
+  return static_cast<distributed::GlooCommContext*>(context.GetCommContext());
+}
+
+// [ndim, dims...] sent ahead of a tensor whose shape the receiver does not know
+static constexpr int kHeaderSize = 10;
+
+static void FillHeader(const DenseTensor& x, int64_t* header) {
+  std::memset(header, 0, kHeaderSize * sizeof(int64_t));
+  header[0] = x.dims().size();
+  for (int i = 0; i < header[0]; ++i) header[i + 1] = x.dims()[i];
+}
+
+// The stubs throw "not compiled with NCCL or BKCL". Gloo has no reduce-scatter or all-to-all of its own here, so both
+// are made of its all-reduce and all-gather: more traffic, the same values.
+template <typename T, typename C>
+void ReduceScatterKernel(const C& context, const DenseTensor& x, int nranks, DenseTensor* out) {
+  auto* comm = Comm(context);
+  DenseTensor sum;
+  sum.Resize(x.dims());
+  context.template Alloc<T>(&sum);
+  comm->AllReduce(&sum, x, 0 /* sum */, 0);
+  auto dims = x.dims();
+  dims[0] /= nranks;
+  out->Resize(dims);
+  T* values = context.template Alloc<T>(out);
+  std::memcpy(values, sum.data<T>() + out->numel() * comm->GetRank(), out->numel() * sizeof(T));
+}
+
+template <typename T, typename C>
+void AllToAllKernel(const C& context, const DenseTensor& x, DenseTensor* out) {
+  auto* comm = Comm(context);
+  const int size = comm->GetSize(), rank = comm->GetRank();
+  DenseTensor all;
+  auto dims = x.dims();
+  dims[0] *= size;
+  all.Resize(dims);
+  context.template Alloc<T>(&all);
+  comm->AllGather(&all, x, 0);
+  out->Resize(x.dims());
+  T* values = context.template Alloc<T>(out);
+  const int64_t block = x.numel() / size;
+  for (int i = 0; i < size; ++i) {
+    std::memcpy(values + i * block, all.data<T>() + i * x.numel() + rank * block, block * sizeof(T));
+  }
+}
+
+template <typename T, typename C>
+void PSendKernel(const C& context, const DenseTensor& x, int peer, bool dynamic_shape) {
+  auto* comm = Comm(context);
+  if (dynamic_shape) {
+    DenseTensor header;
+    header.Resize({kHeaderSize});
+    FillHeader(x, context.template Alloc<int64_t>(&header));
+    comm->Send(header, peer, 0);
+  }
+  comm->Send(x, peer, 0);
+}
+
+template <typename T, typename C>
+void PRecvKernel(const C& context, int peer, DataType dtype, const std::vector<int>& out_shape, bool dynamic_shape,
+                 DenseTensor* out) {
+  auto* comm = Comm(context);
+  if (dynamic_shape) {
+    DenseTensor header;
+    header.Resize({kHeaderSize});
+    int64_t* values = context.template Alloc<int64_t>(&header);
+    comm->Recv(&header, peer, 0);
+    out->Resize(make_ddim(std::vector<int64_t>(values + 1, values + 1 + values[0])));
+  } else if (!out_shape.empty()) {
+    out->Resize(make_ddim(out_shape));
+  }
+  context.template Alloc<T>(out);
+  comm->Recv(out, peer, 0);
+}
+
+#define LLMSUITE_KERNELS(T)                                                                                   \
+  template void ReduceScatterKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, DenseTensor*); \
+  template void AllToAllKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, DenseTensor*);           \
+  template void PSendKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, bool);                 \
+  template void PRecvKernel<T, CPUContext>(const CPUContext&, int, DataType, const std::vector<int>&, bool, DenseTensor*);
+LLMSUITE_KERNELS(float)
+LLMSUITE_KERNELS(double)
+LLMSUITE_KERNELS(int)
+LLMSUITE_KERNELS(int64_t)
+LLMSUITE_KERNELS(bool)
+LLMSUITE_KERNELS(uint8_t)
+LLMSUITE_KERNELS(int8_t)
+LLMSUITE_KERNELS(int16_t)
+LLMSUITE_KERNELS(dtype::float16)
+LLMSUITE_KERNELS(dtype::bfloat16)
+
+}  // namespace phi
+
+namespace paddle {
+namespace framework {
+
+// Static programs: the executor gives all CPU collectives one shared device context, so whichever group is set first
+// serves every ring. Here each ring gets a context of its own.
+phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* origin, const phi::Place& place,
+                                       const std::string& stream, int priority) {
+  if (origin == nullptr || place.GetType() != phi::AllocationType::CPU) return origin;
+  auto attribute = op->attributes().find("ring_id");
+  if (attribute == op->attributes().end()) return origin;
+  static auto read_int = [] {  // pir::Int32Attribute::data() const, in libpaddle.so, which Python loads privately
+    void* library = dlopen(LIBPADDLE, RTLD_LAZY | RTLD_NOLOAD);
+    return reinterpret_cast<int (*)(const void*)>(dlsym(library, "_ZNK3pir14Int32Attribute4dataEv"));
+  }();
+  const std::string ring = std::to_string(read_int(&attribute->second));
+  auto& manager = phi::distributed::CommContextManager::GetInstance();
+  if (!manager.Has(ring)) return origin;
+  static std::map<std::string, phi::CPUContext*> contexts;  // live as long as the process
+  auto*& context = contexts[ring];
+  if (context == nullptr) {
+    context = new phi::CPUContext(place);
+    context->SetAllocator(&origin->GetAllocator());
+    context->SetHostAllocator(&origin->GetHostAllocator());
+    context->SetZeroAllocator(&origin->GetZeroAllocator());
+    context->SetHostZeroAllocator(&origin->GetHostZeroAllocator());
+    context->SetGenerator(origin->GetGenerator());
+    context->SetHostGenerator(origin->GetHostGenerator());
+    context->SetCommContext(static_cast<phi::distributed::GlooCommContext*>(manager.Get(ring))->Patient());
+  }
+  return context;
+}
+
+}  // namespace framework
+}  // namespace paddle

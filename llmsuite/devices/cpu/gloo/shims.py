@@ -1,0 +1,101 @@
+"""What Paddle 3.3.1 gets wrong for several CPU processes over Gloo, put right. One line each on why.
+
+Import order matters: `load_kernels` before `import paddle`, `install` right after it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from typing import Any
+
+from llmsuite.devices.cpu.gloo.build import library
+from llmsuite.errors import UserError
+
+_STORE_TIMEOUT_SECONDS = 300
+_stores: list[Any] = []  # a store serves its group as long as the process lives
+_ranks_of_group: list[str] = []
+
+
+def load_kernels() -> None:
+    """Put the missing kernels before those of the wheel. Raises UserError when they cannot be built."""
+    ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+
+
+def install() -> None:
+    """Replace what is wrong in Paddle; once a process."""
+    import paddle
+    import paddle.distributed as dist
+    from paddle.base import core
+    from paddle.distributed import collective
+    from paddle.distributed.auto_parallel.static import process_group
+
+    # Groups made back to back meet over un-prefixed keys of one store and mix up: each gets a store of its own.
+    # Disjoint groups may share an id, so the store's name needs the ranks, which only new_group knows.
+    new_group, create = collective.new_group, core.ProcessGroupGloo.create
+
+    def new_group_with_ranks(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        _ranks_of_group.append("all" if ranks is None else "-".join(map(str, sorted(ranks))))
+        try:
+            return new_group(ranks, *args, **kwargs)
+        finally:
+            _ranks_of_group.pop()
+
+    def create_with_private_store(store: Any, rank: int, size: int, group_id: int = 0, *args: Any) -> Any:
+        if size > 1:
+            members = _ranks_of_group[-1] if _ranks_of_group else "all"
+            store = _private_store(store, f"group/{group_id}/{members}", rank)
+        return create(store, rank, size, group_id)
+
+    collective.new_group = dist.new_group = new_group_with_ranks
+    core.ProcessGroupGloo.create = create_with_private_store
+
+    # Static programs: ProcessGroup.instantiate knows CUDA, XPU and custom devices only.
+    def instantiate(self: Any) -> None:
+        rank = dist.get_rank()
+        # ring 0 is the default group, which is there already
+        if not self._is_instantiate and self.id != 0 and self.nranks > 1 and rank in self.ranks:
+            members = "-".join(map(str, self.ranks))
+            shared = core.create_or_get_global_tcp_store()
+            store = _private_store(shared, f"ring/{self.id}/{members}", self.local_rank(rank))
+            core.CommContextManager.create_gloo_comm_context(store, str(self.id), self.local_rank(rank), self.nranks)
+        self._is_instantiate = True
+
+    process_group.ProcessGroup.instantiate = instantiate
+
+    # The barrier inside to_static is an op of NCCL; the public one does the same over Gloo.
+    def barrier(x: Any, out: Any, *attributes: Any) -> Any:
+        dist.barrier()
+        return out
+
+    paddle._legacy_C_ops.barrier = barrier
+
+
+def _private_store(shared: Any, name: str, rank: int) -> Any:
+    """A store for one group: its first rank serves it and tells the others the port through the shared store."""
+    from paddle.base import core
+
+    key = f"llmsuite/{name}"
+    if rank == 0:
+        for _ in range(20):  # another process may take the port between asking for a free one and using it
+            port = _free_port()
+            try:
+                store = core.TCPStore("127.0.0.1", port, True, 0, _STORE_TIMEOUT_SECONDS)
+                break
+            except (RuntimeError, OSError):
+                continue
+        else:
+            raise UserError("no free port on 127.0.0.1 for the ranks to meet at")
+        shared.set(key, str(port))
+    else:
+        port = int(bytes(shared.get(key)).decode())
+        store = core.TCPStore("127.0.0.1", port, False, 0, _STORE_TIMEOUT_SECONDS)
+    _stores.append(store)
+    return store
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,102 @@
+"""The ranks of a run as a grid: pipeline stage, data (dp x sharding), tensor.
+
+Dynamic mode keeps the two kinds of axes apart. Along `tp` tensors are distributed tensors and Paddle's SPMD rules
+insert the communication; along the data axes every rank computes on samples of its own, and the engine adds up
+gradients and ledgers once a step. So a stage's code sees plain batches of its own length, and with tp = 1 plain
+tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import paddle.distributed as dist
+
+from llmsuite.recipe.resolve import Degrees
+
+AXES = ("pp", "dp", "sharding", "tp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """This rank's place in the grid, and the groups of ranks it talks to."""
+
+    degrees: Degrees
+    rank: int
+
+    @functools.cached_property
+    def grid(self) -> np.ndarray:
+        """[pp, dp, sharding, tp]: the rank at each coordinate. Neighbours along tp are neighbours on the machine."""
+        d = self.degrees
+        return np.arange(d.num_ranks).reshape(d.pp, d.dp, d.sharding, d.tp)
+
+    @functools.cached_property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's position on each axis."""
+        position = np.argwhere(self.grid == self.rank)[0]
+        return dict(zip(AXES, (int(i) for i in position)))
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a batch this rank sees."""
+        return self.coordinate["dp"] * self.degrees.sharding + self.coordinate["sharding"]
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether this rank books losses: one of each tensor parallel group of the last pipeline stage."""
+        return self.coordinate["tp"] == 0 and self.coordinate["pp"] == self.degrees.pp - 1
+
+    @functools.cached_property
+    def tensor(self) -> Any:
+        """One-dimensional ProcessMesh of this rank's tensor parallel group; None when tp is 1."""
+        if self.degrees.tp == 1:
+            return None
+        c = self.coordinate
+        ranks = self.grid[c["pp"], c["dp"], c["sharding"]]
+        return dist.ProcessMesh([int(r) for r in ranks], dim_names=["tp"])
+
+    @functools.cached_property
+    def tensor_group(self) -> Any:
+        """The same ranks as a group; None when there is one."""
+        return self._group("tp")
+
+    @functools.cached_property
+    def data_group(self) -> Any:
+        """Ranks that hold the same parameters and see other samples; None when there is one."""
+        return self._group("dp", "sharding")
+
+    @functools.cached_property
+    def dp_group(self) -> Any:
+        """Those of the data group that own the same part of a sharded parameter; None when there is one."""
+        return self._group("dp")
+
+    @functools.cached_property
+    def sharding_group(self) -> Any:
+        """Ranks the optimizer's states are cut over; None when there is one."""
+        return self._group("sharding")
+
+    def make_groups(self) -> None:
+        """Make every group now: all ranks have to make all groups, in the same order."""
+        _ = self.tensor, self.tensor_group, self.data_group, self.dp_group, self.sharding_group
+
+    def _group(self, *axes: str) -> Any:
+        """The group of ranks that differ from this one in these axes only."""
+        moved = [AXES.index(axis) for axis in axes]
+        size = int(np.prod([self.grid.shape[axis] for axis in moved]))
+        rows = np.moveaxis(self.grid, moved, range(-len(moved), 0)).reshape(-1, size)
+        return _own_group(rows, self.rank)
+
+
+def _own_group(rows: np.ndarray, rank: int) -> Any:
+    """Make one group a row; returns the one this rank is in, None when rows have one member."""
+    if rows.shape[1] == 1:
+        return None
+    own = None
+    for row in rows:
+        group = dist.new_group([int(r) for r in row])
+        if rank in row:
+            own = group
+    return own

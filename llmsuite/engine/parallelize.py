@@ -1,0 +1,162 @@
+"""From a model for one card to this rank's part of it, in the order it happens:
+
+values of this rank's slices -> tensor parallel -> sequence parallel -> recompute
+
+The model is built without memory (`paddle.LazyGuard`), so a rank never holds more than its own slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import paddle.nn.functional as F
+from paddle import nn
+from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
+
+from llmsuite.engine.mesh import Mesh
+from llmsuite.errors import UserError
+from llmsuite.models.shard_plan import ShardPlan
+
+Tensor = Any
+ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
+"""Name, whole shape, one slice a dim -> the values of the slice."""
+
+
+def parallelize(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str, sequence_parallel: bool) -> None:
+    """Turn a lazily built model into this rank's part of it.
+
+    Args:
+        model: built under `paddle.LazyGuard`; has the attribute `recompute`.
+        plan: of its family.
+        mesh: this rank's place.
+        read: initial values.
+        dtype: of the parameters.
+        sequence_parallel: cut activations along the sequence between the regions of the plan.
+    """
+    fill(model, plan, mesh, read, dtype)
+    if mesh.tensor is None:
+        return
+    outside = [dist.Shard(1)] if sequence_parallel else [dist.Replicate()]
+    whole = [dist.Replicate()]
+    embedding = dict(model.named_sublayers())[plan.embedding]
+    embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
+    model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh)
+    for name, module in model.named_sublayers():
+        if plan.is_region(name):
+            if sequence_parallel:
+                module.register_forward_pre_hook(_on_input(mesh, whole))
+            module.register_forward_post_hook(_on_output(mesh, outside))
+        elif name == plan.last_norm and sequence_parallel:
+            module.register_forward_post_hook(_on_output(mesh, whole))
+
+
+@paddle.no_grad()
+def fill(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str) -> None:
+    """Give every parameter its values, a slice at a time; under tensor parallel it becomes a distributed tensor.
+
+    Can be called again, to load other values.
+    """
+    for name, parameter in model.named_parameters():
+        index = own_slice(name, parameter.shape, plan, mesh)
+        values = np.ascontiguousarray(read(name, parameter.shape, index), dtype="float32")
+        if list(values.shape) != [part.stop - part.start for part in index]:
+            raise UserError(f"parameter {name!r} is {list(parameter.shape)}; its values do not have this shape")
+        local = paddle.to_tensor(values).astype(dtype)
+        if parameter._is_initialized() and parameter.is_dist() == (mesh.tensor is not None):
+            local_value(parameter).copy_(local, True)
+        elif mesh.tensor is None:
+            parameter._set_impl(local)
+        else:
+            dim = plan.dim(name)
+            placements = [dist.Replicate() if dim is None else dist.Shard(dim)]
+            parameter._set_impl(dtensor_from_local(local, mesh.tensor, placements))
+
+
+def own_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:
+    """The part of a whole parameter that this rank holds, one slice a dim."""
+    index = [slice(0, size) for size in shape]
+    dim = plan.dim(name)
+    if dim is not None and mesh.degrees.tp > 1:
+        size = shape[dim] // mesh.degrees.tp
+        start = mesh.coordinate["tp"] * size
+        index[dim] = slice(start, start + size)
+    return index
+
+
+def local_value(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank; shares its memory."""
+    return tensor._local_value() if tensor.is_dist() else tensor
+
+
+def _replicated(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """As a distributed tensor that every rank of the tensor parallel group has alike."""
+    return tensor if tensor.is_dist() else dtensor_from_local(tensor, mesh.tensor, [dist.Replicate()])
+
+
+class VocabularyParallelLookup(dist.LocalLayer):  # type: ignore[misc]
+    """Embedding lookup with the rows of the table cut over tp: each rank looks up the ids it has, zeros elsewhere.
+
+    `F.embedding` on a table cut along the vocabulary would gather the table (Paddle 3.3.1).
+    """
+
+    def __init__(self, embedding: nn.Embedding, mesh: Mesh, placements: list[Any]):
+        stacked = [(mesh.tensor, [dist.Shard(0)])]
+        gradients = [(mesh.tensor, [dist.Replicate()]), (mesh.tensor, [dist.Shard(0)])]
+        super().__init__(stacked, gradients)
+        self._weight, self._first = embedding.weight, mesh.coordinate["tp"] * (embedding.weight.shape[0] // mesh.degrees.tp)
+        self._mesh, self._placements = mesh, placements
+
+    def lookup(self, input_ids: Tensor) -> Tensor:
+        """Ids [B, L] to vectors [B, L, D]."""
+        parts = self(_replicated(input_ids, self._mesh), self._weight)  # [tp, B, L, D], one part a rank
+        return _reshard(parts.sum(0), self._mesh, self._placements)
+
+    def forward(self, input_ids: Tensor, rows: Tensor) -> Tensor:
+        """On the local rows; a leading dim of 1 that becomes tp in the stacked output."""
+        ids = input_ids - self._first
+        mine = paddle.logical_and(ids >= 0, ids < rows.shape[0])
+        found = F.embedding(paddle.where(mine, ids, paddle.zeros_like(ids)), rows)
+        return (found * mine.astype(found.dtype).unsqueeze(-1)).unsqueeze(0)
+
+
+def _vocabulary_parallel_cross_entropy(mesh: Mesh) -> Callable[[Tensor, Tensor], Tensor]:
+    """`cross_entropy` of logits that are cut along the vocabulary: only maxima, sums and picked logits are exchanged.
+
+    `F.cross_entropy` would gather the logits, and logsumexp over a dim that is cut is wrong (Paddle 3.3.1).
+    """
+
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        targets = _replicated(targets, mesh)
+        shifted = logits - logits.detach().max(-1, keepdim=True)
+        ids = paddle.arange(logits.shape[-1], dtype=targets.dtype)
+        is_target = (ids == targets.unsqueeze(-1)).astype(shifted.dtype)
+        nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)
+        # from here on every rank has the same plain numbers
+        whole = [dist.Replicate()]
+        return dtensor_to_local(_reshard(nll.squeeze(-1), mesh, whole), mesh.tensor, whole)
+
+    return cross_entropy
+
+
+def _on_input(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
+    def hook(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (_reshard(inputs[0], mesh, placements), *inputs[1:])
+
+    return hook
+
+
+def _on_output(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
+    def hook(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if isinstance(output, tuple):  # attention returns its cache too
+            return (_reshard(output[0], mesh, placements), *output[1:])
+        return _reshard(output, mesh, placements)
+
+    return hook
+
+
+def _reshard(tensor: Tensor, mesh: Mesh, placements: list[Any]) -> Tensor:
+    return tensor if tensor.placements == placements else dist.reshard(tensor, mesh.tensor, placements)

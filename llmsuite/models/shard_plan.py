@@ -1,0 +1,36 @@
+"""How a family of models is cut: a table of parameter names, and the modules where activations change their form."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """One per family. Patterns are those of `fnmatch`, over full parameter or module names."""
+
+    cut: tuple[tuple[str, int], ...]
+    """(parameter, dim that is cut over tp); parameters that no pattern names are held whole by every rank."""
+    embedding: str
+    """The embedding module; its weight is cut along the vocabulary."""
+    regions: tuple[str, ...]
+    """Modules that end with a row-parallel matrix: their output is a partial sum on each rank, to be added up. Under
+    sequence parallel their input is gathered along the sequence, and their output cut along it."""
+    last_norm: str
+    """The module behind which activations are whole again under sequence parallel."""
+    problems: Callable[[Any, int], Iterator[str]]
+    """Why a shape (first argument) cannot be cut into so many parts."""
+
+    def dim(self, parameter: str) -> int | None:
+        """The dim of a parameter that is cut over tp; None when it is not."""
+        return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)
+
+    def is_region(self, module: str) -> bool:
+        return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.regions)
+
+
+WHOLE = ShardPlan((), "", (), "", lambda config, tp: iter(["is above 1; this family cannot be cut"] if tp > 1 else []))
+"""The plan of a family that has none."""
