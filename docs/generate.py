@@ -1,7 +1,7 @@
 """Writes docs/plugins.md from the docstrings of the plugin contract, and the table of keys in docs/recipes.md.
 
-    python docs/generate.py            # write
-    python docs/generate.py --check    # exit 1 when a file is not what would be written
+python docs/generate.py            # write
+python docs/generate.py --check    # exit 1 when a file is not what would be written
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def plugins_page() -> str:
         hookspecs.Command,
         hookspecs.RunView,
     ):
-        lines += [f"### `{cls.__name__}`", "", inspect.cleandoc(cls.__doc__ or ""), "", "| field | type | |", "|---|---|---|"]
+        lines += [f"### `{cls.__name__}`", "", inspect.cleandoc(cls.__doc__ or ""), ""]
+        lines += ["| field | type | |", "|---|---|---|"]
         docs = field_docs(cls)
         for field in dataclasses.fields(cls):
             kind = str(field.type).replace("|", "\\|")

@@ -33,8 +33,8 @@ def read_rows(path: Path, kind: str, name: str, formats: Mapping[str, DataFormat
         if not isinstance(raw, Mapping):
             faults.append(f"{where}: is a {type(raw).__name__}, not an object")
             continue
-        if not _is_unicode(raw):
-            faults.append(f"{where}: has half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+        if fault := _text_fault(raw):
+            faults.append(f"{where}: {fault}")
             continue
         if chosen is None:
             chosen = _recognise(raw, where, kind, formats)
@@ -61,13 +61,15 @@ def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[s
     raise UserError(f"{where}: keys {sorted(row)} fit no format with {kind} rows. Known: {known or 'none'}")
 
 
-def _is_unicode(row: Mapping[str, Any]) -> bool:
-    """Whether its texts can be encoded; JSON can escape what no tokenizer takes."""
+def _text_fault(row: Mapping[str, Any]) -> str | None:
+    """What no tokenizer would take, though JSON can say it."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
+    except RecursionError:
+        return "is nested too deeply"
+    return None
 
 
 def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from llmsuite import __version__
-from llmsuite.cli.main import main
+from llmsuite.cli.main import main, split_overrides
 from llmsuite.plugins.manager import ALLOW_LIST, Registry
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.section import as_plain
@@ -138,6 +138,13 @@ def test_validate_shipped_recipes_from_anywhere(
 )
 def test_words_that_are_neither(run: Run, write_recipe: Callable[..., Path], words: list[str], message: str) -> None:
     assert run("validate", write_recipe(), *words) == (2, "", f"{message}\n")
+
+
+def test_options_with_values_are_no_overrides() -> None:
+    words = ["serve", "--port=80", "--host", "here", "x.json", "--port", "81", "--seed", "1", "-v"]
+    own, overrides = split_overrides(words, {"--port", "--host"})
+    assert own == ["serve", "--port=80", "--host", "here", "x.json", "--port", "81", "-v"]
+    assert overrides == ["--seed=1"]
 
 
 def test_commands_without_recipe_take_no_overrides(run: Run) -> None:

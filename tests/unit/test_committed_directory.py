@@ -182,6 +182,8 @@ def test_everything_is_on_disk_before_it_becomes_visible(steps: OsSteps, tmp_pat
     assert f"os.fsync {root / 'step-1.tmp'}" in seen[:visible]
     # the old one is deleted only once the new name is on disk too
     assert seen.index(f"os.fsync {root}") < seen.index(f"open {root / 'step-1.old'}")
+    assert seen.index(f"os.fsync {root / 'latest.tmp'}") < seen.index(f"os.rename {root / 'latest.tmp'}")
+    assert seen[-1] == f"os.fsync {root}"
 
 
 def test_an_error_in_the_block_leaves_nothing_and_passes(tmp_path: Path) -> None:

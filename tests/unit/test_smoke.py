@@ -86,3 +86,12 @@ def test_origins(plan: Plan, tmp_path: Path) -> None:
 def test_recipe_has_to_be_right_before_it_is_made_small(problems: Callable[..., list[object]]) -> None:
     (problem,) = problems({"data.max_length": 0}, smoke=True)
     assert "data.max_length: expected integer > 0, found 0" in str(problem)
+
+
+def test_a_stage_brings_its_own_data(plan: Plan, registry: Registry) -> None:
+    changes = {"data": {"train": "mine.jsonl", "eval": "mine.jsonl", "format": "sharegpt_preference"}}
+    small = plan(changes, smoke=True)
+    assert as_plain(small.recipe.data)["train"] == registry.stages["dpo"].smoke["data.train"]
+    assert as_plain(small.recipe.data)["eval"] == registry.stages["dpo"].smoke["data.eval"]
+    assert small.recipe.data.format == "auto"
+    small.check_files()

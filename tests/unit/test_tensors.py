@@ -67,14 +67,14 @@ def test_a_transposed_view_is_stored_as_it_looks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "groups"),
     [
-        (1, [["t0"], ["t1"], ["t2"], ["t3"]]),
-        (40, [["t0", "t1"], ["t2"], ["t3"]]),
-        (39, [["t0"], ["t1"], ["t2"], ["t3"]]),
-        (4000, [["t0", "t1", "t2", "t3"]]),
+        (1, [["t0"], ["t1"], ["t2"], ["t3"], ["t4"]]),
+        (40, [["t0", "t1"], ["t2"], ["t3", "t4"]]),
+        (39, [["t0"], ["t1"], ["t2"], ["t3", "t4"]]),
+        (4000, [["t0", "t1", "t2", "t3", "t4"]]),
     ],
 )
 def test_a_file_is_closed_before_it_grows_too_large(tmp_path: Path, limit: int, groups: list[list[str]]) -> None:
-    values = numbers(5, 5, 100, 1)  # 20, 20, 400 and 4 bytes
+    values = numbers(5, 5, 100, 1, 5)  # 20, 20, 400, 4 and 20 bytes
     write(tmp_path, values, max_file_bytes=limit)
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     assert TensorFiles(tmp_path, "model").paths == [tmp_path / name for name in names]
@@ -83,7 +83,7 @@ def test_a_file_is_closed_before_it_grows_too_large(tmp_path: Path, limit: int, 
             assert sorted(file.keys()) == group
             assert file.metadata() == {"format": "pt"}
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 444}
+    assert index["metadata"] == {"total_size": 464}
     assert index["weight_map"] == {tensor: name for name, group in zip(names, groups) for tensor in group}
 
 

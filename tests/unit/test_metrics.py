@@ -1,0 +1,111 @@
+"""metrics.jsonl: what is in it after a resume, a kill or a bad number; and rates over a window."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.observe import metrics
+from llmsuite.observe.metrics import MetricsFile, Window
+
+
+def run(path: Path, resume_step: int, steps: list[int], **more: Any) -> None:
+    file = MetricsFile(path, resume_step)
+    for step in steps:
+        file.write({"step": step, **more})
+    file.close()
+
+
+def steps(path: Path) -> list[Any]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_record_is_a_line_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    for step in (1, 2):
+        file.write({"step": step, "loss": 0.5, "note": "\u4e16\n"})
+        assert steps(path) == list(range(1, step + 1)), "readable while the run goes on"
+    file.close()
+    assert path.read_text().splitlines()[0] == '{"schema": 1, "step": 1, "loss": 0.5, "note": "\\u4e16\\n"}'
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+    run(tmp_path / "m", 0, [1, 2, 3])
+    run(tmp_path / "m", 0, [1])
+    assert steps(tmp_path / "m") == [1]
+
+
+def test_a_resume_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    run(path, 0, [1, 2, 2, 3, 4, 4, 5], loss=0.1)
+    run(path, 2, [3, 4], loss=0.2)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in found] == [(1, 0.1), (2, 0.1), (2, 0.1), (3, 0.2), (4, 0.2)]
+    run(path, 99, [100])
+    assert steps(path) == [1, 2, 2, 3, 4, 100]
+
+
+def test_a_resume_without_a_file(tmp_path: Path) -> None:
+    run(tmp_path / "m", 7, [8])
+    assert steps(tmp_path / "m") == [8]
+
+
+def test_a_last_line_cut_off_anywhere_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    run(path, 0, [1, 2], loss=0.25)
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for length in range(first, len(whole)):
+        path.write_bytes(whole[:length])
+        run(path, 2, [3])
+        # only the end of the line was missing: the record is whole
+        assert steps(path) == ([1, 2, 3] if length == len(whole) - 1 else [1, 3]), length
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 30, b"\xff\xfe{}", b"7", b"[1]", b"null", b"{}", b'{"step": null}', b"\n\n"])
+def test_a_garbled_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "m"
+    run(path, 0, [1])
+    path.write_bytes(path.read_bytes() + tail)
+    run(path, 2, [3])
+    assert steps(path) == [1, 3]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_refused_and_leaves_no_trace(tmp_path: Path, bad: float) -> None:
+    path = tmp_path / "m"
+    file = MetricsFile(path, 0)
+    file.write({"step": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        file.write({"step": 2, "loss": bad})
+    file.write({"step": 3})
+    file.close()
+    assert steps(path) == [1, 3]
+
+
+def test_the_rates_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    window = Window(num_ranks=4)
+    step = {"reader_seconds": 0.5, "tokens": 600.0, "loss": 1.0}
+    window.add(step)
+    assert step == {"tokens": 600.0, "loss": 1.0}, "the reader's time is a rate, not a metric of the step"
+    window.add({"reader_seconds": 0.3, "tokens": 200.0})
+    now[0] += 4.0
+    assert window.rates() == {
+        "avg_reader_cost": pytest.approx(0.4),
+        "avg_batch_cost": 2.0,
+        "steps_per_second": 0.5,
+        "ips_total": 200.0,
+        "ips": 50.0,
+    }
+    window.reset()
+    window.add({"reader_seconds": 0.0, "tokens": 10.0})
+    now[0] += 2.0
+    assert window.rates()["ips_total"] == 5.0
+    assert window.rates()["avg_reader_cost"] == 0.0
