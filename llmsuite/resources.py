@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmsuite.errors import UserError
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -15,8 +17,12 @@ def bundled(name: str) -> Path:
 
 def find(path: str) -> Path:
     """A file as a recipe names it: from the working directory, else among the bundled ones."""
-    direct = Path(path).expanduser()
-    if not direct.exists() and not direct.is_absolute():
+    try:
+        direct = Path(path).expanduser()
+        exists = direct.exists()
+    except (RuntimeError, OSError, ValueError) as error:  # no such user, a name too long, a NUL
+        raise UserError(f"{path!r} is not a path: {error}") from error
+    if not exists and not direct.is_absolute():
         top, _, rest = path.partition("/")
         if top in ("data", "recipes") and (bundled(top) / rest).exists():
             return bundled(top) / rest

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.checkpoint.files import read_json_file, sha256_of, write_json
 from llmsuite.checkpoint.tensors import MAX_FILE_BYTES, TensorFiles, TensorSpec, write_tensors
@@ -81,9 +82,12 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     for family in families.values():
         if model_type in family.hf_model_types:
             try:
-                return family, family.config_cls.from_hf(data)
-            except TypeError as error:
-                raise UserError(f"{path / 'config.json'}: {error}") from error
+                config = family.config_cls.from_hf(data)
+                TypeAdapter(family.config_keys()).validate_python(dataclasses.asdict(config))
+            except ValidationError as error:
+                wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
+                raise UserError(f"{path / 'config.json'}: {wrong}") from error
+            return family, config
     known = sorted(t for family in families.values() for t in family.hf_model_types)
     raise UserError(
         f"{path / 'config.json'}: model_type {model_type!r} is not supported; supported: {', '.join(known)}"

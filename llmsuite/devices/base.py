@@ -32,13 +32,13 @@ class DeviceBackend(abc.ABC):
         """Variables that differ from rank to rank, for a launcher."""
         return {}
 
-    def prepare_ranks(self) -> None:
+    def prepare_ranks(self) -> None:  # noqa: B027  (most backends have nothing to do)
         """Called once before several ranks are started. Raises UserError when something they need is missing."""
 
-    def before_paddle(self) -> None:
+    def before_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
         """Called in a rank of several before Paddle is imported."""
 
-    def after_paddle(self) -> None:
+    def after_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
         """Called in a rank of several once Paddle is imported."""
 
     @abc.abstractmethod

@@ -97,7 +97,7 @@ def _replicated(tensor: Tensor, mesh: Mesh) -> Tensor:
     return tensor if tensor.is_dist() else dtensor_from_local(tensor, mesh.tensor, [dist.Replicate()])
 
 
-class VocabularyParallelLookup(dist.LocalLayer):  # type: ignore[misc]
+class VocabularyParallelLookup(dist.LocalLayer):
     """Embedding lookup with the rows of the table cut over tp: each rank looks up the ids it has, zeros elsewhere.
 
     `F.embedding` on a table cut along the vocabulary would gather the table (Paddle 3.3.1).
@@ -107,8 +107,8 @@ class VocabularyParallelLookup(dist.LocalLayer):  # type: ignore[misc]
         stacked = [(mesh.tensor, [dist.Shard(0)])]
         gradients = [(mesh.tensor, [dist.Replicate()]), (mesh.tensor, [dist.Shard(0)])]
         super().__init__(stacked, gradients)
-        self._weight, self._first = embedding.weight, mesh.coordinate["tp"] * (embedding.weight.shape[0] // mesh.degrees.tp)
-        self._mesh, self._placements = mesh, placements
+        self._weight, self._mesh, self._placements = embedding.weight, mesh, placements
+        self._first = mesh.coordinate["tp"] * (embedding.weight.shape[0] // mesh.degrees.tp)
 
     def lookup(self, input_ids: Tensor) -> Tensor:
         """Ids [B, L] to vectors [B, L, D]."""

@@ -6,7 +6,6 @@ Nothing after this page asks whether the recipe makes sense.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

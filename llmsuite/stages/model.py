@@ -50,7 +50,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
 
 def make_shards(plan: RunPlan, model: Any, mesh: Mesh) -> list[ParameterShard]:
     """What this rank's optimizer owns of each parameter."""
-    cuts, stage = plan.family.shard_plan or WHOLE, int(plan.recipe.parallel.sharding.removeprefix("stage").replace("none", "0"))
+    cuts = plan.family.shard_plan or WHOLE
+    stage = {"none": 0, "stage1": 1, "stage2": 2}[plan.recipe.parallel.sharding]
     return [ParameterShard(name, p, mesh, cuts.dim(name), stage) for name, p in model.named_parameters()]
 
 

@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
 
-PositiveInt = Annotated[int, Gt(0)]
+PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 PositiveFloat = Annotated[float, Gt(0)]
 
 
@@ -31,13 +31,13 @@ class LlamaConfig:
     """Query heads."""
     num_key_value_heads: PositiveInt = 32
     """Key and value heads; fewer than query heads is grouped-query attention."""
-    head_dim: PositiveInt | None = None
+    head_dim: Annotated[int, Gt(0), Le(4096)] | None = None
     """Size of a head; null for hidden_size / num_attention_heads."""
     max_position_embeddings: PositiveInt = 4096
     """Longest sequence the model was made for."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Term under the root of RMSNorm."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Annotated[float, Ge(1)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
@@ -58,6 +58,9 @@ class LlamaConfig:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.head_size > 4096:
+            yield "head_dim", f"is {self.head_size} (hidden_size / num_attention_heads); at most 4096 is supported"
+            return
         if self.head_dim is None and self.hidden_size % heads:
             yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
         elif self.head_size % 2:
@@ -94,6 +97,8 @@ class LlamaConfig:
         low = _scaling_number(scaling, "low_freq_factor")
         high = _scaling_number(scaling, "high_freq_factor")
         original = _scaling_number(scaling, "original_max_position_embeddings")
+        if high <= low:
+            raise UserError(f"high_freq_factor is {high}; it has to be above low_freq_factor = {low}")
         scaled = []
         for f in frequencies:
             turns = original * f / (2 * math.pi)  # in the original context
@@ -117,7 +122,7 @@ class LlamaConfig:
         values = {key: value for key, value in data.items() if key in known}
         # config.json of transformers 5 keeps theta among the scaling parameters
         rope = data.get("rope_parameters")
-        if rope is not None:
+        if isinstance(rope, Mapping):
             values["rope_theta"] = rope.get("rope_theta", cls.rope_theta)
             values["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
         heads = values.get("num_attention_heads", cls.num_attention_heads)

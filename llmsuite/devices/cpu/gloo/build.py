@@ -60,7 +60,8 @@ def _build(target: Path, paddle: Path) -> None:
             compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-w",
             f'-DLIBPADDLE="{paddle / "base" / "libpaddle.so"}"', "-DPADDLE_ON_INFERENCE=0",
             f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", str(_SOURCE), "-o", str(output),
-            f"-L{paddle / 'libs'}", "-l:libphi_core.so", "-l:libcommon.so", f"-Wl,-rpath,{paddle / 'libs'}", "-Wl,-z,lazy",
+            f"-L{paddle / 'libs'}", "-l:libphi_core.so", "-l:libcommon.so",
+            f"-Wl,-rpath,{paddle / 'libs'}", "-Wl,-z,lazy",
         ]  # fmt: skip
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:

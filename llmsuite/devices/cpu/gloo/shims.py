@@ -49,7 +49,7 @@ def install() -> None:
         return create(store, rank, size, group_id)
 
     collective.new_group = dist.new_group = new_group_with_ranks
-    core.ProcessGroupGloo.create = create_with_private_store
+    core.ProcessGroupGloo.create = create_with_private_store  # type: ignore[method-assign, assignment]
 
     # Static programs: ProcessGroup.instantiate knows CUDA, XPU and custom devices only.
     def instantiate(self: Any) -> None:
