@@ -48,8 +48,7 @@ class WholeTensor:
 
     name: str
     shape: Sequence[int]
-    dtype: Any
-    """Paddle's."""
+    dtype: str
     gather: Callable[[], Any]
     """Gives all of it, as a Paddle tensor; where it lies in parts, every rank has to call it."""
 
@@ -134,7 +133,7 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def _specs(tensors: Sequence[WholeTensor]) -> list[TensorSpec]:
-    return [TensorSpec(t.name, tuple(t.shape), str(t.dtype).removeprefix("paddle.")) for t in tensors]
+    return [TensorSpec(t.name, tuple(t.shape), t.dtype) for t in tensors]
 
 
 def _reader(tensors: Sequence[WholeTensor]) -> Callable[[str], np.ndarray]:
@@ -142,7 +141,7 @@ def _reader(tensors: Sequence[WholeTensor]) -> Callable[[str], np.ndarray]:
 
     def read(name: str) -> np.ndarray:
         value = by_name[name].gather().numpy()
-        if str(by_name[name].dtype) == "paddle.bfloat16":  # Paddle hands bfloat16 out as the bits
+        if by_name[name].dtype == "bfloat16":  # Paddle hands bfloat16 out as the bits
             import ml_dtypes
 
             value = value.view(ml_dtypes.bfloat16)

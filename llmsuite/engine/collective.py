@@ -94,6 +94,16 @@ def reduce_scatter(flat: Tensor, group: Any) -> Tensor:
     return part
 
 
+def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: int) -> Tensor:
+    """A tensor that one pipeline stage has, on all of them. `value` is None on the others."""
+    if _mesh.degrees.pp == 1:
+        assert value is not None
+        return value
+    tensor = paddle.empty(list(shape), dtype=dtype) if value is None else value.contiguous()
+    dist.broadcast(tensor, _mesh.pipeline_group.ranks[stage], group=_mesh.pipeline_group)
+    return tensor
+
+
 def all_gather(part: Tensor, group: Any, dim: int = 0) -> Tensor:
     """The parts of all ranks of a group, joined along a dim, in the order of the group."""
     if group is None:

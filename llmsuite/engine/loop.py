@@ -10,6 +10,7 @@ from typing import Any
 from llmsuite.data.loader import SampleOrder, micro_batches
 from llmsuite.engine import collective
 from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.schedule import Kind
 from llmsuite.engine.step import Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
 from llmsuite.observe.metrics import Window
@@ -23,6 +24,8 @@ class Schedule:
     global_batch_size: int
     micro_batch_size: int
     accumulate_steps: int
+    pipeline: Kind
+    """Order of the passes where there is a pipeline."""
     log_steps: int
     eval_steps: int | None
     save_steps: int | None
@@ -73,7 +76,8 @@ def fit(
             step += 1
             picked = micro_batches(order, position, schedule.accumulate_steps, size, rank, num_ranks)
             samples = [[train_samples[i] for i in batch] for batch in picked]
-            metrics = train_step(step, samples, objective, model, optimizer, autocast, stop.signal is not None)
+            stopped = stop.signal is not None
+            metrics = train_step(step, samples, objective, model, optimizer, schedule.pipeline, autocast, stopped)
             position += schedule.global_batch_size
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
             last = stopping or step == schedule.total_steps

@@ -78,9 +78,27 @@ class Mesh:
         """Ranks the optimizer's states are cut over; None when there is one."""
         return self._group("sharding")
 
+    def pipeline_lines(self) -> list[list[int]]:
+        """Ranks that differ in their pipeline stage only, in the order of the stages; none without a pipeline."""
+        if self.degrees.pp == 1:
+            return []
+        return [[int(r) for r in line] for line in self.grid.reshape(self.degrees.pp, -1).T]
+
+    @functools.cached_property
+    def pipeline_group(self) -> Any:
+        """The line of this rank; None without a pipeline."""
+        return self._group("pp")
+
+    @functools.cached_property
+    def tied_group(self) -> Any:
+        """First and last stage of this rank's line, for weights both have; None elsewhere and without a pipeline."""
+        lines = [[line[0], line[-1]] for line in self.pipeline_lines()]
+        return _own_group(np.array(lines), self.rank) if lines else None
+
     def make_groups(self) -> None:
         """Make every group now: all ranks have to make all groups, in the same order."""
         _ = self.tensor, self.tensor_group, self.data_group, self.dp_group, self.sharding_group
+        _ = self.pipeline_group, self.tied_group
 
     def _group(self, *axes: str) -> Any:
         """The group of ranks that differ from this one in these axes only."""

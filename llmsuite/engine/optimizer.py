@@ -53,6 +53,7 @@ class Optimizer:
                 parameters=owned,
                 multi_precision=low_precision,
             )
+        self.slots = [*(_SLOTS if train.optimizer == "adamw" else ()), *(["master"] if low_precision else [])]
 
     def learning_rate(self, step: int) -> float:
         """Rate of a step, counted from 1: linear warm-up, then constant, linear or cosine towards the floor."""
@@ -105,13 +106,10 @@ class Optimizer:
         """
         stored = self._paddle.state_dict()
         masters = stored.get("master_weights", {})
-        slots = _SLOTS if isinstance(self._paddle, paddle.optimizer.AdamW) else ()
         for shard in self.shards:
-            has_master = shard.owned.dtype != paddle.float32
-            for slot in slots:
-                yield StateTensor(shard, slot, stored.get(_paddle_name(shard.name, slot, has_master)))
-            if has_master:
-                yield StateTensor(shard, "master", masters.get(shard.name))
+            for slot in self.slots:
+                name = _paddle_name(shard.name, slot, "master" in self.slots)
+                yield StateTensor(shard, slot, masters.get(shard.name) if slot == "master" else stored.get(name))
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Take over a state: `read` gives this rank's part of each tensor."""
@@ -125,8 +123,7 @@ class Optimizer:
                 masters[name] = value
                 masters[name].name = _master_name(name)
             else:
-                has_master = entry.shard.owned.dtype != paddle.float32
-                slots[_paddle_name(name, entry.slot, has_master)] = value
+                slots[_paddle_name(name, entry.slot, "master" in self.slots)] = value
         self._paddle.set_state_dict({**slots, "master_weights": masters} if masters else slots)
 
 
@@ -146,7 +143,11 @@ class StateTensor:
     @property
     def is_scalar(self) -> bool:
         """Whether there is one number for the whole parameter, the same on every rank."""
-        return self.slot.endswith("pow_acc")
+        return self.slot_is_scalar(self.slot)
+
+    @staticmethod
+    def slot_is_scalar(slot: str) -> bool:
+        return slot.endswith("pow_acc")
 
 
 def _paddle_name(name: str, slot: str, has_master: bool) -> str:

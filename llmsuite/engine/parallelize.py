@@ -40,10 +40,12 @@ def parallelize(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype:
     fill(model, plan, mesh, read, dtype)
     if mesh.tensor is None:
         return
-    outside = [dist.Shard(1)] if sequence_parallel else [dist.Replicate()]
+    outside = between_layers(sequence_parallel)
     whole = [dist.Replicate()]
-    embedding = dict(model.named_sublayers())[plan.embedding]
-    embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
+    modules = dict(model.named_sublayers())
+    if plan.embedding in modules:  # not on every pipeline stage
+        embedding = modules[plan.embedding]
+        embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh)
     for name, module in model.named_sublayers():
         if plan.is_region(name):
@@ -52,6 +54,11 @@ def parallelize(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype:
             module.register_forward_post_hook(_on_output(mesh, outside))
         elif name == plan.last_norm and sequence_parallel:
             module.register_forward_post_hook(_on_output(mesh, whole))
+
+
+def between_layers(sequence_parallel: bool) -> list[Any]:
+    """Placements over tp of the activations [B, L, D] between layers."""
+    return [dist.Shard(1)] if sequence_parallel else [dist.Replicate()]
 
 
 @paddle.no_grad()

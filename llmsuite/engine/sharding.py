@@ -24,7 +24,9 @@ Tensor = Any
 class ParameterShard:
     """Owns what the optimizer updates of a parameter, and carries values and gradients between it and the model."""
 
-    def __init__(self, name: str, parameter: Tensor, mesh: Mesh, cut_dim: int | None, stage: int):
+    def __init__(
+        self, name: str, parameter: Tensor, mesh: Mesh, cut_dim: int | None, stage: int, is_tied: bool = False
+    ):
         """
         Args:
             name: full parameter name.
@@ -32,8 +34,10 @@ class ParameterShard:
             mesh: this rank's place.
             cut_dim: dim that is cut over tp; None when every rank holds the parameter whole.
             stage: 0 to 2.
+            is_tied: whether the first and the last pipeline stage both have it.
         """
         self.name, self.parameter, self._mesh, self._stage = name, parameter, mesh, stage
+        self._is_tied = is_tied and mesh.degrees.pp > 1
         self._dim = cut_dim if mesh.degrees.tp > 1 else None
         local = local_value(parameter)
         self.shape, self.local_shape = list(parameter.shape), list(local.shape)
@@ -64,7 +68,8 @@ class ParameterShard:
     def copies(self) -> int:
         """How many ranks of the run hold the same part of a finished gradient."""
         degrees = self._mesh.degrees
-        return degrees.num_data_ranks // self._parts * (1 if self._dim is not None else degrees.tp)
+        copies = degrees.num_data_ranks // self._parts * (1 if self._dim is not None else degrees.tp)
+        return 2 * copies if self._is_tied else copies
 
     def finish_gradient(self) -> Tensor | None:
         """The gradient of the own part, added up over all data ranks; None when there is none."""
@@ -86,6 +91,8 @@ class ParameterShard:
             own = collective.reduce_scatter(padded, self._mesh.sharding_group)
             collective.sum_in_group(own, self._mesh.dp_group)
             own = own[: self._range.stop - self._range.start]
+        if self._is_tied:
+            collective.sum_in_group(own, self._mesh.tied_group)
         if self.is_empty:
             self.parameter.clear_gradient(set_to_zero=False)
             return None

@@ -10,8 +10,11 @@ from typing import Any, Protocol
 
 import paddle
 
+from llmsuite.engine import collective
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms
 from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.schedule import Kind, order
 from llmsuite.errors import UserError
 
 Batch = dict[str, Any]
@@ -35,8 +38,9 @@ def train_step(
     step: int,
     micro_batches: Sequence[Sequence[Any]],
     objective: Objective,
-    model: Any,
+    model: PipelineStage,
     optimizer: Optimizer,
+    schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
     stop: bool = False,
 ) -> dict[str, float]:
@@ -48,6 +52,7 @@ def train_step(
         objective: makes batches and losses.
         model: in training mode.
         optimizer: over its parameters.
+        schedule: order of the passes where there is a pipeline; without one each micro-batch goes forward and back.
         autocast: makes the precision context of a forward pass.
         stop: whether this rank was asked to stop; comes back as the metric "stop", the number of ranks that were.
 
@@ -58,16 +63,22 @@ def train_step(
     ledger.count(stop=stop)
     reader_seconds = 0.0
 
-    for samples in micro_batches:
+    passes: dict[int, tuple[Any, Any]] = {}
+    mesh = collective.mesh()
+    for action in order(schedule, mesh.coordinate["pp"], mesh.degrees.pp, len(micro_batches)):
+        if not action.forward:
+            # gradients of the sum: nothing is divided before all of it is there
+            model.backward(*passes.pop(action.micro_batch))
+            continue
         start = time.perf_counter()
-        batch = objective.collate(samples)
+        batch = objective.collate(micro_batches[action.micro_batch])
         ledger.count(tokens=batch["num_tokens"], supervised_tokens=batch["num_supervised"])
         reader_seconds += time.perf_counter() - start
 
         with autocast():
             terms = objective.loss(model, batch)
-        assert not terms.total.stop_gradient, "the stage's loss hangs on no parameter"
-        terms.total.backward()  # gradients of the sum: nothing is divided before all of it is there
+        assert not model.is_last or not terms.total.stop_gradient, "the stage's loss hangs on no parameter"
+        passes[action.micro_batch] = model.take_pass(), terms.total
         ledger.add(terms)
 
     weight, metrics = ledger.reduce()

@@ -19,6 +19,12 @@ class ShardPlan:
     regions: tuple[str, ...]
     """Modules that end with a row-parallel matrix: their output is a partial sum on each rank, to be added up. Under
     sequence parallel their input is gathered along the sequence, and their output cut along it."""
+    layers: str
+    """The list of layers a pipeline is cut in."""
+    first: tuple[str, ...]
+    """Modules in front of the layers: on the first pipeline stage."""
+    last: tuple[str, ...]
+    """Modules behind the layers: on the last pipeline stage. One that is in `first` too is tied."""
     last_norm: str
     """The module behind which activations are whole again under sequence parallel."""
     problems: Callable[[Any, int], Iterator[str]]
@@ -32,5 +38,10 @@ class ShardPlan:
         return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.regions)
 
 
-WHOLE = ShardPlan((), "", (), "", lambda config, tp: iter(["is above 1; this family cannot be cut"] if tp > 1 else []))
+def _cannot_be_cut(config: Any, tp: int) -> Iterator[str]:
+    if tp > 1:
+        yield f"is {tp}; this family has no table of how its parameters are cut"
+
+
+WHOLE = ShardPlan((), "", (), "", (), (), "", _cannot_be_cut)
 """The plan of a family that has none."""

@@ -251,27 +251,32 @@ _SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
 def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     """What `--smoke` changes: tiny shape, embedded data, CPU processes, a few steps.
 
-    Stage, loss, schedule of the learning rate, tensor parallel degree and sharding stay as the recipe has them; data
-    ranks are cut down to what makes 8 processes, and pipelines, which this version does not run, to one stage.
+    Stage, loss, schedule of the learning rate and strategy stay as the recipe has them; degrees are cut down to what
+    makes 8 processes, data ranks first.
     """
     recipe = loaded.recipe
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
     world = recipe.launch.num_devices * recipe.launch.nnodes
-    tp = min(recipe.parallel.tensor_parallel_degree, _SMOKE_RANKS)
-    data = min(max(1, world // (tp * recipe.parallel.pipeline_parallel_degree)), _SMOKE_RANKS // tp)
+    parallel = recipe.parallel
+    tp = min(parallel.tensor_parallel_degree, _SMOKE_RANKS)
+    pp = min(parallel.pipeline_parallel_degree, _SMOKE_RANKS // tp)
+    fixed = parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree
+    data = min(max(1, world // fixed), _SMOKE_RANKS // (tp * pp))
     sharded = recipe.parallel.sharding != "none" and data > 1
     degree = recipe.parallel.sharding_parallel_degree
     micro = min(recipe.train.micro_batch_size, 4)
     return {
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": _smoke_shape(family, tp),
+        "model.config": _smoke_shape(family, tp, pp),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
         "data.chat_template": "tokenizer",
         "parallel": {
             "tensor_parallel_degree": tp,
+            "pipeline_parallel_degree": pp,
+            "pipeline_schedule": recipe.parallel.pipeline_schedule,
             "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
             "sharding": recipe.parallel.sharding if sharded else "none",
             "sharding_parallel_degree": degree if sharded and data % degree == 0 else 1,
@@ -284,7 +289,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.learning_rate": 1e-3,
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
-        "launch.num_devices": tp * data,
+        "launch.num_devices": tp * pp * data,
         "launch.nnodes": 1,
         "loggers": [],
         "device": "cpu",
@@ -296,12 +301,12 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 _SMOKE_RANKS = 8
 
 
-def _smoke_shape(family: ModelFamily, tp: int) -> dict[str, Any]:
-    """The family's tiny shape, with as many heads as it takes to be cut into `tp` parts."""
+def _smoke_shape(family: ModelFamily, tp: int, pp: int) -> dict[str, Any]:
+    """The family's tiny shape, with as many heads and layers as it takes to be cut so."""
     shape = dict(family.smoke)
-    for key in ("num_attention_heads", "num_key_value_heads"):
+    for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", pp)):
         if key in shape:
-            shape[key] = max(shape[key], tp)
+            shape[key] = max(shape[key], least)
     return shape
 
 
@@ -309,7 +314,7 @@ def unsupported(plan: RunPlan) -> list[Problem]:
     """What a legal recipe may ask for and the engine of this version does not do yet."""
     recipe, problems = plan.recipe, []
     for key, value, only in (
-        ("parallel.pipeline_parallel_degree", plan.degrees.pp, 1),
+        ("parallel.pipeline_schedule", recipe.parallel.pipeline_schedule, ("FThenB", "1F1B")),
         ("parallel.sharding", recipe.parallel.sharding, ("none", "stage1", "stage2")),
         ("engine.mode", recipe.engine.mode, "dynamic"),
         ("launch.nnodes", recipe.launch.nnodes, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -15,10 +16,12 @@ from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.engine import collective
 from llmsuite.engine.init import initial_values
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
-from llmsuite.engine.parallelize import fill, own_slice, parallelize
+from llmsuite.engine.parallelize import between_layers, fill, own_slice, parallelize
+from llmsuite.engine.pipeline import Edges, PipelineStage, keep_stage, owner_stage
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.observe.progress import report
@@ -26,11 +29,27 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 
 
-def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> tuple[Any, str]:
-    """The model with its initial weights, and a digest of all that decides their values."""
-    engine, seed = plan.recipe.engine, plan.recipe.seed
+@dataclasses.dataclass(frozen=True)
+class BuiltModel:
+    """What `build_model` gives."""
+
+    part: PipelineStage
+    """This rank's part."""
+    shapes: dict[str, list[int]]
+    """Shape of every parameter of the whole model, in the order of the layers."""
+    digest: str
+    """Changes with anything that decides the initial values."""
+
+
+def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
+    """This rank's part of the model with its initial weights."""
+    engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
     with paddle.LazyGuard():
         model = plan.family.factory()(plan.model_config, backend.ops(engine.precision))
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    count = sum(int(np.prod(shape)) for shape in shapes.values())
+    if mesh.degrees.pp > 1:
+        keep_stage(model, cuts, mesh.coordinate["pp"], mesh.degrees.pp, _is_tied(plan))
     model.recompute = engine.recompute == "full"
     digest = hashlib.sha256(json.dumps([engine.precision, plan.model_config.to_hf()]).encode())
     if plan.weights is not None:
@@ -42,41 +61,72 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         read = _draw(model, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
     dtype = backend.parameter_dtype(engine.precision)
-    parallelize(model, plan.family.shard_plan or WHOLE, mesh, read, dtype, plan.recipe.parallel.sequence_parallel)
-    count = sum(int(p.size) for p in model.parameters())
+    sequence_parallel = plan.recipe.parallel.sequence_parallel
+    parallelize(model, cuts, mesh, read, dtype, sequence_parallel)
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {mesh.degrees.num_ranks} x {backend.name}")
-    return model, digest.hexdigest()
+    edges = Edges(mesh) if mesh.degrees.pp > 1 else None
+    part = PipelineStage(model, mesh, plan.model_config.hidden_size, between_layers(sequence_parallel), edges)
+    return BuiltModel(part, shapes, digest.hexdigest())
 
 
-def make_shards(plan: RunPlan, model: Any, mesh: Mesh) -> list[ParameterShard]:
+def _is_tied(plan: RunPlan) -> bool:
+    return bool(getattr(plan.model_config, "tie_word_embeddings", False))
+
+
+def make_shards(plan: RunPlan, part: PipelineStage, mesh: Mesh) -> list[ParameterShard]:
     """What this rank's optimizer owns of each parameter."""
     cuts = plan.family.shard_plan or WHOLE
     stage = {"none": 0, "stage1": 1, "stage2": 2}[plan.recipe.parallel.sharding]
-    return [ParameterShard(name, p, mesh, cuts.dim(name), stage) for name, p in model.named_parameters()]
+    return [
+        ParameterShard(
+            name, p, mesh, cuts.dim(name), stage, is_tied=_is_tied(plan) and name == f"{cuts.embedding}.weight"
+        )
+        for name, p in part.model.named_parameters()
+    ]
 
 
-def whole_parameters(shards: Sequence[ParameterShard]) -> list[WholeTensor]:
-    """The parameters as a checkpoint has them."""
-    return [WholeTensor(s.name, s.shape, s.parameter.dtype, s.gather_parameter) for s in shards]
+class WholeModel:
+    """Parameters and optimizer state as a checkpoint has them, whatever rank holds them."""
+
+    def __init__(self, plan: RunPlan, shapes: dict[str, list[int]], optimizer: Optimizer, dtype: str, mesh: Mesh):
+        cuts, pp = plan.family.shard_plan or WHOLE, mesh.degrees.pp
+        owners = {n: owner_stage(n, cuts, plan.model_config.num_hidden_layers, pp) for n in shapes}
+        mine = {s.name: s for s in optimizer.shards if owners[s.name] == mesh.coordinate["pp"]}
+        self.parameters = [
+            _whole(n, shape, dtype, owners[n], mine[n].gather_parameter if n in mine else None)
+            for n, shape in shapes.items()
+        ]
+        held = {entry.name: entry for entry in optimizer.state()}
+        self.state = []
+        for name, shape in shapes.items():
+            for slot in optimizer.slots:
+                entry = held[f"{name}/{slot}"] if name in mine else None
+                size = [1] if StateTensor.slot_is_scalar(slot) else shape
+                self.state.append(_whole(f"{name}/{slot}", size, "float32", owners[name], _gather(entry)))
 
 
-def whole_state(optimizer: Optimizer) -> list[WholeTensor]:
-    """The optimizer's state as a checkpoint has it."""
-    return [_whole(entry) for entry in optimizer.state()]
+def _whole(name: str, shape: list[int], dtype: str, owner: int, gather: Callable[[], Any] | None) -> WholeTensor:
+    return WholeTensor(
+        name, shape, dtype, lambda: collective.from_stage(gather() if gather else None, shape, dtype, owner)
+    )
 
 
-def _whole(entry: StateTensor) -> WholeTensor:
+def _gather(entry: StateTensor | None) -> Callable[[], Any] | None:
+    if entry is None:
+        return None
     shard, value = entry.shard, entry.value
     if entry.is_scalar:
-        return WholeTensor(entry.name, [1], paddle.float32, lambda: value)
+        return lambda: value
     part = shard.empty_part() if value is None else value
-    return WholeTensor(entry.name, shard.shape, paddle.float32, lambda: shard.gather_part(part))
+    return lambda: shard.gather_part(part)
 
 
-def restore(path: Path, plan: RunPlan, registry: Registry, model: Any, optimizer: Optimizer, mesh: Mesh) -> None:
+def restore(
+    path: Path, plan: RunPlan, registry: Registry, part: PipelineStage, optimizer: Optimizer, mesh: Mesh
+) -> None:
     """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
     cuts = plan.family.shard_plan or WHOLE
-    fill(model, cuts, mesh, _read_from(open_model(path, registry.models)), "float32")
+    fill(part.model, cuts, mesh, _read_from(open_model(path, registry.models)), "float32")
     for shard in optimizer.shards:
         shard.refresh()
     entries = list(optimizer.state())

@@ -30,7 +30,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.section import as_plain
 from llmsuite.stages.base import Stage, StageContext
-from llmsuite.stages.model import build_model, make_shards, restore, whole_parameters, whole_state
+from llmsuite.stages.model import WholeModel, build_model, make_shards, restore
 
 _SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
 # What may differ between a run and its continuation: it does not change what is learnt, or only makes it longer.
@@ -50,7 +50,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
     assert plan.tokenizer is not None  # plan.check_files has seen to it
     tokenizer = TextTokenizer(plan.tokenizer)
-    model, model_digest = build_model(plan, registry, backend, mesh)
+    built = build_model(plan, registry, backend, mesh)
+    model = built.part
     if tokenizer.vocab_size > plan.model_config.vocab_size:
         raise UserError(
             f"model.tokenizer: {plan.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
@@ -65,7 +66,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         tokenizer=tokenizer,
         template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
         data_formats=registry.data_formats,
-        model_digest=model_digest,
+        model_digest=built.digest,
         autocast=autocast,
         length_multiple=mesh.degrees.tp if recipe.parallel.sequence_parallel else 1,
         report=report,
@@ -94,14 +95,15 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
 
     def save(step: int, samples: int) -> None:
-        parameters, slots = whole_parameters(optimizer.shards), whole_state(optimizer)
+        whole = WholeModel(plan, built.shapes, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
         if output is not None:
             now = dataclasses.replace(state, step=step, samples=samples)
             family, config = plan.family, plan.model_config
-            path = train_state.save(checkpoints, now, family, config, parameters, slots, plan.tokenizer, keep_last)
+            tensors = whole.parameters, whole.state
+            path = train_state.save(checkpoints, now, family, config, *tensors, plan.tokenizer, keep_last)
             output.saved(step, path)
         else:
-            train_state.take_part(parameters, slots)
+            train_state.take_part(whole.parameters, whole.state)
         collective.barrier()
 
     hooks = Hooks(
@@ -143,6 +145,7 @@ def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         accumulate_steps=plan.accumulate_steps,
+        pipeline="FThenB" if plan.schedule == "FThenB" else "1F1B",
         log_steps=train.log_steps,
         eval_steps=train.eval_steps,
         save_steps=plan.recipe.checkpoint.save_steps,

@@ -122,8 +122,20 @@ class Llama(nn.Layer):
         Positions go on from the cache. Sequences start at position 0 and are padded on the right, so that no
         token sees padding and none needs a mask of its own.
         """
-        length, past_length = input_ids.shape[1], cache[0][0].shape[1] if cache else 0
-        x = self.model.embed_tokens(input_ids)
+        x, present = self.decode(self.embed(input_ids), cache)
+        return self.finish(x), present
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Input ids [B, L] to what the first layer takes, [B, L, D]."""
+        return self.model.embed_tokens(input_ids)
+
+    def finish(self, x: Tensor) -> Tensor:
+        """What the last layer gives to normed hidden states, [B, L, D]."""
+        return self.model.norm(x)
+
+    def decode(self, x: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        """Through the layers that are here, [B, L, D] to [B, L, D]; and the cache for the next call."""
+        length, past_length = x.shape[1], cache[0][0].shape[1] if cache else 0
         cos, sin = self._rotation(past_length, length, x.dtype)
         mask = self.ops.causal_mask(length, past_length + length, x.dtype)
         present = []
@@ -133,7 +145,7 @@ class Llama(nn.Layer):
             else:
                 x, kv = layer(x, cos, sin, mask, cache[i] if cache else None)
                 present.append(kv)
-        return self.model.norm(x), present
+        return x, present
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V]."""

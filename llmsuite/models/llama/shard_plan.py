@@ -31,6 +31,9 @@ PLAN = ShardPlan(
     ),
     embedding="model.embed_tokens",
     regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
+    layers="model.layers",
+    first=("model.embed_tokens",),
+    last=("model.norm", "lm_head"),
     last_norm="model.norm",
     problems=_problems,
 )
