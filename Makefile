@@ -5,11 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2-135m-instruct
 ASK := --max_new_tokens 40 \
-	--prompt "Add 27 and 5. Reply with the number only." \
+	--prompt "What is the capital of France? Give only the name of the city." \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
-	--prompt "What is the capital of Finland? Reply with one word."
+	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo test test-unit test-multi check docs clean
+.PHONY: demo test test-unit test-multi parity check docs clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -33,6 +33,9 @@ test-unit: $(VENV)/test
 
 test-multi: $(VENV)/test
 	$(BIN)/python -m pytest tests/multi -q
+
+parity: $(VENV)/test
+	$(BIN)/python -m pytest tests/parity -q --write-parity-table
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .

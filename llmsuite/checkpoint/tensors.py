@@ -121,7 +121,7 @@ class TensorFiles:
             return TensorSpec(name, tuple(view.get_shape()), _DTYPES[view.get_dtype()])
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """The values of a tensor, or of a slice of it (one slice a dim), in the dtype they are stored in."""
+        """The values of a tensor, or of a slice of it (one a dim, none empty), in the dtype they are stored in."""
         with self._lookup(name) as file:
             return file.get_tensor(name) if not index else file.get_slice(name)[tuple(index)]
 

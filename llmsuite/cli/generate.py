@@ -50,9 +50,15 @@ def run(args: Any, registry: Registry) -> int:
     template = None if args.raw else load_template("tokenizer", path, tokenizer.special_tokens)
     for prompt in args.prompt:
         text = template.render([Message("user", prompt)], add_generation_prompt=True) if template else prompt
+        prompt_ids, longest = tokenizer.encode(text), source.config.max_position_embeddings
+        if not prompt_ids or len(prompt_ids) + args.max_new_tokens > longest:
+            raise UserError(
+                f"--prompt {prompt[:40]!r} is {len(prompt_ids)} tokens, and --max_new_tokens asks for "
+                f"{args.max_new_tokens} more; the model needs at least one and has room for {longest} together"
+            )
         ids, shown = [], ""
         print(f"> {prompt}")
-        for token in generate(model, tokenizer.encode(text), stop_ids, args.max_new_tokens, sampling):
+        for token in generate(model, prompt_ids, stop_ids, args.max_new_tokens, sampling):
             ids.append(token)
             whole = tokenizer.decode(ids)
             if not whole.endswith("\ufffd"):  # half of a character: wait for the rest of its bytes

@@ -67,12 +67,14 @@ def sum_over_run(values: Sequence[float]) -> list[float]:
     return [float(v) for v in tensor.numpy()]
 
 
-def sum_over_data(values: Sequence[float]) -> list[float]:
+def sum_over_data(values: Sequence[float], of_every_rank: Sequence[float] = ()) -> list[float]:
     """Add up numbers over the data ranks, in float64; every rank of the run calls it and gets the sums.
 
-    Ranks that share a data rank, as those of a tensor parallel group do, are counted once.
+    Ranks that share a data rank, as those of a tensor parallel group do, are counted once; the numbers in
+    `of_every_rank`, whose sums come last, are added up over all of them.
     """
-    return sum_over_run(values if _mesh.counts_losses else [0.0] * len(values))
+    mine = values if mesh().counts_losses else [0.0] * len(values)
+    return sum_over_run([*mine, *of_every_rank])
 
 
 def sum_in_group(tensor: Tensor, group: Any) -> None:

@@ -36,6 +36,7 @@ class LossLedger:
         self._sums: dict[str, list[Tensor]] = {}
         self._weights: dict[str, float] = {}
         self._counts: dict[str, float] = {}
+        self._votes: dict[str, float] = {}
 
     def add(self, terms: LossTerms) -> None:
         """Book one micro-batch."""
@@ -48,17 +49,22 @@ class LossLedger:
         for name, number in numbers.items():
             self._counts[name] = self._counts.get(name, 0.0) + number
 
+    def vote(self, **numbers: int) -> None:
+        """Book numbers that count from every rank, also from those that share their samples with another."""
+        self._votes.update(numbers)
+
     def reduce(self) -> tuple[float, dict[str, float]]:
         """Add up over all data ranks. Every rank has to call it, with the same names.
 
         Returns:
             The sum of the weights of the loss, and every metric: sums divided by their weights, counts as they are.
         """
-        names, counts = list(self._sums), list(self._counts)
+        names, counts = list(self._sums), [*self._counts, *self._votes]
         totals = collective.sum_over_data(
             [float(paddle.add_n(self._sums[name]).astype("float64")) for name in names]
             + [self._weights[name] for name in names]
-            + [self._counts[name] for name in counts]
+            + list(self._counts.values()),
+            list(self._votes.values()),
         )
         sums, weights, numbers = totals[: len(names)], totals[len(names) : 2 * len(names)], totals[2 * len(names) :]
         metrics = {name: total / weight for name, total, weight in zip(names, sums, weights) if weight}

@@ -100,12 +100,15 @@ class Mesh:
         _ = self.tensor, self.tensor_group, self.data_group, self.dp_group, self.sharding_group
         _ = self.pipeline_group, self.tied_group
 
-    def _group(self, *axes: str) -> Any:
-        """The group of ranks that differ from this one in these axes only."""
+    def rows(self, *axes: str) -> np.ndarray:
+        """All ranks, those that differ in these axes only in one row, in the order of their coordinates."""
         moved = [AXES.index(axis) for axis in axes]
         size = int(np.prod([self.grid.shape[axis] for axis in moved]))
-        rows = np.moveaxis(self.grid, moved, range(-len(moved), 0)).reshape(-1, size)
-        return _own_group(rows, self.rank)
+        return np.moveaxis(self.grid, moved, range(-len(moved), 0)).reshape(-1, size)
+
+    def _group(self, *axes: str) -> Any:
+        """The group of ranks that differ from this one in these axes only."""
+        return _own_group(self.rows(*axes), self.rank)
 
 
 def _own_group(rows: np.ndarray, rank: int) -> Any:

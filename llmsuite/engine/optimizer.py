@@ -53,6 +53,7 @@ class Optimizer:
                 parameters=owned,
                 multi_precision=low_precision,
             )
+        self._decay_rates = {"beta1_pow_acc": train.adam_beta1, "beta2_pow_acc": train.adam_beta2}
         self.slots = [*(_SLOTS if train.optimizer == "adamw" else ()), *(["master"] if low_precision else [])]
 
     def learning_rate(self, step: int) -> float:
@@ -104,12 +105,21 @@ class Optimizer:
 
         The names are the same on every rank, in the same order, also where a rank owns nothing of a parameter.
         """
-        stored = self._paddle.state_dict()
+        # what was loaded waits in the holder until the first gradient of its parameter comes
+        stored = {**self._paddle._accumulators_holder, **self._paddle.state_dict()}
         masters = stored.get("master_weights", {})
         for shard in self.shards:
             for slot in self.slots:
                 name = _paddle_name(shard.name, slot, "master" in self.slots)
-                yield StateTensor(shard, slot, masters.get(shard.name) if slot == "master" else stored.get(name))
+                value = masters.get(shard.name) if slot == "master" else stored.get(name)
+                yield StateTensor(shard, slot, self._first_value(shard, slot) if value is None else value)
+
+    def _first_value(self, shard: ParameterShard, slot: str) -> Tensor:
+        """What a slot is until the first gradient comes; some parameters never get one."""
+        if slot in self._decay_rates:
+            return paddle.full([1], self._decay_rates[slot], dtype="float32")
+        owned = shard.owned.detach().astype("float32")
+        return owned if slot == "master" else paddle.zeros_like(owned)
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Take over a state: `read` gives this rank's part of each tensor."""
@@ -133,8 +143,8 @@ class StateTensor:
 
     shard: ParameterShard
     slot: str
-    value: Tensor | None
-    """This rank's part; None before the first step and where the rank owns nothing."""
+    value: Tensor
+    """This rank's part; of no elements where the rank owns nothing."""
 
     @property
     def name(self) -> str:

@@ -62,18 +62,18 @@ def between_layers(sequence_parallel: bool) -> list[Any]:
 
 
 @paddle.no_grad()
-def fill(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str) -> None:
+def fill(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str | None = None) -> None:
     """Give every parameter its values, a slice at a time; under tensor parallel it becomes a distributed tensor.
 
-    Can be called again, to load other values.
+    Can be called again without a dtype, to load other values: they go where the present ones are.
     """
     for name, parameter in model.named_parameters():
         index = own_slice(name, parameter.shape, plan, mesh)
         values = np.ascontiguousarray(read(name, parameter.shape, index), dtype="float32")
         if list(values.shape) != [part.stop - part.start for part in index]:
             raise UserError(f"parameter {name!r} is {list(parameter.shape)}; its values do not have this shape")
-        local = paddle.to_tensor(values).astype(dtype)
-        if parameter._is_initialized() and parameter.is_dist() == (mesh.tensor is not None):
+        local = paddle.to_tensor(values).astype(dtype or parameter.dtype)
+        if dtype is None:
             local_value(parameter).copy_(local, True)
         elif mesh.tensor is None:
             parameter._set_impl(local)

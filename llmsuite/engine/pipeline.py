@@ -132,6 +132,7 @@ class Edges:
         at = line.index(mesh.rank)
         self._next = line[at + 1] if at + 1 < len(line) else None
         self._previous = line[at - 1] if at > 0 else None
+        self._tasks: list[Any] = []
         self._senders: dict[int, queue.Queue[Callable[[], None]]] = {}
 
     def send(self, value: Tensor, forward: bool) -> None:
@@ -139,7 +140,12 @@ class Edges:
         peer = self._next if forward else self._previous
         assert peer is not None
         group, copy = self._groups[self._mesh.rank, peer], value.clone()
+        if dist.get_backend(group) != "GLOO":
+            self._tasks = [task for task in self._tasks if not task.is_completed()]
+            self._tasks.append(dist.isend(copy, peer, group))
+            return
 
+        # Gloo's send waits for its receiver, and in 1F1B neighbours send to each other at once
         def job() -> None:
             group.process_group.send(copy, group.get_group_rank(peer), True).wait()
 

@@ -94,7 +94,7 @@ class ParameterShard:
         if self._is_tied:
             collective.sum_in_group(own, self._mesh.tied_group)
         if self.is_empty:
-            self.parameter.clear_gradient(set_to_zero=False)
+            self.parameter.clear_gradient(False)  # by keyword it is set to zero nevertheless (Paddle 3.3.1)
             return None
         return own
 
@@ -102,7 +102,7 @@ class ParameterShard:
         """Hand a finished gradient to the optimizer; it is copied, so nothing may change it afterwards."""
         if self.owned is not self.parameter:
             self.owned._set_grad_ivar(gradient)
-            self.parameter.clear_gradient(set_to_zero=False)  # only now: `gradient` may lie in its memory
+            self.parameter.clear_gradient(False)  # only now: `gradient` may lie in its memory
 
     def publish(self) -> None:
         """Bring the updated parts of all ranks into the model's parameter."""
@@ -125,10 +125,6 @@ class ParameterShard:
     def cut(self, local: np.ndarray) -> np.ndarray:
         """What this rank owns of a tensor that is cut over tp already."""
         return local.reshape(-1)[self._range] if self._parts > 1 else local
-
-    def empty_part(self) -> Tensor:
-        """What a rank brings to `gather_part` that owns nothing."""
-        return paddle.zeros([0], dtype="float32")
 
     def _whole(self, local: Tensor) -> Tensor:
         return local if self._dim is None else collective.all_gather(local, self._mesh.tensor_group, self._dim)

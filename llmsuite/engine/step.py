@@ -60,7 +60,7 @@ def train_step(
         NonFiniteLoss: before anything is updated.
     """
     ledger = LossLedger()
-    ledger.count(stop=stop)
+    ledger.vote(stop=stop)
     reader_seconds = 0.0
 
     passes: dict[int, tuple[Any, Any]] = {}
@@ -82,6 +82,10 @@ def train_step(
         ledger.add(terms)
 
     weight, metrics = ledger.reduce()
+    if weight == 0:
+        raise UserError(
+            f"step {step}: nothing in its {len(micro_batches)} micro-batches is supervised; look at the rows"
+        )
     metrics["grad_norm"] = optimizer.finish_gradients(weight)
 
     # summed over all ranks, so that all of them stop, or none

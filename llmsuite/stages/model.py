@@ -116,9 +116,8 @@ def _gather(entry: StateTensor | None) -> Callable[[], Any] | None:
         return None
     shard, value = entry.shard, entry.value
     if entry.is_scalar:
-        return lambda: value
-    part = shard.empty_part() if value is None else value
-    return lambda: shard.gather_part(part)
+        return lambda: value  # where the rank owns nothing it is not up to date, and not what is written
+    return lambda: shard.gather_part(value)
 
 
 def restore(
@@ -126,7 +125,7 @@ def restore(
 ) -> None:
     """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
     cuts = plan.family.shard_plan or WHOLE
-    fill(part.model, cuts, mesh, _read_from(open_model(path, registry.models)), "float32")
+    fill(part.model, cuts, mesh, _read_from(open_model(path, registry.models)))
     for shard in optimizer.shards:
         shard.refresh()
     entries = list(optimizer.state())

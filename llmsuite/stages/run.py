@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -210,10 +211,11 @@ class _Output:
         self._line.step(step, None)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        named = {f"eval/{name}": value for name, value in metrics.items()}
+        # JSON knows no NaN, and an evaluation that went wrong is no reason to lose the run
+        named = {f"eval/{name}": value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write({"step": step, **named})
         for logger in self._loggers:
-            logger.log(step, named)
+            logger.log(step, {name: value for name, value in named.items() if value is not None})
         report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in _SHOWN if n in metrics))
 
     def saved(self, step: int, path: Path) -> None:

@@ -38,6 +38,7 @@ def stage(
     report: Callable[[str], None] = lambda text: None,
     model_digest: str = "model",
     micro_batch_size: int = 2,
+    length_multiple: int = 1,
     **section: Any,
 ) -> DpoStage:
     """A stage as a run makes it; `section` are keys of the recipe's section `dpo`."""
@@ -58,6 +59,7 @@ def stage(
         data_formats=FORMATS,
         model_digest=model_digest,
         autocast=contextlib.nullcontext,
+        length_multiple=length_multiple,
         report=report,
     )
     return DpoStage(DpoSection(**section), context)

@@ -13,9 +13,9 @@ import pytest
 
 from llmsuite.engine.loss_ledger import LossTerms
 from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.step import evaluate, train_step
+from llmsuite.engine.step import evaluate
 from llmsuite.stages.dpo import DpoStage, Pair
-from tests.unit import dpo_case
+from tests.unit import alone, dpo_case
 
 Arrays = dict[str, np.ndarray]
 CUTS = [[8], [4, 4], [2, 2, 2, 2], [1] * 8, [5, 3], [1, 6, 1]]
@@ -26,7 +26,7 @@ class Recording(Optimizer):
     """Keeps the gradients a step was made with."""
 
     def step(self, step: int) -> None:
-        self.gradients = {n: p.grad.numpy() for n, p in self.parameters.items() if p.grad is not None}
+        self.gradients = {s.name: s.owned.grad.numpy() for s in self.shards if s.owned.grad is not None}
         super().step(step)
 
 
@@ -57,8 +57,8 @@ def dpo_step(case: tuple[DpoStage, list[Pair]], sizes: Sequence[int]) -> tuple[d
     stage, pairs = case
     model = dpo_case.model(seed=2)
     train = dpo_case.train_section(max_grad_norm=None)
-    optimizer = Recording(dict(model.named_parameters()), train, total_steps=4)
-    metrics = train_step(1, cut(pairs, sizes), stage, model, optimizer, contextlib.nullcontext)
+    optimizer = Recording(alone.shards(dict(model.named_parameters())), train, total_steps=4)
+    metrics = alone.step(1, cut(pairs, sizes), stage, model, optimizer)
     metrics.pop("reader_seconds")
     return metrics, optimizer.gradients, {n: p.numpy() for n, p in model.named_parameters()}
 
@@ -179,9 +179,9 @@ def test_ragged_token_weights(sizes: list[int]) -> None:
     before = model.weight.numpy().astype("float64")
 
     train = dpo_case.train_section(max_grad_norm=None)
-    optimizer = Recording(dict(model.named_parameters()), train, total_steps=4)
+    optimizer = Recording(alone.shards(dict(model.named_parameters())), train, total_steps=4)
     micro_batches = cut(samples, sizes)
-    metrics = train_step(1, micro_batches, TokenRegression(), model, optimizer, contextlib.nullcontext)
+    metrics = alone.step(1, micro_batches, TokenRegression(), model, optimizer)
 
     assert metrics["loss"] == pytest.approx(loss, rel=TOLERANCE)
     assert metrics["bias"] == pytest.approx(error.mean(), rel=TOLERANCE)

@@ -1,8 +1,7 @@
-"""The preference losses aup_projst numbers worked out by hand, and log-probabilities aup_projst a naive computation."""
+"""The preference losses against numbers worked out by hand, and log-probabilities against a naive computation."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.step import NonFiniteLoss, train_step
+from llmsuite.engine.step import NonFiniteLoss
 from llmsuite.stages.dpo import DpoStage, Pair, preference_loss
-from tests.unit import dpo_case
+from tests.unit import alone, dpo_case
 
 LOSSES = ("sigmoid", "hinge", "ipo")
 LN2 = 0.6931472
@@ -103,7 +101,7 @@ def test_answer_logps_are_the_naive_ones(tied: bool) -> None:
 
 
 def test_padding_changes_no_logp() -> None:
-    """One by one aup_projst batched: within 1e-5, or what float32 resolves of the longer answers' 100 and more."""
+    """One by one against batched: within 1e-5, or what float32 resolves of the longer answers' 100 and more."""
     stage, model = dpo_case.stage(), dpo_case.model()
     pairs = some_pairs(stage)
     batch = stage.collate(pairs)
@@ -124,8 +122,8 @@ def test_padding_changes_no_logp() -> None:
 
 
 def first_step(stage: DpoStage, model: Any, pairs: list[Pair], **train: Any) -> dict[str, float]:
-    optimizer = Optimizer(dict(model.named_parameters()), dpo_case.train_section(**train), total_steps=4)
-    return train_step(1, [pairs[:4], pairs[4:]], stage, model, optimizer, contextlib.nullcontext)
+    optimizer = alone.optimizer(dict(model.named_parameters()), dpo_case.train_section(**train), total_steps=4)
+    return alone.step(1, [pairs[:4], pairs[4:]], stage, model, optimizer)
 
 
 @pytest.mark.parametrize(("kind", "loss"), [("sigmoid", LN2), ("hinge", 1.0), ("ipo", 25.0)])
@@ -145,7 +143,7 @@ def test_the_first_step_starts_from_the_reference(kind: str, loss: float) -> Non
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_step_makes_chosen_answers_likelier_aup_projst_rejected_ones(kind: str) -> None:
+def test_a_step_makes_chosen_answers_likelier_against_rejected_ones(kind: str) -> None:
     stage, model = dpo_case.stage(loss=kind), dpo_case.model()
     pairs = some_pairs(stage)
     stage.before_training(model, pairs)

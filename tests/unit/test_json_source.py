@@ -153,9 +153,9 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_json(tmp_path / "nothing.json")
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         read_json(tmp_path)
-    with pytest.raises(UserError, match="cannot be read: File name too long"):
+    with pytest.raises(UserError, match=r"is not a path: .*File name too long"):
         read_json("x" * 300)
-    with pytest.raises(UserError, match=r"cannot be read: .*home directory"):
+    with pytest.raises(UserError, match=r"is not a path: .*home directory"):
         read_json("~nobody-of-that-name/r.json")
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.recipe.schema import TrainSection
+from tests.unit import alone
 
 COSINE_EIGHTHS = (1.0, 0.9619398, 0.8535534, 0.6913417, 0.5, 0.3086583, 0.1464466, 0.0380602)
 """(1 + cos(pi k / 8)) / 2 for k = 0 .. 7."""
@@ -21,7 +22,7 @@ def optimizer(total_steps: int, **keys: Any) -> Optimizer:
     train = TrainSection(
         **{"max_steps": total_steps, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1.0, **keys}
     )
-    return Optimizer({"weight": paddle.zeros([1])}, train, total_steps)
+    return alone.optimizer({"weight": paddle.create_parameter([1], "float32")}, train, total_steps)
 
 
 def rates(total_steps: int, **keys: Any) -> list[float]:

@@ -121,7 +121,11 @@ def test_a_section_given_whole_replaces_that_of_the_file(overridden: Callable[..
         ("--stage=dppo", "stage", "no stage is called 'dppo'; did you mean 'dpo'?"),
         ("--stage=null", "stage", "expected text, found null"),
         ("--model.family=lama", "model.family", "no model is called 'lama'; did you mean 'llama'?"),
-        ("--model.config.hidden_size=a", "model.config.hidden_size", "expected integer > 0, found 'a'"),
+        (
+            "--model.config.hidden_size=a",
+            "model.config.hidden_size",
+            "expected integer > 0 and <= 1073741824, found 'a'",
+        ),
         ("--parallel.sequence_parallel=true", "parallel.sequence_parallel", "needs tensor_parallel_degree above 1"),
         ("train.max_steps=3", "", "is not an override; write --section.key=value"),
         ("--train.max_steps", "", "is not an override"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -44,6 +45,20 @@ def test_what_is_written_is_read_back(tmp_path: Path, layout: Any, dtype: str, c
     assert_same({name: np.ascontiguousarray(model.read(name)) for name in model.names}, parameters)
     for name, value in parameters.items():
         assert model.spec(name) == TensorSpec(name, value.shape, dtype)
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_slice_lies_as_in_memory(tmp_path: Path, layout: Any, dtype: str) -> None:
+    parameters = tiny_llama.write(tmp_path, layout=layout, dtype=dtype)
+    model, rng = open_model(tmp_path, FAMILIES), np.random.default_rng(0)
+    for name, value in parameters.items():
+        halves = [[slice(0, n // 2), slice(n // 2, n)] for n in value.shape]
+        anywhere = [[slice(start := rng.integers(n), rng.integers(start + 1, n + 1))] for n in value.shape]
+        for index in [*itertools.product(*halves), *itertools.product(*anywhere), tuple(map(slice, value.shape))]:
+            found = model.read(name, list(index))
+            assert (found.shape, found.dtype) == (value[index].shape, value.dtype)
+            assert np.ascontiguousarray(found).tobytes() == value[index].tobytes(), (name, index)
 
 
 def test_names_and_orientation_are_those_of_each_layout(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.errors import UserError
 from llmsuite.recipe.schema import TrainSection
+from tests.unit import alone
 
 SHAPES = {
     "layer.weight": [3, 4],
@@ -53,7 +54,8 @@ def parameters(values: Mapping[str, np.ndarray], dtype: str = "float32") -> dict
 
 
 def backward(optimizer: Optimizer, gradient: Mapping[str, np.ndarray]) -> None:
-    paddle.add_n([(optimizer.parameters[n] * paddle.to_tensor(g)).sum() for n, g in gradient.items()]).backward()
+    mine = alone.parameters(optimizer)
+    paddle.add_n([(mine[n] * paddle.to_tensor(g)).sum() for n, g in gradient.items()]).backward()
 
 
 def run(optimizer: Optimizer, steps: Sequence[int], weight: float = 1.0) -> Arrays:
@@ -61,7 +63,7 @@ def run(optimizer: Optimizer, steps: Sequence[int], weight: float = 1.0) -> Arra
         backward(optimizer, gradients(step))
         optimizer.finish_gradients(weight)
         optimizer.step(step)
-    return {name: parameter.numpy() for name, parameter in optimizer.parameters.items()}
+    return {name: parameter.numpy() for name, parameter in alone.parameters(optimizer).items()}
 
 
 def assert_close(found: Arrays, expected: Arrays) -> None:
@@ -101,7 +103,7 @@ def numpy_adamw(train: TrainSection, optimizer: Optimizer, weight: float) -> Arr
 @pytest.mark.parametrize("weight", [1.0, 7.0])
 def test_sgd(weight: float) -> None:
     train = section(optimizer="sgd")
-    optimizer = Optimizer(parameters(initial()), train, NUM_STEPS)
+    optimizer = alone.optimizer(parameters(initial()), train, NUM_STEPS)
     found = run(optimizer, range(1, NUM_STEPS + 1), weight)
     assert_close(found, numpy_sgd(train, optimizer, weight))
     assert list(optimizer.state()) == []
@@ -120,15 +122,15 @@ def test_sgd(weight: float) -> None:
 )
 def test_adamw(keys: dict[str, Any], weight: float) -> None:
     train = section(**keys)
-    optimizer = Optimizer(parameters(initial()), train, NUM_STEPS)
+    optimizer = alone.optimizer(parameters(initial()), train, NUM_STEPS)
     found = run(optimizer, range(1, NUM_STEPS + 1), weight)
     assert_close(found, numpy_adamw(train, optimizer, weight))
     assert np.array_equal(found["unused.weight"], initial()["unused.weight"])
 
 
 def test_decay_leaves_gains_alone() -> None:
-    decayed = run(Optimizer(parameters(initial()), section(weight_decay=0.3), NUM_STEPS), [1, 2, 3])
-    plain = run(Optimizer(parameters(initial()), section(), NUM_STEPS), [1, 2, 3])
+    decayed = run(alone.optimizer(parameters(initial()), section(weight_decay=0.3), NUM_STEPS), [1, 2, 3])
+    plain = run(alone.optimizer(parameters(initial()), section(), NUM_STEPS), [1, 2, 3])
     for name in ("norm.weight", "scale"):
         assert np.array_equal(decayed[name], plain[name])
     for name in ("layer.weight", "scale_up"):
@@ -137,12 +139,12 @@ def test_decay_leaves_gains_alone() -> None:
 
 def test_sgd_refuses_decay() -> None:
     with pytest.raises(UserError, match=r"train\.weight_decay: sgd has no"):
-        Optimizer(parameters(initial()), section(optimizer="sgd", weight_decay=0.1), NUM_STEPS)
+        alone.optimizer(parameters(initial()), section(optimizer="sgd", weight_decay=0.1), NUM_STEPS)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
 def test_gradients_are_divided_once_and_clipped(max_norm: float | None) -> None:
-    optimizer = Optimizer(parameters(initial()), section(max_grad_norm=max_norm), NUM_STEPS)
+    optimizer = alone.optimizer(parameters(initial()), section(max_grad_norm=max_norm), NUM_STEPS)
     backward(optimizer, gradients(1))
     backward(optimizer, gradients(2))  # a second micro-batch: nothing is divided before both are there
     mean = {name: (gradients(1)[name] + gradients(2)[name]).astype("float64") / 5 for name in gradients(1)}
@@ -151,38 +153,44 @@ def test_gradients_are_divided_once_and_clipped(max_norm: float | None) -> None:
     assert optimizer.finish_gradients(5.0) == pytest.approx(norm, rel=1e-6), "the norm is that before clipping"
     factor = 0.5 / norm if max_norm == 0.5 else 1.0
     for name, expected in mean.items():
-        np.testing.assert_allclose(optimizer.parameters[name].grad.numpy(), factor * expected, rtol=1e-6, atol=1e-7)
-    assert optimizer.parameters["unused.weight"].grad is None
+        np.testing.assert_allclose(
+            alone.parameters(optimizer)[name].grad.numpy(), factor * expected, rtol=1e-6, atol=1e-7
+        )
+    assert alone.parameters(optimizer)["unused.weight"].grad is None
 
 
 def test_a_step_drops_the_gradients() -> None:
-    optimizer = Optimizer(parameters(initial()), section(), NUM_STEPS)
+    optimizer = alone.optimizer(parameters(initial()), section(), NUM_STEPS)
     run(optimizer, [1])
-    assert all(parameter.grad is None for parameter in optimizer.parameters.values())
+    assert all(parameter.grad is None for parameter in alone.parameters(optimizer).values())
 
 
 def test_state_round_trip_is_bit_exact() -> None:
     train = section(weight_decay=0.1)
-    through = Optimizer(parameters(initial()), train, NUM_STEPS)
+    through = alone.optimizer(parameters(initial()), train, NUM_STEPS)
     values = run(through, [1, 2, 3])
-    state = {key: tensor.numpy() for key, tensor in through.state()}
+    state = alone.state(through)
     slots = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
-    assert set(state) == {f"{name}/{slot}" for name in SHAPES if name != "unused.weight" for slot in slots}
-    assert all(state[f"{name}/moment1"].shape == tuple(SHAPES[name]) for name in gradients(1))
+    assert set(state) == {f"{name}/{slot}" for name in SHAPES for slot in slots}
+    assert all(state[f"{name}/moment1"].shape == tuple(SHAPES[name]) for name in SHAPES)
+    assert all(state[f"{name}/moment1"].any() for name in gradients(1))
+    # what has had no gradient is where everything begins: Paddle keeps nothing of it, a checkpoint has to
+    assert [state[f"unused.weight/{slot}"].tolist() for slot in slots[:2]] == [[[0.0, 0.0], [0.0, 0.0]]] * 2
+    powers = [state[f"unused.weight/{slot}"] for slot in slots[2:]]
+    assert np.array_equal(np.concatenate(powers), np.float32([train.adam_beta1, train.adam_beta2]))
 
     # twice in one process, and the second time from a state that was saved before any step
     for _ in range(2):
-        resumed = Optimizer(parameters(values), train, NUM_STEPS)
-        resumed.load_state(state)
-        state = {key: tensor.numpy() for key, tensor in resumed.state()}
+        resumed = alone.optimizer(parameters(values), train, NUM_STEPS)
+        alone.load_state(resumed, state)
+        state = alone.state(resumed)
     run(through, [4, 5, 6])
     run(resumed, [4, 5, 6])
-    for name, parameter in through.parameters.items():
-        assert np.array_equal(resumed.parameters[name].numpy(), parameter.numpy()), name
-    ends = {key: tensor.numpy() for key, tensor in through.state()}
-    again = {key: tensor.numpy() for key, tensor in resumed.state()}
-    assert ends.keys() == again.keys() == state.keys()
-    assert all(np.array_equal(ends[key], again[key]) for key in ends)
+    for name, parameter in alone.parameters(through).items():
+        assert np.array_equal(alone.parameters(resumed)[name].numpy(), parameter.numpy()), name
+    ends, again = alone.state(through), alone.state(resumed)
+    assert ends.keys() == state.keys()
+    assert alone.same(ends, again)
 
 
 def test_masters_of_16_bit_parameters_round_trip() -> None:
@@ -191,11 +199,11 @@ def test_masters_of_16_bit_parameters_round_trip() -> None:
     def make_state(optimizer: Optimizer) -> Arrays:
         block = paddle.static.default_main_program().global_block()
         with paddle.utils.unique_name.guard():
-            optimizer._paddle._create_accumulators(block, list(optimizer.parameters.values()))
-        return {key: tensor.numpy() for key, tensor in optimizer.state()}
+            optimizer._paddle._create_accumulators(block, [shard.owned for shard in optimizer.shards])
+        return alone.state(optimizer)
 
     values = initial()
-    state = make_state(Optimizer(parameters(values, "bfloat16"), section(), NUM_STEPS))
+    state = make_state(alone.optimizer(parameters(values, "bfloat16"), section(), NUM_STEPS))
     assert set(state) == {
         f"{name}/{slot}"
         for name in SHAPES
@@ -203,8 +211,24 @@ def test_masters_of_16_bit_parameters_round_trip() -> None:
     }
     rng = np.random.default_rng(1)
     state = {key: rng.standard_normal(value.shape).astype("float32") for key, value in state.items()}
-    resumed = Optimizer(parameters(values, "bfloat16"), section(), NUM_STEPS)
-    resumed.load_state(state)
+    resumed = alone.optimizer(parameters(values, "bfloat16"), section(), NUM_STEPS)
+    alone.load_state(resumed, state)
     after = make_state(resumed)
-    assert after.keys() == state.keys()
-    assert all(np.array_equal(after[key], state[key]) for key in state)
+    assert alone.same(after, state)
+
+
+def test_a_first_gradient_may_come_after_loading() -> None:
+    train = section(weight_decay=0.1)
+    through = alone.optimizer(parameters(initial()), train, NUM_STEPS)
+    values = run(through, [1, 2])
+    resumed = alone.optimizer(parameters(values), train, NUM_STEPS)
+    alone.load_state(resumed, alone.state(through))
+    for optimizer in (through, resumed):
+        backward(optimizer, {"unused.weight": np.float32([[1, -2], [3, 4]])})
+        optimizer.finish_gradients(1.0)
+        optimizer.step(3)
+    found, expected = (alone.parameters(o)["unused.weight"].numpy() for o in (resumed, through))
+    assert not np.array_equal(expected, initial()["unused.weight"])
+    assert np.array_equal(found, expected)
+    # and what gets none after loading is not forgotten
+    assert alone.same(alone.state(resumed), alone.state(through))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.engine import collective
+from llmsuite.engine.mesh import Mesh
 from llmsuite.errors import UserError
+from llmsuite.recipe.resolve import Degrees
 from llmsuite.stages.reference_cache import ReferenceCache, answer_key, complete
-from tests.unit import dpo_case
+from tests.unit import dpo_case, many
 
 fork = multiprocessing.get_context("fork")  # the children touch nothing but sqlite
 
@@ -126,58 +126,42 @@ def value_of(key: str) -> float:
     return -1.0 - KEYS.index(key) / 8
 
 
-def run_ranks(num_ranks: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> list[Any]:
-    """Call `work` with every rank, each in a thread that sees itself as that rank."""
-    here, barrier = threading.local(), threading.Barrier(num_ranks, timeout=60)
-    given: dict[int, Sequence[float]] = {}
-
-    def sum_floats(values: Sequence[float]) -> list[float]:
-        given[here.rank] = values
-        barrier.wait()
-        sums = [sum(column) for column in zip(*given.values(), strict=True)]
-        barrier.wait()
-        return sums
-
-    monkeypatch.setattr(collective, "rank", lambda: here.rank)
-    monkeypatch.setattr(collective, "num_ranks", lambda: num_ranks)
-    monkeypatch.setattr(collective, "sum_floats", sum_floats)
-    results: list[Any] = [None] * num_ranks
-
-    def enter(rank: int) -> None:
-        here.rank = rank
-        results[rank] = work(rank)
-
-    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 @pytest.mark.parametrize("known", [0, 1, 4, 9, 10])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 16])
-def test_ranks_share_the_work_and_get_the_same_values(
-    num_ranks: int, known: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        *(Degrees(1, dp, 1, 1) for dp in (1, 2, 3, 16)),
+        # ranks that share their samples compute the same, which counts once
+        *(Degrees(1, 1, 1, 2), Degrees(1, 1, 3, 2), Degrees(1, 2, 2, 2), Degrees(2, 1, 1, 1), Degrees(2, 1, 2, 2)),
+    ],
+    ids=str,
+)
+def test_ranks_share_the_work_and_get_the_same_values(degrees: Degrees, known: int, tmp_path: Path) -> None:
     ReferenceCache("model", tmp_path).store({key: value_of(key) for key in KEYS[:known]})
-    computed: list[set[int]] = [set() for _ in range(num_ranks)]
+    computed: list[set[int]] = [set() for _ in range(degrees.num_ranks)]
 
-    def work(rank: int) -> tuple[dict[str, float], int]:
+    def work(mesh: Mesh) -> tuple[dict[str, float], int]:
         def compute(missing: list[int]) -> Mapping[str, float]:
-            computed[rank] = {i // 2 for i in missing}
-            # as a stage does: a pair whole, also where only one of its answers is asked for
-            return {key: value_of(key) for pair in computed[rank] for key in KEYS[2 * pair : 2 * pair + 2]}
+            computed[mesh.rank] = {i // 2 for i in missing}
+            # as a stage does: a pair whole, also where only one of its answers is asked for, and zeros where a
+            # pipeline has not come to its end
+            last = float(mesh.coordinate["pp"] == degrees.pp - 1)
+            return {key: last * value_of(key) for pair in computed[mesh.rank] for key in KEYS[2 * pair : 2 * pair + 2]}
 
         return complete(ReferenceCache("model", tmp_path), KEYS, compute)
 
-    for values, count in run_ranks(num_ranks, monkeypatch, work):
+    for values, count in many.run(degrees, work):
         assert values == {key: value_of(key) for key in KEYS}
         assert count == len(KEYS) - known
     assert ReferenceCache("model", tmp_path).lookup(KEYS) == {key: value_of(key) for key in KEYS}
-    if num_ranks < 4 and known == 0:
-        # no pair is computed more often than a boundary between two ranks can cut one
-        assert sum(map(len, computed)) <= 5 + num_ranks - 1
+    if degrees.num_data_ranks < 4 and known == 0:
+        # no pair is computed more often than a boundary between two data ranks can cut one
+        copies = degrees.num_ranks // degrees.num_data_ranks
+        assert sum(map(len, computed)) <= copies * (5 + degrees.num_data_ranks - 1)
+        by_data_rank: dict[int, set[frozenset[int]]] = {}
+        for rank, pairs in enumerate(computed):
+            by_data_rank.setdefault(Mesh(degrees, rank).data_rank, set()).add(frozenset(pairs))
+        assert all(len(alike) == 1 for alike in by_data_rank.values()), "ranks of one model copy would lose each other"
 
 
 def test_what_is_not_finite_is_refused_and_not_stored(tmp_path: Path) -> None:

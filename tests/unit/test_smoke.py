@@ -44,12 +44,17 @@ def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
     for key in ("lr_schedule", "warmup_ratio", "optimizer", "weight_decay", "max_grad_norm"):
         assert as_plain(small.train)[key] == as_plain(whole.train)[key]
     assert small.engine.recompute == whole.engine.recompute
+    for key in ("sharding", "sequence_parallel", "pipeline_schedule"):
+        assert as_plain(small.parallel)[key] == as_plain(whole.parallel)[key]
     assert small.output_dir == f"{whole.output_dir}-smoke"  # a real run is not written over
 
 
 def test_size(recipe: Path, registry: Registry) -> None:
     whole, small = (plan_run(recipe, [], registry, smoke) for smoke in (False, True))
-    assert small.degrees.num_ranks == min(2, whole.degrees.num_ranks)
+    # no more processes than 8, data ranks are the first to go, and what is cut otherwise stays cut
+    tp, pp = whole.degrees.tp, whole.degrees.pp
+    assert (small.degrees.tp, small.degrees.pp) == (tp, pp)
+    assert small.degrees.num_data_ranks == min(whole.degrees.num_data_ranks, 8 // (tp * pp))
     assert small.recipe.train.max_steps <= 8  # type: ignore[operator]
     assert small.recipe.data.max_length <= small.model_config.max_position_embeddings
     assert small.recipe.train.micro_batch_size <= 4

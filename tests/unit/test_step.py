@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +15,9 @@ from hypothesis import strategies as st
 from llmsuite.engine import collective
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms
 from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.step import NonFiniteLoss, train_step
+from llmsuite.engine.step import NonFiniteLoss
 from llmsuite.errors import UserError
-from tests.unit import dpo_case
+from tests.unit import alone, dpo_case
 
 
 def scalar(value: float) -> Any:
@@ -52,7 +51,7 @@ def test_ranks_are_added_up_before_anything_is_divided(monkeypatch: pytest.Monke
     """Two ranks, of which this one has the smaller part."""
     other = {"loss": (90.0, 9.0), "accuracy": (4.0, 4.0), "tokens": 100.0}
     added = [other["loss"][0], other["accuracy"][0], other["loss"][1], other["accuracy"][1], other["tokens"]]
-    monkeypatch.setattr(collective, "sum_floats", lambda values: [a + b for a, b in zip(values, added, strict=True)])
+    monkeypatch.setattr(collective, "sum_over_run", lambda values: [a + b for a, b in zip(values, added, strict=True)])
     ledger = LossLedger()
     ledger.add(LossTerms(scalar(1), 1.0, {"accuracy": (scalar(0), 1.0)}))
     ledger.count(tokens=7)
@@ -91,8 +90,8 @@ def trained() -> tuple[Any, Optimizer]:
     """A model after one good AdamW step."""
     model = paddle.nn.Linear(3, 2, bias_attr=False)
     train = dpo_case.train_section(optimizer="adamw", weight_decay=0.1, max_grad_norm=1.0)
-    optimizer = Optimizer(dict(model.named_parameters()), train, total_steps=4)
-    train_step(1, [[1.0], [2.0, -0.5]], Scripted(), model, optimizer, contextlib.nullcontext)
+    optimizer = alone.optimizer(dict(model.named_parameters()), train, total_steps=4)
+    alone.step(1, [[1.0], [2.0, -0.5]], Scripted(), model, optimizer)
     return model, optimizer
 
 
@@ -103,21 +102,19 @@ def trained() -> tuple[Any, Optimizer]:
 def test_a_step_that_is_not_finite_updates_nothing(objective: Scripted, factor: float) -> None:
     model, optimizer = trained()
     before = model.weight.numpy()
-    state = {key: tensor.numpy() for key, tensor in optimizer.state()}
+    state = alone.state(optimizer)
     assert state, "there is something that could have been spoilt"
     with pytest.raises(NonFiniteLoss, match=r"^step 17: loss is .*nothing was updated.*train\.learning_rate") as caught:
-        train_step(17, [[1.0], [factor], [2.0]], objective, model, optimizer, contextlib.nullcontext)
+        alone.step(17, [[1.0], [factor], [2.0]], objective, model, optimizer)
     assert isinstance(caught.value, UserError)
     assert np.array_equal(model.weight.numpy(), before)
-    after = {key: tensor.numpy() for key, tensor in optimizer.state()}
-    assert after.keys() == state.keys()
-    assert all(np.array_equal(after[key], state[key]) for key in state)
+    assert alone.same(alone.state(optimizer), state)
 
 
 def test_metrics_of_a_step() -> None:
     model, optimizer = trained()
     weight = model.weight.numpy().astype("float64")
-    metrics = train_step(2, [[1.0, 2.0], [3.0]], Scripted(), model, optimizer, contextlib.nullcontext, stop=True)
+    metrics = alone.step(2, [[1.0, 2.0], [3.0]], Scripted(), model, optimizer, stop=True)
     assert metrics.pop("reader_seconds") >= 0
     assert metrics == pytest.approx(
         {
@@ -140,4 +137,4 @@ def test_a_loss_that_hangs_on_no_parameter_is_our_bug() -> None:
 
     model, optimizer = trained()
     with pytest.raises(AssertionError, match="hangs on no parameter"):
-        train_step(1, [[1.0]], Detached(), model, optimizer, contextlib.nullcontext)
+        alone.step(1, [[1.0]], Detached(), model, optimizer)

@@ -58,6 +58,25 @@ def test_every_tensor_comes_back_bit_by_bit(values: dict[str, np.ndarray], limit
             assert read.tobytes() == values[spec.name].tobytes()
 
 
+@st.composite
+def tensors_and_slices(draw: st.DrawFn) -> tuple[np.ndarray, list[slice]]:
+    value = draw(tensors().filter(lambda made: made.size > 0))
+    starts = [draw(st.integers(0, size - 1)) for size in value.shape]
+    return value, [slice(start, draw(st.integers(start + 1, size))) for start, size in zip(starts, value.shape)]
+
+
+@settings(max_examples=100)
+@given(tensors_and_slices())
+def test_a_slice_is_that_of_the_whole(case: tuple[np.ndarray, list[slice]]) -> None:
+    value, index = case
+    with tempfile.TemporaryDirectory() as name:
+        write(Path(name), {"t": value})
+        read = TensorFiles(Path(name), "model").read("t", index)
+        expected = value[tuple(index)]
+        assert (read.shape, read.dtype) == (expected.shape, expected.dtype)
+        assert read.tobytes() == expected.tobytes()
+
+
 def test_a_transposed_view_is_stored_as_it_looks(tmp_path: Path) -> None:
     value = np.arange(6, dtype="float32").reshape(2, 3).T
     write(tmp_path, {"x": value})

@@ -18,11 +18,12 @@ from llmsuite.checkpoint import train_state
 from llmsuite.checkpoint.files import broken_file
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import TrainState, find_latest, remove_unfinished
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.errors import UserError
 from llmsuite.recipe.schema import TrainSection
-from tests.unit import tiny_llama
+from tests.unit import alone, tiny_llama
 from tests.unit.os_steps import OsSteps
 from tests.unit.tiny_llama import CONFIG, FAMILIES, FAMILY, TOKENIZER
 
@@ -40,7 +41,7 @@ def optimizer_of(model: Any, name: str, total_steps: int = 4) -> Optimizer:
         weight_decay=decay,
         warmup_ratio=0.25,
     )
-    return Optimizer(dict(model.named_parameters()), train, total_steps)
+    return alone.optimizer(dict(model.named_parameters()), train, total_steps)
 
 
 def train(model: Any, optimizer: Optimizer, first: int, last: int) -> list[float]:
@@ -57,12 +58,25 @@ def train(model: Any, optimizer: Optimizer, first: int, last: int) -> list[float
     return losses
 
 
-def snapshot(tensors: Mapping[str, Any]) -> dict[str, tuple[Any, bytes]]:
-    return {name: (tuple(t.shape), t.numpy().tobytes()) for name, t in tensors.items()}
+def snapshot(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[Any, bytes]]:
+    return {name: (value.shape, value.tobytes()) for name, value in arrays.items()}
+
+
+def values_of(model: Any) -> dict[str, tuple[Any, bytes]]:
+    return snapshot({name: parameter.numpy() for name, parameter in model.named_parameters()})
+
+
+def slots_of(optimizer: Optimizer) -> dict[str, tuple[Any, bytes]]:
+    return snapshot(alone.state(optimizer))
+
+
+def load_slots(path: Path) -> dict[str, np.ndarray]:
+    files = TensorFiles(path, "optimizer")
+    return {name: files.read(name) for name in files.names}
 
 
 def save(root: Path, model: Any, optimizer: Optimizer, state: TrainState = STATE, keep_last: int = 2) -> Path:
-    parameters, slots = dict(model.named_parameters()), optimizer.state()
+    parameters, slots = alone.whole(dict(model.named_parameters())), alone.whole_state(optimizer)
     return train_state.save(root, state, FAMILY, CONFIG, parameters, slots, TOKENIZER, keep_last)
 
 
@@ -72,21 +86,22 @@ def test_steps_after_loading_are_those_of_the_uninterrupted_run(name: str, tmp_p
     optimizer = optimizer_of(model, name)
     train(model, optimizer, 1, 2)
     path = save(tmp_path, model, optimizer)
-    at_save, slots_at_save = snapshot(dict(model.named_parameters())), snapshot(dict(optimizer.state()))
+    at_save, slots_at_save = values_of(model), slots_of(optimizer)
     losses = train(model, optimizer, 3, 4)
-    expected, expected_slots = snapshot(dict(model.named_parameters())), snapshot(dict(optimizer.state()))
+    expected, expected_slots = values_of(model), slots_of(optimizer)
     assert at_save != expected
 
     fresh = tiny_llama.model(seed=1)
     again = optimizer_of(fresh, name)
     fill_parameters(fresh, open_model(path, FAMILIES))
-    again.load_state(train_state.load_optimizer(path))
-    assert snapshot(dict(fresh.named_parameters())) == at_save
+    alone.load_state(again, load_slots(path))
+    assert values_of(fresh) == at_save
+    assert slots_of(again) == slots_at_save
     assert len(slots_at_save) == (4 * len(at_save) if name == "adamw" else 0)
     assert train_state.load_state(path) == STATE
     assert train(fresh, again, 3, 4) == losses
-    assert snapshot(dict(fresh.named_parameters())) == expected
-    assert snapshot(dict(again.state())) == expected_slots
+    assert values_of(fresh) == expected
+    assert slots_of(again) == expected_slots
 
 
 def test_forgetting_the_optimizer_would_be_noticed(tmp_path: Path) -> None:
@@ -104,17 +119,18 @@ class Bits:
     """A tensor as far as saving is concerned: values of any dtype, handed out as Paddle does."""
 
     def __init__(self, values: np.ndarray):
-        self.shape, self.dtype, self._values = list(values.shape), f"paddle.{values.dtype.name}", values
+        self.shape, self.dtype, self.values = list(values.shape), f"paddle.{values.dtype.name}", values
 
     def numpy(self) -> np.ndarray:
-        return self._values.view("uint16") if self.dtype == "paddle.bfloat16" else self._values
+        return self.values.view("uint16") if self.dtype == "paddle.bfloat16" else self.values
 
 
 def quick_save(root: Path, step: int, keep_last: int = 2, seed: int = 0, dtype: str = "float32") -> Path:
     parameters = {name: Bits(value) for name, value in tiny_llama.values(seed=seed, dtype=dtype).items()}
-    slots = [(f"{name}/moment1", Bits(value._values.astype("float32"))) for name, value in parameters.items()]
+    slots = {f"{name}/moment1": Bits(value.values.astype("float32")) for name, value in parameters.items()}
     state = dataclasses.replace(STATE, step=step, samples=8 * step)
-    return train_state.save(root, state, FAMILY, CONFIG, parameters, slots, TOKENIZER, keep_last)
+    tensors = alone.whole(parameters), alone.whole(slots)
+    return train_state.save(root, state, FAMILY, CONFIG, *tensors, TOKENIZER, keep_last)
 
 
 def names(root: Path) -> set[str]:
@@ -129,7 +145,7 @@ def test_a_checkpoint_is_a_model_directory_with_everything_beside_it(tmp_path: P
         read = model.read(name)
         assert read.dtype.name == "bfloat16"
         assert np.ascontiguousarray(read).tobytes() == value.tobytes()
-        assert train_state.load_optimizer(path)[f"{name}/moment1"].dtype == np.float32
+        assert load_slots(path)[f"{name}/moment1"].dtype == np.float32
     assert (path / "tokenizer.json").is_file()
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == names(path) - {"manifest.json"}
 

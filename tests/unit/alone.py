@@ -1,0 +1,108 @@
+"""A model, its optimizer and its checkpoint as the engine sees them in a process that is alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.train_state import WholeTensor
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.sharding import ParameterShard
+from llmsuite.engine.step import Objective, train_step
+from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.schema import TrainSection
+
+MESH = Mesh(Degrees(1, 1, 1, 1), 0)
+
+# optimizer
+
+
+def shards(parameters: Mapping[str, Any]) -> list[ParameterShard]:
+    """Each parameter whole, as a plain model has it."""
+    return [ParameterShard(name, parameter, MESH, None, 0) for name, parameter in parameters.items()]
+
+
+def optimizer(parameters: Mapping[str, Any], train: TrainSection, total_steps: int) -> Optimizer:
+    return Optimizer(shards(parameters), train, total_steps)
+
+
+def parameters(optimizer: Optimizer) -> dict[str, Any]:
+    """The model's tensors by name."""
+    return {shard.name: shard.parameter for shard in optimizer.shards}
+
+
+def state(optimizer: Optimizer) -> dict[str, np.ndarray]:
+    """Every tensor of the state by `parameter/slot`."""
+    return {entry.name: entry.value.numpy() for entry in optimizer.state()}
+
+
+def load_state(optimizer: Optimizer, values: Mapping[str, np.ndarray]) -> None:
+    """Take over what `state` gave."""
+    optimizer.load_state(lambda entry: values[entry.name])
+
+
+# step
+
+
+class AnyModel:
+    """A model without the methods of a language model, such as a single layer, in place of a pipeline stage."""
+
+    is_first = is_last = True
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    def take_pass(self) -> tuple[Any, Any]:
+        return None, None
+
+    def backward(self, passed: tuple[Any, Any], total: Any) -> None:
+        total.backward()
+
+
+def step(
+    number: int,
+    micro_batches: Sequence[Sequence[Any]],
+    objective: Objective,
+    model: Any,
+    optimizer: Optimizer,
+    stop: bool = False,
+) -> dict[str, float]:
+    """`train_step` of a model that is whole, in full precision."""
+    part: Any = AnyModel(model)
+    if hasattr(model, "hidden_states"):
+        part = PipelineStage(model, MESH, model.config.hidden_size, [], None)
+    return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, stop)
+
+
+# checkpoint
+
+
+def whole(tensors: Mapping[str, Any]) -> list[WholeTensor]:
+    """Tensors that lie on this rank alone, for saving."""
+    return [WholeTensor(name, list(t.shape), dtype_of(t), lambda t=t: t) for name, t in tensors.items()]
+
+
+def dtype_of(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("paddle.")
+
+
+def whole_state(optimizer: Optimizer) -> list[WholeTensor]:
+    """The optimizer's state, for saving."""
+    return whole({entry.name: entry.value for entry in optimizer.state()})
+
+
+def same(some: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> bool:
+    """Whether two sets of arrays are the same bit for bit, in the same order."""
+    first, second = ([(n, a.shape, a.dtype, a.tobytes()) for n, a in arrays.items()] for arrays in (some, others))
+    return first == second

@@ -1,0 +1,102 @@
+"""What ranks tell each other outside the model: who counts, and whose part is whose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.engine import collective
+from llmsuite.engine.loss_ledger import LossLedger, LossTerms
+from llmsuite.engine.mesh import Mesh
+from llmsuite.recipe.resolve import Degrees
+from tests.unit import many
+
+every_mesh = pytest.mark.parametrize("degrees", many.MESHES, ids=str)
+
+
+@every_mesh
+def test_sums(degrees: Degrees) -> None:
+    # a tenth more than float32 can tell apart: the sums are made in float64
+    fine = 1 + 2.0**-40
+
+    def work(mesh: Mesh) -> tuple[list[float], list[float]]:
+        run = collective.sum_over_run([mesh.rank * fine, 1.0])
+        return run, collective.sum_over_data([mesh.data_rank * fine, 1.0])
+
+    ranks, data_ranks = degrees.num_ranks, degrees.num_data_ranks
+    for run, data in many.run(degrees, work):
+        assert run == [fine * sum(range(ranks)), ranks]
+        assert data == [fine * sum(range(data_ranks)), data_ranks]
+
+
+def test_alone_nothing_is_sent() -> None:
+    assert collective.sum_over_run([1.5]) == collective.sum_over_data([1.5]) == [1.5]
+    tensor = paddle.to_tensor([1.0, 2.0])
+    collective.sum_in_group(tensor, None)
+    assert collective.reduce_scatter(tensor, None) is tensor
+    assert collective.all_gather(tensor, None) is tensor
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+@every_mesh
+@pytest.mark.parametrize("group", ["tensor_group", "data_group", "dp_group", "sharding_group", "pipeline_group"])
+@pytest.mark.parametrize("backend", ["GLOO", "NCCL"])
+def test_within_a_group(degrees: Degrees, group: str, backend: str) -> None:
+    def brings(rank: int) -> np.ndarray:
+        return np.float32([[rank, 2 * rank, 1]])
+
+    def work(mesh: Mesh) -> None:
+        members = mesh.rows(*AXES[group])
+        (row,) = (list(row) for row in members if mesh.rank in row)
+        mine: Any = getattr(mesh, group)
+        whole = paddle.to_tensor(brings(mesh.rank))
+        collective.sum_in_group(whole, mine)
+        assert np.array_equal(whole.numpy(), sum(brings(rank) for rank in row))
+        for dim in (0, 1):
+            joined = collective.all_gather(paddle.to_tensor(brings(mesh.rank)), mine, dim)
+            assert np.array_equal(joined.numpy(), np.concatenate([brings(rank) for rank in row], dim))
+        # 2 elements for each member, in the order of the group
+        flat = np.arange(2 * len(row), dtype="float32")
+        part = collective.reduce_scatter(paddle.to_tensor(flat * (mesh.rank + 1)), mine)
+        at = row.index(mesh.rank)
+        assert part.tolist() == [sum(rank + 1 for rank in row) * value for value in (2 * at, 2 * at + 1)]
+
+    many.run(degrees, work, backend)
+
+
+AXES = {
+    "tensor_group": ("tp",),
+    "data_group": ("dp", "sharding"),
+    "dp_group": ("dp",),
+    "sharding_group": ("sharding",),
+    "pipeline_group": ("pp",),
+}
+
+
+@every_mesh
+def test_a_ledger_counts_each_sample_once(degrees: Degrees) -> None:
+    """Ranks of a tensor parallel group book the same, and those in front of a pipeline's end book nothing real."""
+    asked = -1
+
+    def work(mesh: Mesh) -> tuple[float, dict[str, float]]:
+        ledger, last = LossLedger(), mesh.coordinate["pp"] == degrees.pp - 1
+        for micro_batch in range(2):
+            loss = float(3 * mesh.data_rank + micro_batch) if last else 1e9
+            ledger.add(LossTerms(paddle.to_tensor(loss), 2.0, {"margin": (paddle.to_tensor(loss / 2), 1.0)}))
+            ledger.count(tokens=5 + mesh.data_rank)
+        ledger.vote(stop=mesh.rank == asked)
+        return ledger.reduce()
+
+    ranks = degrees.num_data_ranks
+    total = float(sum(6 * rank + 1 for rank in range(ranks)))
+    metrics = {"loss": total / (4 * ranks), "margin": total / 2 / (2 * ranks)}
+    metrics["tokens"] = float(sum(2 * (5 + rank) for rank in range(ranks)))
+    for found in many.run(degrees, work):
+        assert found == (4.0 * ranks, {**metrics, "stop": 0.0})
+    # a signal that one rank alone gets, whichever it is, reaches all
+    for asked in range(degrees.num_ranks):
+        for _, found_metrics in many.run(degrees, work):
+            assert found_metrics["stop"] == 1

@@ -1,0 +1,117 @@
+"""The kernels that several CPU processes need are built once, and a machine that cannot build them says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmsuite.devices.cpu.gloo import build
+from llmsuite.errors import UserError
+
+# notes each call, waits long enough for another process to come by, and writes its -o
+COMPILER = """#!/bin/sh
+echo "$@" >> "$CALLS"
+sleep "${DELAY:-0}"
+while [ "$1" != -o ]; do shift; done
+echo built > "$2"
+"""
+BROKEN = """#!/bin/sh
+echo call >> "$CALLS"
+echo "a note"
+echo "kernels.cc:1: no such header" >&2
+exit 1
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return tmp_path / "cache"
+
+
+def install(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A g++ in front of that of the machine."""
+    directory = tmp_path / "bin"
+    directory.mkdir(exist_ok=True)
+    (directory / "g++").write_text(script)
+    (directory / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
+
+
+def calls(tmp_path: Path) -> list[str]:
+    path = tmp_path / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_it_is_built_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, COMPILER, monkeypatch)
+    library = build.library()
+    assert library.read_text() == "built\n"
+    assert library.parent == cache / "gloo"
+    assert {path.name for path in library.parent.iterdir()} == {library.name, "build.lock"}
+    (words,) = calls(tmp_path)
+    assert "kernels.cc" in words
+    assert "libpaddle.so" in words
+    assert build.library() == library
+    assert len(calls(tmp_path)) == 1
+    # another installation of Paddle has a library of its own
+    monkeypatch.setattr(build, "_paddle", lambda: Path("/elsewhere/paddle"))
+    assert build.library() != library
+    assert len(calls(tmp_path)) == 2
+
+
+def test_what_is_there_needs_no_compiler(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, COMPILER, monkeypatch)
+    library = build.library()
+    monkeypatch.setenv("PATH", "")
+    assert build.library() == library
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"need a C\+\+ compiler.*apt-get install g\+\+.*launch\.num_devices to 1"):
+        build.library()
+    assert not list(cache.glob("gloo/*.so"))
+
+
+def test_no_paddle(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"Paddle is not installed; install it with: pip install 'llmsuite\[cpu\]'"):
+        build.library()
+
+
+def test_a_failure_keeps_what_the_compiler_said(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, BROKEN, monkeypatch)
+    with pytest.raises(UserError, match=r"building the CPU kernels failed; .* are in \S+\.log$") as caught:
+        build.library()
+    log = Path(str(caught.value).rpartition(" are in ")[2])
+    assert log.parent == cache / "gloo"
+    text = log.read_text()
+    assert "g++ -std=c++17" in text, "the command, to try it by hand"
+    assert "a note" in text
+    assert "kernels.cc:1: no such header" in text
+    assert {path.name for path in log.parent.iterdir()} == {log.name, "build.lock"}, "nothing half built is left"
+    with pytest.raises(UserError):
+        build.library()
+    assert len(calls(tmp_path)) == 2, "it is tried again"
+    install(tmp_path, COMPILER, monkeypatch)
+    assert build.library().read_text() == "built\n"
+
+
+def test_two_processes_at_once_build_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, COMPILER, monkeypatch)
+    monkeypatch.setenv("DELAY", "1.5")
+    script = "from llmsuite.devices.cpu.gloo.build import library; print(library().read_text(), end='')"
+    both = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in both:
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output, errors) == (0, "built\n", "")
+    assert len(calls(tmp_path)) == 1

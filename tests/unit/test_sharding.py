@@ -1,0 +1,227 @@
+"""Optimizer states in parts, on every rank of a mesh at once: together they are the whole, and learn the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.sharding import ParameterShard
+from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.schema import TrainSection
+from tests.unit import alone, many
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A parameter and how it lies on a mesh. `shape` is that of the whole; `cut` is the dim that is cut over tp."""
+
+    degrees: Degrees
+    stage: int
+    shape: tuple[int, ...]
+    cut: int | None
+    backend: str = "GLOO"
+
+    def values(self, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).standard_normal(self.shape).astype("float32")
+
+    def slice_of(self, whole: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """What of it lies on a rank."""
+        if self.cut is None:
+            return whole
+        return np.ascontiguousarray(np.split(whole, mesh.degrees.tp, self.cut)[mesh.coordinate["tp"]])
+
+    def own_part(self, whole: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """What of that the optimizer of a rank owns."""
+        local, parts = self.slice_of(whole, mesh), mesh.degrees.sharding
+        if not self.stage or parts == 1:
+            return local
+        size = math.ceil(local.size / parts)
+        return local.ravel()[mesh.coordinate["sharding"] * size :][:size]
+
+    def shard(self, mesh: Mesh, name: str = "weight", seed: int = 0) -> ParameterShard:
+        local = self.slice_of(self.values(seed), mesh)
+        parameter = paddle.create_parameter(list(local.shape), "float32")
+        parameter.set_value(paddle.to_tensor(local))
+        return ParameterShard(name, parameter, mesh, self.cut, self.stage)
+
+    def give_gradient(self, shard: ParameterShard, mesh: Mesh, seed: int = 0) -> None:
+        """A gradient that depends on the samples of the rank; one of whole numbers, whose sums are exact."""
+        gradient = self.slice_of(self.gradient(mesh.data_rank, seed), mesh)
+        (shard.parameter * paddle.to_tensor(gradient)).sum().backward()
+
+    def gradient(self, data_rank: int, seed: int = 0) -> np.ndarray:
+        rng = np.random.default_rng([seed, data_rank])
+        return rng.integers(-8, 9, self.shape).astype("float32")
+
+    def sum_of_gradients(self, seed: int = 0) -> np.ndarray:
+        return sum(self.gradient(rank, seed) for rank in range(self.degrees.num_data_ranks))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    degrees = draw(st.sampled_from([d for d in many.MESHES if d.pp == 1]))
+    shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    cut = draw(st.sampled_from([None, *range(len(shape))]))
+    if cut is not None:
+        shape[cut] *= degrees.tp
+    return Case(degrees, draw(st.integers(0, 2)), tuple(shape), cut, draw(st.sampled_from(["GLOO", "NCCL"])))
+
+
+def flat(shard: ParameterShard) -> list[float]:
+    return list(shard.owned.numpy().ravel())
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_the_parts_are_the_whole(case: Case) -> None:
+    def work(mesh: Mesh) -> tuple[list[float], bool]:
+        shard = case.shard(mesh)
+        return flat(shard), shard.is_empty
+
+    found = many.run(case.degrees, work)
+    assert [empty for _, empty in found] == [not part for part, _ in found]
+    for row in Mesh(case.degrees, 0).rows("sharding"):
+        local = list(case.slice_of(case.values(0), Mesh(case.degrees, int(row[0]))).ravel())
+        parts = [found[rank][0] for rank in row]
+        if case.stage:  # each element once, in order, and equal parts but for the last ones
+            assert list(itertools.chain(*parts)) == local
+            assert max(map(len, parts)) == math.ceil(len(local) / len(row))
+        else:
+            assert parts == [local] * len(row)
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_gathering_undoes_cutting(case: Case) -> None:
+    whole = case.values(1)
+
+    def work(mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+        shard = case.shard(mesh)
+        part = shard.cut(case.slice_of(whole, mesh))
+        assert np.array_equal(part, case.own_part(whole, mesh))
+        return shard.gather_part(paddle.to_tensor(part)).numpy(), shard.gather_parameter().numpy()
+
+    for part, parameter in many.run(case.degrees, work):
+        assert np.array_equal(part, whole)
+        assert np.array_equal(parameter, case.values(0))
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_gradients_are_added_up_into_the_own_part(case: Case) -> None:
+    total = case.sum_of_gradients()
+
+    def work(mesh: Mesh) -> float:
+        shard = case.shard(mesh)
+        case.give_gradient(shard, mesh)
+        expected = case.own_part(total, mesh)
+        with paddle.no_grad():
+            own = shard.finish_gradient()
+            assert (own is None) == shard.is_empty == (expected.size == 0)
+            if own is not None:
+                assert np.array_equal(own.numpy(), expected)
+                shard.set_gradient(own)
+                assert np.array_equal(shard.owned.grad.numpy(), expected)
+        # the whole gradient is not kept beside the part
+        assert shard.owned is shard.parameter or shard.parameter.grad is None
+        return float((expected.astype("float64") ** 2).sum()) / shard.copies
+
+    squares = sum(many.run(case.degrees, work, case.backend))
+    assert squares == pytest.approx(float((total.astype("float64") ** 2).sum()), rel=1e-12), "each element counts once"
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_updates_reach_every_rank_and_loaded_values_every_part(case: Case) -> None:
+    loaded = case.values(3)
+
+    def work(mesh: Mesh) -> np.ndarray:
+        shard = case.shard(mesh)
+        with paddle.no_grad():
+            shard.owned.add_(paddle.full_like(shard.owned, 2.0))
+            shard.publish()
+            published = shard.gather_parameter().numpy()
+            shard.parameter.copy_(paddle.to_tensor(case.slice_of(loaded, mesh)), True)
+            shard.refresh()
+        assert np.array_equal(shard.owned.numpy(), case.own_part(loaded, mesh))
+        return published
+
+    for published in many.run(case.degrees, work):
+        assert np.array_equal(published, case.values(0) + np.float32(2))
+
+
+def test_no_gradient_is_no_gradient() -> None:
+    for stage in (0, 1, 2):
+        case = Case(Degrees(1, 1, 2, 1), stage, (3,), None)
+        assert many.run(case.degrees, lambda mesh, case=case: case.shard(mesh).finish_gradient()) == [None, None]
+
+
+# the optimizer over them
+
+LAYERS = {
+    "embedding": ((6, 5), 0),
+    "column": ((5, 4), 1),
+    "row": ((4, 5), 0),
+    "norm": ((5,), None),
+    "small": ((2,), None),
+}
+TRAIN: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "learning_rate": 0.05, "max_grad_norm": 1.0},
+    "adamw": {"optimizer": "adamw", "learning_rate": 0.05, "weight_decay": 0.1, "max_grad_norm": None},
+}
+
+
+Learnt = tuple[Arrays, Arrays, list[float]]
+
+
+def train(degrees: Degrees, stage: int, name: str, backend: str, samples: int) -> list[Learnt]:
+    """Four steps whose samples are dealt out to the data ranks; parameters, state and norms, by rank."""
+    section = TrainSection(max_steps=4, global_batch_size=1, micro_batch_size=1, lr_schedule="constant", **TRAIN[name])
+
+    def work(mesh: Mesh) -> Learnt:
+        cases = {name: Case(degrees, stage, shape, cut) for name, (shape, cut) in LAYERS.items()}
+        shards = [case.shard(mesh, name, seed=len(name)) for name, case in cases.items()]
+        optimizer = Optimizer(shards, section, 4)
+        norms = []
+        for step in range(1, 5):
+            for sample in range(mesh.data_rank, samples, degrees.num_data_ranks):
+                for shard in shards:
+                    gradient = cases[shard.name].slice_of(cases[shard.name].gradient(sample, step), mesh)
+                    (shard.parameter * paddle.to_tensor(gradient)).sum().backward()
+            norms.append(optimizer.finish_gradients(float(samples)))
+            optimizer.step(step)
+        parameters = {shard.name: shard.gather_parameter().numpy() for shard in shards}
+        state = {e.name: (e.value if e.is_scalar else e.shard.gather_part(e.value)).numpy() for e in optimizer.state()}
+        return parameters, state, norms
+
+    return many.run(degrees, work, backend)
+
+
+@pytest.mark.parametrize("name", TRAIN)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("degrees", [d for d in many.MESHES if d.pp == 1 and d.num_ranks > 1], ids=str)
+def test_any_mesh_learns_what_one_rank_learns(degrees: Degrees, stage: int, name: str) -> None:
+    samples = 12
+    ((parameters, state, norms),) = train(alone.MESH.degrees, 0, name, "GLOO", samples)
+    assert len(state) == (4 * len(LAYERS) if name == "adamw" else 0)
+    backend = "NCCL" if degrees.dp > 1 else "GLOO"  # which have different ways to the own part of a sum
+    for rank, (theirs, their_state, their_norms) in enumerate(train(degrees, stage, name, backend, samples)):
+        assert their_norms == pytest.approx(norms, rel=1e-6)
+        for key, value in parameters.items():
+            np.testing.assert_allclose(theirs[key], value, rtol=2e-6, atol=2e-6, err_msg=key)
+        for key, value in state.items():
+            # a rank that owns nothing of a parameter does not count its steps, and does not write its number
+            if not key.endswith("pow_acc") or Mesh(degrees, rank).coordinate["sharding"] == 0:
+                np.testing.assert_allclose(their_state[key], value, rtol=2e-6, atol=1e-7, err_msg=key)
