@@ -7,13 +7,14 @@ rename makes it visible. A process that dies at any point leaves either the old 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from llmsuite.errors import UserError
 
@@ -136,6 +137,25 @@ def read_json_file(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not JSON: {error}") from error
+
+
+def lock_directory(directory: Path) -> IO[str]:
+    """Make a directory and keep it for this process, as long as the returned file is open.
+
+    Raises:
+        UserError: another process has it, or it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")  # noqa: SIM115  (open as long as the lock is held)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written to: {error.strerror}; choose another output_dir") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise UserError(f"{directory}: another run is writing there; stop it, or choose another output_dir") from error
+    return lock
 
 
 def fsync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import Any
 
@@ -29,6 +30,8 @@ def run(args: Any, registry: Registry) -> int:
         raise RecipeError(problems)
     plan.check_files()
     if not args.resume:
+        if args.smoke and not any(word.startswith("--output_dir") for word in args.overrides):
+            shutil.rmtree(plan.output_dir, ignore_errors=True)  # made by --smoke, for nobody to keep
         plan.check_output()
     from llmsuite.devices.start import start_paddle
     from llmsuite.engine.launch import is_worker, launch

@@ -14,6 +14,7 @@ import paddle
 import paddle.distributed as dist
 
 from llmsuite.engine.mesh import Mesh
+from llmsuite.errors import UserError
 from llmsuite.recipe.resolve import Degrees
 
 Tensor = Any
@@ -43,7 +44,11 @@ def mesh() -> Mesh:
 def start(degrees: Degrees) -> Mesh:
     """Meet the other ranks and form the groups of the mesh."""
     global _mesh
-    assert degrees.num_ranks == num_ranks(), (degrees, num_ranks())
+    if degrees.num_ranks != num_ranks():
+        raise UserError(
+            f"the recipe makes {degrees.num_ranks} ranks ({degrees}), and this process was started as one of "
+            f"{num_ranks()}; start as many, or unset PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM if nobody started it so"
+        )
     if num_ranks() > 1:
         with contextlib.redirect_stdout(None):  # Paddle 3.3.1 lists flags here that nobody has set
             dist.init_parallel_env()

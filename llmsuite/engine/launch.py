@@ -7,6 +7,7 @@ directory, and notices a dead rank only every five seconds.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 _TAIL_LINES = 40
 INTERRUPTED = 130
+_PR_SET_PDEATHSIG = 1
 
 
 def is_worker() -> bool:
@@ -56,9 +58,8 @@ def launch(
 
     def forward(number: int, frame: FrameType | None) -> None:
         interrupted.append(number)
-        if number == signal.SIGTERM:  # Ctrl-C reaches the ranks by itself: they share the terminal
-            for process in ranks:
-                process.send_signal(number)
+        for process in ranks:
+            process.send_signal(number)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -75,11 +76,12 @@ def launch(
                 "PYTHONUNBUFFERED": "1",
             }
             with open(log_dir / f"workerlog.{rank}", "wb") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "llmsuite", *arguments], env=variables, stdout=log, stderr=log
-                    )
+                command = [sys.executable, "-m", "llmsuite", *arguments]
+                # a session of their own: Ctrl-C in the terminal reaches them once, from here
+                rank_process = subprocess.Popen(
+                    command, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
                 )
+                ranks.append(rank_process)
         return _watch(ranks, log_dir, interrupted, write)
     finally:
         _stop(ranks)
@@ -94,11 +96,14 @@ def _watch(
         while True:
             codes = [process.poll() for process in ranks]
             write(first_log.read())
-            failed = [rank for rank, code in enumerate(codes) if code]
+            # a rank that was killed comes first: the others fail because it is gone
+            failed = sorted((rank for rank, code in enumerate(codes) if code), key=lambda rank: (codes[rank] or 0) > 0)
             if failed:
                 rank, code = failed[0], codes[failed[0]] or 0
                 write(first_log.read())
                 if interrupted and code == INTERRUPTED:
+                    _wait(ranks, _GRACE_SECONDS)  # the others are ending too; rank 0 has the last words
+                    write(first_log.read())
                     return INTERRUPTED
                 return _explain(rank, code, log_dir, write)
             if all(code == 0 for code in codes):
@@ -124,6 +129,18 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             process.kill()
     for process in ranks:
         process.wait(_GRACE_SECONDS)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+        time.sleep(_POLL_SECONDS)
+
+
+def _die_with_parent() -> None:
+    """In a rank that is about to start: ask Linux to kill it when the launcher dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -92,11 +93,12 @@ def fit(
             else:
                 hooks.stepped(step)
 
-            if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
-                hooks.evaluated(step, evaluate(eval_batches, objective, model, autocast))
+            started = time.perf_counter()
             if last or (schedule.save_steps and step % schedule.save_steps == 0):
                 hooks.save(step, position)
-                window.reset()
             if stopping:
                 break
+            if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
+                hooks.evaluated(step, evaluate(eval_batches, objective, model, autocast))
+            window.leave_out(time.perf_counter() - started)
     return step

@@ -55,7 +55,9 @@ class PipelineStage:
         """Hidden states [B, L, D] on the last stage; elsewhere zeros, once the activations are sent on."""
         x = self.model.embed(input_ids) if self.is_first else self._receive(input_ids.shape)
         y, _ = self.model.decode(x)
-        self._passed = (x, y)
+        if paddle.is_grad_enabled():
+            assert self._passed is None, "a stage's loss may ask for hidden states once"
+            self._passed = (x, y)
         if self.is_last:
             return self.model.finish(y), []
         assert self._edges is not None

@@ -1,8 +1,8 @@
 """One parameter as this rank's optimizer sees it: whole, or under sharding a part of it.
 
 Sharding cuts the flattened local value into equal parts, one a rank of the sharding axis (Rajbhandari et al. 2020,
-ZeRO, arXiv 1910.02054). Stage 1 keeps the optimizer's state of the own part only; stage 2 adds up gradients straight
-into the own part and drops the rest.
+ZeRO, arXiv 1910.02054). Stage 1 keeps the optimizer's state of the own part only; stage 2 adds up each
+gradient straight into the own part and frees the rest, a parameter at a time.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class ParameterShard:
             own = collective.reduce_scatter(padded, self._mesh.sharding_group)
             collective.sum_in_group(own, self._mesh.dp_group)
             own = own[: self._range.stop - self._range.start]
+            self.parameter.clear_gradient(set_to_zero=False)
         if self._is_tied:
             collective.sum_in_group(own, self._mesh.tied_group)
         if self.is_empty:

@@ -60,6 +60,10 @@ class Window:
         self._reader += metrics.pop("reader_seconds")
         self._tokens += metrics["tokens"]
 
+    def leave_out(self, seconds: float) -> None:
+        """Time in which no step was done."""
+        self._start += seconds
+
     def rates(self) -> dict[str, float]:
         """Averages over the steps booked: seconds a step, steps and tokens a second."""
         elapsed = time.perf_counter() - self._start

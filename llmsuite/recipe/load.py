@@ -49,9 +49,20 @@ class LoadedRecipe:
         return Problem(self.origin(tuple(key.split("."))), key, message)
 
     def unread(self) -> list[str]:
-        """Keys somebody wrote and nothing has read since the recipe was loaded: they have no effect."""
-        idle = set(unread(self.recipe))
+        """Keys somebody wrote and nothing has read since the recipe was loaded: they have no effect.
+
+        A key that is given its default is left out: it says what is so anyway, as every resolved recipe does.
+        """
+        idle = {key for key in unread(self.recipe) if not self._is_default(key)}
         return sorted(".".join(key) for key in self.given if any(key[:n] in idle for n in range(1, len(key) + 1)))
+
+    def _is_default(self, key: Key) -> bool:
+        section: Any = self.recipe
+        for part in key[:-1]:
+            section = section.__dict__[part]
+        field = next(f for f in dataclasses.fields(section) if f.name == key[-1])
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        return bool(section.__dict__[key[-1]] == default)
 
 
 def load(

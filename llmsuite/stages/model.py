@@ -116,7 +116,10 @@ def _gather(entry: StateTensor | None) -> Callable[[], Any] | None:
         return None
     shard, value = entry.shard, entry.value
     if entry.is_scalar:
-        return lambda: value  # where the rank owns nothing it is not up to date, and not what is written
+        # Paddle keeps these on the host, whatever the device
+        return lambda: paddle.to_tensor(
+            value.numpy()
+        )  # where the rank owns nothing it is not up to date, and not what is written
     return lambda: shard.gather_part(value)
 
 

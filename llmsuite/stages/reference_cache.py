@@ -34,7 +34,10 @@ class ReferenceCache:
 
     def __init__(self, model_digest: str, root: Path | None = None):
         directory = (root or cache_root()) / "reference-logps"
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{directory}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
         self.path = directory / f"{model_digest}.sqlite"
 
     def lookup(self, keys: Iterable[str]) -> dict[str, float]:
@@ -50,9 +53,12 @@ class ReferenceCache:
 
     @contextlib.contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as db, db:
-            db.execute("CREATE TABLE IF NOT EXISTS logps (key TEXT PRIMARY KEY, logp REAL NOT NULL) WITHOUT ROWID")
-            yield db
+        try:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as db, db:
+                db.execute("CREATE TABLE IF NOT EXISTS logps (key TEXT PRIMARY KEY, logp REAL NOT NULL) WITHOUT ROWID")
+                yield db
+        except sqlite3.DatabaseError as error:
+            raise UserError(f"{self.path}: {error}; it is only a cache, delete it and run again") from error
 
 
 def complete(

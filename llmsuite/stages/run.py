@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.checkpoint import train_state
-from llmsuite.checkpoint.files import write_text_atomic
+from llmsuite.checkpoint.files import lock_directory, read_json_file, sha256_of, write_text_atomic
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.loader import SampleOrder
@@ -34,8 +34,11 @@ from llmsuite.stages.base import Stage, StageContext
 from llmsuite.stages.model import WholeModel, build_model, make_shards, restore
 
 _SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
-# What may differ between a run and its continuation: it does not change what is learnt, or only makes it longer.
-_FREE_ON_RESUME = ("checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine")
+# What may differ between a run and its continuation: it does not change what is learnt.
+_FREE_ON_RESUME = (
+    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine",
+    "train.log_steps", "train.eval_steps", "train.micro_batch_size",
+)  # fmt: skip
 
 
 def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
@@ -47,6 +50,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     recipe = plan.recipe
     backend = plan.device.factory()
     backend.activate(collective.local_rank())
+    lock = lock_directory(plan.output_dir) if collective.rank() == 0 else None  # before any work is done in vain
     mesh = collective.start(plan.degrees)
 
     assert plan.tokenizer is not None  # plan.check_files has seen to it
@@ -91,7 +95,12 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     used = [train_samples[order.at(i)] for i in range(num_used)]
     stage.before_training(model, [*used, *eval_samples])
 
-    state = _restore(plan, checkpoints, registry, model, optimizer) if resume else _fresh(plan)
+    state = _fresh(_learning_digest(plan, built.digest), recipe.seed)
+    if resume:
+        state = _restore(plan, state, checkpoints, registry, model, optimizer)
+    if state.step == schedule.total_steps:
+        report(f"nothing to do: step {state.step} of {schedule.total_steps} is done")
+        return 0
     view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
 
@@ -134,13 +143,15 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         raise
     if output is not None:
         output.ended(done)
+    if lock is not None:
+        lock.close()
     return 0 if done == schedule.total_steps else INTERRUPTED
 
 
 def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
     train = plan.recipe.train
-    steps_per_epoch = max(1, num_samples // train.global_batch_size)
-    total = train.max_steps if train.max_steps is not None else (train.num_epochs or 1) * steps_per_epoch
+    # the stream of samples knows no gap between epochs, so only the last step may go beyond the last one
+    total = train.max_steps or math.ceil((train.num_epochs or 1) * num_samples / train.global_batch_size)
     return Schedule(
         total_steps=total,
         global_batch_size=train.global_batch_size,
@@ -153,34 +164,64 @@ def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
     )
 
 
-def _fresh(plan: RunPlan) -> TrainState:
-    return TrainState(step=0, samples=0, seed=plan.recipe.seed, recipe_sha256=_learning_digest(plan))
+def _fresh(recipe_sha256: str, seed: int) -> TrainState:
+    return TrainState(step=0, samples=0, seed=seed, recipe_sha256=recipe_sha256)
 
 
-def _restore(plan: RunPlan, checkpoints: Path, registry: Registry, model: Any, optimizer: Optimizer) -> TrainState:
-    """The newest whole checkpoint, loaded; step 0 when there is none."""
-    if collective.rank() == 0:
+def _restore(
+    plan: RunPlan, fresh: TrainState, checkpoints: Path, registry: Registry, model: Any, optimizer: Optimizer
+) -> TrainState:
+    """The newest whole checkpoint, loaded; step 0 when there never was one."""
+    found = -1
+    if collective.rank() == 0:  # one rank looks and checks, so that all go on from the same
         train_state.remove_unfinished(checkpoints)
-    collective.barrier()
-    path = train_state.find_latest(checkpoints, report)
-    if path is None:
+        path = train_state.find_latest(checkpoints, report)
+        if path is not None:
+            found = train_state.load_state(path).step
+        elif train_state.list_steps(checkpoints):
+            raise UserError(f"{checkpoints}: none of its checkpoints is whole; move them away to start at step 0")
+    found = int(collective.sum_over_run([float(found) if collective.rank() == 0 else 0.0])[0])
+    if found < 0:
         report(f"no checkpoint in {checkpoints}; starting at step 0")
-        return _fresh(plan)
+        return fresh
+    path = checkpoints / f"step-{found}"
     state = train_state.load_state(path)
-    if state.recipe_sha256 != _learning_digest(plan):
+    if state.recipe_sha256 != fresh.recipe_sha256:
+        differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
         raise UserError(
-            f"{path}: was written by a recipe that differs in more than {', '.join(_FREE_ON_RESUME)}; resume it with "
-            f"{plan.output_dir / 'recipe.json'}, or choose another --output_dir"
+            f"{path}: was written by a run that differs in {differing}; resume it with "
+            f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
         )
     restore(path, plan, registry, model, optimizer, collective.mesh())
     report(f"resuming from {path}")
     return state
 
 
-def _learning_digest(plan: RunPlan) -> str:
-    data = {key: value for key, value in as_plain(plan.recipe).items() if key not in _FREE_ON_RESUME}
-    data["precision"] = plan.recipe.engine.precision
+def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The part of a resolved recipe that decides what is learnt, by dotted key."""
+    flat: dict[str, Any] = {"engine.precision": recipe["engine"]["precision"]}
+    for section, value in recipe.items():
+        if section in _FREE_ON_RESUME:
+            continue
+        keys = {f"{section}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {section: value}
+        flat.update({key: v for key, v in keys.items() if key not in _FREE_ON_RESUME})
+    return flat
+
+
+def _learning_digest(plan: RunPlan, model_digest: str) -> str:
+    """Of the recipe, the initial model and the content of the data: equal digests are the same run."""
+    files = [sha256_of(path) for path in (plan.train_file, plan.eval_file) if path is not None]
+    data = [_learnt_keys(as_plain(plan.recipe)), model_digest, files]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _differing_keys(plan: RunPlan) -> list[str]:
+    """Keys in which the recipe differs from the one the run was started with."""
+    started = plan.output_dir / "recipe.json"
+    if not started.is_file():
+        return []
+    now, then = _learnt_keys(as_plain(plan.recipe)), _learnt_keys(read_json_file(started))
+    return sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
 
 
 def _loggers(plan: RunPlan, registry: Registry) -> list[Any]:

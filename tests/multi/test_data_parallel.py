@@ -19,7 +19,9 @@ OPTIMIZERS = {
 
 def _run(runner: Runner, name: str, optimizer: str, ranks: int, micro: int, *more: str) -> None:
     cut = (f"--launch.num_devices={ranks}", f"--train.micro_batch_size={micro}")
-    runner.run(*runner.smoke(name, *COMMON, *OPTIMIZERS[optimizer], *cut, *more))
+    # a cache of its own: what the ranks compute before the first step is compared too
+    cache = str(runner.directory / f"cache-{name}")
+    runner.run(*runner.smoke(name, *COMMON, *OPTIMIZERS[optimizer], *cut, *more), LLMSUITE_CACHE=cache)
 
 
 @pytest.mark.parametrize(

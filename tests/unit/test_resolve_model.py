@@ -115,9 +115,9 @@ def test_model_of_unknown_size(problems: Problems, tmp_path: Path) -> None:
 def test_weights_that_are_not_there(plan: Plan, problems: Problems, tmp_path: Path) -> None:
     (problem,) = problems({"model.weights": "org/model", "model.preset": REMOVE})
     assert (problem.key, problem.where) == ("model.weights", position(tmp_path / "recipe.json", '"weights"'))
-    assert problem.message.startswith("org/model is not a directory with a model.")
+    assert problem.message.startswith("org/model is not a directory with a model;")
     assert "`llmsuite import SOURCE -o org/model`" in problem.message
-    assert "`hf download org/model --local-dir DIR`" in problem.message
+    assert "`hf download org/model --local-dir DIR`, and run with `--model.weights=DIR`" in problem.message
     assert "Or set model.preset" in problem.message
     # with a preset the recipe can be checked; only a run needs the files
     found = plan({"model.weights": "org/model"})
