@@ -11,7 +11,8 @@ from tests.multi.conftest import ROOT, Runner
 from tests.parity.points import Point, covering
 
 STEPS = 4
-LIMIT = 1e-6
+# Adam divides by the root of small second moments, which magnifies the last bit of a gradient from step to step
+LIMITS = {"sgd": 1e-6, "adamw": 2e-6}
 COMMON = (f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--checkpoint.save_steps=null")
 OPTIMIZERS = {
     "sgd": ("--train.optimizer=sgd", "--train.learning_rate=0.05", "--train.max_grad_norm=0.5"),
@@ -45,7 +46,7 @@ def test_point(runner: Runner, point: Point) -> None:
     results[point] = max(abs(b[key] / a[key] - 1) for a, b in zip(one, many) for key in keys)
     assert all(a["supervised_tokens"] == b["supervised_tokens"] for a, b in zip(one, many))
     assert one[-1]["loss"] < 0.99 * one[0]["loss"], "nothing was learnt, so nothing was compared"
-    assert results[point] <= LIMIT
+    assert results[point] <= LIMITS[point.optimizer]
 
 
 def test_write_table(request: pytest.FixtureRequest) -> None:

@@ -16,6 +16,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 
 ROOT = Path(__file__).resolve().parents[2]
+PARALLELISM = ROOT / "docs" / "parallelism.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -80,3 +81,12 @@ def test_make_targets_on_the_pages_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE):
             assert target in targets, (page.name, target)
+
+
+def test_the_parity_table_covers_the_lattice_and_keeps_its_promise() -> None:
+    from tests.parity.points import covering
+    from tests.parity.test_lattice import LIMITS
+
+    rows = re.findall(r"^\| \d+ \|.*\| (sgd|adamw) \| (\S+) \|$", PARALLELISM.read_text("utf-8"), re.MULTILINE)
+    assert len(rows) == len(covering())
+    assert all(float(difference) <= LIMITS[optimizer] for optimizer, difference in rows)
