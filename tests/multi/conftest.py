@@ -52,10 +52,10 @@ class Runner:
         lines = (self.directory / name / "metrics.jsonl").read_text().splitlines()
         return [record for line in lines if "loss" in (record := json.loads(line))]
 
-    def weights(self, name: str, step: int) -> dict[str, np.ndarray]:
-        """The parameters in a checkpoint."""
+    def weights(self, name: str, step: int, stem: str = "model") -> dict[str, np.ndarray]:
+        """The parameters in a checkpoint; with the stem "optimizer" its state."""
         directory = self.directory / name / "checkpoints" / f"step-{step}"
-        files = sorted(directory.glob("model-*.safetensors"))
+        files = sorted(directory.glob(f"{stem}-*.safetensors"))
         return {k: v for file in files for k, v in safetensors.numpy.load_file(file).items()}
 
 

@@ -86,7 +86,7 @@ def test_plugin_of_the_readme_works(runner: Runner, tmp_path: Path) -> None:
     site = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--target", str(site), str(tmp_path)], check=True)
-    words = runner.smoke("readme", "--launch.num_devices=1")
+    words = runner.smoke("readme", "--launch.num_devices=1", "--parallel={}")
     runner.run(*words, PYTHONPATH=str(site), LLMSUITE_PLUGINS="best_loss")
     best = min((record["loss"], record["step"]) for record in runner.metrics("readme"))
     assert (runner.directory / "readme" / "best.txt").read_text() == f"{best[1]} {best[0]}\n"

@@ -1,0 +1,206 @@
+"""Tensor and sequence parallel and sharded optimizer states change no number, and a run may go on on another mesh."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import PluginSite
+from tests.multi.conftest import Runner
+
+STEPS = 4
+COMMON = ("--data.eval=null", "--model.config.num_hidden_layers=2", "--train.micro_batch_size=2")
+OPTIMIZERS = {
+    # without clipping, at a rate that moves: an error of scale in the gradients cannot hide
+    "sgd": ("--train.optimizer=sgd", "--train.learning_rate=0.05", "--train.max_grad_norm=null"),
+    "adamw": ("--train.optimizer=adamw", "--train.learning_rate=1e-3", "--train.weight_decay=0.1"),
+}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_parallel_degree": 2}),
+    "tp2 sequence": (2, {"tensor_parallel_degree": 2, "sequence_parallel": True}),
+    "stage1 over 4": (4, {"sharding": "stage1"}),
+    "stage2 over 2, dp2": (4, {"sharding": "stage2", "sharding_parallel_degree": 2}),
+    "all at once": (
+        8,
+        {
+            "tensor_parallel_degree": 2,
+            "sequence_parallel": True,
+            "sharding": "stage2",
+            "sharding_parallel_degree": 2,
+        },
+    ),
+    "tp2 sequence, stage2 over 2": (
+        4,
+        {"tensor_parallel_degree": 2, "sequence_parallel": True, "sharding": "stage2"},
+    ),
+    "tp2, stage2 over 2": (4, {"tensor_parallel_degree": 2, "sharding": "stage2"}),
+    "tp2, dp2": (4, {"tensor_parallel_degree": 2}),
+}
+
+
+def _words(runner: Runner, name: str, mesh: str, optimizer: str, *more: str) -> list[str]:
+    ranks, parallel = MESHES[mesh]
+    cut = (f"--launch.num_devices={ranks}", f"--parallel={json.dumps(parallel)}")
+    # recompute runs the regions of sequence parallel a second time
+    recompute = "full" if "sequence_parallel" in parallel else "none"
+    return runner.smoke(name, *COMMON, *OPTIMIZERS[optimizer], *cut, f"--engine.recompute={recompute}", *more)
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def optimizer(request: pytest.FixtureRequest, runner: Runner) -> str:
+    """Also runs it in one process, as `OPTIMIZER-one`."""
+    name = str(request.param)
+    runner.run(*_words(runner, f"{name}-one", "one", name, f"--train.max_steps={STEPS}"))
+    return name
+
+
+def _assert_same_metrics(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for a, b in zip(expected, found):
+        assert (a["tokens"], a["supervised_tokens"]) == (b["tokens"], b["supervised_tokens"])
+        for key in ("loss", "grad_norm", "logps/chosen", "logps/rejected"):
+            assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)
+
+
+def _assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], tolerance: float) -> None:
+    assert {n: (v.shape, v.dtype) for n, v in found.items()} == {n: (v.shape, v.dtype) for n, v in expected.items()}
+    for name, value in expected.items():
+        assert np.linalg.norm(found[name] - value) <= tolerance * np.linalg.norm(value), name
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "tp2 sequence", "stage1 over 4", "stage2 over 2, dp2", "all at once"])
+def test_a_mesh_equals_one_process(runner: Runner, optimizer: str, mesh: str) -> None:
+    one, many = f"{optimizer}-one", f"{optimizer}-{mesh}"
+    # a cache of its own: what the ranks compute before the first step is compared too
+    cache = str(runner.directory / f"cache-{many}")
+    runner.run(*_words(runner, many, mesh, optimizer, f"--train.max_steps={STEPS}"), LLMSUITE_CACHE=cache)
+    expected = runner.metrics(one)
+    assert len(expected) == STEPS
+    assert expected[-1]["loss"] < 0.95 * expected[0]["loss"], "nothing was learnt, so nothing was compared"
+    _assert_same_metrics(runner.metrics(many), expected)
+    # Adam divides by the root of tiny second moments, which magnifies the last bit of a gradient
+    tolerance = 1e-5 if optimizer == "adamw" else 1e-6
+    _assert_close(runner.weights(many, STEPS), runner.weights(one, STEPS), tolerance)
+    slots = runner.weights(one, STEPS, "optimizer")
+    assert len(slots) == (4 * len(runner.weights(one, STEPS)) if optimizer == "adamw" else 0)
+    _assert_close(runner.weights(many, STEPS, "optimizer"), slots, 1e-5)
+
+
+# on another mesh
+
+SCHEDULE = ("--train.max_steps=8", "--checkpoint.save_steps=4", "--checkpoint.keep_last=2")
+
+
+@pytest.fixture(scope="module")
+def cut_run(runner: Runner) -> Path:
+    """A run on four ranks with checkpoints of steps 4 and 8. The same in one process is `whole`."""
+    runner.run(*_words(runner, "whole", "one", "adamw", *SCHEDULE))
+    runner.run(*_words(runner, "cut", "tp2, stage2 over 2", "adamw", *SCHEDULE))
+    return runner.directory / "cut"
+
+
+@pytest.mark.parametrize("mesh", ["one", "tp2, dp2"])
+def test_a_run_goes_on_on_another_mesh(runner: Runner, cut_run: Path, mesh: str) -> None:
+    name = f"resumed on {mesh}"
+    target = runner.directory / name
+    shutil.copytree(cut_run, target)
+    shutil.rmtree(target / "checkpoints" / "step-8")
+    output = runner.run(*_words(runner, name, mesh, "adamw", *SCHEDULE), "--resume")
+    assert f"resuming from {target / 'checkpoints' / 'step-4'}" in output
+    expected = runner.metrics("whole")
+    assert len(expected) == 8
+    _assert_same_metrics(runner.metrics(name), expected)
+    _assert_close(runner.weights(name, 8), runner.weights("whole", 8), 1e-5)
+    _assert_close(runner.weights(name, 8, "optimizer"), runner.weights("whole", 8, "optimizer"), 1e-5)
+
+
+# where it lies
+
+SPY = '''
+import json
+import llmsuite
+
+seen = {}
+
+@llmsuite.hookimpl
+def llmsuite_run_start(run):
+    """On rank 0, once the model is built: note what its parameters, activations and optimizer hold here."""
+    from llmsuite.engine.optimizer import Optimizer
+    from llmsuite.engine.parallelize import local_value
+    from llmsuite.stages.dpo import DpoStage
+
+    loss, step = DpoStage.loss, Optimizer.step
+
+    def note(name, tensor):
+        placements = [str(p) for p in tensor.placements] if tensor.is_dist() else []
+        seen[name] = [list(tensor.shape), list(local_value(tensor).shape), placements]
+
+    def spied_loss(self, model, batch):
+        llama = model.model
+        for name, parameter in llama.named_parameters():
+            note(name, parameter)
+        hooks = [
+            llama.lm_head.register_forward_post_hook(lambda m, i, output: note("logits", output)),
+            llama.model.layers[0].register_forward_post_hook(lambda m, i, output: note("between layers", output[0])),
+            llama.model.layers[0].mlp.up_proj.register_forward_post_hook(lambda m, i, o: note("inside", o)),
+        ]
+        terms = loss(self, model, batch)
+        for hook in hooks:
+            hook.remove()
+        return terms
+
+    def spied_step(self, number):
+        step(self, number)
+        for entry in self.state():
+            note(entry.name, entry.value)
+        seen["gradients"] = [shard.name for shard in self.shards if shard.parameter.grad is not None]
+
+    DpoStage.loss, Optimizer.step = spied_loss, spied_step
+
+@llmsuite.hookimpl
+def llmsuite_run_end(run, step):
+    (run.output_dir / "seen.json").write_text(json.dumps(seen))
+'''
+
+
+def test_nothing_lies_whole_that_should_be_cut(runner: Runner, tmp_path: Path) -> None:
+    PluginSite(tmp_path).install("spy", SPY)
+    words = _words(runner, "spied", "tp2 sequence, stage2 over 2", "adamw", "--train.max_steps=1")
+    runner.run(*words, PYTHONPATH=str(tmp_path), LLMSUITE_PLUGINS="spy")
+    seen = json.loads((runner.directory / "spied" / "seen.json").read_text())
+    layer = "model.layers.0"
+    cut = {
+        "model.embed_tokens": 0,
+        "lm_head": 1,
+        **{f"{layer}.self_attn.{part}_proj": 1 for part in "qkv"},
+        f"{layer}.self_attn.o_proj": 0,
+        f"{layer}.mlp.gate_proj": 1,
+        f"{layer}.mlp.up_proj": 1,
+        f"{layer}.mlp.down_proj": 0,
+    }
+    for name, dim in cut.items():
+        whole, local, placements = seen[f"{name}.weight"]
+        assert placements == [f"Shard(dim={dim})"], name
+        assert local == [size // 2 if d == dim else size for d, size in enumerate(whole)], name
+    for name in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm"):
+        whole, local, placements = seen[f"{name}.weight"]
+        assert (local, placements) == (whole, ["Replicate()"])
+    # logits are never brought together, activations are cut along the sequence between the regions
+    whole, local, placements = seen["logits"]
+    assert (whole[1], local, placements) == (512, [whole[0], 256], ["Shard(dim=1)"])
+    for name, dim in {"between layers": 1, "inside": 2}.items():
+        whole, local, placements = seen[name]
+        assert placements == [f"Shard(dim={dim})"], name
+        assert local[dim] == whole[dim] // 2, name
+    # moments: a quarter of each matrix, half of each gain
+    for name in [*cut, f"{layer}.input_layernorm", "model.norm"]:
+        size = int(np.prod(seen[f"{name}.weight"][1])) // 2
+        assert seen[f"{name}.weight/moment1"][1] == seen[f"{name}.weight/moment2"][1] == [size], name
+    assert seen["gradients"] == []
