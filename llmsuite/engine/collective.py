@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,7 @@ def start(degrees: Degrees) -> Mesh:
             f"{num_ranks()}; start as many, or unset PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM if nobody started it so"
         )
     if num_ranks() > 1:
-        with contextlib.redirect_stdout(None):  # Paddle 3.3.1 lists flags here that nobody has set
+        with contextlib.redirect_stderr(io.StringIO()):  # Paddle 3.3.1 lists flags here that nobody has set
             dist.init_parallel_env()
     _mesh = Mesh(degrees, rank())
     _mesh.make_groups()

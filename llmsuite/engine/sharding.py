@@ -74,7 +74,7 @@ class ParameterShard:
     def finish_gradient(self) -> Tensor | None:
         """The gradient of the own part, added up over all data ranks; None when there is none."""
         gradient = self.parameter.grad
-        if gradient is None:
+        if gradient is None or not gradient._is_initialized():  # a distributed one is emptied, not taken away
             return None
         if gradient.is_dist() and gradient.placements != self.parameter.placements:
             # under sequence parallel each rank has seen its part of the sequence only
