@@ -28,6 +28,8 @@ def start_paddle(backend: DeviceBackend, local_ranks: int, join: bool = False) -
     with warnings.catch_warnings(), contextlib.redirect_stderr(said):
         warnings.filterwarnings("ignore", message="No ccache found")
         import paddle  # noqa: F401
+    # Paddle 3.3.1 warns of itself while it makes a program
+    warnings.filterwarnings("ignore", message="Tensor do not have 'place' interface")
     for line in said.getvalue().splitlines():
         if line.strip() and not any(noise in line for noise in _NOISE):
             print(line, file=sys.stderr)

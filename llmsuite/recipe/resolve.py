@@ -286,7 +286,6 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             "sharding": recipe.parallel.sharding if sharded else "none",
             "sharding_parallel_degree": degree if sharded and data % degree == 0 else 1,
         },
-        "engine.mode": "dynamic",
         "engine.precision": "fp32",
         **_SMOKE_LENGTH,
         "train.micro_batch_size": micro,
@@ -321,7 +320,6 @@ def unsupported(plan: RunPlan) -> list[Problem]:
     for key, value, only in (
         ("parallel.pipeline_schedule", recipe.parallel.pipeline_schedule, ("FThenB", "1F1B")),
         ("parallel.sharding", recipe.parallel.sharding, ("none", "stage1", "stage2")),
-        ("engine.mode", recipe.engine.mode, "dynamic"),
         ("engine.precision", recipe.engine.precision, ("fp32", "bf16")),  # fp16 would need loss scaling
         ("launch.nnodes", recipe.launch.nnodes, 1),
     ):

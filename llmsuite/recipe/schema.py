@@ -87,7 +87,7 @@ class EngineSection(Section):
     """How a step is computed."""
 
     mode: Literal["dynamic", "to_static"] = "dynamic"
-    """Op by op, or as one compiled program."""
+    """Op by op, or the decoder layers as compiled programs; batches are then padded to a multiple of 64 tokens."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 keeps float32 master weights and needs a GPU or XPU; fp16 is not run by this version."""
     recompute: Literal["none", "full"] = "none"

@@ -23,6 +23,7 @@ from llmsuite.engine.optimizer import Optimizer, StateTensor
 from llmsuite.engine.parallelize import between_layers, fill, own_slice, parallelize
 from llmsuite.engine.pipeline import Edges, PipelineStage, keep_stage, owner_stage
 from llmsuite.engine.sharding import ParameterShard
+from llmsuite.engine.static import compile_layers
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.observe.progress import report
 from llmsuite.plugins.manager import Registry
@@ -63,9 +64,12 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
     parallelize(model, cuts, mesh, read, dtype, sequence_parallel)
+    placements = between_layers(sequence_parallel)
+    if engine.mode == "to_static":
+        compile_layers(model, cuts, mesh, placements)
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {mesh.degrees.num_ranks} x {backend.name}")
     edges = Edges(mesh) if mesh.degrees.pp > 1 else None
-    part = PipelineStage(model, mesh, plan.model_config.hidden_size, between_layers(sequence_parallel), edges)
+    part = PipelineStage(model, mesh, plan.model_config.hidden_size, placements, edges)
     return BuiltModel(part, shapes, digest.hexdigest())
 
 

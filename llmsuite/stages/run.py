@@ -23,6 +23,7 @@ from llmsuite.engine import collective
 from llmsuite.engine.launch import INTERRUPTED
 from llmsuite.engine.loop import Hooks, Schedule, fit
 from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.static import LENGTH_MULTIPLE
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.observe.metrics import MetricsFile
 from llmsuite.observe.progress import StepLine, report
@@ -73,7 +74,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         data_formats=registry.data_formats,
         model_digest=built.digest,
         autocast=autocast,
-        length_multiple=mesh.degrees.tp if recipe.parallel.sequence_parallel else 1,
+        length_multiple=_length_multiple(plan),
         report=report,
     )
     stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.name), context)
@@ -146,6 +147,11 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if lock is not None:
         lock.close()
     return 0 if done == schedule.total_steps else INTERRUPTED
+
+
+def _length_multiple(plan: RunPlan) -> int:
+    multiple = LENGTH_MULTIPLE if plan.recipe.engine.mode == "to_static" else 1
+    return math.lcm(multiple, plan.degrees.tp) if plan.recipe.parallel.sequence_parallel else multiple
 
 
 def _schedule(plan: RunPlan, num_samples: int) -> Schedule:

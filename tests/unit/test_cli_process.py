@@ -51,7 +51,7 @@ def test_looking_needs_no_paddle(write_recipe: Callable[..., Path], tmp_path: Pa
         "schema": 0,
         "plugins list": 0,
         "plugins info builtin": 0,
-        f"run {good} --engine.mode=to_static": 2,
+        f"run {good} --launch.nnodes=2": 2,
     }
     result = subprocess.run(
         [sys.executable, "-c", LIGHT],

@@ -192,7 +192,6 @@ def test_sharding_needs_something_to_cut_over(plan: Plan, changes: dict[str, Any
             "stage3",
             "none, stage1, stage2",
         ),
-        ({"engine.mode": "to_static"}, "engine.mode", "to_static", "dynamic"),
         ({"launch.nnodes": 2}, "launch.nnodes", "2", "1"),
     ],
 )

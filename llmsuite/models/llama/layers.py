@@ -142,6 +142,8 @@ class Llama(nn.Layer):
         for i, layer in enumerate(self.model.layers):
             if self.recompute and self.training:
                 x = paddle.distributed.fleet.utils.recompute(layer.states, x, cos, sin, mask)
+            elif self.training:
+                x = layer.states(x, cos, sin, mask)
             else:
                 x, kv = layer(x, cos, sin, mask, cache[i] if cache else None)
                 present.append(kv)
