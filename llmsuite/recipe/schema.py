@@ -92,6 +92,8 @@ class EngineSection(Section):
     """bf16 keeps float32 master weights and needs a GPU or XPU; fp16 is not run by this version."""
     recompute: Literal["none", "full"] = "none"
     """"full" keeps only the input of each layer for the backward pass: less memory, one forward pass more."""
+    offload_optimizer: bool = False
+    """Keep moments and master weights in host memory; each parameter's come to the device for its update only."""
 
 
 @dataclasses.dataclass(kw_only=True)
