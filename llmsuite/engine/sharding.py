@@ -119,15 +119,17 @@ class ParameterShard:
     @paddle.no_grad()
     def gather(self) -> None:
         """In stage 3: bring the parameter together. Every rank of the sharding axis calls it."""
-        if self._is_stored_in_parts and not self._memory()._is_initialized():
-            whole = self._join(self._stored)  # get_tensor() refers to it and does not keep it
+        if self._is_stored_in_parts and not self.parameter._is_initialized():
+            whole = self._join(self._stored)
+            if self.parameter.is_dist():
+                whole = dtensor_from_local(whole, self._mesh.tensor, self.parameter.placements)
             # into the tensor that autograd has saved references to, so that a backward pass finds it filled again
-            self._memory()._share_data_with(whole.get_tensor())
+            self.parameter.get_tensor()._share_data_with(whole.get_tensor())
 
     def free(self) -> None:
         """In stage 3: give the memory of the gathered parameter back."""
         if self._is_stored_in_parts:
-            self._memory()._clear()
+            self.parameter.get_tensor()._clear()
 
     def gather_parameter(self) -> Tensor:
         """The whole parameter. Every rank of the run calls it."""
@@ -218,11 +220,6 @@ class ParameterShard:
         return local
 
     # parts
-
-    def _memory(self) -> Any:
-        """Where the parameter lies on this rank: what its other names, such as those autograd keeps, refer to."""
-        tensor = self.parameter.get_tensor()
-        return tensor.get_tensor() if self.parameter.is_dist() else tensor
 
     def _join(self, part: Tensor) -> Tensor:
         """The parts of all ranks of the sharding axis, as what lies here without sharding."""
