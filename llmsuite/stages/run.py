@@ -22,6 +22,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine import collective
 from llmsuite.engine.launch import INTERRUPTED
 from llmsuite.engine.loop import Hooks, Schedule, fit
+from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.observe.metrics import MetricsFile
@@ -102,13 +103,16 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if state.step == schedule.total_steps:
         report(f"nothing to do: step {state.step} of {schedule.total_steps} is done")
         return 0
+    scale = LossScale(*(state.loss_scale or ())) if recipe.engine.precision == "fp16" else None
     view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
 
     def save(step: int, samples: int) -> None:
         whole = WholeModel(plan, built.shapes, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
         if output is not None:
-            now = dataclasses.replace(state, step=step, samples=samples)
+            now = dataclasses.replace(
+                state, step=step, samples=samples, loss_scale=scale and (scale.value, scale.good_steps)
+            )
             family, config = plan.family, plan.model_config
             tensors = whole.parameters, whole.state
             path = train_state.save(checkpoints, now, family, config, *tensors, plan.tokenizer, keep_last)
@@ -137,6 +141,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             schedule,
             autocast,
             hooks,
+            scale,
         )
     except BaseException as error:
         if output is not None:
