@@ -44,7 +44,7 @@ class ParameterShard:
         self.name, self.parameter, self._mesh, self._stage = name, parameter, mesh, stage
         self._is_tied = is_tied and mesh.degrees.pp > 1
         self._dim = cut_dim if mesh.degrees.tp > 1 else None
-        local = local_value(parameter)
+        local = local_value(parameter).detach()
         self.shape, self.local_shape = list(parameter.shape), list(local.shape)
         self._size = int(np.prod(self.local_shape, dtype="int64"))
         self._parts = mesh.degrees.sharding if stage else 1
