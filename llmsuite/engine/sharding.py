@@ -54,14 +54,8 @@ class ParameterShard:
 
         self.has_master = parameter.dtype != paddle.float32
         part = local.flatten()[self._range].clone() if self._parts > 1 else local
-        if self.has_master:
-            self.owned = _leaf(name, part.astype("float32"))
-        elif self._parts > 1 or parameter.is_dist():
-            # Paddle's optimizers know their parameters by name, and a distributed one is not theirs
-            self.owned = _leaf(name, part)
-        else:
-            self.owned = parameter
-            parameter.name = name
+        # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
+        self.owned = _leaf(name, part.astype("float32") if self.has_master else part)
 
         self._sum: Tensor | None = None
         """What has been collected of the gradient: float32, of a cut one the padded part."""
@@ -178,9 +172,8 @@ class ParameterShard:
 
     def set_gradient(self, gradient: Tensor) -> None:
         """Hand a finished gradient to the optimizer."""
-        if self.owned is not self.parameter:
-            self.owned._set_grad_ivar(gradient)  # copies
-            self.drop_gradient()  # only now: `gradient` may lie in its memory
+        self.owned._set_grad_ivar(gradient)  # copies
+        self.drop_gradient()  # only now: `gradient` may lie in its memory
 
     def drop_gradient(self) -> None:
         """Free the gradient of the model's parameter."""

@@ -186,12 +186,6 @@ def test_sharding_needs_something_to_cut_over(plan: Plan, changes: dict[str, Any
     ("changes", "key", "asked", "runs"),
     [
         ({"parallel.pipeline_schedule": "interleaved"}, "parallel.pipeline_schedule", "interleaved", "FThenB, 1F1B"),
-        (
-            {"parallel.sharding": "stage3", "launch.num_devices": 2},
-            "parallel.sharding",
-            "stage3",
-            "none, stage1, stage2",
-        ),
         ({"engine.mode": "to_static"}, "engine.mode", "to_static", "dynamic"),
         ({"launch.nnodes": 2}, "launch.nnodes", "2", "1"),
     ],
