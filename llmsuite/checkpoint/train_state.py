@@ -40,8 +40,10 @@ class TrainState:
     seed: int
     recipe_sha256: str
     """Of the keys that decide what is learnt; resuming with others is refused."""
-    loss_scale: Sequence[float] | None = None
-    """Of fp16: its value, and the good steps since it changed."""
+    loss_scale: float | None = None
+    """Of fp16."""
+    good_steps: int = 0
+    """Steps without overflow since the loss scale changed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Gatherer:
         """What was gathered last for a backward pass."""
         modules = dict(model.named_sublayers())
         layers = [f"{plan.layers}.{i}" for i in modules[plan.layers]._sub_layers]
-        used = set()
+        used: set[str] = set()
         for name in [*plan.first, *layers, *plan.last]:
             if modules.get(name) is None:  # on another pipeline stage, or not in this model
                 continue

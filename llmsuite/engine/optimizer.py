@@ -117,7 +117,7 @@ class Optimizer:
                 self._to_device(shard)
                 if (gradient := finished.pop(shard, None)) is not None:
                     shard.set_gradient(gradient)
-            # slots are made in the first step; counted afresh, their names are the same for every optimizer of a process
+            # slots are made in the first step; counted afresh, their names are the same for all optimizers of a process
             with paddle.utils.unique_name.guard():
                 self._paddle.step()
             for shard in group:

@@ -122,9 +122,7 @@ def _gather(entry: StateTensor | None) -> Callable[[], Any] | None:
     return lambda: entry.shard.gather_part(entry.on_device())
 
 
-def restore(
-    path: Path, plan: RunPlan, registry: Registry, optimizer: Optimizer, mesh: Mesh
-) -> None:
+def restore(path: Path, plan: RunPlan, registry: Registry, optimizer: Optimizer, mesh: Mesh) -> None:
     """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
     cuts = plan.family.shard_plan or WHOLE
     values = _read_from(open_model(path, registry.models))

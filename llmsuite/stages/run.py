@@ -103,16 +103,18 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if state.step == schedule.total_steps:
         report(f"nothing to do: step {state.step} of {schedule.total_steps} is done")
         return 0
-    scale = LossScale(*(state.loss_scale or ())) if recipe.engine.precision == "fp16" else None
+    scale = LossScale() if recipe.engine.precision == "fp16" else None
+    if scale is not None and state.loss_scale is not None:
+        scale = LossScale(state.loss_scale, state.good_steps)
     view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
 
     def save(step: int, samples: int) -> None:
         whole = WholeModel(plan, built.shapes, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
         if output is not None:
-            now = dataclasses.replace(
-                state, step=step, samples=samples, loss_scale=scale and (scale.value, scale.good_steps)
-            )
+            now = dataclasses.replace(state, step=step, samples=samples)
+            if scale is not None:
+                now = dataclasses.replace(now, loss_scale=scale.value, good_steps=scale.good_steps)
             family, config = plan.family, plan.model_config
             tensors = whole.parameters, whole.state
             path = train_state.save(checkpoints, now, family, config, *tensors, plan.tokenizer, keep_last)

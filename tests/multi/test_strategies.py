@@ -224,7 +224,7 @@ import gc
 import json
 import llmsuite
 
-seen = {"grown": [], "gradients": [], "sums": []}
+seen = {"gradients": [], "sums": []}
 
 @llmsuite.hookimpl
 def llmsuite_run_start(run):
