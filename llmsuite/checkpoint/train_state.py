@@ -2,7 +2,7 @@
 
     config.json, model-*.safetensors + index, tokenizer files    loads wherever an HF model directory loads
     optimizer-*.safetensors + index                               slots by parameter name
-    state.json                                                    step, samples taken, digest of the recipe
+    state.json                                                    step, samples taken, digest of the recipe, loss scale
     manifest.json                                                 size and sha256 of every file; written last
 
 `checkpoints/latest` names the newest whole one.
@@ -40,6 +40,10 @@ class TrainState:
     seed: int
     recipe_sha256: str
     """Of the keys that decide what is learnt; resuming with others is refused."""
+    loss_scale: float | None = None
+    """Of fp16."""
+    good_steps: int = 0
+    """Steps without overflow since the loss scale changed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,14 @@ class DeviceBackend(abc.ABC):
     def peak_memory_bytes(self) -> int:
         """Highest memory use of this process so far: device memory, or resident memory on cpu."""
 
+    def to_host(self, tensor: Any) -> Any:
+        """A tensor in host memory, in pages the device copies from and to fast."""
+        return tensor.pin_memory()
+
+    def to_device(self, tensor: Any) -> Any:
+        """A tensor in the memory of this rank's device; itself when it is there."""
+        return tensor.cuda()  # of Paddle 3.3.1: the current device, an XPU as well
+
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Context of a forward pass. With O2 the parameters have the low precision, sums and norms stay float32."""
         if precision == "fp32":

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmsuite.data.loader import SampleOrder, micro_batches
 from llmsuite.engine import collective
+from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.schedule import Kind
 from llmsuite.engine.step import Objective, evaluate, train_step
@@ -58,6 +59,7 @@ def fit(
     schedule: Schedule,
     autocast: Callable[[], AbstractContextManager[Any]],
     hooks: Hooks,
+    scale: LossScale | None = None,
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
@@ -78,7 +80,9 @@ def fit(
             picked = micro_batches(order, position, schedule.accumulate_steps, size, rank, num_ranks)
             samples = [[train_samples[i] for i in batch] for batch in picked]
             stopped = stop.signal is not None
-            metrics = train_step(step, samples, objective, model, optimizer, schedule.pipeline, autocast, stopped)
+            metrics = train_step(
+                step, samples, objective, model, optimizer, schedule.pipeline, autocast, stopped, scale
+            )
             position += schedule.global_batch_size
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
             last = stopping or step == schedule.total_steps

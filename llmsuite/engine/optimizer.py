@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.errors import UserError
@@ -24,15 +25,28 @@ _SLOTS = ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2")
 class Optimizer:
     """Paddle's AdamW or SGD over this rank's shards, with what a resumable run needs around it."""
 
-    def __init__(self, shards: Sequence[ParameterShard], train: TrainSection, total_steps: int):
-        self.shards = list(shards)
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        train: TrainSection,
+        total_steps: int,
+        host: DeviceBackend | None = None,
+    ):
+        """
+        Args:
+            shards: of every parameter of this rank.
+            train: section of the recipe.
+            total_steps: of the run; where the learning rate ends.
+            host: given, moments and masters lie in host memory but for their update; it knows the ways there and back.
+        """
+        self.shards, self._host = list(shards), host
+        self._finished: list[tuple[ParameterShard, Tensor]] = []
         owned = [shard.owned for shard in self.shards if not shard.is_empty]
         self._peak, self._schedule = train.learning_rate, train.lr_schedule
         # rounded first: 0.07 * 100 is a little more than 7
         self._warmup_steps = math.ceil(round(train.warmup_ratio * total_steps, 6))
         self._floor, self._total_steps = train.min_lr_ratio, total_steps
         self._max_norm = train.max_grad_norm
-        low_precision = any(p.dtype != paddle.float32 for p in owned)
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
         if train.optimizer == "adamw":
             self._paddle = paddle.optimizer.AdamW(
@@ -43,18 +57,16 @@ class Optimizer:
                 epsilon=train.adam_epsilon,
                 weight_decay=train.weight_decay,
                 apply_decay_param_fun=decay.__contains__,
-                multi_precision=low_precision,
             )
         else:
             if train.weight_decay:
                 raise UserError("train.weight_decay: sgd has no decoupled decay; set it to 0 or use adamw")
-            self._paddle = paddle.optimizer.SGD(
-                learning_rate=train.learning_rate,
-                parameters=owned,
-                multi_precision=low_precision,
-            )
+            self._paddle = paddle.optimizer.SGD(learning_rate=train.learning_rate, parameters=owned)
         self._decay_rates = {"beta1_pow_acc": train.adam_beta1, "beta2_pow_acc": train.adam_beta2}
-        self.slots = [*(_SLOTS if train.optimizer == "adamw" else ()), *(["master"] if low_precision else [])]
+        has_master = any(shard.has_master for shard in self.shards)
+        self.slots = [*(_SLOTS if train.optimizer == "adamw" else ()), *(["master"] if has_master else [])]
+        for shard in self.shards:
+            self.to_host(shard)
 
     def learning_rate(self, step: int) -> float:
         """Rate of a step, counted from 1: linear warm-up, then constant, linear or cosine towards the floor."""
@@ -80,25 +92,57 @@ class Optimizer:
         # every element once, however many ranks hold it
         by_copies: dict[int, list[Tensor]] = {}
         for shard, gradient in finished:
-            by_copies.setdefault(shard.copies, []).append(gradient.astype("float32").square().sum())
+            by_copies.setdefault(shard.copies, []).append(gradient.square().sum())
         squares = sum(float(paddle.add_n(parts)) / copies for copies, parts in by_copies.items())
         norm = math.sqrt(collective.sum_over_run([squares])[0])
         if self._max_norm is not None and norm > self._max_norm:
             for _, gradient in finished:
                 gradient.scale_(self._max_norm / norm)
-        for shard, gradient in finished:
-            shard.set_gradient(gradient)
+        self._finished = finished
         return norm
+
+    def drop_gradients(self) -> None:
+        """Forget what `finish_gradients` has made, instead of a step."""
+        self._finished = []
+        for shard in self.shards:
+            shard.drop_gradient()
 
     def step(self, step: int) -> None:
         """Update the parameters and drop the gradients."""
         self._paddle.set_lr(self.learning_rate(step))
-        # slots are made in the first step; counted afresh, their names are the same for every optimizer of a process
-        with paddle.utils.unique_name.guard():
-            self._paddle.step()
-        self._paddle.clear_grad(set_to_zero=False)
-        for shard in self.shards:
-            shard.publish()
+        finished, self._finished = dict(self._finished), []
+        # on the host the state comes a parameter at a time; else all are updated at once
+        for group in [[shard] for shard in self.shards] if self._host else [self.shards]:
+            for shard in group:
+                self._to_device(shard)
+                if (gradient := finished.pop(shard, None)) is not None:
+                    shard.set_gradient(gradient)
+            # slots are made in the first step; counted afresh, their names are the same for all optimizers of a process
+            with paddle.utils.unique_name.guard():
+                self._paddle.step()
+            for shard in group:
+                shard.owned.clear_gradient(False)
+                shard.publish()
+                self.to_host(shard)
+
+    def to_host(self, shard: ParameterShard) -> None:
+        """Take what nothing but the update needs of a parameter to host memory, where that was asked for."""
+        if self._host:
+            self._move(shard, self._host.to_host)
+
+    def _to_device(self, shard: ParameterShard) -> None:
+        if self._host:
+            self._move(shard, self._host.to_device)
+
+    def _move(self, shard: ParameterShard, move: Callable[[Tensor], Tensor]) -> None:
+        for slot, values in self._paddle._accumulators.items():
+            if shard.name in values and slot not in self._decay_rates:  # those Paddle keeps on the host itself
+                moved = move(values[shard.name])
+                moved.name = values[shard.name].name
+                values[shard.name] = moved
+        if shard.owned_is_copy:
+            moved = move(shard.owned.detach())
+            shard.owned.get_tensor()._share_data_with(moved.get_tensor())
 
     def state(self) -> Iterator[StateTensor]:
         """Every tensor of the state; "master" is the float32 copy of a 16-bit parameter.
@@ -107,34 +151,31 @@ class Optimizer:
         """
         # what was loaded waits in the holder until the first gradient of its parameter comes
         stored = {**self._paddle._accumulators_holder, **self._paddle.state_dict()}
-        masters = stored.get("master_weights", {})
         for shard in self.shards:
             for slot in self.slots:
-                name = _paddle_name(shard.name, slot, "master" in self.slots)
-                value = masters.get(shard.name) if slot == "master" else stored.get(name)
-                yield StateTensor(shard, slot, self._first_value(shard, slot) if value is None else value)
+                value = shard.owned.detach() if slot == "master" else stored.get(_paddle_name(shard.name, slot))
+                value = self._first_value(shard, slot) if value is None else value
+                yield StateTensor(shard, slot, value, self._host)
 
     def _first_value(self, shard: ParameterShard, slot: str) -> Tensor:
         """What a slot is until the first gradient comes; some parameters never get one."""
         if slot in self._decay_rates:
             return paddle.full([1], self._decay_rates[slot], dtype="float32")
-        owned = shard.owned.detach().astype("float32")
-        return owned if slot == "master" else paddle.zeros_like(owned)
+        return paddle.zeros_like(shard.owned.detach())
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Take over a state: `read` gives this rank's part of each tensor."""
         slots: dict[str, Any] = {}
-        masters: dict[str, Any] = {}
         for entry in self.state():
             if entry.shard.is_empty:
                 continue
-            name, value = entry.shard.name, paddle.to_tensor(read(entry))
+            value = paddle.to_tensor(read(entry), place=paddle.CPUPlace())  # Paddle takes it along in the first step
             if entry.slot == "master":
-                masters[name] = value
-                masters[name].name = _master_name(name)
+                entry.shard.load_master(value)
+                self.to_host(entry.shard)
             else:
-                slots[_paddle_name(name, entry.slot, "master" in self.slots)] = value
-        self._paddle.set_state_dict({**slots, "master_weights": masters} if masters else slots)
+                slots[_paddle_name(entry.shard.name, entry.slot)] = value
+        self._paddle.set_state_dict(slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +186,16 @@ class StateTensor:
     slot: str
     value: Tensor
     """This rank's part; of no elements where the rank owns nothing."""
+    host: DeviceBackend | None = None
+    """Given where the value may lie in host memory."""
 
     @property
     def name(self) -> str:
         return f"{self.shard.name}/{self.slot}"
+
+    def on_device(self) -> Tensor:
+        """The value where collectives can take it."""
+        return self.host.to_device(self.value) if self.host else self.value
 
     @property
     def is_scalar(self) -> bool:
@@ -160,10 +207,6 @@ class StateTensor:
         return slot.endswith("pow_acc")
 
 
-def _paddle_name(name: str, slot: str, has_master: bool) -> str:
-    """What Paddle calls a slot, and looks it up by: it belongs to the master weight where there is one."""
-    return f"{_master_name(name) if has_master else name}_{slot}_0"
-
-
-def _master_name(name: str) -> str:
-    return f"{name}_fp32_master_0"
+def _paddle_name(name: str, slot: str) -> str:
+    """What Paddle calls a slot, and looks it up by."""
+    return f"{name}_{slot}_0"

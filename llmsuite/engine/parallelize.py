@@ -26,7 +26,15 @@ ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
 """Name, whole shape, one slice a dim -> the values of the slice."""
 
 
-def parallelize(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str, sequence_parallel: bool) -> None:
+def parallelize(
+    model: Any,
+    plan: ShardPlan,
+    mesh: Mesh,
+    read: ReadSlice,
+    dtype: str,
+    sequence_parallel: bool,
+    filled: Callable[[str, Tensor], None] = lambda name, parameter: None,
+) -> None:
     """Turn a lazily built model into this rank's part of it.
 
     Args:
@@ -36,8 +44,9 @@ def parallelize(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype:
         read: initial values.
         dtype: of the parameters.
         sequence_parallel: cut activations along the sequence between the regions of the plan.
+        filled: called with name and parameter as soon as a parameter has its values, before the next one has memory.
     """
-    fill(model, plan, mesh, read, dtype)
+    fill(model, plan, mesh, read, dtype, filled)
     if mesh.tensor is None:
         return
     outside = between_layers(sequence_parallel)
@@ -62,25 +71,33 @@ def between_layers(sequence_parallel: bool) -> list[Any]:
 
 
 @paddle.no_grad()
-def fill(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str | None = None) -> None:
-    """Give every parameter its values, a slice at a time; under tensor parallel it becomes a distributed tensor.
-
-    Can be called again without a dtype, to load other values: they go where the present ones are.
-    """
+def fill(
+    model: Any,
+    plan: ShardPlan,
+    mesh: Mesh,
+    read: ReadSlice,
+    dtype: str,
+    filled: Callable[[str, Tensor], None] = lambda name, parameter: None,
+) -> None:
+    """Give every parameter its values, a slice at a time; under tensor parallel it becomes a distributed tensor."""
     for name, parameter in model.named_parameters():
-        index = own_slice(name, parameter.shape, plan, mesh)
-        values = np.ascontiguousarray(read(name, parameter.shape, index), dtype="float32")
-        if list(values.shape) != [part.stop - part.start for part in index]:
-            raise UserError(f"parameter {name!r} is {list(parameter.shape)}; its values do not have this shape")
-        local = paddle.to_tensor(values).astype(dtype or parameter.dtype)
-        if dtype is None:
-            local_value(parameter).copy_(local, True)
-        elif mesh.tensor is None:
+        local = paddle.to_tensor(read_local(name, parameter.shape, plan, mesh, read)).astype(dtype)
+        if mesh.tensor is None:
             parameter._set_impl(local)
         else:
             dim = plan.dim(name)
             placements = [dist.Replicate() if dim is None else dist.Shard(dim)]
             parameter._set_impl(dtensor_from_local(local, mesh.tensor, placements))
+        filled(name, parameter)
+
+
+def read_local(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh, read: ReadSlice) -> np.ndarray:
+    """The values of a parameter that this rank holds when nothing but tensor parallel cuts it, as float32."""
+    index = own_slice(name, shape, plan, mesh)
+    values = np.ascontiguousarray(read(name, shape, index), dtype="float32")
+    if list(values.shape) != [part.stop - part.start for part in index]:
+        raise UserError(f"parameter {name!r} is {list(shape)}; its values do not have this shape")
+    return values
 
 
 def own_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:

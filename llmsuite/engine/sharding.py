@@ -1,8 +1,12 @@
 """One parameter as this rank's optimizer sees it: whole, or under sharding a part of it.
 
 Sharding cuts the flattened local value into equal parts, one a rank of the sharding axis (Rajbhandari et al. 2020,
-ZeRO, arXiv 1910.02054). Stage 1 keeps the optimizer's state of the own part only; stage 2 adds up each
-gradient straight into the own part and frees the rest, a parameter at a time.
+ZeRO, arXiv 1910.02054). Stage 1 keeps the optimizer's state of the own part only. Stage 2 adds every gradient up
+into the own part as soon as a backward pass has made it, and frees the rest. Stage 3 keeps of the parameter itself
+no more than the own part; `gathering` brings the whole together where it is used.
+
+Of a 16-bit parameter the optimizer updates a float32 copy, its master, and gradients are added up in float32: over
+micro-batches, where they come, and over ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.base.framework import EagerParamBase
+from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.engine import collective
 from llmsuite.engine.mesh import Mesh
@@ -30,39 +35,109 @@ class ParameterShard:
         """
         Args:
             name: full parameter name.
-            parameter: of the model; a distributed tensor under tensor parallel.
+            parameter: of the model; a distributed tensor under tensor parallel. In stage 3 it is empty afterwards.
             mesh: this rank's place.
             cut_dim: dim that is cut over tp; None when every rank holds the parameter whole.
-            stage: 0 to 2.
+            stage: 0 to 3.
             is_tied: whether the first and the last pipeline stage both have it.
         """
         self.name, self.parameter, self._mesh, self._stage = name, parameter, mesh, stage
         self._is_tied = is_tied and mesh.degrees.pp > 1
         self._dim = cut_dim if mesh.degrees.tp > 1 else None
-        local = local_value(parameter)
+        local = local_value(parameter).detach()
         self.shape, self.local_shape = list(parameter.shape), list(local.shape)
         self._size = int(np.prod(self.local_shape, dtype="int64"))
         self._parts = mesh.degrees.sharding if stage else 1
         self._part_size = -(-self._size // self._parts)
         first = mesh.coordinate["sharding"] * self._part_size if stage else 0
         self._range = slice(min(first, self._size), min(first + self._part_size, self._size))
-        if self._parts > 1:
-            self.owned = _parameter(name, local.flatten()[self._range].clone())
-        elif parameter.is_dist():  # Paddle's optimizers know their parameters by name, and this one is not theirs
-            self.owned = _parameter(name, local)
-        else:
-            self.owned = parameter
-            parameter.name = name
 
-    def refresh(self) -> None:
-        """Take over the parameter's present value, after it was loaded."""
-        if self._parts > 1 and not self.is_empty:
-            self.owned.copy_(local_value(self.parameter).flatten()[self._range], True)
+        self.has_master = parameter.dtype != paddle.float32
+        part = local.flatten()[self._range].clone() if self._parts > 1 else local
+        # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
+        self.owned = _leaf(name, part.astype("float32") if self.has_master else part)
+
+        self._sum: Tensor | None = None
+        """What has been collected of the gradient: float32, of a cut one the padded part."""
+        self._is_stored_in_parts = stage == 3 and self._parts > 1
+        if self._is_stored_in_parts:
+            self._stored = part
+            self.free()
+        self._collects_early = self.has_master or (stage >= 2 and self._parts > 1)
+        if self._collects_early and not parameter.stop_gradient:
+            parameter._register_backward_hook(self._collect)
+
+    # values
 
     @property
     def is_empty(self) -> bool:
         """Whether the parameter is so small that this rank owns nothing of it."""
         return self._range.start == self._range.stop
+
+    @property
+    def owned_is_copy(self) -> bool:
+        """Whether `owned` has memory of its own, which nothing but the update needs."""
+        return not self.is_empty and (self.has_master or (self._parts > 1 and not self._is_stored_in_parts))
+
+    @paddle.no_grad()
+    def load(self, values: np.ndarray) -> None:
+        """Take over values of what lies on this rank without sharding, and begin a master from them."""
+        local = paddle.to_tensor(values).astype(self.parameter.dtype)
+        part = local.flatten()[self._range] if self._parts > 1 else local
+        if not self._is_stored_in_parts:
+            local_value(self.parameter).copy_(local, True)
+        elif not self.is_empty:
+            self._stored.copy_(part, True)
+        if (self.has_master or self._parts > 1) and not self.is_empty:
+            self.owned.copy_(part.astype("float32"), True)
+
+    @paddle.no_grad()
+    def load_master(self, part: Tensor) -> None:
+        """Take over the own part of a float32 master."""
+        self.owned.copy_(part, True)
+
+    @paddle.no_grad()
+    def publish(self) -> None:
+        """Bring the updated values into the model's parameter; in stage 3, into the part it is gathered from."""
+        part = self.owned.detach()
+        if self.has_master:
+            part = part.astype(self.parameter.dtype)
+        if self._is_stored_in_parts:
+            if self.has_master and not self.is_empty:
+                self._stored.copy_(part, True)
+        elif self._parts > 1:
+            local_value(self.parameter).copy_(self._join(part), True)
+        elif self.has_master:
+            local_value(self.parameter).copy_(part, True)
+
+    @paddle.no_grad()
+    def gather(self) -> None:
+        """In stage 3: bring the parameter together. Every rank of the sharding axis calls it."""
+        if self._is_stored_in_parts and not self.parameter._is_initialized():
+            whole = self._join(self._stored)
+            if self.parameter.is_dist():
+                whole = dtensor_from_local(whole, self._mesh.tensor, self.parameter.placements)
+            # into the tensor that autograd has saved references to, so that a backward pass finds it filled again
+            self.parameter.get_tensor()._share_data_with(whole.get_tensor())
+
+    def free(self) -> None:
+        """In stage 3: give the memory of the gathered parameter back."""
+        if self._is_stored_in_parts:
+            self.parameter.get_tensor()._clear()
+
+    def gather_parameter(self) -> Tensor:
+        """The whole parameter. Every rank of the run calls it."""
+        return self._whole(self._join(self._stored) if self._is_stored_in_parts else local_value(self.parameter))
+
+    def gather_part(self, part: Tensor) -> Tensor:
+        """The whole of a tensor that is cut as what this rank owns. Every rank of the run calls it."""
+        return self._whole(self._join(part) if self._parts > 1 else part)
+
+    def cut(self, local: np.ndarray) -> np.ndarray:
+        """What this rank owns of a tensor that is cut over tp already."""
+        return local.reshape(-1)[self._range] if self._parts > 1 else local
+
+    # gradients
 
     @property
     def copies(self) -> int:
@@ -72,71 +147,88 @@ class ParameterShard:
         return 2 * copies if self._is_tied else copies
 
     def finish_gradient(self) -> Tensor | None:
-        """The gradient of the own part, added up over all data ranks; None when there is none."""
-        gradient = self.parameter.grad
-        if gradient is None or not gradient._is_initialized():  # a distributed one is emptied, not taken away
-            return None
-        if gradient.is_dist() and gradient.placements != self.parameter.placements:
-            # under sequence parallel each rank has seen its part of the sequence only
-            gradient = dist.reshard(gradient, self._mesh.tensor, self.parameter.placements)
-        own = local_value(gradient)
-        if self._parts == 1:
-            collective.sum_in_group(own, self._mesh.data_group)
-        elif self._stage == 1:
-            collective.sum_in_group(own, self._mesh.data_group)
-            own = own.flatten()[self._range]
+        """The gradient of the own part, added up over all data ranks; None when there is none.
+
+        Nothing may be changed in its memory once it was handed on to `set_gradient`.
+        """
+        if self._collects_early:
+            own, self._sum = self._sum, None
         else:
-            flat, missing = own.flatten(), self._part_size * self._parts - self._size
-            padded = paddle.concat([flat, paddle.zeros([missing], flat.dtype)]) if missing else flat
-            own = collective.reduce_scatter(padded, self._mesh.sharding_group)
+            own = self._local_gradient()
+        if own is None:
+            return None
+        if self._stage >= 2 and self._parts > 1:  # it was added up over the sharding axis as it came
             collective.sum_in_group(own, self._mesh.dp_group)
             own = own[: self._range.stop - self._range.start]
-            self.parameter.clear_gradient(set_to_zero=False)
+        else:
+            collective.sum_in_group(own, self._mesh.data_group)
+            own = own.flatten()[self._range] if self._parts > 1 else own
         if self._is_tied:
             collective.sum_in_group(own, self._mesh.tied_group)
         if self.is_empty:
-            self.parameter.clear_gradient(False)  # by keyword it is set to zero nevertheless (Paddle 3.3.1)
+            self.drop_gradient()
             return None
         return own
 
     def set_gradient(self, gradient: Tensor) -> None:
-        """Hand a finished gradient to the optimizer; it is copied, so nothing may change it afterwards."""
-        if self.owned is not self.parameter:
-            self.owned._set_grad_ivar(gradient)
-            self.parameter.clear_gradient(False)  # only now: `gradient` may lie in its memory
+        """Hand a finished gradient to the optimizer."""
+        self.owned._set_grad_ivar(gradient)  # copies
+        self.drop_gradient()  # only now: `gradient` may lie in its memory
 
-    def publish(self) -> None:
-        """Bring the updated parts of all ranks into the model's parameter."""
-        if self._parts > 1:
-            whole = collective.all_gather(self._padded(self.owned.detach()), self._mesh.sharding_group)
-            value = whole[: self._size].reshape(self.local_shape)
-            local_value(self.parameter).copy_(value, True)
+    def drop_gradient(self) -> None:
+        """Free the gradient of the model's parameter."""
+        self.parameter.clear_gradient(False)  # by keyword it is set to zero nevertheless (Paddle 3.3.1)
 
-    def gather_parameter(self) -> Tensor:
-        """The whole parameter. Every rank of the run calls it."""
-        return self._whole(local_value(self.parameter))
+    @paddle.no_grad()
+    def _collect(self) -> None:
+        """Called when a backward pass has made the parameter's gradient: nothing in this pass needs either any more.
 
-    def gather_part(self, part: Tensor) -> Tensor:
-        """The whole of a tensor that is cut as what this rank owns. Every rank of the run calls it."""
-        if self._parts > 1:
-            flat = collective.all_gather(self._padded(part), self._mesh.sharding_group)
-            part = flat[: self._size].reshape(self.local_shape)
-        return self._whole(part)
+        On all ranks of a group backward passes run through the same operations, so they come here in the same order.
+        """
+        with paddle.amp.auto_cast(enable=False):
+            own = self._local_gradient()
+            if own is None:
+                return
+            if self._stage >= 2 and self._parts > 1:
+                own = collective.reduce_scatter(self._padded(own.flatten(), self._parts), self._mesh.sharding_group)
+            if self._sum is None:
+                self._sum = own
+            else:
+                self._sum.add_(own)
+        self.drop_gradient()
+        self.free()
 
-    def cut(self, local: np.ndarray) -> np.ndarray:
-        """What this rank owns of a tensor that is cut over tp already."""
-        return local.reshape(-1)[self._range] if self._parts > 1 else local
+    def _local_gradient(self) -> Tensor | None:
+        """The parameter's gradient on this rank, a 16-bit one as float32, added up over tp."""
+        gradient = self.parameter.grad
+        if gradient is None or not gradient._is_initialized():  # a distributed one is emptied, not taken away
+            return None
+        local = local_value(gradient)
+        if self.has_master:
+            local = local.astype("float32")
+        if gradient.is_dist() and gradient.placements != self.parameter.placements:
+            # under sequence parallel each rank has seen its part of the sequence only
+            mesh, placements = self._mesh.tensor, self.parameter.placements
+            local = local_value(dist.reshard(dtensor_from_local(local, mesh, gradient.placements), mesh, placements))
+        return local
+
+    # parts
+
+    def _join(self, part: Tensor) -> Tensor:
+        """The parts of all ranks of the sharding axis, as what lies here without sharding."""
+        flat = collective.all_gather(self._padded(part), self._mesh.sharding_group)
+        return (flat if flat.shape[0] == self._size else flat[: self._size]).reshape(self.local_shape)
+
+    def _padded(self, flat: Tensor, num_parts: int = 1) -> Tensor:
+        """With zeros behind, so that the parts of all ranks have one size."""
+        missing = num_parts * self._part_size - flat.shape[0]
+        return paddle.concat([flat, paddle.zeros([missing], flat.dtype)]) if missing else flat
 
     def _whole(self, local: Tensor) -> Tensor:
         return local if self._dim is None else collective.all_gather(local, self._mesh.tensor_group, self._dim)
 
-    def _padded(self, part: Tensor) -> Tensor:
-        """A part with zeros behind, so that the parts of all ranks have one size."""
-        missing = self._part_size - part.shape[0]
-        return paddle.concat([part, paddle.zeros([missing], part.dtype)]) if missing else part
 
-
-def _parameter(name: str, value: Tensor) -> EagerParamBase:
+def _leaf(name: str, value: Tensor) -> EagerParamBase:
     """A leaf with the memory of a tensor, for an optimizer to update."""
     result = EagerParamBase(shape=value.shape, dtype=value.dtype, name=name, trainable=True)
     result.get_tensor()._share_data_with(value.get_tensor())

@@ -12,6 +12,7 @@ import paddle
 
 from llmsuite.engine import collective
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms
+from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.engine.schedule import Kind, order
@@ -43,6 +44,7 @@ def train_step(
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
     stop: bool = False,
+    scale: LossScale | None = None,
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
 
@@ -55,6 +57,8 @@ def train_step(
         schedule: order of the passes where there is a pipeline; without one each micro-batch goes forward and back.
         autocast: makes the precision context of a forward pass.
         stop: whether this rank was asked to stop; comes back as the metric "stop", the number of ranks that were.
+        scale: of the loss, for fp16; a step that is not finite is then skipped, and the scale lowered. The metrics
+            have "loss_scale", and "skipped": 1 or 0; those that are not finite are left out.
 
     Raises:
         NonFiniteLoss: before anything is updated.
@@ -78,7 +82,8 @@ def train_step(
         with autocast():
             terms = objective.loss(model, batch)
         assert not model.is_last or not terms.total.stop_gradient, "the stage's loss hangs on no parameter"
-        passes[action.micro_batch] = model.take_pass(), terms.total
+        total = terms.total if scale is None else terms.total * scale.value
+        passes[action.micro_batch] = model.take_pass(), total
         ledger.add(terms)
 
     weight, metrics = ledger.reduce()
@@ -86,18 +91,27 @@ def train_step(
         raise UserError(
             f"step {step}: nothing in its {len(micro_batches)} micro-batches is supervised; look at the rows"
         )
-    metrics["grad_norm"] = optimizer.finish_gradients(weight)
+    metrics["grad_norm"] = optimizer.finish_gradients(weight * (1.0 if scale is None else scale.value))
+    metrics["learning_rate"] = optimizer.learning_rate(step)
+    metrics["reader_seconds"] = reader_seconds
 
     # summed over all ranks, so that all of them stop, or none
-    if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
-        raise NonFiniteLoss(
-            f"step {step}: loss is {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing was updated. "
-            "Lower train.learning_rate, or look at the rows of this step"
-        )
-    metrics["learning_rate"] = optimizer.learning_rate(step)
-    optimizer.step(step)
-    metrics["reader_seconds"] = reader_seconds
-    return metrics
+    finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+    if scale is not None:
+        metrics |= {"loss_scale": scale.value, "skipped": 0.0 if finite else 1.0}
+    if finite:
+        optimizer.step(step)
+        if scale is not None:
+            scale.grow()
+        return metrics
+    if scale is not None and scale.back_off():
+        optimizer.drop_gradients()
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    lowest = "" if scale is None else f" The loss scale is at its lowest, {scale.value:.0e}."
+    raise NonFiniteLoss(
+        f"step {step}: loss is {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing was updated.{lowest} "
+        "Lower train.learning_rate, or look at the rows of this step"
+    )
 
 
 @paddle.no_grad()

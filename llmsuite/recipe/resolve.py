@@ -197,6 +197,8 @@ def _model_rules(recipe: Recipe, config: Any, plan: ShardPlan | None) -> Iterato
     if pp > config.num_hidden_layers:
         layers = config.num_hidden_layers
         yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers to cut"
+    if plan is None and recipe.parallel.sharding == "stage3":
+        yield "parallel.sharding", "is stage3; this family has no table of the modules to gather"
     if recipe.data.max_length > config.max_position_embeddings:
         longest = config.max_position_embeddings
         yield "data.max_length", f"is {recipe.data.max_length}; the model was made for at most {longest} positions"
@@ -319,8 +321,6 @@ def unsupported(plan: RunPlan) -> list[Problem]:
     recipe, problems = plan.recipe, []
     for key, value, only in (
         ("parallel.pipeline_schedule", recipe.parallel.pipeline_schedule, ("FThenB", "1F1B")),
-        ("parallel.sharding", recipe.parallel.sharding, ("none", "stage1", "stage2")),
-        ("engine.precision", recipe.engine.precision, ("fp32", "bf16")),  # fp16 would need loss scaling
         ("launch.nnodes", recipe.launch.nnodes, 1),
     ):
         runs = only if isinstance(only, tuple) else (only,)

@@ -89,9 +89,12 @@ class EngineSection(Section):
     mode: Literal["dynamic", "to_static"] = "dynamic"
     """Op by op, or the decoder layers as compiled programs; batches are then padded to a multiple of 64 tokens."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 keeps float32 master weights and needs a GPU or XPU; fp16 is not run by this version."""
+    """bf16 and fp16 keep float32 master weights, add gradients up in float32, and need a GPU or XPU. fp16 scales the
+    loss dynamically and skips steps that overflow."""
     recompute: Literal["none", "full"] = "none"
     """"full" keeps only the input of each layer for the backward pass: less memory, one forward pass more."""
+    offload_optimizer: bool = False
+    """Keep moments and master weights in host memory; each parameter's come to the device for its update only."""
 
 
 @dataclasses.dataclass(kw_only=True)

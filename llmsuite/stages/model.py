@@ -17,10 +17,11 @@ from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
+from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
-from llmsuite.engine.parallelize import between_layers, fill, own_slice, parallelize
+from llmsuite.engine.parallelize import between_layers, own_slice, parallelize, read_local
 from llmsuite.engine.pipeline import Edges, PipelineStage, keep_stage, owner_stage
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
@@ -36,6 +37,8 @@ class BuiltModel:
 
     part: PipelineStage
     """This rank's part."""
+    shards: list[ParameterShard]
+    """What this rank's optimizer owns of each of its parameters."""
     shapes: dict[str, list[int]]
     """Shape of every parameter of the whole model, in the order of the layers."""
     digest: str
@@ -63,30 +66,27 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         digest.update(f"seed {seed}".encode())
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
-    parallelize(model, cuts, mesh, read, dtype, sequence_parallel)
+    shards: list[ParameterShard] = []
+    stage = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}[plan.recipe.parallel.sharding]
+
+    def cut(name: str, parameter: Any) -> None:
+        is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
+        shards.append(ParameterShard(name, parameter, mesh, cuts.dim(name), stage, is_tied))
+
+    parallelize(model, cuts, mesh, read, dtype, sequence_parallel, cut)
     placements = between_layers(sequence_parallel)
     if engine.mode == "to_static":
         compile_layers(model, cuts, mesh, placements)
+    if stage == 3:
+        Gatherer(model, cuts, shards, _is_tied(plan))
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {mesh.degrees.num_ranks} x {backend.name}")
     edges = Edges(mesh) if mesh.degrees.pp > 1 else None
     part = PipelineStage(model, mesh, plan.model_config.hidden_size, placements, edges)
-    return BuiltModel(part, shapes, digest.hexdigest())
+    return BuiltModel(part, shards, shapes, digest.hexdigest())
 
 
 def _is_tied(plan: RunPlan) -> bool:
     return bool(getattr(plan.model_config, "tie_word_embeddings", False))
-
-
-def make_shards(plan: RunPlan, part: PipelineStage, mesh: Mesh) -> list[ParameterShard]:
-    """What this rank's optimizer owns of each parameter."""
-    cuts = plan.family.shard_plan or WHOLE
-    stage = {"none": 0, "stage1": 1, "stage2": 2}[plan.recipe.parallel.sharding]
-    return [
-        ParameterShard(
-            name, p, mesh, cuts.dim(name), stage, is_tied=_is_tied(plan) and name == f"{cuts.embedding}.weight"
-        )
-        for name, p in part.model.named_parameters()
-    ]
 
 
 class WholeModel:
@@ -118,23 +118,21 @@ def _whole(name: str, shape: list[int], dtype: str, owner: int, gather: Callable
 def _gather(entry: StateTensor | None) -> Callable[[], Any] | None:
     if entry is None:
         return None
-    shard, value = entry.shard, entry.value
     if entry.is_scalar:
         # Paddle keeps these on the host, whatever the device
         return lambda: paddle.to_tensor(
-            value.numpy()
+            entry.value.numpy()
         )  # where the rank owns nothing it is not up to date, and not what is written
-    return lambda: shard.gather_part(value)
+    return lambda: entry.shard.gather_part(entry.on_device())
 
 
-def restore(
-    path: Path, plan: RunPlan, registry: Registry, part: PipelineStage, optimizer: Optimizer, mesh: Mesh
-) -> None:
+def restore(path: Path, plan: RunPlan, registry: Registry, optimizer: Optimizer, mesh: Mesh) -> None:
     """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
     cuts = plan.family.shard_plan or WHOLE
-    fill(part.model, cuts, mesh, _read_from(open_model(path, registry.models)))
+    values = _read_from(open_model(path, registry.models))
     for shard in optimizer.shards:
-        shard.refresh()
+        shard.load(read_local(shard.name, shard.shape, cuts, mesh, values))
+        optimizer.to_host(shard)
     entries = list(optimizer.state())
     if not entries:
         return

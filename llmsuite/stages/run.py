@@ -22,6 +22,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine import collective
 from llmsuite.engine.launch import INTERRUPTED
 from llmsuite.engine.loop import Hooks, Schedule, fit
+from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.static import LENGTH_MULTIPLE
 from llmsuite.errors import RecipeError, UserError
@@ -32,7 +33,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.section import as_plain
 from llmsuite.stages.base import Stage, StageContext
-from llmsuite.stages.model import WholeModel, build_model, make_shards, restore
+from llmsuite.stages.model import WholeModel, build_model, restore
 
 _SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
 # What may differ between a run and its continuation: it does not change what is learnt.
@@ -84,7 +85,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         raise UserError(f"data.eval: {plan.eval_file} has {len(eval_samples)} usable rows; every data rank needs one")
 
     schedule = _schedule(plan, len(train_samples))
-    optimizer = Optimizer(make_shards(plan, model, mesh), recipe.train, schedule.total_steps)
+    host = backend if recipe.engine.offload_optimizer else None
+    optimizer = Optimizer(built.shards, recipe.train, schedule.total_steps, host)
     checkpoints = Path(plan.output_dir) / "checkpoints"
     keep_last, loggers = recipe.checkpoint.keep_last, _loggers(plan, registry)
     if unread := plan.loaded.unread():
@@ -98,10 +100,13 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
     state = _fresh(_learning_digest(plan, built.digest), recipe.seed)
     if resume:
-        state = _restore(plan, state, checkpoints, registry, model, optimizer)
+        state = _restore(plan, state, checkpoints, registry, optimizer)
     if state.step == schedule.total_steps:
         report(f"nothing to do: step {state.step} of {schedule.total_steps} is done")
         return 0
+    scale = LossScale() if recipe.engine.precision == "fp16" else None
+    if scale is not None and state.loss_scale is not None:
+        scale = LossScale(state.loss_scale, state.good_steps)
     view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
 
@@ -109,6 +114,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         whole = WholeModel(plan, built.shapes, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
         if output is not None:
             now = dataclasses.replace(state, step=step, samples=samples)
+            if scale is not None:
+                now = dataclasses.replace(now, loss_scale=scale.value, good_steps=scale.good_steps)
             family, config = plan.family, plan.model_config
             tensors = whole.parameters, whole.state
             path = train_state.save(checkpoints, now, family, config, *tensors, plan.tokenizer, keep_last)
@@ -137,6 +144,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             schedule,
             autocast,
             hooks,
+            scale,
         )
     except BaseException as error:
         if output is not None:
@@ -175,7 +183,7 @@ def _fresh(recipe_sha256: str, seed: int) -> TrainState:
 
 
 def _restore(
-    plan: RunPlan, fresh: TrainState, checkpoints: Path, registry: Registry, model: Any, optimizer: Optimizer
+    plan: RunPlan, fresh: TrainState, checkpoints: Path, registry: Registry, optimizer: Optimizer
 ) -> TrainState:
     """The newest whole checkpoint, loaded; step 0 when there never was one."""
     found = -1
@@ -198,7 +206,7 @@ def _restore(
             f"{path}: was written by a run that differs in {differing}; resume it with "
             f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
         )
-    restore(path, plan, registry, model, optimizer, collective.mesh())
+    restore(path, plan, registry, optimizer, collective.mesh())
     report(f"resuming from {path}")
     return state
 

@@ -40,6 +40,17 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"tensor_parallel_degree": 2, "sequence_parallel": True, "sharding": "stage2"},
     ),
+    "stage3 over 2, dp2": (4, {"sharding": "stage3", "sharding_parallel_degree": 2}),
+    "stage3 over 2, tp2 sequence": (
+        4,
+        {"tensor_parallel_degree": 2, "sequence_parallel": True, "sharding": "stage3"},
+    ),
+    "stage3 over 2, pp2": (4, {"pipeline_parallel_degree": 2, "sharding": "stage3"}),
+    "stage3 over 2, tp2, pp2": (
+        8,
+        {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sequence_parallel": True, "sharding": "stage3"},
+    ),
+    "stage3 over 2": (2, {"sharding": "stage3"}),
     "tp2, dp2": (4, {"tensor_parallel_degree": 2}),
 }
 
@@ -74,13 +85,20 @@ def _assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.nda
         assert np.linalg.norm(found[name] - value) <= tolerance * np.linalg.norm(value), name
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "tp2 sequence", "stage1 over 4", "stage2 over 2, dp2", "all at once"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *("tp2", "tp2 sequence", "stage1 over 4", "stage2 over 2, dp2", "all at once"),
+        *("stage3 over 2, dp2", "stage3 over 2, tp2 sequence", "stage3 over 2, pp2"),
+    ],
+)
 def test_a_mesh_equals_one_process(runner: Runner, optimizer: str, mesh: str) -> None:
     one, many = f"{optimizer}-one", f"{optimizer}-{mesh}"
     # a cache of its own: what the ranks compute before the first step is compared too
     cache = str(runner.directory / f"cache-{many}")
     micro = 4 if MESHES[mesh][0] == 2 else 2
     words = _words(runner, many, mesh, optimizer, f"--train.max_steps={STEPS}", micro=micro)
+    words.append(f"--engine.offload_optimizer={'true' if 'stage3' in mesh else 'false'}")
     runner.run(*words, LLMSUITE_CACHE=cache)
     expected = runner.metrics(one)
     assert len(expected) == STEPS
@@ -92,6 +110,16 @@ def test_a_mesh_equals_one_process(runner: Runner, optimizer: str, mesh: str) ->
     slots = runner.weights(one, STEPS, "optimizer")
     assert len(slots) == (4 * len(runner.weights(one, STEPS)) if optimizer == "adamw" else 0)
     _assert_close(runner.weights(many, STEPS, "optimizer"), slots, 1e-5)
+
+
+def test_a_tied_embedding_in_parts_on_two_pipeline_stages(runner: Runner, optimizer: str) -> None:
+    tied = "--model.config.tie_word_embeddings=true"
+    for name, mesh in ((f"{optimizer}-tied-one", "one"), (f"{optimizer}-tied", "stage3 over 2, tp2, pp2")):
+        words = _words(runner, name, mesh, optimizer, f"--train.max_steps={STEPS}", tied)
+        runner.run(*words, LLMSUITE_CACHE=str(runner.directory / f"cache-{name}"))
+    _assert_same_metrics(runner.metrics(f"{optimizer}-tied"), runner.metrics(f"{optimizer}-tied-one"))
+    tolerance = 1e-5 if optimizer == "adamw" else 1e-6
+    _assert_close(runner.weights(f"{optimizer}-tied", STEPS), runner.weights(f"{optimizer}-tied-one", STEPS), tolerance)
 
 
 # a run on four ranks, looked into and resumed
@@ -191,11 +219,94 @@ def test_nothing_lies_whole_that_should_be_cut(cut_run: Path) -> None:
     assert seen["gradients"] == [], "kept beside the parts they were added up into"
 
 
+MEMORY_SPY = """
+import gc
+import json
+import llmsuite
+
+seen = {"gradients": [], "sums": []}
+
+@llmsuite.hookimpl
+def llmsuite_run_start(run):
+    from paddle.base import core
+    from llmsuite.engine import optimizer
+    from llmsuite.stages.dpo import DpoStage
+
+    loss, step, shards = DpoStage.loss, optimizer.Optimizer.step, []
+
+    def live():
+        gc.collect()
+        return core.host_memory_stat_current_value("Allocated", 0)
+
+    def spied_loss(self, model, batch):
+        # at the beginning of each micro-batch: what the ones before it have left
+        parameters = dict(model.model.named_parameters())
+        seen["gradients"].append([n for n, p in parameters.items() if p.grad is not None and p.grad._is_initialized()])
+        seen["sums"].append(sum(s._sum.size for s in shards if s._sum is not None))
+        return loss(self, model, batch)
+
+    def spied_step(self, number):
+        shards[:] = self.shards
+        step(self, number)
+        seen["whole"] = [s.name for s in self.shards if s.parameter._is_initialized()]
+        seen["live"] = live()
+
+    DpoStage.loss, optimizer.Optimizer.step = spied_loss, spied_step
+
+@llmsuite.hookimpl
+def llmsuite_run_end(run, step):
+    (run.output_dir / "seen.json").write_text(json.dumps(seen))
+"""
+
+
+def test_what_a_rank_holds_between_steps_and_between_micro_batches(
+    runner: Runner, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    site = tmp_path_factory.mktemp("site")
+    PluginSite(site).install("spy", MEMORY_SPY)
+    seen, sizes = {}, {}
+    for stage in ("none", "stage2", "stage3"):
+        name = f"memory-{stage}"
+        parallel = f'--parallel={{"sharding": "{stage}"}}'
+        words = runner.smoke(name, *COMMON, *OPTIMIZERS["sgd"], "--train.max_steps=2", "--launch.num_devices=2")
+        words += [parallel, "--train.micro_batch_size=2", "--train.log_steps=100"]
+        runner.run(*words, PYTHONPATH=str(site), LLMSUITE_PLUGINS="spy")
+        seen[stage] = json.loads((runner.directory / name / "seen.json").read_text())
+        sizes = {key: value.size for key, value in runner.weights(name, 2).items()}
+    total = sum(sizes.values())
+    assert all(size % 2 == 0 for size in sizes.values()), "the parts are equal"
+    assert [len(seen[stage]["whole"]) for stage in seen] == [len(sizes), len(sizes), 0]
+    # SGD has no state: stage 2 keeps the parameters and the parts it updates, stage 3 these parts only
+    assert seen["stage2"]["live"] - seen["none"]["live"] == pytest.approx(4 * total / 2, abs=4 * total / 100)
+    assert seen["none"]["live"] - seen["stage3"]["live"] == pytest.approx(4 * total / 2, abs=4 * total / 100)
+    # four micro-batches: 8 samples a rank, 2 at a time; the first step's are not watched for their sums
+    assert [bool(names) for names in seen["none"]["gradients"]] == [False, True, True, True] * 2
+    for stage in ("stage2", "stage3"):
+        assert seen[stage]["gradients"] == [[]] * 8
+        assert seen[stage]["sums"][4:] == [0, *[total // 2] * 3]
+
+
+@pytest.fixture(scope="module")
+def stage3_run(runner: Runner, cut_run: Path) -> Path:
+    """The same run as `whole`, of which `cut_run` has seen to it, under stage 3."""
+    runner.run(*_words(runner, "stage3", "stage3 over 2", "adamw", *SCHEDULE))
+    return runner.directory / "stage3"
+
+
 @pytest.mark.parametrize("mesh", ["one", "tp2, dp2"])
+def test_a_run_leaves_stage3(runner: Runner, stage3_run: Path, mesh: str) -> None:
+    _goes_on(runner, stage3_run, mesh)
+
+
+@pytest.mark.parametrize("mesh", ["one", "tp2, dp2", "stage3 over 2, tp2 sequence"])
 def test_a_run_goes_on_on_another_mesh(runner: Runner, cut_run: Path, mesh: str) -> None:
-    name = f"resumed on {mesh}"
+    _goes_on(runner, cut_run, mesh)
+
+
+def _goes_on(runner: Runner, run: Path, mesh: str) -> None:
+    name = f"{run.name} resumed on {mesh}"
     target = runner.directory / name
-    shutil.copytree(cut_run, target)
+    shutil.copytree(run, target)
     shutil.rmtree(target / "checkpoints" / "step-8")
     output = runner.run(*_words(runner, name, mesh, "adamw", *SCHEDULE), "--resume")
     assert f"resuming from {target / 'checkpoints' / 'step-4'}" in output

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.train_state import WholeTensor
+from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
@@ -77,12 +78,13 @@ def step(
     model: Any,
     optimizer: Optimizer,
     stop: bool = False,
+    scale: LossScale | None = None,
 ) -> dict[str, float]:
     """`train_step` of a model that is whole, in full precision."""
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
         part = PipelineStage(model, MESH, model.config.hidden_size, [], None)
-    return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, stop)
+    return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, stop, scale)
 
 
 # checkpoint

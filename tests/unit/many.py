@@ -114,15 +114,16 @@ def _distributed(table: Table, backend: str) -> types.SimpleNamespace:
     """What the engine uses of `paddle.distributed`."""
 
     def add_up(tensor: Any, group: Group | None) -> np.ndarray:
+        assert tensor.dtype in (paddle.float32, paddle.float64), "sums over ranks are made in full precision"
         return np.sum(table.exchange(tensor.numpy(), group), axis=0, dtype=tensor.numpy().dtype)
 
     def all_reduce(tensor: Any, group: Group | None = None) -> None:
         tensor.copy_(paddle.to_tensor(add_up(tensor, group)), True)
 
     def all_gather(parts: list[Any], part: Any, group: Group | None = None) -> None:
-        gathered = table.exchange(part.numpy(), group)
-        assert len({value.shape for value in gathered}) == 1, "as Paddle wants it"
-        parts += [paddle.to_tensor(value) for value in gathered]
+        gathered = table.exchange(part.clone(), group)
+        assert len({tuple(value.shape) for value in gathered}) == 1, "as Paddle wants it"
+        parts += [value.clone() for value in gathered]
 
     def reduce_scatter(part: Any, tensor: Any, group: Group) -> None:
         assert tensor.shape[0] == group.nranks * part.shape[0]

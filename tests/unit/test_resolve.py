@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.resolve import Degrees, RunPlan, plan_run, unsupported
+from llmsuite.recipe.resolve import Degrees, RunPlan, _model_rules, plan_run, unsupported
 from llmsuite.resources import bundled
 from tests.conftest import VALID, position
 
@@ -182,16 +182,17 @@ def test_sharding_needs_something_to_cut_over(plan: Plan, changes: dict[str, Any
     assert (degrees.num_data_ranks, degrees.sharding, degrees.dp) == (data_ranks, data_ranks, 1)
 
 
+def test_stage3_needs_to_know_what_is_gathered_at_once(plan: Plan) -> None:
+    found = plan({"parallel.sharding": "stage3", "launch.num_devices": 2})
+    assert list(_model_rules(found.recipe, found.model_config, found.family.shard_plan)) == []
+    message = "is stage3; this family has no table of the modules to gather"
+    assert list(_model_rules(found.recipe, found.model_config, None)) == [("parallel.sharding", message)]
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "asked", "runs"),
     [
         ({"parallel.pipeline_schedule": "interleaved"}, "parallel.pipeline_schedule", "interleaved", "FThenB, 1F1B"),
-        (
-            {"parallel.sharding": "stage3", "launch.num_devices": 2},
-            "parallel.sharding",
-            "stage3",
-            "none, stage1, stage2",
-        ),
         ({"launch.nnodes": 2}, "launch.nnodes", "2", "1"),
     ],
 )

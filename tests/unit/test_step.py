@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from llmsuite.engine import collective
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms
+from llmsuite.engine.loss_scale import GROWTH_STEPS, LOWEST, LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.step import NonFiniteLoss
 from llmsuite.errors import UserError
@@ -87,7 +88,8 @@ class InfiniteGradient(Scripted):
 
 
 def trained() -> tuple[Any, Optimizer]:
-    """A model after one good AdamW step."""
+    """A model after one good AdamW step, always the same."""
+    paddle.seed(7)
     model = paddle.nn.Linear(3, 2, bias_attr=False)
     train = dpo_case.train_section(optimizer="adamw", weight_decay=0.1, max_grad_norm=1.0)
     optimizer = alone.optimizer(dict(model.named_parameters()), train, total_steps=4)
@@ -138,3 +140,58 @@ def test_a_loss_that_hangs_on_no_parameter_is_our_bug() -> None:
     model, optimizer = trained()
     with pytest.raises(AssertionError, match="hangs on no parameter"):
         alone.step(1, [[1.0]], Detached(), model, optimizer)
+
+
+# loss scaling
+
+
+@pytest.mark.parametrize("value", [2.0**-3, 1.0, 2.0**16])
+def test_a_scaled_loss_teaches_the_same(value: float) -> None:
+    (plain, optimizer), (scaled, other) = trained(), trained()
+    metrics = alone.step(2, [[1.0, 2.0], [3.0]], Scripted(), plain, optimizer)
+    found = alone.step(2, [[1.0, 2.0], [3.0]], Scripted(), scaled, other, scale=LossScale(value))
+    assert (found.pop("loss_scale"), found.pop("skipped")) == (value, 0)
+    assert {**found, "reader_seconds": 0} == {**metrics, "reader_seconds": 0}  # powers of two round nothing
+    assert np.array_equal(plain.weight.numpy(), scaled.weight.numpy())
+
+
+def test_a_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
+    model, optimizer = trained()
+    before, state = model.weight.numpy(), alone.state(optimizer)
+    scale = LossScale(1024.0, good_steps=5)
+    metrics = alone.step(2, [[1.0], [2.0]], InfiniteGradient(), model, optimizer, scale=scale)
+    assert (metrics["skipped"], metrics["loss_scale"], scale) == (1, 1024.0, LossScale(512.0, 0))
+    assert "grad_norm" not in metrics, "JSON has no infinities"
+    assert np.array_equal(model.weight.numpy(), before)
+    assert alone.same(alone.state(optimizer), state)
+    # nothing of its gradients is left
+    follower, its_optimizer = trained()
+    alone.step(3, [[1.0]], Scripted(), model, optimizer, scale=scale)
+    alone.step(3, [[1.0]], Scripted(), follower, its_optimizer)
+    assert np.array_equal(model.weight.numpy(), follower.weight.numpy())
+
+
+def test_at_its_lowest_the_run_ends() -> None:
+    model, optimizer = trained()
+    scale = LossScale(LOWEST * 2)
+    alone.step(2, [[1.0]], InfiniteGradient(), model, optimizer, scale=scale)
+    assert scale.value == LOWEST
+    with pytest.raises(NonFiniteLoss, match=r"nothing was updated\. The loss scale is at its lowest, 6e-05\."):
+        alone.step(3, [[1.0]], InfiniteGradient(), model, optimizer, scale=scale)
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(0, GROWTH_STEPS - 1))
+def test_the_scale_doubles_after_enough_good_steps_in_a_row(finite: list[bool], good: int) -> None:
+    scale, expected = LossScale(1024.0, good), 1024.0
+    for each in finite:
+        if each:
+            scale.grow()
+            good += 1
+            if good == GROWTH_STEPS:
+                expected, good = expected * 2, 0
+        else:
+            lowest = expected <= LOWEST
+            assert scale.back_off() == (not lowest)
+            expected, good = (expected, good) if lowest else (expected / 2, 0)
+        assert (scale.value, scale.good_steps) == (expected, good)
+    assert scale.value >= LOWEST

@@ -27,7 +27,7 @@ from tests.unit import alone, tiny_llama
 from tests.unit.os_steps import OsSteps
 from tests.unit.tiny_llama import CONFIG, FAMILIES, FAMILY, TOKENIZER
 
-STATE = TrainState(step=2, samples=16, seed=7, recipe_sha256="ab" * 32)
+STATE = TrainState(step=2, samples=16, seed=7, recipe_sha256="ab" * 32, loss_scale=512.0, good_steps=3)
 
 
 def optimizer_of(model: Any, name: str, total_steps: int = 4) -> Optimizer:

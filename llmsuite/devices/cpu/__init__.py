@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmsuite.devices.base import DeviceBackend
 
@@ -61,6 +61,12 @@ class CpuBackend(DeviceBackend):
         from llmsuite.devices.ops import Ops
 
         return Ops()
+
+    def to_host(self, tensor: Any) -> Any:
+        return tensor
+
+    def to_device(self, tensor: Any) -> Any:
+        return tensor
 
     def peak_memory_bytes(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
