@@ -17,11 +17,12 @@ from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
+from llmsuite.engine.cut import keep_part, layer_costs, owner_stage, part_bounds
 from llmsuite.engine.init import initial_values
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
 from llmsuite.engine.parallelize import between_layers, fill, own_slice, parallelize
-from llmsuite.engine.pipeline import Edges, PipelineStage, keep_stage, owner_stage
+from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.observe.progress import report
@@ -37,6 +38,8 @@ class BuiltModel:
     """This rank's part."""
     shapes: dict[str, list[int]]
     """Shape of every parameter of the whole model, in the order of the layers."""
+    bounds: list[int]
+    """Where the pipeline cuts the layers, see `part_bounds`."""
     digest: str
     """Changes with anything that decides the initial values."""
 
@@ -44,13 +47,18 @@ class BuiltModel:
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
-    with paddle.LazyGuard():
-        model = plan.family.factory()(plan.model_config, backend.ops(engine.precision))
-    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    chunks = []
+    for _ in range(plan.num_chunks):
+        with paddle.LazyGuard():
+            chunks.append(plan.family.factory()(plan.model_config, backend.ops(engine.precision)))
+    shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
     count = sum(int(np.prod(shape)) for shape in shapes.values())
-    if mesh.degrees.pp > 1:
-        keep_stage(model, cuts, mesh.coordinate["pp"], mesh.degrees.pp, _is_tied(plan))
-    model.recompute = engine.recompute == "full"
+    bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
+    if pp > 1:
+        costs, tied = layer_costs(shapes, cuts, bounds[-1], _is_tied(plan)), _is_tied(plan)
+        bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
+        for number, chunk in enumerate(chunks):
+            keep_part(chunk, cuts, number * pp + mesh.coordinate["pp"], bounds, tied)
     digest = hashlib.sha256(json.dumps([engine.precision, plan.model_config.to_hf()]).encode())
     if plan.weights is not None:
         source = open_model(plan.weights, registry.models)
@@ -58,15 +66,17 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         read = _read_from(source)
         digest.update(source.digest().encode())
     else:
-        read = _draw(model, seed, plan.model_config.initializer_range)
+        read = _draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
-    parallelize(model, cuts, mesh, read, dtype, sequence_parallel)
+    for chunk in chunks:
+        chunk.recompute = engine.recompute == "full"
+        parallelize(chunk, cuts, mesh, read, dtype, sequence_parallel)
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {mesh.degrees.num_ranks} x {backend.name}")
-    edges = Edges(mesh) if mesh.degrees.pp > 1 else None
-    part = PipelineStage(model, mesh, plan.model_config.hidden_size, between_layers(sequence_parallel), edges)
-    return BuiltModel(part, shapes, digest.hexdigest())
+    edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
+    part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, between_layers(sequence_parallel), edges)
+    return BuiltModel(part, shapes, bounds, digest.hexdigest())
 
 
 def _is_tied(plan: RunPlan) -> bool:
@@ -81,16 +91,16 @@ def make_shards(plan: RunPlan, part: PipelineStage, mesh: Mesh) -> list[Paramete
         ParameterShard(
             name, p, mesh, cuts.dim(name), stage, is_tied=_is_tied(plan) and name == f"{cuts.embedding}.weight"
         )
-        for name, p in part.model.named_parameters()
+        for name, p in part.named_parameters()
     ]
 
 
 class WholeModel:
     """Parameters and optimizer state as a checkpoint has them, whatever rank holds them."""
 
-    def __init__(self, plan: RunPlan, shapes: dict[str, list[int]], optimizer: Optimizer, dtype: str, mesh: Mesh):
-        cuts, pp = plan.family.shard_plan or WHOLE, mesh.degrees.pp
-        owners = {n: owner_stage(n, cuts, plan.model_config.num_hidden_layers, pp) for n in shapes}
+    def __init__(self, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, dtype: str, mesh: Mesh):
+        cuts, shapes = plan.family.shard_plan or WHOLE, built.shapes
+        owners = {n: owner_stage(n, cuts, built.bounds, mesh.degrees.pp) for n in shapes}
         mine = {s.name: s for s in optimizer.shards if owners[s.name] == mesh.coordinate["pp"]}
         self.parameters = [
             _whole(n, shape, dtype, owners[n], mine[n].gather_parameter if n in mine else None)
@@ -128,7 +138,9 @@ def restore(
 ) -> None:
     """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
     cuts = plan.family.shard_plan or WHOLE
-    fill(part.model, cuts, mesh, _read_from(open_model(path, registry.models)))
+    read_model = _read_from(open_model(path, registry.models))
+    for chunk in part.chunks:
+        fill(chunk, cuts, mesh, read_model)
     for shard in optimizer.shards:
         shard.refresh()
     entries = list(optimizer.state())
@@ -149,9 +161,9 @@ def _read_from(source: ModelDirectory) -> Callable[[str, Sequence[int], Sequence
     return lambda name, shape, index: source.read(name, index)
 
 
-def _draw(model: Any, seed: int, std: float) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:
+def _draw(chunks: Sequence[Any], seed: int, std: float) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:
     constants = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
         if parameter.ndim == 1:  # gains and biases start as their layers say
             parameter.initialize()
             constants[name] = parameter.numpy()
