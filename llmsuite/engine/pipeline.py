@@ -106,10 +106,10 @@ class PipelineStage:
             self._run(chunk, self._receive())
         assert not (self._in_schedule and self._passed), "a stage's loss may ask for hidden states once"
         given = None if self.is_first else self._receive()
-        if given is not None and given.shape[:2] != input_ids.shape:
+        if given is not None and (sent := list(given.shape[:2])) != (read := list(input_ids.shape)):
             raise UserError(
-                f"the first rank of the pipeline sends a micro-batch of {given.shape[:2]} tokens, the last one has read "
-                f"one of {input_ids.shape}; do their machines have the same data files?"
+                f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
+                f"{read}; do their machines have the same data files?"
             )
         result = self._run(self._at_data, self.model.embed(input_ids) if given is None else given)
         self._passed = given, result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -67,7 +68,7 @@ def _rounds(num_stages: int, num_micro_batches: int) -> list[range]:
     count = max(1, num_micro_batches // num_stages)
     size, longer = divmod(num_micro_batches, count)
     starts = [i * size + min(i, longer) for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:])]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def peak_live(kind: Kind, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[int]:
