@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.conftest import PluginSite
 from tests.multi.conftest import ROOT, Runner
 from tests.multi.in_one_launch import opened_files, run_all
 
@@ -157,6 +159,39 @@ def test_a_checkpoint_of_an_interleaved_pipeline_goes_on_in_one_process(runs: Ru
     longer = [word.replace(f"max_steps={STEPS}", "max_steps=6") for word in once]
     assert "differs" in runs.run(*runs.smoke(name, *longer, "--resume"), expect=2)
     assert f"resuming from {runs.directory / name}" in runs.run(*runs.smoke(name, *once, "--resume"))
+
+
+LOST = """
+import os
+import llmsuite
+
+if os.environ.get("PADDLE_TRAINER_ID") == "1":  # after a few messages, rank 1 can send no more
+    from llmsuite.engine.pipeline import Edges
+
+    send, sent = Edges.send, []
+
+    def failing(self, value, forward):
+        sent.append(forward)
+        if len(sent) == 20:
+            self._senders[forward].put(lambda: (_ for _ in ()).throw(RuntimeError("the cable is out")))
+        send(self, value, forward)
+
+    Edges.send = failing
+
+@llmsuite.hookimpl
+def llmsuite_run_end(run, step):
+    pass
+"""
+
+
+def test_a_message_that_cannot_be_sent_ends_the_run(runner: Runner, tmp_path: Path) -> None:
+    """The ranks that wait for it would wait for ever."""
+    PluginSite(tmp_path).install("lost", LOST)
+    words = runner.smoke("lost", "--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}')
+    output = runner.run(*words, expect=1, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", LLMSUITE_PLUGINS="lost")
+    assert "RuntimeError: the cable is out" in output
+    assert "could not be sent; the run ends" in output
+    assert "rank 1 ended with exit code 1" in output
 
 
 def _resolved(runner: Runner, name: str) -> Any:
