@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import PluginSite
-from tests.multi.conftest import ROOT, Runner
+from tests.multi.conftest import ROOT, Runner, learnt
 from tests.multi.in_one_launch import opened_files, run_all
 
 STEPS = 4
@@ -29,17 +30,22 @@ class Case:
 
     ranks: int
     parallel: dict[str, Any]
-    learnt: tuple[str, ...] = SGD
+    optimizer: tuple[str, ...] = SGD
     more: tuple[str, ...] = ()
     micro: int = 2
 
     def words(self) -> list[str]:
-        return [*_common(self.learnt), *self.more, *_cut(self.ranks, self.parallel, self.micro)]
+        return [*_common(self.optimizer), *self.more, *_cut(self.ranks, self.parallel, self.micro)]
 
 
-def _common(learnt: tuple[str, ...]) -> list[str]:
-    words = [f"--train.max_steps={STEPS}", "--model.config.num_hidden_layers=8", *learnt]
-    return words if BATCH in " ".join(learnt) else [*words, f"{BATCH}=8"]
+def _common(optimizer: tuple[str, ...]) -> list[str]:
+    words = [
+        f"--train.max_steps={STEPS}",
+        "--checkpoint.save_steps=2",
+        "--model.config.num_hidden_layers=8",
+        *optimizer,
+    ]
+    return words if BATCH in " ".join(optimizer) else [*words, f"{BATCH}=8"]
 
 
 def _cut(ranks: int, parallel: dict[str, Any], micro: int) -> list[str]:
@@ -90,8 +96,8 @@ CASES = {
 }
 
 
-def _one(learnt: tuple[str, ...]) -> str:
-    return f"one {' '.join(learnt)}".replace("/", "_")
+def _one(optimizer: tuple[str, ...]) -> str:
+    return f"one {' '.join(optimizer)}".replace("/", "_")
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +110,12 @@ def runs(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     for ranks in (2, 4, 8):
         cases = {name: [*case.words(), evaluate] for name, case in CASES.items() if case.ranks == ranks}
         run_all(runner, directory / str(ranks), ranks, cases)
-    ones = {case.learnt: 1 if f"{BATCH}=7" in case.learnt else 2 for case in CASES.values()}
+    ones = {case.optimizer: 1 if f"{BATCH}=7" in case.optimizer else 2 for case in CASES.values()}
     run_all(
         runner,
         directory / "1",
         1,
-        {_one(learnt): [*_common(learnt), *_cut(1, {}, micro), evaluate] for learnt, micro in ones.items()},
+        {_one(optimizer): [*_common(optimizer), *_cut(1, {}, micro), evaluate] for optimizer, micro in ones.items()},
     )
     return runner
 
@@ -117,19 +123,19 @@ def runs(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_equals_one_process(runs: Runner, name: str) -> None:
     case = CASES[name]
-    one, many = runs.metrics(_one(case.learnt)), runs.metrics(name)
+    one, many = runs.metrics(_one(case.optimizer)), runs.metrics(name)
     assert len(one) == len(many) == STEPS
     for a, b in zip(one, many):
         assert (a["tokens"], a["supervised_tokens"]) == (b["tokens"], b["supervised_tokens"])
         for key in ("loss", "grad_norm", "logps/chosen", "logps/rejected"):
             assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)
     assert one[-1]["loss"] < 0.99 * one[0]["loss"], "nothing was learnt, so nothing was compared"
-    evaluated, expected = (_evaluation(runs, run) for run in (name, _one(case.learnt)))
+    evaluated, expected = (_evaluation(runs, run) for run in (name, _one(case.optimizer)))
     assert evaluated == pytest.approx(expected, rel=1e-6, abs=1e-7)
     # Adam divides by the root of tiny second moments, which magnifies the last bit of a gradient
-    tolerance = 1e-6 if SGD[0] in case.learnt else 1e-5
+    tolerance = 1e-6 if SGD[0] in case.optimizer else 1e-5
     for stem in ("model", "optimizer"):
-        ours, theirs = runs.weights(_one(case.learnt), STEPS, stem), runs.weights(name, STEPS, stem)
+        ours, theirs = runs.weights(_one(case.optimizer), STEPS, stem), runs.weights(name, STEPS, stem)
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert np.linalg.norm(theirs[key] - value) <= tolerance * np.linalg.norm(value), key
@@ -153,12 +159,25 @@ def test_the_middle_of_a_pipeline_reads_no_data(runs: Runner, name: str) -> None
 def test_a_checkpoint_of_an_interleaved_pipeline_goes_on_in_one_process(runs: Runner) -> None:
     name = "two, interleaved"
     case = CASES[name]
-    once = [*_common(case.learnt), *_cut(1, {}, 2)]
+    once = [*_common(case.optimizer), *_cut(1, {}, 2)]
     once.append(f"--data.eval={_resolved(runs, name)['data']['eval']}")
     # longer than the run it continues: another schedule of the learning rate, so it is refused as another recipe
     longer = [word.replace(f"max_steps={STEPS}", "max_steps=6") for word in once]
     assert "differs" in runs.run(*runs.smoke(name, *longer, "--resume"), expect=2)
     assert f"resuming from {runs.directory / name}" in runs.run(*runs.smoke(name, *once, "--resume"))
+
+
+def test_a_run_with_ranks_in_the_middle_goes_on_bit_for_bit(runs: Runner) -> None:
+    name, again = "four, interleaved, tied", "four, resumed"
+    shutil.copytree(runs.directory / name, runs.directory / again)
+    shutil.rmtree(runs.directory / again / "checkpoints" / "step-4")
+    evaluate = f"--data.eval={_resolved(runs, name)['data']['eval']}"
+    output = runs.run(*runs.smoke(again, *CASES[name].words(), evaluate, "--resume"))
+    assert "resuming from" in output
+    assert "step 3/4" in output
+    assert learnt(runs.metrics(again)) == learnt(runs.metrics(name))
+    first, second = (runs.directory / n / "checkpoints" / "step-4" / "manifest.json" for n in (name, again))
+    assert json.loads(first.read_text())["files"] == json.loads(second.read_text())["files"]
 
 
 LOST = """
