@@ -28,13 +28,15 @@ def run(args: Any, registry: Registry) -> int:
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
     if problems := unsupported(plan):
         raise RecipeError(problems)
-    plan.check_files()
+    from llmsuite.engine.launch import is_worker, launch
+
+    if not is_worker():  # a rank looks for what it reads itself
+        plan.check_files()
     if not args.resume:
         if args.smoke and not any(word.startswith("--output_dir") for word in args.overrides):
             shutil.rmtree(plan.output_dir, ignore_errors=True)  # made by --smoke, for nobody to keep
         plan.check_output()
     from llmsuite.devices.start import start_paddle
-    from llmsuite.engine.launch import is_worker, launch
 
     backend = plan.device.factory()
     num_ranks = plan.degrees.num_ranks

@@ -66,21 +66,36 @@ def barrier() -> None:
 
 def sum_over_run(values: Sequence[float]) -> list[float]:
     """Add up numbers over all ranks, in float64."""
+    return _sum(values, None)
+
+
+def sum_over_readers(values: Sequence[float]) -> list[float]:
+    """Add up numbers over the ranks that read data (`Mesh.reads_data`), in float64; only those call it."""
+    assert mesh().reads_data
+    return _sum(values, mesh().reading_group) if mesh().has_middle else sum_over_run(values)
+
+
+def sum_over_data(values: Sequence[float], of_every_reader: Sequence[float] = ()) -> list[float]:
+    """Add up numbers over the data ranks, in float64; every rank that reads data calls it and gets the sums.
+
+    Ranks that share a data rank, as those of a tensor parallel group do, are counted once; the numbers in
+    `of_every_reader`, whose sums come last, are added up over all that read.
+    """
+    mine = values if mesh().counts_losses else [0.0] * len(values)
+    return sum_over_readers([*mine, *of_every_reader])
+
+
+def from_first_rank(values: Sequence[float]) -> list[float]:
+    """The numbers of rank 0, on every rank; the others give as many of any value."""
+    return sum_over_run(values if rank() == 0 else [0.0] * len(values))
+
+
+def _sum(values: Sequence[float], group: Any) -> list[float]:
     if num_ranks() == 1:
         return list(values)
     tensor = paddle.to_tensor(list(values), dtype="float64")
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     return [float(v) for v in tensor.numpy()]
-
-
-def sum_over_data(values: Sequence[float], of_every_rank: Sequence[float] = ()) -> list[float]:
-    """Add up numbers over the data ranks, in float64; every rank of the run calls it and gets the sums.
-
-    Ranks that share a data rank, as those of a tensor parallel group do, are counted once; the numbers in
-    `of_every_rank`, whose sums come last, are added up over all of them.
-    """
-    mine = values if mesh().counts_losses else [0.0] * len(values)
-    return sum_over_run([*mine, *of_every_rank])
 
 
 def sum_in_group(tensor: Tensor, group: Any) -> None:

@@ -12,6 +12,7 @@ from llmsuite.data.loader import SampleOrder, micro_batches
 from llmsuite.engine import collective
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.engine.schedule import Kind
 from llmsuite.engine.step import Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
@@ -50,8 +51,8 @@ class Hooks:
 def fit(
     first_step: int,
     position: int,
-    objective: Objective,
-    model: Any,
+    objective: Objective | None,
+    model: PipelineStage,
     optimizer: Optimizer,
     train_samples: Sequence[Any],
     eval_samples: Sequence[Any],
@@ -62,6 +63,8 @@ def fit(
     scale: LossScale | None = None,
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
+
+    In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples.
 
     Returns:
         The number of the last step done; below `total_steps` when a signal ended the run early.
@@ -89,7 +92,7 @@ def fit(
 
             window.add(metrics)
             if last or step % schedule.log_steps == 0:
-                epoch = position / len(train_samples)
+                epoch = position / order.num_samples
                 memory = hooks.peak_memory_bytes()
                 rates = window.rates()
                 hooks.logged(step, {"epoch": epoch, **metrics, **rates, "peak_memory_bytes": memory})
@@ -103,6 +106,6 @@ def fit(
             if stopping:
                 break
             if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
-                hooks.evaluated(step, evaluate(eval_batches, objective, model, autocast))
+                hooks.evaluated(step, evaluate(eval_batches, objective, model, schedule.pipeline, autocast))
             window.leave_out(time.perf_counter() - started)
     return step

@@ -54,11 +54,21 @@ class LossLedger:
         self._votes.update(numbers)
 
     def reduce(self) -> tuple[float, dict[str, float]]:
-        """Add up over all data ranks. Every rank has to call it, with the same names.
+        """Add up over all data ranks. Every rank has to call it; those that read data with the same names.
 
         Returns:
             The sum of the weights of the loss, and every metric: sums divided by their weights, counts as they are.
+            Ranks in the middle of a pipeline, which book nothing, get the loss and the votes.
         """
+        mesh = collective.mesh()
+        weight, metrics = self._reduce_read() if mesh.reads_data else (0.0, {})
+        if not mesh.has_middle:
+            return weight, metrics
+        known = [weight, metrics.get("loss", 0.0)] if mesh.rank == 0 else [0.0, 0.0]
+        weight, loss, *votes = collective.sum_over_run([*known, *self._votes.values()])
+        return weight, {"loss": loss, **metrics, **dict(zip(self._votes, votes))}
+
+    def _reduce_read(self) -> tuple[float, dict[str, float]]:
         names, counts = list(self._sums), [*self._counts, *self._votes]
         totals = collective.sum_over_data(
             [float(paddle.add_n(self._sums[name]).astype("float64")) for name in names]

@@ -78,6 +78,21 @@ class Mesh:
         """Ranks the optimizer's states are cut over; None when there is one."""
         return self._group("sharding")
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank reads data: the first pipeline stage needs ids, the last one targets."""
+        return self.coordinate["pp"] in (0, self.degrees.pp - 1)
+
+    @property
+    def has_middle(self) -> bool:
+        """Whether there are ranks that read no data."""
+        return self.degrees.pp > 2
+
+    @functools.cached_property
+    def reading_group(self) -> Any:
+        """The ranks that read data; None in the middle of a pipeline, and when all do."""
+        return _own_group(self.grid[[0, -1]].reshape(1, -1), self.rank) if self.has_middle else None
+
     def pipeline_lines(self) -> list[list[int]]:
         """Ranks that differ in their pipeline stage only, in the order of the stages; none without a pipeline."""
         if self.degrees.pp == 1:
@@ -98,7 +113,7 @@ class Mesh:
     def make_groups(self) -> None:
         """Make every group now: all ranks have to make all groups, in the same order."""
         _ = self.tensor, self.tensor_group, self.data_group, self.dp_group, self.sharding_group
-        _ = self.pipeline_group, self.tied_group
+        _ = self.pipeline_group, self.tied_group, self.reading_group
 
     def rows(self, *axes: str) -> np.ndarray:
         """All ranks, those that differ in these axes only in one row, in the order of their coordinates."""

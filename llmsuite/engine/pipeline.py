@@ -1,67 +1,122 @@
-"""A pipeline stage: the model's face towards a training stage, and the passes between the ranks of the pipeline.
+"""A rank of a pipeline: the model's face towards a training stage, and the passes between the ranks.
 
-A training stage's loss asks for hidden states and gets them where the last layers are. On the other ranks the same
-call receives activations, runs the layers that are here and sends the result on; what it returns there counts for
-nothing. So a stage's code is the same with and without a pipeline.
+A training stage's loss asks for hidden states and gets them where the last layers are. On the first rank of the
+pipeline the same call embeds the ids, runs the layers that are here and sends the result on; what the loss makes of
+the zeros it gets there counts for nothing. So a stage's code is the same with and without a pipeline.
+
+With the interleaved schedule a rank has several chunks of the layers. Data meets one of them: the first chunk of the
+first rank (the ids) and the last chunk of the last rank (the targets). The passes of all others only receive, run and
+send on; no loss is asked, and a rank in the middle of a pipeline knows of a batch what comes with the activations.
 
 Only local parts travel: a rank talks to the ranks with its own coordinate on every other axis.
 """
 
 from __future__ import annotations
 
-import bisect
+import dataclasses
+import itertools
+import os
 import queue
+import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
-from paddle.distributed.auto_parallel.api import dtensor_from_local
+from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
+from llmsuite.engine.loss_ledger import LossTerms
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.parallelize import local_value
-from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.engine.schedule import Action
+from llmsuite.errors import UserError
 
 Tensor = Any
 
 
-class PipelineStage:
-    """This rank's layers, called like the whole model. Also made for a pipeline of one stage, where it adds nothing."""
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A forward pass that waits for its backward pass."""
 
-    def __init__(self, model: Any, mesh: Mesh, hidden_size: int, placements: list[Any], edges: Edges | None):
+    given: Tensor | None
+    """What came from the part before; None in the first part."""
+    result: Tensor
+    total: Tensor | None
+    """The loss, where the pass ended in one."""
+
+
+class PipelineStage:
+    """This rank's layers, called like the whole model. Also made for a pipeline of one rank, where it adds nothing."""
+
+    def __init__(self, chunks: Sequence[Any], mesh: Mesh, hidden_size: int, placements: list[Any], edges: Edges | None):
         """
         Args:
-            model: has what belongs to this stage; see `keep_stage`.
+            chunks: models that have what belongs to a part each; see `cut.keep_part`.
             mesh: this rank's place.
-            hidden_size: D of the activations [B, L, D] between stages.
-            placements: of these activations over tp.
+            hidden_size: D of the hidden states [B, L, D].
+            placements: of the activations between layers, over tp.
             edges: to the neighbours; None without a pipeline.
         """
-        self.model, self._mesh, self._placements, self._edges = model, mesh, placements, edges
+        self.chunks, self._mesh, self._placements, self._edges = list(chunks), mesh, placements, edges
         self._hidden_size = hidden_size
         self.is_first, self.is_last = mesh.coordinate["pp"] == 0, mesh.coordinate["pp"] == mesh.degrees.pp - 1
-        self._passed: tuple[Tensor, Tensor] | None = None
+        self._at_data = 0 if self.is_first else len(self.chunks) - 1
+        self._in_schedule = False
+        self._passed: tuple[Tensor | None, Tensor] | None = None
+        self._waiting: dict[tuple[int, int], Pass] = {}
+
+    @property
+    def model(self) -> Any:
+        """The chunk that a training stage meets."""
+        return self.chunks[self._at_data]
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of this rank, by its full name."""
+        return itertools.chain.from_iterable(chunk.named_parameters() for chunk in self.chunks)
 
     def train(self) -> None:
         """As `paddle.nn.Layer.train`."""
-        self.model.train()
+        for chunk in self.chunks:
+            chunk.train()
 
     def eval(self) -> None:
         """As `paddle.nn.Layer.eval`."""
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
+
+    # what a training stage calls
 
     def hidden_states(self, input_ids: Tensor) -> tuple[Tensor, list[Any]]:
-        """Hidden states [B, L, D] on the last stage; elsewhere zeros, once the activations are sent on."""
-        x = self.model.embed(input_ids) if self.is_first else self._receive(input_ids.shape)
-        y, _ = self.model.decode(x)
-        if paddle.is_grad_enabled():
-            assert self._passed is None, "a stage's loss may ask for hidden states once"
-            self._passed = (x, y)
+        """Hidden states [B, L, D] on the last stage; elsewhere zeros, once the activations are sent on.
+
+        Raises:
+            UserError: under sequence parallel, L cannot be cut.
+        """
+        length, tp = input_ids.shape[1], self._mesh.degrees.tp
+        if tp > 1 and self._placements[0].is_shard() and length % tp:
+            raise UserError(
+                f"parallel.sequence_parallel: the stage has made a batch of {length} tokens, which {tp} ranks cannot "
+                "share; its collate has to pad to a multiple of context.length_multiple"
+            )
+        # outside of a schedule the passes of the other chunks are made here too
+        before, after = range(self._at_data), range(self._at_data + 1, len(self.chunks))
+        for chunk in () if self._in_schedule else before:
+            self._run(chunk, self._receive())
+        assert not (self._in_schedule and self._passed), "a stage's loss may ask for hidden states once"
+        given = None if self.is_first else self._receive()
+        if given is not None and (sent := list(given.shape[:2])) != (read := list(input_ids.shape)):
+            raise UserError(
+                f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
+                f"{read}; do their machines have the same data files?"
+            )
+        result = self._run(self._at_data, self.model.embed(input_ids) if given is None else given)
+        self._passed = given, result
+        for chunk in () if self._in_schedule else after:
+            self._run(chunk, self._receive())
         if self.is_last:
-            return self.model.finish(y), []
-        assert self._edges is not None
-        self._edges.send(local_value(y).detach(), forward=True)
+            return self.model.finish(result), []
         return paddle.zeros([*input_ids.shape, self._hidden_size]), []
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -69,43 +124,105 @@ class PipelineStage:
         return self.model.token_nll(hidden, targets) if self.is_last else paddle.zeros([targets.shape[0]])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., D] to logits [..., V]; zeros where the last layers are not."""
-        if self.is_last:
-            return self.model.logits(hidden)
-        return paddle.zeros([*hidden.shape[:-1], self.model.config.vocab_size])
+        """Hidden states [..., D] to logits [..., V], whole on every rank; zeros where the last layers are not.
+
+        Under tensor parallel this brings the logits of all ranks together: `token_nll` does without.
+        """
+        if not self.is_last:
+            return paddle.zeros([*hidden.shape[:-1], self.model.config.vocab_size])
+        logits = self.model.logits(hidden)
+        if not logits.is_dist():
+            return logits
+        whole = [dist.Replicate()]
+        return dtensor_to_local(dist.reshard(logits, self._mesh.tensor, whole), self._mesh.tensor, whole)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Ids [B, L] to logits [B, L, V]."""
         return self.logits(self.hidden_states(input_ids)[0])
 
-    def take_pass(self) -> tuple[Tensor, Tensor]:
-        """Input and output of the latest `hidden_states`, for `backward`."""
-        assert self._passed is not None, "the stage's loss did not ask for hidden states"
-        passed, self._passed = self._passed, None
-        return passed
+    # what the engine calls
 
-    def backward(self, passed: tuple[Tensor, Tensor], total: Tensor) -> None:
-        """Gradients of a pass: from the loss on the last stage, elsewhere from what the next stage sends."""
-        x, y = passed
-        if self.is_last:
-            total.backward()
+    def meets_data(self, chunk: int) -> bool:
+        """Whether the passes of a chunk begin with ids or end in a loss."""
+        return (self.is_first or self.is_last) and chunk == self._at_data
+
+    def forward(self, action: Action, loss: Callable[[], LossTerms] | None) -> LossTerms | None:
+        """A forward pass of the schedule; in training, `backward` follows.
+
+        Args:
+            action: which one.
+            loss: calls `hidden_states` once; None where the chunk meets no data.
+
+        Returns:
+            What `loss` gives. It is the loss on the last stage only.
+        """
+        self._in_schedule, self._passed = True, None
+        if loss is not None:
+            terms = loss()
+            assert self._passed is not None, "the stage's loss did not ask for hidden states"
+        else:
+            terms, given = None, self._receive()
+            self._passed = given, self._run(action.chunk, given)
+        if paddle.is_grad_enabled():
+            total = terms.total if terms is not None and self.is_last else None
+            self._waiting[action.chunk, action.micro_batch] = Pass(*self._passed, total)
+        self._in_schedule, self._passed = False, None
+        return terms
+
+    def backward(self, action: Action, scale: float = 1.0) -> None:
+        """Gradients of a pass: of `scale` times the loss on the last stage, elsewhere of what the next part sends."""
+        waiting = self._waiting.pop((action.chunk, action.micro_batch))
+        if waiting.total is not None:
+            (waiting.total if scale == 1.0 else waiting.total * scale).backward()
         else:
             assert self._edges is not None
+            y = waiting.result
             gradient = self._edges.receive(local_value(y).shape, y.dtype, forward=False)
             paddle.autograd.backward([y], [self._spread(gradient)])
-        if not self.is_first:
-            gradient = x.grad
+        if waiting.given is not None:
+            gradient = waiting.given.grad
             if gradient.is_dist() and gradient.placements != self._placements:
                 gradient = dist.reshard(gradient, self._mesh.tensor, self._placements)
             assert self._edges is not None
             self._edges.send(local_value(gradient).detach(), forward=False)
 
-    def _receive(self, ids_shape: list[int]) -> Tensor:
+    @paddle.no_grad()
+    def relay(self) -> None:
+        """In the middle of a pipeline, outside of a schedule: pass on what comes, until the first rank lets go."""
+        self.eval()
+        while (given := self._receive_or_end()) is not None:
+            self._run(0, given)
+            for chunk in range(1, len(self.chunks)):
+                self._run(chunk, self._receive())
+        self.release()
+        self.train()
+
+    def release(self) -> None:
+        """Let the next rank leave `relay`, if it is in the middle of the pipeline."""
+        if self._edges is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
+            self._edges.send(paddle.to_tensor(_END, dtype="int64"), forward=True)
+
+    def _run(self, chunk: int, x: Tensor) -> Tensor:
+        """Through the layers of a chunk, and on to the next part if there is one."""
+        y, _ = self.chunks[chunk].decode(x)
+        if not (self.is_last and chunk == len(self.chunks) - 1):
+            assert self._edges is not None
+            local = local_value(y).detach()
+            self._edges.send(paddle.to_tensor(local.shape, dtype="int64"), forward=True)
+            self._edges.send(local, forward=True)
+        return y
+
+    def _receive(self) -> Tensor:
+        x = self._receive_or_end()
+        assert x is not None, "the first rank has let go in the middle of a schedule"
+        return x
+
+    def _receive_or_end(self) -> Tensor | None:
+        """Activations of the part before, whose shape comes first: it changes from micro-batch to micro-batch."""
         assert self._edges is not None
-        shape = [*ids_shape, self._hidden_size]
-        for placement in self._placements:
-            if self._mesh.tensor is not None and placement.is_shard():
-                shape[placement.get_dim()] //= self._mesh.degrees.tp
+        shape = self._edges.receive([len(_END)], "int64", forward=True).tolist()
+        if shape == _END:
+            return None
         x = self._spread(self._edges.receive(shape, next(iter(self.model.parameters())).dtype, forward=True))
         x.stop_gradient = not paddle.is_grad_enabled()
         return x
@@ -116,32 +233,40 @@ class PipelineStage:
         return dtensor_from_local(local, self._mesh.tensor, self._placements).detach()
 
 
-class Edges:
-    """Sends to and receives from the neighbouring stages. A send never waits for its receiver.
+_END = [0, 0, 0]
+"""In place of the shape of activations: none will follow."""
 
-    Each direction of each edge has a group of two: messages of one direction cannot get ahead of the other's.
+
+class Edges:
+    """Sends to and receives from the neighbours. A send never waits for its receiver.
+
+    There is a channel, a group of two, for each direction between two neighbours: what is sent first is received
+    first. Between two ranks that are each other's next, as two ranks with several chunks are, activations and
+    gradients go the same way; they have a channel each, for their orders differ (see `schedule.play`).
     """
 
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-        self._groups: dict[tuple[int, int], Any] = {}
+    def __init__(self, mesh: Mesh, ring: bool):
+        """`ring`: whether the last rank sends on to the first, which has a second chunk."""
+        self._groups: dict[bool, tuple[Any, Any]] = {}
+        """By direction (forward or not): to send in, to receive in."""
+        made: dict[tuple[int, int, bool], Any] = {}
         for line in mesh.pipeline_lines():
-            for a, b in [pair for i in range(len(line) - 1) for pair in (line[i : i + 2], line[i : i + 2][::-1])]:
-                group = dist.new_group(sorted((a, b)))
-                if mesh.rank in (a, b):
-                    self._groups[a, b] = group
-        line = next((line for line in mesh.pipeline_lines() if mesh.rank in line), [mesh.rank])
-        at = line.index(mesh.rank)
-        self._next = line[at + 1] if at + 1 < len(line) else None
-        self._previous = line[at - 1] if at > 0 else None
+            for a, b in [*itertools.pairwise(line), *([(line[-1], line[0])] if ring else [])]:
+                for sender, receiver, forward in ((a, b, True), (b, a, False)):
+                    made[sender, receiver, forward] = dist.new_group(sorted((a, b)))
+            if mesh.rank in line:
+                at = line.index(mesh.rank)
+                self._next, self._previous = line[(at + 1) % len(line)], line[at - 1]
+        for forward in (True, False):
+            to, origin = (self._next, self._previous) if forward else (self._previous, self._next)
+            self._groups[forward] = made.get((mesh.rank, to, forward)), made.get((origin, mesh.rank, forward))
         self._tasks: list[Any] = []
-        self._senders: dict[int, queue.Queue[Callable[[], None]]] = {}
+        self._senders: dict[bool, queue.Queue[Callable[[], None]]] = {}
 
     def send(self, value: Tensor, forward: bool) -> None:
-        """Send to the next stage, or to the one before."""
-        peer = self._next if forward else self._previous
-        assert peer is not None
-        group, copy = self._groups[self._mesh.rank, peer], value.clone()
+        """Send to the next part, or to the one before."""
+        group, peer = self._groups[forward][0], self._next if forward else self._previous
+        copy = value.clone()
         if dist.get_backend(group) != "GLOO":
             self._tasks = [task for task in self._tasks if not task.is_completed()]
             self._tasks.append(dist.isend(copy, peer, group))
@@ -151,59 +276,28 @@ class Edges:
         def job() -> None:
             group.process_group.send(copy, group.get_group_rank(peer), True).wait()
 
-        if peer not in self._senders:
-            self._senders[peer] = queue.Queue()
-            threading.Thread(target=_send_all, args=(self._senders[peer],), daemon=True).start()
-        self._senders[peer].put(job)
+        if forward not in self._senders:
+            self._senders[forward] = queue.Queue()
+            threading.Thread(target=_send_all, args=(self._senders[forward],), daemon=True).start()
+        self._senders[forward].put(job)
 
     def receive(self, shape: list[int], dtype: Any, forward: bool) -> Tensor:
-        """Receive from the stage before (a forward pass), or from the next one (a backward pass)."""
-        peer = self._previous if forward else self._next
-        assert peer is not None
-        group, value = self._groups[peer, self._mesh.rank], paddle.empty(shape, dtype=dtype)
+        """Receive from the part before (a forward pass), or from the next one (a backward pass)."""
+        group, peer = self._groups[forward][1], self._previous if forward else self._next
+        value = paddle.empty(shape, dtype=dtype)
         group.process_group.recv(value, group.get_group_rank(peer), True).wait()
         return value
 
 
 def _send_all(jobs: queue.Queue[Callable[[], None]]) -> None:
-    while True:
-        jobs.get()()
+    """Do jobs for ever, in a thread of its own. One that fails ends the rank.
 
-
-def keep_stage(model: Any, plan: ShardPlan, stage: int, num_stages: int, tied: bool) -> None:
-    """Take away what other pipeline stages have. Layers are dealt out evenly, the first stages get one more.
-
-    Args:
-        model: lazily built, whole.
-        plan: of its family.
-        stage: this rank's, from 0.
-        num_stages: of the pipeline.
-        tied: whether the last stage needs the modules in front of the layers too.
+    The main thread is most likely waiting for an answer to what was not sent; nothing else would wake it.
     """
-    modules = dict(model.named_sublayers())
-    layers = modules[plan.layers]
-    bounds = stage_bounds(len(layers), num_stages)
-    for i in range(len(layers)):
-        if not bounds[stage] <= i < bounds[stage + 1]:
-            del layers._sub_layers[str(i)]
-    gone = [] if stage == 0 or (tied and stage == num_stages - 1) else list(plan.first)
-    gone += [] if stage == num_stages - 1 else list(plan.last)
-    for name in gone:
-        owner, _, attribute = name.rpartition(".")
-        if name in modules:
-            setattr(modules[owner] if owner else model, attribute, None)
-
-
-def owner_stage(parameter: str, plan: ShardPlan, num_layers: int, num_stages: int) -> int:
-    """The stage that has a parameter; the first one of a tied parameter."""
-    if parameter.startswith(f"{plan.layers}."):
-        layer = int(parameter.removeprefix(f"{plan.layers}.").split(".")[0])
-        return bisect.bisect_right(stage_bounds(num_layers, num_stages), layer) - 1
-    in_front = any(parameter.startswith(f"{module}.") for module in plan.first)
-    return 0 if in_front else num_stages - 1
-
-
-def stage_bounds(num_layers: int, num_stages: int) -> list[int]:
-    """Stage s has the layers from bound s to bound s + 1."""
-    size, more = divmod(num_layers, num_stages)
-    return [s * size + min(s, more) for s in range(num_stages + 1)]
+    try:
+        while True:
+            jobs.get()()
+    except BaseException:
+        traceback.print_exc()
+        print("a message to a neighbour in the pipeline could not be sent; the run ends", file=sys.stderr, flush=True)
+        os._exit(1)

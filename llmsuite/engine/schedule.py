@@ -1,62 +1,122 @@
-"""In which order a pipeline stage computes the micro-batches of a step. Plain data: nothing here needs a device."""
+"""In which order the ranks of a pipeline compute the micro-batches of a step. Plain data: nothing here needs a device.
+
+The layers are cut into parts, one a rank, or several with the interleaved schedule: then chunk c of rank r is part
+c * num_stages + r, and a micro-batch goes round the ranks once a chunk.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Literal
 
-Kind = Literal["FThenB", "1F1B"]
+Kind = Literal["FThenB", "1F1B", "interleaved"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """One pass over one micro-batch."""
+    """One pass of one micro-batch through a chunk."""
 
     forward: bool
     micro_batch: int
+    chunk: int = 0
+    """Of those the rank has, from 0."""
 
 
-def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
-    """The passes of a pipeline stage.
+def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[Action]:
+    """The passes of a rank of the pipeline.
 
     FThenB runs all forward passes, then all backward passes, and holds every micro-batch at once. 1F1B starts the
     backward passes as soon as it can and holds at most `num_stages - stage` (Narayanan et al. 2021, arXiv 2104.04473).
+    Interleaved (the same paper, section 2.2) does so over several chunks a rank, micro-batches taken in rounds: a
+    round goes through all chunks before the next one starts. The paper wants the micro-batches to be a multiple of
+    the stages; here any number will do, cut into rounds as equal as can be.
+
+    Args:
+        kind: of the schedule.
+        stage: position of the rank in the pipeline, from 0.
+        num_stages: ranks of the pipeline.
+        num_micro_batches: of a step.
+        num_chunks: of a rank; above 1 with the interleaved schedule only.
     """
-    forward = [Action(True, i) for i in range(num_micro_batches)]
-    backward = [Action(False, i) for i in range(num_micro_batches)]
+    assert num_chunks == 1 or kind == "interleaved", (kind, num_chunks)
+    forward, backward = [], []
+    for micro_batches in _rounds(num_stages, num_micro_batches):
+        for chunk in range(num_chunks):
+            forward += [Action(True, i, chunk) for i in micro_batches]
+            backward += [Action(False, i, num_chunks - 1 - chunk) for i in micro_batches]
     if kind == "FThenB":
         return forward + backward
-    warmup = min(num_stages - 1 - stage, num_micro_batches)
+    if num_chunks == 1:
+        warmup = num_stages - 1 - stage
+    else:
+        # the last rank starts once the first round is in its last chunk; every rank before it two passes earlier:
+        # a forward pass takes so long to get there, and its gradient to come back
+        warmup = (num_chunks - 1) * len(_rounds(num_stages, num_micro_batches)[0]) + 2 * (num_stages - 1 - stage)
+    warmup = min(warmup, len(forward))
     steady = [action for pair in zip(forward[warmup:], backward) for action in pair]
-    return forward[:warmup] + steady + backward[num_micro_batches - warmup :]
+    return forward[:warmup] + steady + backward[len(forward) - warmup :]
 
 
-def peak_live(kind: Kind, num_stages: int, num_micro_batches: int) -> list[int]:
-    """Play a schedule through with blocking receives: the most micro-batches each stage holds at once.
+def _rounds(num_stages: int, num_micro_batches: int) -> list[range]:
+    """Consecutive micro-batches: rounds of as many as there are stages or a few more, the longer ones first.
+
+    With a short last round, as with longer rounds behind shorter ones, the order above would not end: see `play`.
+    """
+    count = max(1, num_micro_batches // num_stages)
+    size, longer = divmod(num_micro_batches, count)
+    starts = [i * size + min(i, longer) for i in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
+
+
+def peak_live(kind: Kind, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[int]:
+    """The most passes each rank holds at once for their backward pass; see `play`."""
+    return play([order(kind, s, num_stages, num_micro_batches, num_chunks) for s in range(num_stages)], num_chunks)
+
+
+def play(orders: Sequence[Sequence[Action]], num_chunks: int = 1) -> list[int]:
+    """Play a schedule through as the ranks do: sends do not wait, receives do, and take what was sent first.
+
+    Args:
+        orders: the passes of each rank.
+        num_chunks: of a rank.
+
+    Returns:
+        The most passes each rank holds at once for their backward pass.
 
     Raises:
-        AssertionError: the stages wait for each other for ever.
+        AssertionError: the ranks wait for each other for ever, or a rank gets another message than it is waiting for.
     """
-    queues = [collections.deque(order(kind, s, num_stages, num_micro_batches)) for s in range(num_stages)]
-    done: set[tuple[bool, int, int]] = set()
-    live, peak = [0] * num_stages, [0] * num_stages
+    num_stages, last = len(orders), len(orders) * num_chunks - 1
+    queues = [collections.deque(actions) for actions in orders]
+    # what is under way, by receiver and direction: what `pipeline.Edges` has a channel for
+    channels: dict[tuple[int, bool], collections.deque[tuple[int, int]]] = collections.defaultdict(collections.deque)
+    held: list[set[tuple[int, int]]] = [set() for _ in orders]
+    peak = [0] * num_stages
     while any(queues):
         moved = False
         for stage, queue in enumerate(queues):
-            while queue and _ready(queue[0], stage, num_stages, done):
-                action = queue.popleft()
-                done.add((action.forward, stage, action.micro_batch))
-                live[stage] += 1 if action.forward else -1
-                peak[stage] = max(peak[stage], live[stage])
+            while queue:
+                action = queue[0]
+                part, step = action.chunk * num_stages + stage, 1 if action.forward else -1
+                if part != (0 if action.forward else last):
+                    channel = channels[stage, action.forward]
+                    if not channel:
+                        break
+                    found, wanted = channel.popleft(), (part, action.micro_batch)
+                    assert found == wanted, f"rank {stage} waits for (part, micro-batch) {wanted} and gets {found}"
+                if part != (last if action.forward else 0):
+                    channels[(stage + step) % num_stages, action.forward].append((part + step, action.micro_batch))
+                pass_ = action.chunk, action.micro_batch
+                if action.forward:
+                    held[stage].add(pass_)
+                else:
+                    assert pass_ in held[stage], f"rank {stage} goes back over {pass_} before it went forward"
+                    held[stage].remove(pass_)
+                peak[stage] = max(peak[stage], len(held[stage]))
+                queue.popleft()
                 moved = True
-        assert moved, f"{kind} with {num_stages} stages and {num_micro_batches} micro-batches does not end"
+        assert moved, f"the {num_stages} ranks wait for each other for ever: {[q[0] for q in queues if q]}"
     return peak
-
-
-def _ready(action: Action, stage: int, num_stages: int, done: set[tuple[bool, int, int]]) -> bool:
-    if action.forward:
-        return stage == 0 or (True, stage - 1, action.micro_batch) in done
-    if stage == num_stages - 1:
-        return (True, stage, action.micro_batch) in done
-    return (False, stage + 1, action.micro_batch) in done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from llmsuite.engine.loss_ledger import LossLedger, LossTerms
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
-from llmsuite.engine.schedule import Kind, order
+from llmsuite.engine.schedule import Action, Kind, order
 from llmsuite.errors import UserError
 
 Batch = dict[str, Any]
@@ -38,7 +39,7 @@ class NonFiniteLoss(UserError):
 def train_step(
     step: int,
     micro_batches: Sequence[Sequence[Any]],
-    objective: Objective,
+    objective: Objective | None,
     model: PipelineStage,
     optimizer: Optimizer,
     schedule: Kind,
@@ -51,7 +52,7 @@ def train_step(
     Args:
         step: counted from 1.
         micro_batches: the samples of each micro-batch of this rank.
-        objective: makes batches and losses.
+        objective: makes batches and losses; None in the middle of a pipeline, where nobody looks at the samples.
         model: in training mode.
         optimizer: over its parameters.
         schedule: order of the passes where there is a pipeline; without one each micro-batch goes forward and back.
@@ -67,24 +68,25 @@ def train_step(
     ledger.vote(stop=stop)
     reader_seconds = 0.0
 
-    passes: dict[int, tuple[Any, Any]] = {}
-    mesh = collective.mesh()
-    for action in order(schedule, mesh.coordinate["pp"], mesh.degrees.pp, len(micro_batches)):
+    for action in _order(schedule, model, len(micro_batches)):
         if not action.forward:
             # gradients of the sum: nothing is divided before all of it is there
-            model.backward(*passes.pop(action.micro_batch))
+            model.backward(action, 1.0 if scale is None else scale.value)
             continue
-        start = time.perf_counter()
-        batch = objective.collate(micro_batches[action.micro_batch])
-        ledger.count(tokens=batch["num_tokens"], supervised_tokens=batch["num_supervised"])
-        reader_seconds += time.perf_counter() - start
+        loss = None
+        if model.meets_data(action.chunk):
+            assert objective is not None
+            start = time.perf_counter()
+            batch = objective.collate(micro_batches[action.micro_batch])
+            ledger.count(tokens=batch["num_tokens"], supervised_tokens=batch["num_supervised"])
+            reader_seconds += time.perf_counter() - start
+            loss = functools.partial(objective.loss, model, batch)
 
         with autocast():
-            terms = objective.loss(model, batch)
-        assert not model.is_last or not terms.total.stop_gradient, "the stage's loss hangs on no parameter"
-        total = terms.total if scale is None else terms.total * scale.value
-        passes[action.micro_batch] = model.take_pass(), total
-        ledger.add(terms)
+            terms = model.forward(action, loss)
+        if terms is not None:
+            assert not model.is_last or not terms.total.stop_gradient, "the stage's loss hangs on no parameter"
+            ledger.add(terms)
 
     weight, metrics = ledger.reduce()
     if weight == 0:
@@ -117,15 +119,29 @@ def train_step(
 @paddle.no_grad()
 def evaluate(
     micro_batches: Sequence[Sequence[Any]],
-    objective: Objective,
-    model: Any,
+    objective: Objective | None,
+    model: PipelineStage,
+    schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, float]:
     """Metrics over the micro-batches of all ranks; each has at least one. Leaves the model in training mode."""
     ledger = LossLedger()
     model.eval()
-    for samples in micro_batches:
+    for action in _order(schedule, model, len(micro_batches)):
+        if not action.forward:
+            continue
+        loss = None
+        if model.meets_data(action.chunk):
+            assert objective is not None
+            loss = functools.partial(objective.loss, model, objective.collate(micro_batches[action.micro_batch]))
         with autocast():
-            ledger.add(objective.loss(model, objective.collate(samples)))
+            terms = model.forward(action, loss)
+        if terms is not None:
+            ledger.add(terms)
     model.train()
     return ledger.reduce()[1]
+
+
+def _order(schedule: Kind, model: PipelineStage, num_micro_batches: int) -> list[Action]:
+    mesh = collective.mesh()
+    return order(schedule, mesh.coordinate["pp"], mesh.degrees.pp, num_micro_batches, len(model.chunks))

@@ -58,7 +58,7 @@ class Window:
         """Book a step; takes "reader_seconds" out of its metrics."""
         self._steps += 1
         self._reader += metrics.pop("reader_seconds")
-        self._tokens += metrics["tokens"]
+        self._tokens += metrics.get("tokens", 0.0)  # unknown in the middle of a pipeline, where nothing is logged
 
     def leave_out(self, seconds: float) -> None:
         """Time in which no step was done."""

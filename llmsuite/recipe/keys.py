@@ -134,6 +134,14 @@ def accepts_text(annotation: Any) -> bool:
     return annotation is str or (origin is Literal and any(isinstance(a, str) for a in typing.get_args(annotation)))
 
 
+def accepts_list(annotation: Any) -> bool:
+    """Whether a list is a value of this type."""
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType, Annotated):
+        return any(accepts_list(a) for a in typing.get_args(annotation))
+    return origin is list
+
+
 def did_you_mean(key: tuple[str, ...], cls: type) -> str:
     """A hint for an unknown key: the nearest key of the same section, else of the whole recipe."""
     known = [info.key for info in walk(cls)]

@@ -188,7 +188,8 @@ def _apply_overrides(
 
 def _override_value(text: str, annotation: Any, word: str, key: Key) -> tuple[Any, Problem | None]:
     quoted = len(text) >= 2 and text[0] == text[-1] == '"'
-    if annotation is not None and recipe_keys.accepts_text(annotation) and text != "null" and not quoted:
+    listed = text.startswith("[") and recipe_keys.accepts_list(annotation)
+    if annotation is not None and recipe_keys.accepts_text(annotation) and text != "null" and not (quoted or listed):
         return text, None
     try:
         return parse_json(text, word).value, None

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.models.shard_plan import WHOLE, ShardPlan
@@ -55,8 +55,10 @@ class RunPlan:
     model_config: Any
     device: DeviceSpec
     degrees: Degrees
-    schedule: str
+    schedule: Literal["FThenB", "1F1B", "interleaved"]
     """Order of the passes when pp > 1."""
+    num_chunks: int
+    """Parts of the model on one rank."""
     accumulate_steps: int
     """Micro-batches of one optimizer step on one rank."""
     weights: Path | None
@@ -70,17 +72,18 @@ class RunPlan:
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
-    def check_files(self) -> None:
-        """Raises RecipeError naming every file the run needs that is not there, and how to get it."""
+    def check_files(self, reads_data: bool = True) -> None:
+        """Raises RecipeError naming every file this process needs that is not there, and how to get it."""
         problems = []
-        for key, path in (("data.train", self.train_file), ("data.eval", self.eval_file)):
+        data = (("data.train", self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
+        for key, path in data:
             if path is not None and not path.is_file():
                 problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
         if self.weights is not None and not (self.weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
         if self.tokenizer is None:
             problems.append(self.loaded.problem("model.tokenizer", "is required when model.weights is not given"))
-        elif self.tokenizer != self.weights and not self.tokenizer.is_dir():
+        elif reads_data and self.tokenizer != self.weights and not self.tokenizer.is_dir():
             problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
         if problems:
             raise RecipeError(problems)
@@ -128,6 +131,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         device=registry.devices[recipe.device],
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
+        num_chunks=_num_chunks(recipe),
         accumulate_steps=accumulate,
         weights=weights,
         tokenizer=tokenizer,
@@ -194,14 +198,34 @@ def _model_rules(recipe: Recipe, config: Any, plan: ShardPlan | None) -> Iterato
     tp, pp = recipe.parallel.tensor_parallel_degree, recipe.parallel.pipeline_parallel_degree
     for message in (plan or WHOLE).problems(config, tp):
         yield "parallel.tensor_parallel_degree", message
-    if pp > config.num_hidden_layers:
-        layers = config.num_hidden_layers
-        yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers to cut"
     if plan is None and recipe.parallel.sharding == "stage3":
         yield "parallel.sharding", "is stage3; this family has no table of the modules to gather"
+    if pp > 1:
+        yield from _pipeline_rules(recipe, config.num_hidden_layers, plan or WHOLE)
     if recipe.data.max_length > config.max_position_embeddings:
         longest = config.max_position_embeddings
         yield "data.max_length", f"is {recipe.data.max_length}; the model was made for at most {longest} positions"
+
+
+def _pipeline_rules(recipe: Recipe, num_layers: int, plan: ShardPlan) -> Iterator[Rule]:
+    pp, chunks, cut = recipe.parallel.pipeline_parallel_degree, _num_chunks(recipe), recipe.parallel.pipeline_cut
+    if not plan.layers:
+        yield "parallel.pipeline_parallel_degree", f"is {pp}; this family has no table of what a pipeline cuts"
+    elif pp > num_layers:
+        yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {num_layers} layers to cut"
+    elif pp * chunks > num_layers:
+        message = f"is {chunks}: {pp} pipeline stages have {pp * chunks} chunks then, and the model {num_layers} layers"
+        yield "parallel.virtual_pipeline_degree", message
+    elif not isinstance(cut, str) and len(cut) != pp * chunks - 1:
+        parts = f"{pp} pipeline stages of {chunks} chunks are {pp * chunks} parts"
+        yield "parallel.pipeline_cut", f"names {len(cut)} layers; {parts}, which {pp * chunks - 1} layers begin"
+    elif not isinstance(cut, str) and cut[-1] >= num_layers:
+        yield "parallel.pipeline_cut", f"names layer {cut[-1]}; the model has layers 0 to {num_layers - 1}"
+
+
+def _num_chunks(recipe: Recipe) -> int:
+    default = 2 if recipe.parallel.pipeline_schedule == "interleaved" else 1
+    return recipe.parallel.virtual_pipeline_degree or default
 
 
 def _degrees(recipe: Recipe) -> tuple[Degrees, int, list[Rule]]:
@@ -275,7 +299,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     return {
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": _smoke_shape(family, tp, pp),
+        "model.config": _smoke_shape(family, tp, pp * (_num_chunks(recipe) if pp > 1 else 1)),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
@@ -283,7 +307,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "parallel": {
             "tensor_parallel_degree": tp,
             "pipeline_parallel_degree": pp,
-            "pipeline_schedule": recipe.parallel.pipeline_schedule,
+            **_smoke_pipeline(recipe, pp),
             "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
             "sharding": recipe.parallel.sharding if sharded else "none",
             "sharding_parallel_degree": degree if sharded and data % degree == 0 else 1,
@@ -307,10 +331,23 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 _SMOKE_RANKS = 8
 
 
-def _smoke_shape(family: ModelFamily, tp: int, pp: int) -> dict[str, Any]:
+def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
+    """Schedule and cut, as far as there is a pipeline still. Named layers become those of a tiny shape: one a part."""
+    parallel = recipe.parallel
+    if pp == 1:
+        return {}
+    cut = parallel.pipeline_cut
+    return {
+        "pipeline_schedule": parallel.pipeline_schedule,
+        "virtual_pipeline_degree": parallel.virtual_pipeline_degree,
+        "pipeline_cut": cut if isinstance(cut, str) else list(range(1, pp * _num_chunks(recipe))),
+    }
+
+
+def _smoke_shape(family: ModelFamily, tp: int, parts: int) -> dict[str, Any]:
     """The family's tiny shape, with as many heads and layers as it takes to be cut so."""
     shape = dict(family.smoke)
-    for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", pp)):
+    for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):
         if key in shape:
             shape[key] = max(shape[key], least)
     return shape
@@ -319,10 +356,7 @@ def _smoke_shape(family: ModelFamily, tp: int, pp: int) -> dict[str, Any]:
 def unsupported(plan: RunPlan) -> list[Problem]:
     """What a legal recipe may ask for and the engine of this version does not do yet."""
     recipe, problems = plan.recipe, []
-    for key, value, only in (
-        ("parallel.pipeline_schedule", recipe.parallel.pipeline_schedule, ("FThenB", "1F1B")),
-        ("launch.nnodes", recipe.launch.nnodes, 1),
-    ):
+    for key, value, only in (("launch.nnodes", recipe.launch.nnodes, 1),):
         runs = only if isinstance(only, tuple) else (only,)
         if value not in runs:
             message = f"is {value}; this version of the engine runs {', '.join(map(str, runs))} only"

@@ -6,6 +6,7 @@ Only data lives here: no class paths, no callables, nothing that a recipe could 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -64,7 +65,15 @@ class ParallelSection(Section):
     pipeline_parallel_degree: PositiveInt = 1
     """Pipeline stages the layers are cut into."""
     pipeline_schedule: Literal["FThenB", "1F1B", "interleaved"] = "1F1B"
-    """Order of the forward and backward passes of a pipeline."""
+    """Order of the forward and backward passes of a pipeline. "1F1B" holds few micro-batches at once, "FThenB" all of
+    them; "interleaved" is 1F1B with several chunks of layers a rank: less waiting, more messages."""
+    virtual_pipeline_degree: PositiveInt | None = None
+    """Chunks of layers a rank has with the interleaved schedule: chunk c of pipeline stage s is part
+    c * pipeline_parallel_degree + s of the model. Default: 2 with that schedule, 1 with the others."""
+    pipeline_cut: Literal["layers", "parameters"] | list[PositiveInt] = "layers"
+    """Where a pipeline is cut: "layers" deals out the same number to each part, the first ones get one more;
+    "parameters" makes the largest part as small as can be, embedding and head included; a list names the layers
+    that the second, third ... part begin with, counted from 0."""
     sharding: Literal["none", "stage1", "stage2", "stage3"] = "none"
     """What is cut over the sharding axis: optimizer states (1), gradients too (2), parameters too (3)."""
     sharding_parallel_degree: PositiveInt = 1
@@ -73,6 +82,20 @@ class ParallelSection(Section):
     """Cut activations along the sequence between the tensor parallel regions."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        stages, chunks = self.pipeline_parallel_degree, self.virtual_pipeline_degree
+        if self.pipeline_schedule == "interleaved" and stages == 1:
+            yield "pipeline_schedule", "is interleaved, which needs pipeline_parallel_degree above 1"
+        if self.pipeline_schedule == "interleaved" and chunks == 1:
+            yield "virtual_pipeline_degree", "is 1, which is the schedule 1F1B; choose that, or 2 or more"
+        if self.pipeline_schedule != "interleaved" and chunks not in (None, 1):
+            yield (
+                "virtual_pipeline_degree",
+                f"is {chunks}, but pipeline_schedule {self.pipeline_schedule} has one chunk a rank; choose interleaved",
+            )
+        if self.pipeline_cut != "layers" and stages == 1:
+            yield "pipeline_cut", "needs pipeline_parallel_degree above 1: there is nothing to cut"
+        if not isinstance(self.pipeline_cut, str) and any(a >= b for a, b in itertools.pairwise(self.pipeline_cut)):
+            yield "pipeline_cut", f"is {self.pipeline_cut}; each layer has to come after the one before it"
         if self.sequence_parallel and self.tensor_parallel_degree == 1:
             yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
         if self.sharding == "none" and self.sharding_parallel_degree > 1:

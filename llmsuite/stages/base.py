@@ -81,7 +81,7 @@ class Stage(abc.ABC, Generic[S]):
         """Rows to samples. Counts the rows that would train nothing and leaves them out."""
 
     def before_training(self, model: Any, samples: Sequence[S]) -> None:
-        """Called once on every rank with the initial model and every sample the run will use."""
+        """Called with the initial model and every sample the run will use, once on every rank that reads data."""
 
     @abc.abstractmethod
     def collate(self, samples: Sequence[S]) -> Batch:

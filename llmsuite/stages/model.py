@@ -17,12 +17,13 @@ from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
+from llmsuite.engine.cut import keep_part, layer_costs, owner_stage, part_bounds
 from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
 from llmsuite.engine.parallelize import between_layers, own_slice, parallelize, read_local
-from llmsuite.engine.pipeline import Edges, PipelineStage, keep_stage, owner_stage
+from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
 from llmsuite.models.shard_plan import WHOLE
@@ -41,6 +42,8 @@ class BuiltModel:
     """What this rank's optimizer owns of each of its parameters."""
     shapes: dict[str, list[int]]
     """Shape of every parameter of the whole model, in the order of the layers."""
+    bounds: list[int]
+    """Where the pipeline cuts the layers, see `part_bounds`."""
     digest: str
     """Changes with anything that decides the initial values."""
 
@@ -48,13 +51,18 @@ class BuiltModel:
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
-    with paddle.LazyGuard():
-        model = plan.family.factory()(plan.model_config, backend.ops(engine.precision))
-    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    chunks = []
+    for _ in range(plan.num_chunks):
+        with paddle.LazyGuard():
+            chunks.append(plan.family.factory()(plan.model_config, backend.ops(engine.precision)))
+    shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
     count = sum(int(np.prod(shape)) for shape in shapes.values())
-    if mesh.degrees.pp > 1:
-        keep_stage(model, cuts, mesh.coordinate["pp"], mesh.degrees.pp, _is_tied(plan))
-    model.recompute = engine.recompute == "full"
+    bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
+    if pp > 1:
+        costs, tied = layer_costs(shapes, cuts, bounds[-1], _is_tied(plan)), _is_tied(plan)
+        bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
+        for number, chunk in enumerate(chunks):
+            keep_part(chunk, cuts, number * pp + mesh.coordinate["pp"], bounds, tied)
     digest = hashlib.sha256(json.dumps([engine.precision, plan.model_config.to_hf()]).encode())
     if plan.weights is not None:
         source = open_model(plan.weights, registry.models)
@@ -62,27 +70,29 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         read = _read_from(source)
         digest.update(source.digest().encode())
     else:
-        read = _draw(model, seed, plan.model_config.initializer_range)
+        read = _draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
-    shards: list[ParameterShard] = []
+    placements = between_layers(sequence_parallel)
     stage = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}[plan.recipe.parallel.sharding]
+    shards: list[ParameterShard] = []
 
     def cut(name: str, parameter: Any) -> None:
         is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
         shards.append(ParameterShard(name, parameter, mesh, cuts.dim(name), stage, is_tied))
 
-    parallelize(model, cuts, mesh, read, dtype, sequence_parallel, cut)
-    placements = between_layers(sequence_parallel)
-    if engine.mode == "to_static":
-        compile_layers(model, cuts, mesh, placements)
-    if stage == 3:
-        Gatherer(model, cuts, shards, _is_tied(plan))
+    for chunk in chunks:
+        chunk.recompute, num_before = engine.recompute == "full", len(shards)
+        parallelize(chunk, cuts, mesh, read, dtype, sequence_parallel, cut)
+        if engine.mode == "to_static":
+            compile_layers(chunk, cuts, mesh, placements)
+        if stage == 3:
+            Gatherer(chunk, cuts, shards[num_before:], _is_tied(plan))
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {mesh.degrees.num_ranks} x {backend.name}")
-    edges = Edges(mesh) if mesh.degrees.pp > 1 else None
-    part = PipelineStage(model, mesh, plan.model_config.hidden_size, placements, edges)
-    return BuiltModel(part, shards, shapes, digest.hexdigest())
+    edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
+    part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
+    return BuiltModel(part, shards, shapes, bounds, digest.hexdigest())
 
 
 def _is_tied(plan: RunPlan) -> bool:
@@ -92,9 +102,9 @@ def _is_tied(plan: RunPlan) -> bool:
 class WholeModel:
     """Parameters and optimizer state as a checkpoint has them, whatever rank holds them."""
 
-    def __init__(self, plan: RunPlan, shapes: dict[str, list[int]], optimizer: Optimizer, dtype: str, mesh: Mesh):
-        cuts, pp = plan.family.shard_plan or WHOLE, mesh.degrees.pp
-        owners = {n: owner_stage(n, cuts, plan.model_config.num_hidden_layers, pp) for n in shapes}
+    def __init__(self, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, dtype: str, mesh: Mesh):
+        cuts, shapes = plan.family.shard_plan or WHOLE, built.shapes
+        owners = {n: owner_stage(n, cuts, built.bounds, mesh.degrees.pp) for n in shapes}
         mine = {s.name: s for s in optimizer.shards if owners[s.name] == mesh.coordinate["pp"]}
         self.parameters = [
             _whole(n, shape, dtype, owners[n], mine[n].gather_parameter if n in mine else None)
@@ -151,9 +161,9 @@ def _read_from(source: ModelDirectory) -> Callable[[str, Sequence[int], Sequence
     return lambda name, shape, index: source.read(name, index)
 
 
-def _draw(model: Any, seed: int, std: float) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:
+def _draw(chunks: Sequence[Any], seed: int, std: float) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:
     constants = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
         if parameter.ndim == 1:  # gains and biases start as their layers say
             parameter.initialize()
             constants[name] = parameter.numpy()

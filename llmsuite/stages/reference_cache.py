@@ -64,11 +64,11 @@ class ReferenceCache:
 def complete(
     cache: ReferenceCache, keys: Sequence[str], compute: Callable[[list[int]], Mapping[str, float]]
 ) -> tuple[dict[str, float], int]:
-    """Look every key up and have the ranks compute the rest, each a part of it.
+    """Look every key up and have the ranks compute the rest, each a part of it. Every rank that reads data calls it.
 
     Args:
         cache: where to look and store.
-        keys: what is needed, the same on every rank.
+        keys: what is needed, the same on all of them.
         compute: gets positions in `keys` this rank is to compute, returns their values by key, and may return more.
 
     Returns:
@@ -81,8 +81,8 @@ def complete(
     rank, num_ranks = mesh.data_rank, mesh.degrees.num_data_ranks
     known = cache.lookup(keys)
     # ranks may see different states of a cache that another run is filling: known is what all of them have
-    have = collective.sum_over_run([float(key in known) for key in keys])
-    missing = [i for i, count in enumerate(have) if count < collective.num_ranks()]
+    *have, num_readers = collective.sum_over_readers([*(float(key in known) for key in keys), 1.0])
+    missing = [i for i, count in enumerate(have) if count < num_readers]
     if missing:
         # in one piece: the two answers of a pair lie side by side, and are computed together
         part = range(len(missing) * rank // num_ranks, len(missing) * (rank + 1) // num_ranks)

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from llmsuite.engine import collective
 from llmsuite.engine.launch import INTERRUPTED
 from llmsuite.engine.loop import Hooks, Schedule, fit
 from llmsuite.engine.loss_scale import LossScale
+from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.static import LENGTH_MULTIPLE
 from llmsuite.errors import RecipeError, UserError
@@ -33,7 +34,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.section import as_plain
 from llmsuite.stages.base import Stage, StageContext
-from llmsuite.stages.model import WholeModel, build_model, restore
+from llmsuite.stages.model import BuiltModel, WholeModel, build_model, restore
 
 _SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
 # What may differ between a run and its continuation: it does not change what is learnt.
@@ -55,50 +56,47 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     lock = lock_directory(plan.output_dir) if collective.rank() == 0 else None  # before any work is done in vain
     mesh = collective.start(plan.degrees)
 
-    assert plan.tokenizer is not None  # plan.check_files has seen to it
-    tokenizer = TextTokenizer(plan.tokenizer)
+    plan.check_files(mesh.reads_data)
+    tokenizer = _load_tokenizer(plan) if mesh.reads_data else None
     built = build_model(plan, registry, backend, mesh)
     model = built.part
-    if tokenizer.vocab_size > plan.model_config.vocab_size:
-        raise UserError(
-            f"model.tokenizer: {plan.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
-            f"{plan.model_config.vocab_size} of the model"
-        )
 
     def autocast() -> Any:
         return backend.autocast(recipe.engine.precision)
 
-    context = StageContext(
-        recipe=recipe,
-        tokenizer=tokenizer,
-        template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
-        data_formats=registry.data_formats,
-        model_digest=built.digest,
-        autocast=autocast,
-        length_multiple=_length_multiple(plan),
-        report=report,
-    )
-    stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.name), context)
-    train_samples = stage.read(plan.train_file)
-    eval_samples = stage.read(plan.eval_file) if plan.eval_file else []
-    if eval_samples and len(eval_samples) < mesh.degrees.num_data_ranks:
-        raise UserError(f"data.eval: {plan.eval_file} has {len(eval_samples)} usable rows; every data rank needs one")
+    stage: Stage[Any] | None = None
+    train_samples: Sequence[Any] = ()
+    eval_samples: Sequence[Any] = ()
+    if tokenizer is not None:
+        stage = _make_stage(plan, registry, built, tokenizer, autocast)
+        train_samples, eval_samples = _read(stage, plan, mesh)
+    counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
+    if stage is None:  # in the middle of a pipeline a sample is a number, which nobody looks at
+        train_samples, eval_samples = (range(int(count)) for count in counts)
 
     schedule = _schedule(plan, len(train_samples))
     host = backend if recipe.engine.offload_optimizer else None
     optimizer = Optimizer(built.shards, recipe.train, schedule.total_steps, host)
     checkpoints = Path(plan.output_dir) / "checkpoints"
     keep_last, loggers = recipe.checkpoint.keep_last, _loggers(plan, registry)
-    if unread := plan.loaded.unread():
+    if stage is not None and (unread := plan.loaded.unread()):
         raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
 
     # with the initial weights still in place: what a stage computes here belongs to them
     order = SampleOrder(len(train_samples), recipe.seed)
-    num_used = min(schedule.total_steps * schedule.global_batch_size, len(train_samples))
-    used = [train_samples[order.at(i)] for i in range(num_used)]
-    stage.before_training(model, [*used, *eval_samples])
+    if stage is not None:
+        num_used = min(schedule.total_steps * schedule.global_batch_size, len(train_samples))
+        used = [train_samples[order.at(i)] for i in range(num_used)]
+        stage.before_training(model, [*used, *eval_samples])
+        if model.is_first:
+            model.release()
+    else:
+        with autocast():
+            model.relay()
 
-    state = _fresh(_learning_digest(plan, built.digest), recipe.seed)
+    # rank 0 alone compares and writes it: it takes the data to know
+    digest = _learning_digest(plan, built.digest) if collective.rank() == 0 else ""
+    state = _fresh(digest, recipe.seed)
     if resume:
         state = _restore(plan, state, checkpoints, registry, optimizer)
     if state.step == schedule.total_steps:
@@ -111,7 +109,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
 
     def save(step: int, samples: int) -> None:
-        whole = WholeModel(plan, built.shapes, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
+        whole = WholeModel(plan, built, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
         if output is not None:
             now = dataclasses.replace(state, step=step, samples=samples)
             if scale is not None:
@@ -157,6 +155,44 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     return 0 if done == schedule.total_steps else INTERRUPTED
 
 
+def _load_tokenizer(plan: RunPlan) -> TextTokenizer:
+    assert plan.tokenizer is not None  # plan.check_files has seen to it
+    tokenizer = TextTokenizer(plan.tokenizer)
+    if tokenizer.vocab_size > plan.model_config.vocab_size:
+        raise UserError(
+            f"model.tokenizer: {plan.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
+            f"{plan.model_config.vocab_size} of the model"
+        )
+    return tokenizer
+
+
+def _make_stage(
+    plan: RunPlan, registry: Registry, built: BuiltModel, tokenizer: TextTokenizer, autocast: Any
+) -> Stage[Any]:
+    recipe = plan.recipe
+    context = StageContext(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
+        data_formats=registry.data_formats,
+        model_digest=built.digest,
+        autocast=autocast,
+        length_multiple=_length_multiple(plan),
+        report=report,
+    )
+    stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.name), context)
+    return stage
+
+
+def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[list[Any], list[Any]]:
+    """Samples for training and for evaluation."""
+    train_samples = stage.read(plan.train_file)
+    eval_samples = stage.read(plan.eval_file) if plan.eval_file else []
+    if eval_samples and len(eval_samples) < mesh.degrees.num_data_ranks:
+        raise UserError(f"data.eval: {plan.eval_file} has {len(eval_samples)} usable rows; every data rank needs one")
+    return train_samples, eval_samples
+
+
 def _length_multiple(plan: RunPlan) -> int:
     multiple = LENGTH_MULTIPLE if plan.recipe.engine.mode == "to_static" else 1
     return math.lcm(multiple, plan.degrees.tp) if plan.recipe.parallel.sequence_parallel else multiple
@@ -171,7 +207,7 @@ def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         accumulate_steps=plan.accumulate_steps,
-        pipeline="FThenB" if plan.schedule == "FThenB" else "1F1B",
+        pipeline=plan.schedule,
         log_steps=train.log_steps,
         eval_steps=train.eval_steps,
         save_steps=plan.recipe.checkpoint.save_steps,
@@ -191,21 +227,22 @@ def _restore(
         train_state.remove_unfinished(checkpoints)
         path = train_state.find_latest(checkpoints, report)
         if path is not None:
-            found = train_state.load_state(path).step
+            state = train_state.load_state(path)
+            if state.recipe_sha256 != fresh.recipe_sha256:
+                differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
+                raise UserError(
+                    f"{path}: was written by a run that differs in {differing}; resume it with "
+                    f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
+                )
+            found = state.step
         elif train_state.list_steps(checkpoints):
             raise UserError(f"{checkpoints}: none of its checkpoints is whole; move them away to start at step 0")
-    found = int(collective.sum_over_run([float(found) if collective.rank() == 0 else 0.0])[0])
+    found = int(collective.from_first_rank([float(found)])[0])
     if found < 0:
         report(f"no checkpoint in {checkpoints}; starting at step 0")
         return fresh
     path = checkpoints / f"step-{found}"
     state = train_state.load_state(path)
-    if state.recipe_sha256 != fresh.recipe_sha256:
-        differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
-        raise UserError(
-            f"{path}: was written by a run that differs in {differing}; resume it with "
-            f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
-        )
     restore(path, plan, registry, optimizer, collective.mesh())
     report(f"resuming from {path}")
     return state

@@ -67,6 +67,21 @@ def test_its_stage_learns(runner: Runner, site: Path, recipe: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_its_numbers_are_those_of_one_process_on_any_mesh(runner: Runner, site: Path, recipe: Path) -> None:
+    """It asks the model for logits and gives them to Paddle's cross-entropy, as on one card."""
+    plugins = {"PYTHONPATH": str(site), "LLMSUITE_PLUGINS": "next_token"}
+    found = []
+    for ranks, parallel in (1, {}), (4, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}):
+        directory = recipe.parent / f"on {ranks}"
+        words = [f"--launch.num_devices={ranks}", f"--parallel={json.dumps(parallel)}", f"--output_dir={directory}"]
+        sgd = ["--train.max_steps=4", "--train.optimizer=sgd", "--train.learning_rate=0.5"]
+        runner.run("run", str(recipe), *words, *sgd, **plugins)
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        found.append([record[key] for record in map(json.loads, lines) for key in ("loss", "grad_norm")])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[0][-2] < 0.95 * found[0][0], "nothing was learnt, so nothing was compared"
+
+
 def test_without_the_plugin_the_recipe_says_what_is_missing(runner: Runner, recipe: Path) -> None:
     output = runner.run("validate", str(recipe), expect=2)
     assert "recipe.json:2:2: stage: no stage is called 'next_token'" in output

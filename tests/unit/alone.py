@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.engine.loss_scale import LossScale
+from llmsuite.engine.loss_ledger import LossTerms
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.schedule import Action
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.step import Objective, train_step
 from llmsuite.recipe.resolve import Degrees
@@ -56,7 +58,8 @@ class AnyModel:
     is_first = is_last = True
 
     def __init__(self, model: Any):
-        self.model = model
+        self.model, self.chunks = model, [model]
+        self._totals: dict[int, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -64,11 +67,16 @@ class AnyModel:
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
 
-    def take_pass(self) -> tuple[Any, Any]:
-        return None, None
+    def meets_data(self, chunk: int) -> bool:
+        return True
 
-    def backward(self, passed: tuple[Any, Any], total: Any) -> None:
-        total.backward()
+    def forward(self, action: Action, loss: Callable[[], LossTerms]) -> LossTerms:
+        terms = loss()
+        self._totals[action.micro_batch] = terms.total
+        return terms
+
+    def backward(self, action: Action, scale: float = 1.0) -> None:
+        (self._totals.pop(action.micro_batch) * scale).backward()
 
 
 def step(
@@ -83,7 +91,7 @@ def step(
     """`train_step` of a model that is whole, in full precision."""
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
-        part = PipelineStage(model, MESH, model.config.hidden_size, [], None)
+        part = PipelineStage([model], MESH, model.config.hidden_size, [], None)
     return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, stop, scale)
 
 

@@ -22,18 +22,26 @@ def test_sums(degrees: Degrees) -> None:
     # a tenth more than float32 can tell apart: the sums are made in float64
     fine = 1 + 2.0**-40
 
-    def work(mesh: Mesh) -> tuple[list[float], list[float]]:
-        run = collective.sum_over_run([mesh.rank * fine, 1.0])
-        return run, collective.sum_over_data([mesh.data_rank * fine, 1.0])
+    def work(mesh: Mesh) -> tuple[list[float], ...]:
+        sums = [collective.sum_over_run([mesh.rank * fine, 1.0]), collective.from_first_rank([mesh.rank + fine])]
+        if mesh.reads_data:
+            sums += [collective.sum_over_data([mesh.data_rank * fine, 1.0]), collective.sum_over_readers([1.0])]
+        return tuple(sums)
 
     ranks, data_ranks = degrees.num_ranks, degrees.num_data_ranks
-    for run, data in many.run(degrees, work):
+    middle = ranks // degrees.pp * max(0, degrees.pp - 2)
+    num_middle = 0
+    for run, first, *readers in many.run(degrees, work):
         assert run == [fine * sum(range(ranks)), ranks]
-        assert data == [fine * sum(range(data_ranks)), data_ranks]
+        assert first == [fine]
+        assert readers in ([], [[fine * sum(range(data_ranks)), data_ranks], [ranks - middle]])
+        num_middle += readers == []
+    assert num_middle == middle
 
 
 def test_alone_nothing_is_sent() -> None:
     assert collective.sum_over_run([1.5]) == collective.sum_over_data([1.5]) == [1.5]
+    assert collective.sum_over_readers([1.5]) == collective.from_first_rank([1.5]) == [1.5]
     tensor = paddle.to_tensor([1.0, 2.0])
     collective.sum_in_group(tensor, None)
     assert collective.reduce_scatter(tensor, None) is tensor
@@ -78,12 +86,13 @@ AXES = {
 
 @every_mesh
 def test_a_ledger_counts_each_sample_once(degrees: Degrees) -> None:
-    """Ranks of a tensor parallel group book the same, and those in front of a pipeline's end book nothing real."""
+    """Ranks of a tensor parallel group book the same, those in front of a pipeline's end book nothing real, and those
+    in its middle nothing at all."""
     asked: set[int] = set()
 
     def work(mesh: Mesh) -> tuple[float, dict[str, float]]:
         ledger, last = LossLedger(), mesh.coordinate["pp"] == degrees.pp - 1
-        for micro_batch in range(2):
+        for micro_batch in range(2 if mesh.reads_data else 0):
             loss = float(3 * mesh.data_rank + micro_batch) if last else 1e9
             ledger.add(LossTerms(paddle.to_tensor(loss), 2.0, {"margin": (paddle.to_tensor(loss / 2), 1.0)}))
             ledger.count(tokens=5 + mesh.data_rank)
@@ -94,8 +103,9 @@ def test_a_ledger_counts_each_sample_once(degrees: Degrees) -> None:
     total = float(sum(6 * rank + 1 for rank in range(ranks)))
     metrics = {"loss": total / (4 * ranks), "margin": total / 2 / (2 * ranks)}
     metrics["tokens"] = float(sum(2 * (5 + rank) for rank in range(ranks)))
-    for found in many.run(degrees, work):
-        assert found == (4.0 * ranks, {**metrics, "stop": 0.0})
+    for rank, found in enumerate(many.run(degrees, work)):
+        known = metrics if Mesh(degrees, rank).reads_data else {"loss": metrics["loss"]}
+        assert found == (4.0 * ranks, {**known, "stop": 0.0})
     # a signal that one rank alone gets, whichever it is, reaches all
     for rank in range(degrees.num_ranks):
         asked = {rank}

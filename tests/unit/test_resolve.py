@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import Degrees, RunPlan, _model_rules, plan_run, unsupported
 from llmsuite.resources import bundled
-from tests.conftest import VALID, position
+from tests.conftest import VALID, position, registry_with
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[Problem]]
@@ -192,7 +193,6 @@ def test_stage3_needs_to_know_what_is_gathered_at_once(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "asked", "runs"),
     [
-        ({"parallel.pipeline_schedule": "interleaved"}, "parallel.pipeline_schedule", "interleaved", "FThenB, 1F1B"),
         ({"launch.nnodes": 2}, "launch.nnodes", "2", "1"),
     ],
 )
@@ -213,9 +213,93 @@ def test_legal_but_not_in_this_version(
         {"parallel": {"tensor_parallel_degree": 2, "sequence_parallel": True}},
         {"parallel.pipeline_parallel_degree": 2},
         {"parallel": {"pipeline_parallel_degree": 2, "pipeline_schedule": "FThenB"}},
+        {"parallel": {"pipeline_parallel_degree": 2, "pipeline_schedule": "interleaved"}},
         {"parallel.sharding": "stage1"},
         {"parallel": {"sharding": "stage2", "sharding_parallel_degree": 2}},
     ],
 )
 def test_everything_in_this_version_is_supported(plan: Plan, changes: dict[str, Any]) -> None:
     assert unsupported(plan({"launch.num_devices": 2, **changes})) == []
+
+
+# pipelines
+
+
+def _pipeline(stages: int, **keys: Any) -> dict[str, Any]:
+    return {"launch.num_devices": stages, "parallel": {"pipeline_parallel_degree": stages, **keys}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "chunks"),
+    [
+        ({}, 1),
+        ({"virtual_pipeline_degree": 1}, 1),
+        ({"pipeline_schedule": "interleaved"}, 2),
+        ({"pipeline_schedule": "interleaved", "virtual_pipeline_degree": 8}, 8),
+        ({"pipeline_cut": "parameters"}, 1),
+        ({"pipeline_cut": [1, 2, 31]}, 1),
+        ({"pipeline_schedule": "interleaved", "pipeline_cut": [1, 2, 3, 4, 5, 6, 7]}, 2),
+    ],
+)
+def test_chunks_of_a_rank(plan: Plan, keys: dict[str, Any], chunks: int) -> None:
+    found = plan(_pipeline(4, **keys))
+    assert found.num_chunks == chunks
+    assert found.schedule == keys.get("pipeline_schedule", "1F1B")
+
+
+INTERLEAVED = {"pipeline_schedule": "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        (_pipeline(1, **INTERLEAVED), "pipeline_schedule", "needs pipeline_parallel_degree above 1"),
+        (_pipeline(2, **INTERLEAVED, virtual_pipeline_degree=1), "virtual_pipeline_degree", "is the schedule 1F1B"),
+        (
+            _pipeline(2, virtual_pipeline_degree=2),
+            "virtual_pipeline_degree",
+            "is 2, but pipeline_schedule 1F1B has one",
+        ),
+        (
+            _pipeline(4, **INTERLEAVED, virtual_pipeline_degree=9),
+            "virtual_pipeline_degree",
+            "is 9: 4 pipeline stages have 36 chunks then, and the model 32 layers",
+        ),
+        (_pipeline(1, pipeline_cut="parameters"), "pipeline_cut", "there is nothing to cut"),
+        (
+            _pipeline(3, pipeline_cut=[8, 8]),
+            "pipeline_cut",
+            "is [8, 8]; each layer has to come after the one before it",
+        ),
+        (
+            _pipeline(4, pipeline_cut=[8, 16]),
+            "pipeline_cut",
+            "names 2 layers; 4 pipeline stages of 1 chunks are 4 parts, which 3 layers begin",
+        ),
+        (_pipeline(2, pipeline_cut=[32]), "pipeline_cut", "names layer 32; the model has layers 0 to 31"),
+        (_pipeline(2, pipeline_cut="evenly"), "pipeline_cut", "expected one of: layers, parameters or list"),
+    ],
+)
+def test_pipelines_that_make_no_sense(problems: Problems, changes: dict[str, Any], key: str, message: str) -> None:
+    (problem,) = problems(changes)
+    assert problem.key.startswith(f"parallel.{key}")
+    assert message in problem.message
+
+
+def test_the_first_part_begins_with_the_first_layer(problems: Problems) -> None:
+    found = [str(problem) for problem in problems(_pipeline(2, pipeline_cut=[0]))]
+    assert any("parallel.pipeline_cut.0: expected integer > 0, found 0" in problem for problem in found)
+
+
+def test_a_family_without_a_table_has_no_pipeline(write_recipe: Callable[..., Path]) -> None:
+    llama = registry_with().models["llama"]
+    registry = registry_with()
+    registry.models["llama"] = dataclasses.replace(llama, shard_plan=None)
+    with pytest.raises(RecipeError, match="this family has no table of what a pipeline cuts"):
+        plan_run(write_recipe(_pipeline(2)), [], registry)
+
+
+def test_a_cut_from_the_command_line(plan: Plan) -> None:
+    found = plan(_pipeline(3), "--parallel.pipeline_cut=[10, 20]")
+    assert found.recipe.parallel.pipeline_cut == [10, 20]
+    assert plan(_pipeline(3), "--parallel.pipeline_cut=parameters").recipe.parallel.pipeline_cut == "parameters"

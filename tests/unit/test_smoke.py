@@ -44,7 +44,7 @@ def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
     for key in ("lr_schedule", "warmup_ratio", "optimizer", "weight_decay", "max_grad_norm"):
         assert as_plain(small.train)[key] == as_plain(whole.train)[key]
     assert small.engine.recompute == whole.engine.recompute
-    for key in ("sharding", "sequence_parallel", "pipeline_schedule"):
+    for key in ("sharding", "sequence_parallel", "pipeline_schedule", "virtual_pipeline_degree", "pipeline_cut"):
         assert as_plain(small.parallel)[key] == as_plain(whole.parallel)[key]
     assert small.output_dir == f"{whole.output_dir}-smoke"  # a real run is not written over
 
@@ -67,6 +67,38 @@ def test_batch_is_the_same_on_any_mesh(plan: Plan) -> None:
     assert (one.degrees.num_ranks, two.degrees.num_ranks) == (1, 2)
     assert one.recipe.train.global_batch_size == two.recipe.train.global_batch_size
     assert one.accumulate_steps == 2 * two.accumulate_steps
+
+
+INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_pipeline_degree": 3}
+
+
+@pytest.mark.parametrize(
+    ("stages", "keys", "kept", "layers"),
+    [
+        (4, INTERLEAVED, INTERLEAVED, 12),
+        (4, {"pipeline_cut": "parameters"}, {"pipeline_cut": "parameters"}, 4),
+        (4, {"pipeline_cut": [8, 16, 20]}, {"pipeline_cut": [1, 2, 3]}, 4),
+        # cut down to 8 ranks
+        (16, {"pipeline_cut": list(range(2, 32, 2))}, {"pipeline_cut": [1, 2, 3, 4, 5, 6, 7]}, 8),
+    ],
+)
+def test_a_pipeline_stays_what_it_is(
+    plan: Plan, stages: int, keys: dict[str, object], kept: dict[str, object], layers: int
+) -> None:
+    changes = {"launch.num_devices": stages, "parallel": {"pipeline_parallel_degree": stages, **keys}}
+    small = plan(changes, smoke=True)
+    assert small.degrees.pp == min(stages, 8)
+    for key, value in kept.items():
+        assert as_plain(small.recipe.parallel)[key] == value
+    assert small.model_config.num_hidden_layers == layers
+    assert unsupported(small) == []
+
+
+def test_what_is_no_pipeline_any_more_has_no_schedule(plan: Plan) -> None:
+    """Eight tensor parallel ranks leave no room for one."""
+    parallel = {"tensor_parallel_degree": 8, "pipeline_parallel_degree": 2, **INTERLEAVED}
+    small = plan({"launch.num_devices": 16, "parallel": parallel}, smoke=True)
+    assert (small.degrees.tp, small.degrees.pp, small.num_chunks) == (8, 1, 1)
 
 
 def test_overrides_lie_over_it(plan: Plan) -> None:

@@ -1,0 +1,117 @@
+"""Where a pipeline cuts the layers, and what of a model belongs to which part.
+
+There are as many parts as stages, or a multiple of it with the interleaved schedule; part p is on stage p % stages.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.models.shard_plan import ShardPlan
+
+
+def part_bounds(cut: str | Sequence[int], costs: Sequence[int], num_parts: int) -> list[int]:
+    """Part p has the layers from bound p to bound p + 1.
+
+    Args:
+        cut: "layers" for the same number of layers in each part, the first parts get one more; "parameters" for the
+            smallest possible largest part; or the layers that parts 1, 2 ... begin with.
+        costs: of each layer, see `layer_costs`.
+        num_parts: at most as many as there are layers.
+    """
+    if cut == "parameters":
+        return _balanced(costs, num_parts)
+    if cut == "layers":
+        size, more = divmod(len(costs), num_parts)
+        return [part * size + min(part, more) for part in range(num_parts + 1)]
+    bounds = [0, *map(int, cut), len(costs)]
+    assert len(bounds) == num_parts + 1, (cut, num_parts)
+    return bounds
+
+
+def layer_costs(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, num_layers: int, tied: bool) -> list[int]:
+    """Parameters of each layer; what is in front of the layers counts for the first, what is behind for the last.
+
+    Args:
+        shapes: of every parameter of the whole model.
+        plan: of its family.
+        num_layers: of the model.
+        tied: whether the last part needs a copy of what is in front of the layers.
+    """
+    costs = [0] * num_layers
+    for name, shape in shapes.items():
+        size = int(np.prod(shape, dtype="int64"))
+        layer = _layer(name, plan)
+        if layer is None:
+            layer = 0 if _in_front(name, plan) else num_layers - 1
+            if tied and _in_front(name, plan):
+                costs[-1] += size
+        costs[layer] += size
+    return costs
+
+
+def _balanced(costs: Sequence[int], num_parts: int) -> list[int]:
+    """Bounds with the smallest largest part; among those, parts as equal as a left to right search finds them."""
+    total = [0, *itertools.accumulate(costs)]
+    # best[end]: (largest part, sum of squares, bounds) of the layers before `end` in the parts so far
+    best: list[tuple[int, int, list[int]] | None] = [(0, 0, [0])] + [None] * len(costs)
+    for _ in range(num_parts):
+        longer: list[tuple[int, int, list[int]] | None] = [None] * len(best)
+        for end in range(1, len(best)):
+            found = []
+            for start, before in enumerate(best[:end]):
+                if before is not None:
+                    part = total[end] - total[start]
+                    found.append((max(before[0], part), before[1] + part * part, [*before[2], end]))
+            longer[end] = min(found, default=None)
+        best = longer
+    assert best[-1] is not None, "more parts than layers"
+    return best[-1][2]
+
+
+def keep_part(model: Any, plan: ShardPlan, part: int, bounds: Sequence[int], tied: bool) -> None:
+    """Take away what other parts have.
+
+    Args:
+        model: lazily built, whole.
+        plan: of its family.
+        part: the one that is kept.
+        bounds: see `part_bounds`.
+        tied: whether the last part needs the modules in front of the layers too.
+    """
+    last = len(bounds) - 2
+    modules = dict(model.named_sublayers())
+    layers = modules[plan.layers]
+    for i in range(len(layers)):
+        if not bounds[part] <= i < bounds[part + 1]:
+            del layers._sub_layers[str(i)]
+    gone = [] if part == 0 or (tied and part == last) else list(plan.first)
+    gone += [] if part == last else list(plan.last)
+    for name in gone:
+        owner, _, attribute = name.rpartition(".")
+        if name in modules:
+            setattr(modules[owner] if owner else model, attribute, None)
+
+
+def owner_stage(parameter: str, plan: ShardPlan, bounds: Sequence[int], num_stages: int) -> int:
+    """The pipeline stage that has a parameter; the first one of a tied parameter."""
+    layer = _layer(parameter, plan)
+    if layer is not None:
+        return (bisect.bisect_right(bounds, layer) - 1) % num_stages
+    return 0 if _in_front(parameter, plan) else num_stages - 1
+
+
+def _layer(parameter: str, plan: ShardPlan) -> int | None:
+    """Number of the layer a parameter is in."""
+    if not parameter.startswith(f"{plan.layers}."):
+        return None
+    return int(parameter.removeprefix(f"{plan.layers}.").split(".")[0])
+
+
+def _in_front(parameter: str, plan: ShardPlan) -> bool:
+    return any(parameter.startswith(f"{module}.") for module in plan.first)

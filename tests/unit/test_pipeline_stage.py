@@ -1,0 +1,92 @@
+"""A rank of a pipeline without its neighbours: what it refuses, and what ends it."""
+
+from __future__ import annotations
+
+import os
+import queue
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from llmsuite.engine import pipeline
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.errors import UserError
+from llmsuite.recipe.resolve import Degrees
+
+
+class Neighbours:
+    """In place of edges: gives what was laid ready, keeps what is sent."""
+
+    def __init__(self, *messages: Any):
+        self.messages, self.sent = [paddle.to_tensor(m) for m in messages], list[Any]()
+
+    def receive(self, shape: list[int], dtype: Any, forward: bool) -> Any:
+        return self.messages.pop(0)
+
+    def send(self, value: Any, forward: bool) -> None:
+        self.sent.append(value.tolist())
+
+
+class Doubling(paddle.nn.Layer):
+    """Its layers double what they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = self.create_parameter([1], default_initializer=paddle.nn.initializer.Constant(2.0))
+
+    def decode(self, x: Any) -> tuple[Any, list[Any]]:
+        return x * self.factor, []
+
+
+def test_a_length_that_cannot_be_cut_is_refused() -> None:
+    stage = PipelineStage([Doubling()], Mesh(Degrees(1, 1, 1, 2), 0), 4, [dist.Shard(1)], None)
+    with pytest.raises(UserError, match=r"batch of 3 tokens, which 2 ranks cannot share.*length_multiple"):
+        stage.hidden_states(paddle.zeros([2, 3], dtype="int64"))
+
+
+def test_ranks_that_read_other_data_are_noticed() -> None:
+    edges: Any = Neighbours([2, 4, 1], [[[1.0]] * 4] * 2)
+    stage = PipelineStage([Doubling()], Mesh(Degrees(2, 1, 1, 1), 1), 1, [], edges)
+    with pytest.raises(
+        UserError, match=r"sends a micro-batch of \[2, 4\] tokens, the last one has read one of \[2, 5\]"
+    ):
+        stage.hidden_states(paddle.zeros([2, 5], dtype="int64"))
+
+
+def test_the_middle_passes_on_until_the_first_rank_lets_go() -> None:
+    messages = ([1, 1, 2], [[[1.0, 3.0]]], [1, 2, 1], [[[5.0], [7.0]]], [0, 0, 0])
+    edges: Any = Neighbours(*messages)
+    stage = PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 1), 2, [], edges)
+    stage.relay()
+    assert edges.sent == [[1, 1, 2], [[[2.0, 6.0]]], [1, 2, 1], [[[10.0], [14.0]]], [0, 0, 0]]
+    # the one before the last does not tell the last one, which knows
+    edges = Neighbours(*messages)
+    PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 2), 2, [], edges).relay()
+    assert edges.sent[-1] == [[[10.0], [14.0]]]
+
+
+def test_a_message_that_cannot_be_sent_ends_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("connection reset")
+
+    def leave(code: int) -> None:
+        done.append(f"exit code {code}")
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    jobs: queue.Queue[Any] = queue.Queue()
+    for job in (lambda: done.append("first"), fail, lambda: done.append("third")):
+        jobs.put(job)
+    with pytest.raises(SystemExit):
+        pipeline._send_all(jobs)
+    assert done == ["first", "exit code 1"]
+    said = capsys.readouterr().err
+    assert "RuntimeError: connection reset" in said
+    assert "could not be sent; the run ends" in said
