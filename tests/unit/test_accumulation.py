@@ -26,7 +26,7 @@ class Recording(Optimizer):
     """Keeps the gradients a step was made with."""
 
     def step(self, step: int) -> None:
-        self.gradients = {s.name: s.owned.grad.numpy() for s in self.shards if s.owned.grad is not None}
+        self.gradients = {shard.name: gradient.numpy() for shard, gradient in self._finished}
         super().step(step)
 
 
