@@ -59,7 +59,8 @@ def run(args: Any, registry: Registry) -> int:
     def environment(rank: int) -> dict[str, str]:
         return {**backend.environment(num_ranks), **backend.rank_environment(rank)}
 
-    return launch(sys.argv[1:], num_ranks, plan.output_dir / "logs", environment, _write)
+    command = [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
+    return launch(command, num_ranks, plan.output_dir / "logs", environment, _write)
 
 
 def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:

@@ -33,16 +33,16 @@ def is_worker() -> bool:
 
 
 def launch(
-    arguments: Sequence[str],
+    command: Sequence[str],
     num_ranks: int,
     log_dir: Path,
     environment: Callable[[int], Mapping[str, str]],
     write: Callable[[str], None],
 ) -> int:
-    """Run `llmsuite ARGUMENTS` once per rank and wait.
+    """Run a command once per rank and wait.
 
     Args:
-        arguments: the command line of each rank, without the program.
+        command: the command line of each rank.
         num_ranks: processes to start.
         log_dir: gets `workerlog.N`, what rank N prints.
         environment: variables of a rank, by its number; what the user has set wins.
@@ -76,7 +76,6 @@ def launch(
                 "PYTHONUNBUFFERED": "1",
             }
             with open(log_dir / f"workerlog.{rank}", "wb") as log:
-                command = [sys.executable, "-m", "llmsuite", *arguments]
                 # a session of their own: Ctrl-C in the terminal reaches them once, from here
                 rank_process = subprocess.Popen(
                     command, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
