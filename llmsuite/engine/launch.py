@@ -100,7 +100,7 @@ def _watch(
             if failed:
                 rank, code = failed[0], codes[failed[0]] or 0
                 write(first_log.read())
-                if interrupted and code == INTERRUPTED:
+                if interrupted and (code == INTERRUPTED or -code in interrupted):
                     _wait(ranks, _GRACE_SECONDS)  # the others are ending too; rank 0 has the last words
                     write(first_log.read())
                     return INTERRUPTED

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from llmsuite.recipe.rules import PARALLEL_RULES
 from llmsuite.recipe.section import Section
 
 PositiveInt = Annotated[int, Gt(0)]
@@ -73,13 +74,8 @@ class ParallelSection(Section):
     """Cut activations along the sequence between the tensor parallel regions."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.sequence_parallel and self.tensor_parallel_degree == 1:
-            yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
-        if self.sharding == "none" and self.sharding_parallel_degree > 1:
-            yield (
-                "sharding_parallel_degree",
-                f"is {self.sharding_parallel_degree} but sharding is none; choose stage1, stage2 or stage3, or 1",
-            )
+        for rule in PARALLEL_RULES:
+            yield from rule.check(self)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.launch import launch
+from llmsuite.engine.launch import INTERRUPTED, launch
 from tests.multi.conftest import RECIPE, ROOT, Runner
 from tests.parity import token_stage
 from tests.parity.points import Point
@@ -93,13 +93,15 @@ def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(ROOT)
                 patch.setenv("LLMSUITE_PLUGINS", "")
-                launch(
+                code = launch(
                     [sys.executable, "-m", "tests.parity.worker", str(path)],
                     num_ranks,
                     runner.directory / f"logs-{num_ranks}",
                     lambda rank, n=num_ranks: backend.environment(n),  # type: ignore[misc]
                     printed.append,
                 )
+            if code == INTERRUPTED:
+                raise KeyboardInterrupt
             left = [case for case in left if not (runner.directory / case.name / "done").exists()]
             if left:  # go on behind the one that failed
                 failed[left.pop(0).name] = "".join(printed)[-5000:]
