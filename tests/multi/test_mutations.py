@@ -9,18 +9,13 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.parity.cases import Case, compare, many_processes, one_process, run_cases
 from tests.parity.mutations import MUTATIONS
-from tests.parity.points import DIMENSIONS, Point
-
-
-def _point(**choices: object) -> Point:
-    return Point(tuple(choices.get(dimension.name, dimension.values[0]) for dimension in DIMENSIONS))
-
+from tests.parity.points import Point, point
 
 HINGE = ("--dpo.loss=hinge", "--dpo.beta=0.15")  # pairs that are far enough apart have a loss of 0
 POINTS: dict[str, tuple[Point, tuple[str, ...]]] = {
-    "tied": (_point(tp=2, pp=2, tied=True), ()),
-    "tokens": (_point(data_ranks=2, stage="tokens"), ()),
-    "hinge": (_point(data_ranks=2), HINGE),
+    "tied": (point(tp=2, pp=2, tied=True), ()),
+    "tokens": (point(data_ranks=2, stage="tokens"), ()),
+    "hinge": (point(data_ranks=2), HINGE),
 }
 SEEN_IN = {
     "mean_of_means": "tokens",
@@ -34,8 +29,8 @@ SEEN_IN = {
 
 def _cases() -> list[Case]:
     cases = []
-    for name, (point, more) in POINTS.items():
-        one, many = one_process(point), many_processes(point)
+    for name, (strategy, more) in POINTS.items():
+        one, many = one_process(strategy), many_processes(strategy)
         cases.append(dataclasses.replace(one, name=f"{name}-one", words=[*one.words, *more]))
         for mutation in (None, *(m for m, seen in SEEN_IN.items() if seen == name)):
             words = [*many.words, *more]

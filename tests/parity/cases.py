@@ -26,7 +26,7 @@ OPTIMIZERS = {
     # The usual epsilon of 1e-8 divides by the root of second moments that may be next to nothing, which magnifies the
     # last bit of a gradient from step to step. Of the size of the gradients, it is as exact as SGD.
     "adamw": (
-        "--train.optimizer=adamw", "--train.learning_rate=1e-2", "--train.adam_epsilon=1e-2", "--train.weight_decay=0.1"
+        "--train.optimizer=adamw", "--train.learning_rate=3e-3", "--train.adam_epsilon=1e-2", "--train.weight_decay=0.1"
     ),
 }  # fmt: skip
 COMMON = (
@@ -53,6 +53,8 @@ class Case:
     mutation: str | None = None
     """Of `tests.parity.mutations`: an error that is put in."""
     recipe: str = RECIPE
+    trace: bool = False
+    """Whether each rank writes down what it has sent in the last step, as `traffic-RANK.json`."""
 
 
 def one_process(point: Point) -> Case:

@@ -79,6 +79,11 @@ class Point:
     def __getitem__(self, name: str) -> Any:
         return self.values[_NAMES[name]]
 
+    def but(self, **choices: Any) -> Point:
+        """The same with some other choices."""
+        assert choices.keys() <= _NAMES.keys(), choices
+        return Point(tuple(choices.get(d.name, self[d.name]) for d in DIMENSIONS))
+
     def __str__(self) -> str:
         return "-".join(map(str, self.values))
 
@@ -120,6 +125,11 @@ class Point:
 
 
 _NAMES = {dimension.name: i for i, dimension in enumerate(DIMENSIONS)}
+
+
+def point(**choices: Any) -> Point:
+    """The first value of every dimension, but for these choices."""
+    return Point(tuple(d.values[0] for d in DIMENSIONS)).but(**choices)
 
 
 @functools.cache

@@ -9,10 +9,11 @@ brings two threads that wake up all the time, and after some dozen cases the pro
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from llmsuite.devices.start import start_paddle
 from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
+from tests.parity import traffic
 
 
 def main(path: Path) -> int:
     """Run the cases in a file; after each, rank 0 leaves a file `done` in its directory."""
     cases = json.loads(path.read_text())
     rank, num_ranks = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
+    if any(case["trace"] for case in cases):
+        traffic.install()
     start_paddle(CpuBackend(), num_ranks, join=num_ranks > 1)
     import paddle.distributed as dist
 
@@ -45,13 +49,40 @@ def main(path: Path) -> int:
         os.environ["LLMSUITE_CACHE"] = str(directory / "cache")  # what is computed before the first step counts too
         plan = plan_run(case["recipe"], [*case["words"], f"--output_dir={directory}"], registry, smoke=True)
         dist.new_group = _reused(new_group, groups)
-        with mutated(case["mutation"]):
+        with mutated(case["mutation"]), _traffic_of_last_step(directory, rank, case["trace"]):
             code = run(plan, registry, resume=False)
         if code != 0:  # interrupted
             return code
         if rank == 0:
             (directory / "done").touch()
     return 0
+
+
+@contextlib.contextmanager
+def _traffic_of_last_step(directory: Path, rank: int, wanted: bool) -> Iterator[None]:
+    """While active, each training step leaves what this rank has sent in it, and the shape of its batch."""
+    from llmsuite.engine import loop
+
+    train_step = loop.train_step
+
+    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
+        sent: traffic.Traffic = collections.Counter()
+        with traffic.traced(sent):
+            result = train_step(step, micro_batches, objective, *args)
+        batches = [objective.collate(samples) for samples in micro_batches]
+        record = {
+            "micro_batches": [[*b["input_ids"].shape, len(b["targets"])] for b in batches],
+            "sent": [[name, list(shape), count] for (name, shape), count in sorted(sent.items())],
+        }
+        (directory / f"traffic-{rank}.json").write_text(json.dumps(record))
+        return result
+
+    if wanted:
+        loop.train_step = traced_step
+    try:
+        yield
+    finally:
+        loop.train_step = train_step
 
 
 def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Callable[[list[int]], Any]:
