@@ -284,7 +284,6 @@ def unsupported(plan: RunPlan) -> list[Problem]:
         ("parallel.sharding", recipe.parallel.sharding, ("none", "stage1", "stage2")),
         ("engine.mode", recipe.engine.mode, "dynamic"),
         ("engine.precision", recipe.engine.precision, ("fp32", "bf16")),  # fp16 would need loss scaling
-        ("launch.nnodes", recipe.launch.nnodes, 1),
     ):
         runs = only if isinstance(only, tuple) else (only,)
         if value not in runs:

@@ -6,6 +6,7 @@ Only data lives here: no class paths, no callables, nothing that a recipe could 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -152,7 +153,17 @@ class LaunchSection(Section):
     num_devices: PositiveInt = 1
     """Devices (on cpu: processes) per machine."""
     nnodes: PositiveInt = 1
-    """Machines."""
+    """Machines, with num_devices each and one output_dir that all of them see."""
+    master: str | None = None
+    """host:port of machine 0, where the launchers of several machines meet."""
+    node_rank: NonNegativeInt | None = None
+    """Which machine this is, from 0: given on the command line of each."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.master is not None and not re.fullmatch(r"[^:\s]+:[0-9]{1,5}", self.master):
+            yield "master", f"is {self.master!r}; it has to be host:port"
+        if self.node_rank is not None and self.node_rank >= self.nnodes:
+            yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes} it is at most {self.nnodes - 1}"
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -73,29 +73,38 @@ def install() -> None:
 
 
 def _private_store(shared: Any, name: str, rank: int) -> Any:
-    """A store for one group: its first rank serves it and tells the others the port through the shared store."""
+    """A store for one group: its first rank serves it and tells the others where through the shared store."""
     from paddle.base import core
 
     key = f"llmsuite/{name}"
     if rank == 0:
+        address = _own_address()
         for _ in range(20):  # another process may take the port between asking for a free one and using it
-            port = _free_port()
+            port = _free_port(address)
             try:
-                store = core.TCPStore("127.0.0.1", port, True, 0, _STORE_TIMEOUT_SECONDS)
+                store = core.TCPStore(address, port, True, 0, _STORE_TIMEOUT_SECONDS)
                 break
             except (RuntimeError, OSError):
                 continue
         else:
-            raise UserError("no free port on 127.0.0.1 for the ranks to meet at")
-        shared.set(key, str(port))
+            raise UserError(f"no free port on {address} for the ranks to meet at")
+        shared.set(key, f"{address}:{port}")
     else:
-        port = int(bytes(shared.get(key)).decode())
-        store = core.TCPStore("127.0.0.1", port, False, 0, _STORE_TIMEOUT_SECONDS)
+        address, _, text = bytes(shared.get(key)).decode().rpartition(":")
+        store = core.TCPStore(address, int(text), False, 0, _STORE_TIMEOUT_SECONDS)
     _stores.append(store)
     return store
 
 
-def _free_port() -> int:
+def _own_address() -> str:
+    """That of this machine towards the master: the one the other machines can reach."""
+    host = os.environ.get("PADDLE_MASTER", "127.0.0.1:0").rpartition(":")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((host, 9))  # sends nothing: only asks which way it would go
+        return str(s.getsockname()[0])
+
+
+def _free_port(address: str) -> int:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((address, 0))
         return int(s.getsockname()[1])
