@@ -257,6 +257,8 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "checkpoint.save_steps": 4,
         "launch.num_devices": tp * pp * data,
         "launch.nnodes": 1,
+        "launch.master": REMOVE,
+        "launch.node_rank": REMOVE,
         "loggers": [],
         "device": "cpu",
         "output_dir": f"{recipe.output_dir}-smoke",

@@ -150,6 +150,12 @@ def test_accumulate_steps(plan: Plan) -> None:
             "model.config.hidden_size",
             "is 33, not a multiple of num_attention_heads = 32",
         ),
+        (
+            {"launch": {"nnodes": 2, "node_rank": 2}},
+            "launch.node_rank",
+            "is 2; with nnodes 2 it is at most 1",
+        ),
+        ({"launch.master": "host"}, "launch.master", "is 'host'; it has to be host:port"),
         ({"device": "cup"}, "device", "no device is called 'cup'; did you mean 'cpu'? registered: cpu, gpu, xpu"),
         ({"engine.precision": "bf16"}, "engine.precision", "bf16 does not work on cpu; it has fp32"),
         ({"data.format": "trl"}, "data.format", "no data format is called 'trl'"),
@@ -193,7 +199,6 @@ def test_sharding_needs_something_to_cut_over(plan: Plan, changes: dict[str, Any
             "none, stage1, stage2",
         ),
         ({"engine.mode": "to_static"}, "engine.mode", "to_static", "dynamic"),
-        ({"launch.nnodes": 2}, "launch.nnodes", "2", "1"),
     ],
 )
 def test_legal_but_not_in_this_version(
@@ -215,7 +220,8 @@ def test_legal_but_not_in_this_version(
         {"parallel": {"pipeline_parallel_degree": 2, "pipeline_schedule": "FThenB"}},
         {"parallel.sharding": "stage1"},
         {"parallel": {"sharding": "stage2", "sharding_parallel_degree": 2}},
+        {"launch": {"nnodes": 2, "master": "host:1", "node_rank": 1}},
     ],
 )
 def test_everything_in_this_version_is_supported(plan: Plan, changes: dict[str, Any]) -> None:
-    assert unsupported(plan({"launch.num_devices": 2, **changes})) == []
+    assert unsupported(plan({"launch": {"num_devices": 2}, **changes})) == []
