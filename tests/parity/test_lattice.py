@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from llmsuite.plugins.manager import PluginInfo
@@ -50,10 +52,16 @@ def _table() -> str:
         "|---" * (len(names) + 3) + "|",
     ]
     for point, found in sorted(results.items(), key=lambda item: (item[0].num_ranks, item[0].values)):
-        cells = [{True: "yes", False: "", "none": ""}.get(point[name], point[name]) for name in names]
+        cells = [_cell(point[name]) for name in names]
         numbers = [f"{found.metrics:.1e}", f"{max(found.change, 0):.1e}"]
         lines.append("| " + " | ".join(map(str, [point.num_ranks, *cells, *numbers])) + " |")
     return "\n".join([*lines, "", END])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return "" if value == "none" else str(value)
 
 
 def test_points_cover_every_pair_and_are_legal() -> None:

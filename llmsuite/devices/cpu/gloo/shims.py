@@ -5,15 +5,19 @@ Import order matters: `load_kernels` before `import paddle`, `install` right aft
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import socket
+import struct
 from typing import Any
 
 from llmsuite.devices.cpu.gloo.build import library
 from llmsuite.errors import UserError
 
 _STORE_TIMEOUT_SECONDS = 300
+_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 _stores: list[Any] = []  # a store serves its group as long as the process lives
 _ranks_of_group: list[str] = []
 
@@ -30,6 +34,10 @@ def install() -> None:
     from paddle.base import core
     from paddle.distributed import collective
     from paddle.distributed.auto_parallel.static import process_group
+
+    # Gloo listens where the host's own name leads, which often is the loopback: other machines cannot reach it.
+    if (interface := _interface(_own_address())) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     # Groups made back to back meet over un-prefixed keys of one store and mix up: each gets a store of its own.
     # Disjoint groups may share an id, so the store's name needs the ranks, which only new_group knows.
@@ -102,6 +110,19 @@ def _own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((host, 9))  # sends nothing: only asks which way it would go
         return str(s.getsockname()[0])
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has an address; None when it is the loopback's, or no interface has it."""
+    if address.startswith("127."):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                if socket.inet_ntoa(fcntl.ioctl(s, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
 
 
 def _free_port(address: str) -> int:
