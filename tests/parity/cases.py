@@ -37,6 +37,8 @@ COMMON = (
 _ONE = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}")
 _MANY = ("--checkpoint.save_steps=null",)
 LIMIT = 1e-6
+GRADIENT_LIMIT = 3e-6
+"""Of a single parameter: those of queries and keys are differences of nearly equal numbers, which cost float32 digits."""
 STATE_LIMIT = 1e-5
 _ROUNDING = 2.0**-24  # of a float32
 _METRICS = ("loss", "grad_norm", "logps/chosen", "logps/rejected")
@@ -116,6 +118,8 @@ class Comparison:
 
     metrics: float = 0.0
     """Largest relative difference of a metric of any step."""
+    gradients: float = 0.0
+    """Largest relative difference of the gradient of a parameter, as the optimizer gets it in the first step."""
     change: float = 0.0
     """Largest difference of a parameter after the last step, as a part of what the training has changed in it, once
     what float32 cannot hold of the parameter itself is taken off."""
@@ -132,7 +136,7 @@ class Comparison:
 
 
 def compare(runner: Runner, one: str, many: str) -> Comparison:
-    """Compare every step's metrics, and what the last step has left: parameters and the optimizer's state."""
+    """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state."""
     result = Comparison()
     ours, theirs = runner.metrics(one), runner.metrics(many)
     assert len(ours) == STEPS
@@ -147,6 +151,12 @@ def compare(runner: Runner, one: str, many: str) -> Comparison:
             if key in a:
                 difference = result.check(f"step {a['step']}: {key}", abs(b[key] / a[key] - 1), LIMIT)
                 result.metrics = max(result.metrics, difference)
+    (gradients,), stages = _gradients(runner, one), _gradients(runner, many)
+    assert gradients.keys() == set().union(*stages)
+    for stage in stages:  # of which two may have a tied parameter
+        for name, value in stage.items():
+            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), GRADIENT_LIMIT)
+            result.gradients = max(result.gradients, difference)
     first, last, found = runner.weights(one, 1), runner.weights(one, STEPS), runner.weights(many, STEPS)
     assert last.keys() == found.keys()
     for name, value in last.items():
@@ -156,9 +166,18 @@ def compare(runner: Runner, one: str, many: str) -> Comparison:
     slots, found = runner.weights(one, STEPS, "optimizer"), runner.weights(many, STEPS, "optimizer")
     assert slots.keys() == found.keys()
     for name, value in slots.items():
-        difference = _norm(found[name] - value) / _norm(value)
+        difference = _difference(found[name], value)
         result.state = max(result.state, result.check(name, difference, STATE_LIMIT))
     return result
+
+
+def _gradients(runner: Runner, name: str) -> list[dict[str, np.ndarray]]:
+    """Of each pipeline stage."""
+    return [dict(np.load(path)) for path in sorted((runner.directory / name).glob("gradients-*.npz"))]
+
+
+def _difference(found: np.ndarray, expected: np.ndarray) -> float:
+    return _norm(found - expected) / _norm(expected)
 
 
 def _norm(values: np.ndarray) -> float:

@@ -48,12 +48,12 @@ def _table() -> str:
     lines = [
         BEGIN,
         "",
-        "| " + " | ".join(["ranks", *(name.replace("_", " ") for name in names), "metrics", "parameters"]) + " |",
+        "| " + " | ".join(["ranks", *(name.replace("_", " ") for name in names), "metrics", "gradients"]) + " |",
         "|---" * (len(names) + 3) + "|",
     ]
     for point, found in sorted(results.items(), key=lambda item: (item[0].num_ranks, item[0].values)):
         cells = [_cell(point[name]) for name in names]
-        numbers = [f"{found.metrics:.1e}", f"{max(found.change, 0):.1e}"]
+        numbers = [f"{found.metrics:.1e}", f"{found.gradients:.1e}"]
         lines.append("| " + " | ".join(map(str, [point.num_ranks, *cells, *numbers])) + " |")
     return "\n".join([*lines, "", END])
 

@@ -49,7 +49,11 @@ def main(path: Path) -> int:
         os.environ["LLMSUITE_CACHE"] = str(directory / "cache")  # what is computed before the first step counts too
         plan = plan_run(case["recipe"], [*case["words"], f"--output_dir={directory}"], registry, smoke=True)
         dist.new_group = _reused(new_group, groups)
-        with mutated(case["mutation"]), _traffic_of_last_step(directory, rank, case["trace"]):
+        with (
+            _gradients_of_first_step(directory),
+            mutated(case["mutation"]),
+            _traffic_of_last_step(directory, rank, case["trace"]),
+        ):
             code = run(plan, registry, resume=False)
         if code != 0:  # interrupted
             return code
@@ -59,7 +63,38 @@ def main(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _traffic_of_last_step(directory: Path, rank: int, wanted: bool) -> Iterator[None]:
+def _gradients_of_first_step(directory: Path) -> Iterator[None]:
+    """While active, the gradients that the optimizer gets in step 1 are written, brought together over all ranks."""
+    import numpy as np
+    import paddle
+
+    from llmsuite.engine import collective
+    from llmsuite.engine.optimizer import Optimizer
+
+    update = Optimizer.step
+
+    def written(self: Optimizer, step: int) -> None:
+        if step == 1:
+            mesh = collective.mesh()
+            whole = {}
+            with paddle.no_grad():
+                for shard in self.shards:
+                    gradient = None if shard.is_empty else shard.owned.grad
+                    part = paddle.zeros_like(shard.owned.detach()) if gradient is None else gradient
+                    whole[shard.name] = shard.gather_part(part).numpy()
+            if mesh.data_rank == 0 and mesh.coordinate["tp"] == 0:
+                np.savez(directory / f"gradients-{mesh.coordinate['pp']}.npz", **whole)
+        update(self, step)
+
+    Optimizer.step = written  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.step = update  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
     """While active, each training step leaves what this rank has sent in it, and the shape of its batch."""
     from llmsuite.engine import loop
 
@@ -77,8 +112,7 @@ def _traffic_of_last_step(directory: Path, rank: int, wanted: bool) -> Iterator[
         (directory / f"traffic-{rank}.json").write_text(json.dumps(record))
         return result
 
-    if wanted:
-        loop.train_step = traced_step
+    loop.train_step = traced_step
     try:
         yield
     finally:
