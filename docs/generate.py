@@ -1,4 +1,5 @@
-"""Writes docs/plugins.md from the docstrings of the plugin contract, and the table of keys in docs/recipes.md.
+"""Writes docs/plugins.md from the docstrings of the plugin contract, the table of keys in docs/recipes.md and that of
+what is refused in docs/parallelism.md.
 
 python docs/generate.py            # write
 python docs/generate.py --check    # exit 1 when a file is not what would be written
@@ -14,14 +15,17 @@ import sys
 from pathlib import Path
 
 from llmsuite.cli import commands
+from llmsuite.errors import RecipeError
 from llmsuite.plugins import builtin, hookspecs
 from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
 from llmsuite.recipe.keys import field_docs, walk
 from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.rules import PARALLEL_RULES, RULES
 
 DOCS = Path(__file__).resolve().parent
 EXAMPLE = DOCS.parent / "examples" / "next_token_stage"
-BEGIN, END = "<!-- generated: keys -->", "<!-- end of generated: keys -->"
+RECIPE = DOCS.parent / "recipes" / "llama" / "dpo.json"
 
 
 def plugins_page() -> str:
@@ -79,25 +83,46 @@ def keys_table(registry: Registry) -> str:
                     head, default = f"model.config of {family}", "the preset's"
                 row = f"| `{info.dotted}` | {info.type_text} | {default} | {info.doc} |"
                 groups.setdefault(head, {})[info.dotted] = row
-    lines = [BEGIN]
+    lines = []
     for head, rows in groups.items():
         lines += ["", f"### {head}", "", "| key | type | default | |", "|---|---|---|---|", *rows.values()]
-    return "\n".join([*lines, "", END])
+    return "\n".join(lines)
 
 
-def recipes_page(registry: Registry) -> str:
-    """docs/recipes.md with the table of keys replaced."""
-    text = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + keys_table(registry) + after
+def refusals(registry: Registry) -> str:
+    """Every rule with its example and what is said to it."""
+    lines = ["", "| combination | reason | example | message |", "|---|---|---|---|"]
+    for rule in (*RULES, *PARALLEL_RULES):
+        if not rule.example:
+            lines.append(f"| {rule.combination} | {rule.reason} | | |")
+            continue
+        try:
+            plan_run(RECIPE, rule.example, registry)
+        except RecipeError as error:
+            said = "; ".join(f"{p.key}: {p.message}" for p in error.problems)
+            lines.append(f"| {rule.combination} | {rule.reason} | `{' '.join(rule.example)}` | {said} |")
+        else:
+            raise AssertionError(f"the example of {rule.combination!r} is not refused")
+    return "\n".join(lines)
+
+
+def replaced(page: str, name: str, content: str) -> str:
+    """A page with what is between the marks of a generated part replaced."""
+    begin, end = f"<!-- generated: {name} -->", f"<!-- end of generated: {name} -->"
+    before, _, rest = (DOCS / page).read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{content}\n\n{end}{after}"
 
 
 def pages() -> dict[Path, str]:
     """Every generated file and its content."""
     os.environ[ALLOW_LIST] = ""  # what somebody happens to have installed is not part of the documentation
     registry = load_plugins(builtin, commands)
-    return {DOCS / "plugins.md": plugins_page(), DOCS / "recipes.md": recipes_page(registry)}
+    return {
+        DOCS / "plugins.md": plugins_page(),
+        DOCS / "recipes.md": replaced("recipes.md", "keys", keys_table(registry)),
+        DOCS / "parallelism.md": replaced("parallelism.md", "refusals", refusals(registry)),
+    }
 
 
 def main(arguments: list[str]) -> int:

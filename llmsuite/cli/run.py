@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shlex
 import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from llmsuite.errors import RecipeError
+from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.resolve import RunPlan, plan_run, unsupported
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.recipe.section import as_plain
 
 
 def add_arguments(parser: Any) -> None:
@@ -26,23 +32,28 @@ def add_arguments(parser: Any) -> None:
 
 def run(args: Any, registry: Registry) -> int:
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
-    if problems := unsupported(plan):
-        raise RecipeError(problems)
     from llmsuite.engine.launch import is_worker, launch
+    from llmsuite.engine.machines import Machines
 
     if not is_worker():  # a rank looks for what it reads itself
         plan.check_files()
-    if not args.resume:
+    where = plan.recipe.launch
+    if where.nnodes > 1 and where.node_rank is None:
+        raise UserError(fan_out(sys.argv[1:], plan))
+    if where.nnodes > 1 and where.master is None:
+        message = "is required with several machines: host:port of machine 0, where the others find it"
+        raise RecipeError([plan.loaded.problem("launch.master", message)])
+    if not args.resume and not where.node_rank:  # machine 0 looks and writes
         if args.smoke and not any(word.startswith("--output_dir") for word in args.overrides):
             shutil.rmtree(plan.output_dir, ignore_errors=True)  # made by --smoke, for nobody to keep
         plan.check_output()
     from llmsuite.devices.start import start_paddle
 
     backend = plan.device.factory()
-    num_ranks = plan.degrees.num_ranks
+    num_ranks, local_ranks = plan.degrees.num_ranks, where.num_devices
     if num_ranks > 1 and not is_worker():
         backend.prepare_ranks()
-    start_paddle(backend, num_ranks, join=is_worker())
+    start_paddle(backend, local_ranks, join=is_worker())
     if is_worker():
         return _work(plan, registry, args.resume)
 
@@ -58,10 +69,40 @@ def run(args: Any, registry: Registry) -> int:
     if num_ranks == 1:
         return _work(plan, registry, args.resume)
 
-    def environment(rank: int) -> dict[str, str]:
-        return {**backend.environment(num_ranks), **backend.rank_environment(rank)}
+    def environment(local_rank: int) -> dict[str, str]:
+        return {**backend.environment(local_ranks), **backend.rank_environment(local_rank)}
 
-    return launch(sys.argv[1:], num_ranks, plan.output_dir / "logs", environment, _write)
+    command = [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
+    machines = Machines(where.node_rank or 0, where.nnodes, where.master or "", _shared_part(plan))
+    return launch(command, local_ranks, plan.output_dir / "logs", environment, _write, machines)
+
+
+def _shared_part(plan: RunPlan) -> str:
+    """What has to be equal on all machines of a run."""
+    recipe = as_plain(plan.recipe)
+    del recipe["launch"]["node_rank"]
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+
+def fan_out(words: Sequence[str], plan: RunPlan) -> str:
+    """What to type to start a run on several machines.
+
+    Args:
+        words: of the command line, without the program.
+        plan: with more than one machine.
+    """
+    count, more = plan.recipe.launch.nnodes, [] if plan.recipe.launch.master else ["--launch.master=HOST0:29500"]
+    run = f"cd {shlex.quote(str(Path.cwd()))} && llmsuite {shlex.join([*words, *more])} --launch.node_rank="
+    lines = [
+        f"launch.node_rank: is required with {count} machines, for each starts its own ranks, in a directory that all",
+        "of them see. HOST0 and so on stand for their names. By ssh, one line a machine:",
+        *(f"  ssh HOST{k} {shlex.quote(run + str(k))}" for k in range(count)),
+        "by mpirun:",
+        f"  mpirun -np {count} --map-by ppr:1:node bash -c {shlex.quote(run + '$OMPI_COMM_WORLD_RANK')}",
+        "by Slurm:",
+        f"  srun --nodes={count} --ntasks-per-node=1 bash -c {shlex.quote(run + '$SLURM_NODEID')}",
+    ]
+    return "\n".join(lines)
 
 
 def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:

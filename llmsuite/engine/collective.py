@@ -1,6 +1,6 @@
 """The ranks of this run and what they tell each other outside the model.
 
-`start` is called once; until then the process is alone.
+Until `start` the process is alone. It may be called again for another run, with other degrees of the same ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def start(degrees: Degrees) -> Mesh:
             f"the recipe makes {degrees.num_ranks} ranks ({degrees}), and this process was started as one of "
             f"{num_ranks()}; start as many, or unset PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM if nobody started it so"
         )
-    if num_ranks() > 1:
+    if num_ranks() > 1 and not dist.is_initialized():
         with contextlib.redirect_stderr(io.StringIO()):  # Paddle 3.3.1 lists flags here that nobody has set
             dist.init_parallel_env()
     _mesh = Mesh(degrees, rank())

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from llmsuite.engine.machines import End, Machines
 from llmsuite.errors import UserError
 
 _POLL_SECONDS = 0.1
@@ -33,26 +34,33 @@ def is_worker() -> bool:
 
 
 def launch(
-    arguments: Sequence[str],
+    command: Sequence[str],
     num_ranks: int,
     log_dir: Path,
     environment: Callable[[int], Mapping[str, str]],
     write: Callable[[str], None],
+    machines: Machines | None = None,
 ) -> int:
-    """Run `llmsuite ARGUMENTS` once per rank and wait.
+    """Run a command once per rank and wait.
 
     Args:
-        arguments: the command line of each rank, without the program.
-        num_ranks: processes to start.
+        command: the command line of each rank.
+        num_ranks: processes to start on this machine.
         log_dir: gets `workerlog.N`, what rank N prints.
-        environment: variables of a rank, by its number; what the user has set wins.
-        write: receives what rank 0 prints, as it comes, and the end of the log of a rank that fails.
+        environment: variables of a rank, by its number on this machine; what the user has set wins.
+        write: receives what this machine's first rank prints, as it comes, and the end of the log of a rank that fails.
+        machines: all of the run; None for this one alone.
 
     Returns:
         0 when every rank ended well, else the exit code of the first that failed.
+
+    Raises:
+        UserError: the machines do not find each other.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    endpoints = [f"127.0.0.1:{port}" for port in _free_ports(num_ranks + 1)]
+    machines = machines or Machines()
+    store, *endpoints = machines.meet(_free_ports, num_ranks)
+    first = machines.index * num_ranks
     ranks: list[subprocess.Popen[bytes]] = []
     interrupted: list[int] = []
 
@@ -63,63 +71,100 @@ def launch(
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for rank in range(num_ranks):
+        for local in range(num_ranks):
+            rank = first + local
             variables = {
-                **environment(rank),
+                **environment(local),
                 **os.environ,
                 "PADDLE_TRAINER_ID": str(rank),
-                "PADDLE_TRAINERS_NUM": str(num_ranks),
-                "PADDLE_LOCAL_RANK": str(rank),
-                "PADDLE_MASTER": endpoints[0],
-                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints[1:]),
-                "PADDLE_CURRENT_ENDPOINT": endpoints[1 + rank],
+                "PADDLE_TRAINERS_NUM": str(machines.count * num_ranks),
+                "PADDLE_LOCAL_RANK": str(local),
+                "PADDLE_MASTER": store,
+                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+                "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
                 "PYTHONUNBUFFERED": "1",
             }
             with open(log_dir / f"workerlog.{rank}", "wb") as log:
-                command = [sys.executable, "-m", "llmsuite", *arguments]
                 # a session of their own: Ctrl-C in the terminal reaches them once, from here
                 rank_process = subprocess.Popen(
                     command, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
                 )
                 ranks.append(rank_process)
-        return _watch(ranks, log_dir, interrupted, write)
+        end = _watch(ranks, first, log_dir, interrupted, write, machines)
+        machines.tell(end)
+        return end.code
     finally:
         _stop(ranks)
+        machines.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]], log_dir: Path, interrupted: Sequence[int], write: Callable[[str], None]
-) -> int:
-    with open(log_dir / "workerlog.0", encoding="utf-8", errors="replace") as first_log:
+    ranks: Sequence[subprocess.Popen[bytes]],
+    first: int,
+    log_dir: Path,
+    interrupted: Sequence[int],
+    write: Callable[[str], None],
+    machines: Machines,
+) -> End:
+    with open(log_dir / f"workerlog.{first}", encoding="utf-8", errors="replace") as first_log:
         while True:
             codes = [process.poll() for process in ranks]
+            elsewhere = machines.poll()
             write(first_log.read())
             # a rank that was killed comes first: the others fail because it is gone
-            failed = sorted((rank for rank, code in enumerate(codes) if code), key=lambda rank: (codes[rank] or 0) > 0)
-            if failed:
-                rank, code = failed[0], codes[failed[0]] or 0
+            failed = sorted((local for local, code in enumerate(codes) if code), key=lambda i: (codes[i] or 0) > 0)
+            code = (codes[failed[0]] or 0) if failed else 0
+            if INTERRUPTED in (code, elsewhere.code if elsewhere else 0) or (code and -code in interrupted):
+                _wait(ranks, _GRACE_SECONDS)  # the others are ending too; the first rank has the last words
                 write(first_log.read())
-                if interrupted and code == INTERRUPTED:
-                    _wait(ranks, _GRACE_SECONDS)  # the others are ending too; rank 0 has the last words
-                    write(first_log.read())
-                    return INTERRUPTED
-                return _explain(rank, code, log_dir, write)
+                return End(INTERRUPTED, "was interrupted")
+            if code > 0 and elsewhere is None:
+                elsewhere = _hear(machines)
+            if elsewhere is not None and (elsewhere.killed or not code):
+                write(f"{elsewhere.why}\n")
+                return End(elsewhere.code, elsewhere.why)
+            if code:
+                write(first_log.read())
+                return _explain(first, failed[0], code, log_dir, write, machines)
             if all(code == 0 for code in codes):
-                return 0
+                return _wait_for_others(machines, write)
             time.sleep(_POLL_SECONDS)
 
 
-def _explain(rank: int, code: int, log_dir: Path, write: Callable[[str], None]) -> int:
-    """Say which rank failed and why; returns the exit code of the run."""
+def _hear(machines: Machines) -> End | None:
+    """Give other machines a moment to say that a rank of theirs was killed."""
+    deadline = time.monotonic() + (_GRACE_SECONDS if machines.count > 1 else 0)
+    while time.monotonic() < deadline:
+        if (elsewhere := machines.poll()) is not None:
+            return elsewhere
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
+    """All ranks of this machine have ended well."""
+    while not machines.all_ended:
+        time.sleep(_POLL_SECONDS)
+        if (elsewhere := machines.poll()) is not None:
+            write(f"{elsewhere.why}\n")
+            return elsewhere
+    return End(0, "")
+
+
+def _explain(first: int, local: int, code: int, log_dir: Path, write: Callable[[str], None], machines: Machines) -> End:
+    """Say which rank failed and why."""
+    rank = first + local
     log = log_dir / f"workerlog.{rank}"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    if rank != 0:  # what rank 0 said is on the terminal already
+    if local != 0:  # what the first one said is on the terminal already
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         write("\n".join(lines) + "\n")
-    write(f"rank {rank} {how}; its log: {log}\n")
-    return code if code > 0 else 1
+    where = f" on machine {machines.index}" if machines.count > 1 else ""
+    why = f"rank {rank}{where} {how}; its log: {log}"
+    write(f"{why}\n")
+    return End(code if code > 0 else 1, why, killed=code < 0)
 
 
 def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -143,14 +188,14 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(address: str, count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:
         for s in sockets:
-            s.bind(("127.0.0.1", 0))
+            s.bind((address, 0))
         return [s.getsockname()[1] for s in sockets]
     except OSError as error:
-        raise UserError(f"no {count} free ports on 127.0.0.1: {error}") from error
+        raise UserError(f"no {count} free ports on {address}: {error}") from error
     finally:
         for s in sockets:
             s.close()

@@ -11,15 +11,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from llmsuite.errors import Problem, RecipeError, UserError
-from llmsuite.models.shard_plan import WHOLE, ShardPlan
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, LoadedRecipe, in_order, load
+from llmsuite.recipe.rules import RULES, Asked
 from llmsuite.recipe.schema import Recipe
 from llmsuite.resources import find
 
-Rule = tuple[str, str]
+Broken = tuple[str, str]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 
 
@@ -117,9 +118,11 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     weights = find(recipe.model.weights) if recipe.model.weights else None
     config, rules = _model_config(recipe, family, weights)
     rules += _registered_names(recipe, registry)
-    rules += _model_rules(recipe, config, family.shard_plan) if config is not None else []
-    degrees, accumulate, batch_rules = _degrees(recipe)
-    rules += batch_rules
+    degrees = _degrees(recipe)
+    device = registry.devices.get(recipe.device)
+    precisions = device.factory().precisions if device is not None else None
+    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions)
+    rules += [broken for rule in RULES for broken in rule.check(asked)]
     if rules:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))
     tokenizer = find(recipe.model.tokenizer) if recipe.model.tokenizer else weights
@@ -131,8 +134,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         device=registry.devices[recipe.device],
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
-        num_chunks=_num_chunks(recipe),
-        accumulate_steps=accumulate,
+        num_chunks=recipe.parallel.num_chunks,
+        accumulate_steps=recipe.train.global_batch_size // (recipe.train.micro_batch_size * degrees.num_data_ranks),
         weights=weights,
         tokenizer=tokenizer,
         train_file=find(recipe.data.train),
@@ -141,7 +144,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     )
 
 
-def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> tuple[Any, list[Rule]]:
+def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> tuple[Any, list[Broken]]:
     """The shape: of the weights when they are there, else preset and single dimensions."""
     model = recipe.model
     given: dict[str, Any] = {}
@@ -179,14 +182,9 @@ def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> 
 _ONLY_INITIAL = {"initializer_range", "bos_token_id", "eos_token_id", "max_position_embeddings"}
 
 
-def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Rule]:
+def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Broken]:
     if recipe.device not in registry.devices:
         yield "device", registry.unknown("device", recipe.device)
-    else:
-        backend = registry.devices[recipe.device].factory()
-        if recipe.engine.precision not in backend.precisions:
-            known = ", ".join(backend.precisions)
-            yield "engine.precision", f"{recipe.engine.precision} does not work on {recipe.device}; it has {known}"
     if recipe.data.format != "auto" and recipe.data.format not in registry.data_formats:
         yield "data.format", registry.unknown("data format", recipe.data.format)
     for name in recipe.loggers:
@@ -194,73 +192,14 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Rule]:
             yield "loggers", registry.unknown("logger", name)
 
 
-def _model_rules(recipe: Recipe, config: Any, plan: ShardPlan | None) -> Iterator[Rule]:
-    tp, pp = recipe.parallel.tensor_parallel_degree, recipe.parallel.pipeline_parallel_degree
-    for message in (plan or WHOLE).problems(config, tp):
-        yield "parallel.tensor_parallel_degree", message
-    if plan is None and recipe.parallel.sharding == "stage3":
-        yield "parallel.sharding", "is stage3; this family has no table of the modules to gather"
-    if pp > 1:
-        yield from _pipeline_rules(recipe, config.num_hidden_layers, plan or WHOLE)
-    if recipe.data.max_length > config.max_position_embeddings:
-        longest = config.max_position_embeddings
-        yield "data.max_length", f"is {recipe.data.max_length}; the model was made for at most {longest} positions"
-
-
-def _pipeline_rules(recipe: Recipe, num_layers: int, plan: ShardPlan) -> Iterator[Rule]:
-    pp, chunks, cut = recipe.parallel.pipeline_parallel_degree, _num_chunks(recipe), recipe.parallel.pipeline_cut
-    if not plan.layers:
-        yield "parallel.pipeline_parallel_degree", f"is {pp}; this family has no table of what a pipeline cuts"
-    elif pp > num_layers:
-        yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {num_layers} layers to cut"
-    elif pp * chunks > num_layers:
-        message = f"is {chunks}: {pp} pipeline stages have {pp * chunks} chunks then, and the model {num_layers} layers"
-        yield "parallel.virtual_pipeline_degree", message
-    elif not isinstance(cut, str) and len(cut) != pp * chunks - 1:
-        parts = f"{pp} pipeline stages of {chunks} chunks are {pp * chunks} parts"
-        yield "parallel.pipeline_cut", f"names {len(cut)} layers; {parts}, which {pp * chunks - 1} layers begin"
-    elif not isinstance(cut, str) and cut[-1] >= num_layers:
-        yield "parallel.pipeline_cut", f"names layer {cut[-1]}; the model has layers 0 to {num_layers - 1}"
-
-
-def _num_chunks(recipe: Recipe) -> int:
-    default = 2 if recipe.parallel.pipeline_schedule == "interleaved" else 1
-    return recipe.parallel.virtual_pipeline_degree or default
-
-
-def _degrees(recipe: Recipe) -> tuple[Degrees, int, list[Rule]]:
-    p, train, rules = recipe.parallel, recipe.train, []
+def _degrees(recipe: Recipe) -> Degrees:
+    p = recipe.parallel
     world = recipe.launch.num_devices * recipe.launch.nnodes
-    fixed = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.sharding_parallel_degree
-    dp = max(1, world // fixed)
-    if world % fixed:
-        rules.append(
-            (
-                "launch.num_devices",
-                f"{world} devices cannot hold tensor {p.tensor_parallel_degree} x pipeline "
-                f"{p.pipeline_parallel_degree} x sharding {p.sharding_parallel_degree} = {fixed} ranks; "
-                f"use a multiple of {fixed}",
-            )
-        )
     sharding = p.sharding_parallel_degree
+    dp = max(1, world // (p.tensor_parallel_degree * p.pipeline_parallel_degree * sharding))
     if p.sharding != "none" and sharding == 1:
         sharding, dp = dp, 1  # sharding without a degree of its own cuts over all data ranks
-    degrees = Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree)
-    per_pass = train.micro_batch_size * degrees.num_data_ranks
-    if train.global_batch_size % per_pass and not rules:
-        rules.append(
-            (
-                "train.global_batch_size",
-                f"is {train.global_batch_size}; it has to be a multiple of micro_batch_size {train.micro_batch_size} x "
-                f"data ranks {degrees.num_data_ranks} = {per_pass}",
-            )
-        )
-    accumulate = max(1, train.global_batch_size // per_pass)
-    if p.sharding != "none" and degrees.num_data_ranks == 1 and not rules:
-        rules.append(
-            ("parallel.sharding", f"is {p.sharding}, but there is one data rank ({degrees}): nothing to cut over")
-        )
-    return degrees, accumulate, rules
+    return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree)
 
 
 def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smoke: bool = False) -> RunPlan:
@@ -299,7 +238,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     return {
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": _smoke_shape(family, tp, pp * (_num_chunks(recipe) if pp > 1 else 1)),
+        "model.config": _smoke_shape(family, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
@@ -321,6 +260,8 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "checkpoint.save_steps": 4,
         "launch.num_devices": tp * pp * data,
         "launch.nnodes": 1,
+        "launch.master": REMOVE,
+        "launch.node_rank": REMOVE,
         "loggers": [],
         "device": "cpu",
         "output_dir": f"{recipe.output_dir}-smoke",
@@ -340,7 +281,7 @@ def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
     return {
         "pipeline_schedule": parallel.pipeline_schedule,
         "virtual_pipeline_degree": parallel.virtual_pipeline_degree,
-        "pipeline_cut": cut if isinstance(cut, str) else list(range(1, pp * _num_chunks(recipe))),
+        "pipeline_cut": cut if isinstance(cut, str) else list(range(1, pp * recipe.parallel.num_chunks)),
     }
 
 
@@ -351,14 +292,3 @@ def _smoke_shape(family: ModelFamily, tp: int, parts: int) -> dict[str, Any]:
         if key in shape:
             shape[key] = max(shape[key], least)
     return shape
-
-
-def unsupported(plan: RunPlan) -> list[Problem]:
-    """What a legal recipe may ask for and the engine of this version does not do yet."""
-    recipe, problems = plan.recipe, []
-    for key, value, only in (("launch.nnodes", recipe.launch.nnodes, 1),):
-        runs = only if isinstance(only, tuple) else (only,)
-        if value not in runs:
-            message = f"is {value}; this version of the engine runs {', '.join(map(str, runs))} only"
-            problems.append(plan.loaded.problem(key, message))
-    return problems

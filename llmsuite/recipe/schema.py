@@ -6,12 +6,13 @@ Only data lives here: no class paths, no callables, nothing that a recipe could 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from llmsuite.recipe.rules import PARALLEL_RULES
 from llmsuite.recipe.section import Section
 
 PositiveInt = Annotated[int, Gt(0)]
@@ -81,28 +82,14 @@ class ParallelSection(Section):
     sequence_parallel: bool = False
     """Cut activations along the sequence between the tensor parallel regions."""
 
+    @property
+    def num_chunks(self) -> int:
+        """Parts of the model on one rank."""
+        return self.virtual_pipeline_degree or (2 if self.pipeline_schedule == "interleaved" else 1)
+
     def problems(self) -> Iterator[tuple[str, str]]:
-        stages, chunks = self.pipeline_parallel_degree, self.virtual_pipeline_degree
-        if self.pipeline_schedule == "interleaved" and stages == 1:
-            yield "pipeline_schedule", "is interleaved, which needs pipeline_parallel_degree above 1"
-        if self.pipeline_schedule == "interleaved" and chunks == 1:
-            yield "virtual_pipeline_degree", "is 1, which is the schedule 1F1B; choose that, or 2 or more"
-        if self.pipeline_schedule != "interleaved" and chunks not in (None, 1):
-            yield (
-                "virtual_pipeline_degree",
-                f"is {chunks}, but pipeline_schedule {self.pipeline_schedule} has one chunk a rank; choose interleaved",
-            )
-        if self.pipeline_cut != "layers" and stages == 1:
-            yield "pipeline_cut", "needs pipeline_parallel_degree above 1: there is nothing to cut"
-        if not isinstance(self.pipeline_cut, str) and any(a >= b for a, b in itertools.pairwise(self.pipeline_cut)):
-            yield "pipeline_cut", f"is {self.pipeline_cut}; each layer has to come after the one before it"
-        if self.sequence_parallel and self.tensor_parallel_degree == 1:
-            yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
-        if self.sharding == "none" and self.sharding_parallel_degree > 1:
-            yield (
-                "sharding_parallel_degree",
-                f"is {self.sharding_parallel_degree} but sharding is none; choose stage1, stage2 or stage3, or 1",
-            )
+        for rule in PARALLEL_RULES:
+            yield from rule.check(self)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -182,7 +169,17 @@ class LaunchSection(Section):
     num_devices: PositiveInt = 1
     """Devices (on cpu: processes) per machine."""
     nnodes: PositiveInt = 1
-    """Machines."""
+    """Machines, with num_devices each and one output_dir that all of them see."""
+    master: str | None = None
+    """host:port of machine 0, where the launchers of several machines meet."""
+    node_rank: NonNegativeInt | None = None
+    """Which machine this is, from 0: given on the command line of each."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.master is not None and not re.fullmatch(r"[^:\s]+:[0-9]{1,5}", self.master):
+            yield "master", f"is {self.master!r}; it has to be host:port"
+        if self.node_rank is not None and self.node_rank >= self.nnodes:
+            yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes} it is at most {self.nnodes - 1}"
 
 
 @dataclasses.dataclass(kw_only=True)

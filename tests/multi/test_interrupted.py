@@ -19,6 +19,7 @@ COMMON = (f"--train.max_steps={STEPS}", "--checkpoint.save_steps=4", "--train.mi
 MESHES = {
     1: ("--launch.num_devices=1", "--parallel={}"),
     2: ("--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}'),
+    4: ("--launch.num_devices=4", '--parallel={"pipeline_parallel_degree":4}'),
 }
 
 
@@ -94,19 +95,21 @@ def test_stopped_run_saves_and_resumes_bit_exactly(runner: Runner, ranks: int, n
     _assert_same_as_whole(runner, name, ranks)
 
 
-def test_dead_rank_ends_the_run_and_is_named(runner: Runner) -> None:
-    name = "dead-rank"
-    process = runner.start(*runner.smoke(name, *COMMON, *MESHES[2]))
+@pytest.mark.parametrize(("stages", "victim"), [(2, 0), (2, 1), (4, 2)])
+def test_dead_rank_ends_the_run_and_is_named(runner: Runner, stages: int, victim: int) -> None:
+    """The neighbours of a pipeline stage wait for what it would have sent, the others for them."""
+    name = f"dead-rank-{stages}-{victim}"
+    process = runner.start(*runner.smoke(name, *COMMON, *MESHES[stages]))
     _wait_for_step(runner.directory / name, 3, process)
     children = _children(process.pid)
-    assert len(children) == 2
-    os.kill(children[1], signal.SIGKILL)
+    assert len(children) == stages
+    os.kill(children[victim], signal.SIGKILL)
     start = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert time.monotonic() - start < 10, "the other rank was left waiting"
-    assert "rank 1 was killed by SIGKILL" in output
-    assert "workerlog.1" in output
+    assert time.monotonic() - start < 10, "the other ranks were left waiting"
+    assert f"rank {victim} was killed by SIGKILL" in output
+    assert f"workerlog.{victim}" in output
 
 
 def test_resume_falls_back_from_a_damaged_checkpoint(runner: Runner) -> None:

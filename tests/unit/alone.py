@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.train_state import WholeTensor
-from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.loss_ledger import LossTerms
+from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from llmsuite.errors import RecipeError
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.rules import PARALLEL_RULES, RULES, Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLELISM = ROOT / "docs" / "parallelism.md"
@@ -83,10 +85,24 @@ def test_make_targets_on_the_pages_exist() -> None:
             assert target in targets, (page.name, target)
 
 
-def test_the_parity_table_covers_the_lattice_and_keeps_its_promise() -> None:
-    from tests.parity.points import covering
-    from tests.parity.test_lattice import LIMITS
+@pytest.mark.parametrize(
+    "rule", [rule for rule in (*RULES, *PARALLEL_RULES) if rule.example], ids=lambda rule: rule.combination
+)
+def test_every_refusal_on_the_page_is_one(rule: Rule, registry: Registry) -> None:
+    row = next(line for line in PARALLELISM.read_text("utf-8").splitlines() if f"| {rule.combination} |" in line)
+    example, message = (cell.strip() for cell in row.split("|")[3:5])
+    plan_run(ROOT / "recipes" / "llama" / "dpo.json", [], registry)  # by the example, not by the recipe itself
+    with pytest.raises(RecipeError) as caught:
+        plan_run(ROOT / "recipes" / "llama" / "dpo.json", example.strip("`").split(), registry)
+    assert "; ".join(f"{p.key}: {p.message}" for p in caught.value.problems) == message
+    broken = {p.key.rpartition(".")[2] for p in caught.value.problems}
+    assert len(broken) == 1, "an example breaks one rule"
 
-    rows = re.findall(r"^\| \d+ \|.*\| (sgd|adamw) \| (\S+) \|$", PARALLELISM.read_text("utf-8"), re.MULTILINE)
+
+def test_the_parity_table_covers_the_lattice_and_keeps_its_promise() -> None:
+    from tests.parity.cases import GRADIENT_LIMIT, LIMIT
+    from tests.parity.points import covering
+
+    rows = re.findall(r"^\| \d+ \|.*\| (\S+e\S+) \| (\S+e\S+) \|$", PARALLELISM.read_text("utf-8"), re.MULTILINE)
     assert len(rows) == len(covering())
-    assert all(float(difference) <= LIMITS[optimizer] for optimizer, difference in rows)
+    assert all(float(metrics) <= LIMIT and float(gradients) <= GRADIENT_LIMIT for metrics, gradients in rows)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.resolve import Degrees, RunPlan, _model_rules, plan_run, unsupported
+from llmsuite.recipe.resolve import Degrees, RunPlan, plan_run
 from llmsuite.resources import bundled
 from tests.conftest import VALID, position, registry_with
 
@@ -151,6 +151,12 @@ def test_accumulate_steps(plan: Plan) -> None:
             "model.config.hidden_size",
             "is 33, not a multiple of num_attention_heads = 32",
         ),
+        (
+            {"launch": {"nnodes": 2, "node_rank": 2}},
+            "launch.node_rank",
+            "is 2; with nnodes 2 it is at most 1",
+        ),
+        ({"launch.master": "host"}, "launch.master", "is 'host'; it has to be host:port"),
         ({"device": "cup"}, "device", "no device is called 'cup'; did you mean 'cpu'? registered: cpu, gpu, xpu"),
         ({"engine.precision": "bf16"}, "engine.precision", "bf16 does not work on cpu; it has fp32"),
         ({"data.format": "trl"}, "data.format", "no data format is called 'trl'"),
@@ -183,26 +189,13 @@ def test_sharding_needs_something_to_cut_over(plan: Plan, changes: dict[str, Any
     assert (degrees.num_data_ranks, degrees.sharding, degrees.dp) == (data_ranks, data_ranks, 1)
 
 
-def test_stage3_needs_to_know_what_is_gathered_at_once(plan: Plan) -> None:
-    found = plan({"parallel.sharding": "stage3", "launch.num_devices": 2})
-    assert list(_model_rules(found.recipe, found.model_config, found.family.shard_plan)) == []
-    message = "is stage3; this family has no table of the modules to gather"
-    assert list(_model_rules(found.recipe, found.model_config, None)) == [("parallel.sharding", message)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "asked", "runs"),
-    [
-        ({"launch.nnodes": 2}, "launch.nnodes", "2", "1"),
-    ],
-)
-def test_legal_but_not_in_this_version(
-    plan: Plan, tmp_path: Path, changes: dict[str, Any], key: str, asked: str, runs: str
-) -> None:
-    (problem,) = unsupported(plan(changes))
-    assert problem.key == key
-    assert problem.message == f"is {asked}; this version of the engine runs {runs} only"
-    assert problem.where == position(tmp_path / "recipe.json", f'"{key.rpartition(".")[2]}":')
+def test_stage3_needs_to_know_what_is_gathered_at_once(plan: Plan, write_recipe: Callable[..., Path]) -> None:
+    changes = {"parallel.sharding": "stage3", "launch.num_devices": 2}
+    plan(changes)
+    registry = registry_with()
+    registry.models["llama"] = dataclasses.replace(registry.models["llama"], shard_plan=None)
+    with pytest.raises(RecipeError, match="is stage3; this family has no table of the modules to gather"):
+        plan_run(write_recipe(changes), [], registry)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +209,13 @@ def test_legal_but_not_in_this_version(
         {"parallel": {"pipeline_parallel_degree": 2, "pipeline_schedule": "interleaved"}},
         {"parallel.sharding": "stage1"},
         {"parallel": {"sharding": "stage2", "sharding_parallel_degree": 2}},
+        {"parallel.sharding": "stage3"},
+        {"engine.mode": "to_static"},
+        {"launch": {"nnodes": 2, "master": "host:1", "node_rank": 1}},
     ],
 )
-def test_everything_in_this_version_is_supported(plan: Plan, changes: dict[str, Any]) -> None:
-    assert unsupported(plan({"launch.num_devices": 2, **changes})) == []
+def test_strategies_that_are_legal(plan: Plan, changes: dict[str, Any]) -> None:
+    plan({"launch.num_devices": 2, **changes})
 
 
 # pipelines

@@ -18,7 +18,7 @@ from llmsuite.errors import UserError
 _SOURCE = Path(__file__).with_name("kernels.cc")
 
 
-def library() -> Path:
+def library(source: Path = _SOURCE) -> Path:
     """The shared library for the installed Paddle; builds it (a few seconds) when it is not in the cache.
 
     Raises:
@@ -26,16 +26,16 @@ def library() -> Path:
     """
     paddle = _paddle()
     # the library is linked to this very installation, so its place is part of the name
-    digest = hashlib.sha256(_SOURCE.read_bytes() + str(paddle).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(source.read_bytes() + str(paddle).encode()).hexdigest()[:16]
     directory = cache_root() / "gloo"
-    target = directory / f"kernels-{importlib.metadata.version('paddlepaddle')}-{digest}.so"
+    target = directory / f"{source.stem}-{importlib.metadata.version('paddlepaddle')}-{digest}.so"
     if target.is_file():
         return target
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "build.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may start at once
         if not target.is_file():
-            _build(target, paddle)
+            _build(source, target, paddle)
     return target
 
 
@@ -47,7 +47,7 @@ def _paddle() -> Path:
     return Path(spec.origin).parent
 
 
-def _build(target: Path, paddle: Path) -> None:
+def _build(source: Path, target: Path, paddle: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         raise UserError(
@@ -59,7 +59,7 @@ def _build(target: Path, paddle: Path) -> None:
         command = [
             compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-w",
             f'-DLIBPADDLE="{paddle / "base" / "libpaddle.so"}"', "-DPADDLE_ON_INFERENCE=0",
-            f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", str(_SOURCE), "-o", str(output),
+            f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", str(source), "-o", str(output),
             f"-L{paddle / 'libs'}", "-l:libphi_core.so", "-l:libcommon.so",
             f"-Wl,-rpath,{paddle / 'libs'}", "-Wl,-z,lazy",
         ]  # fmt: skip

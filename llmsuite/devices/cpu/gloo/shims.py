@@ -5,15 +5,19 @@ Import order matters: `load_kernels` before `import paddle`, `install` right aft
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import socket
+import struct
 from typing import Any
 
 from llmsuite.devices.cpu.gloo.build import library
 from llmsuite.errors import UserError
 
 _STORE_TIMEOUT_SECONDS = 300
+_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 _stores: list[Any] = []  # a store serves its group as long as the process lives
 _ranks_of_group: list[str] = []
 
@@ -30,6 +34,10 @@ def install() -> None:
     from paddle.base import core
     from paddle.distributed import collective
     from paddle.distributed.auto_parallel.static import process_group
+
+    # Gloo listens where the host's own name leads, which often is the loopback: other machines cannot reach it.
+    if (interface := _interface(_own_address())) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     # Groups made back to back meet over un-prefixed keys of one store and mix up: each gets a store of its own.
     # Disjoint groups may share an id, so the store's name needs the ranks, which only new_group knows.
@@ -73,29 +81,51 @@ def install() -> None:
 
 
 def _private_store(shared: Any, name: str, rank: int) -> Any:
-    """A store for one group: its first rank serves it and tells the others the port through the shared store."""
+    """A store for one group: its first rank serves it and tells the others where through the shared store."""
     from paddle.base import core
 
     key = f"llmsuite/{name}"
     if rank == 0:
+        address = _own_address()
         for _ in range(20):  # another process may take the port between asking for a free one and using it
-            port = _free_port()
+            port = _free_port(address)
             try:
-                store = core.TCPStore("127.0.0.1", port, True, 0, _STORE_TIMEOUT_SECONDS)
+                store = core.TCPStore(address, port, True, 0, _STORE_TIMEOUT_SECONDS)
                 break
             except (RuntimeError, OSError):
                 continue
         else:
-            raise UserError("no free port on 127.0.0.1 for the ranks to meet at")
-        shared.set(key, str(port))
+            raise UserError(f"no free port on {address} for the ranks to meet at")
+        shared.set(key, f"{address}:{port}")
     else:
-        port = int(bytes(shared.get(key)).decode())
-        store = core.TCPStore("127.0.0.1", port, False, 0, _STORE_TIMEOUT_SECONDS)
+        address, _, text = bytes(shared.get(key)).decode().rpartition(":")
+        store = core.TCPStore(address, int(text), False, 0, _STORE_TIMEOUT_SECONDS)
     _stores.append(store)
     return store
 
 
-def _free_port() -> int:
+def _own_address() -> str:
+    """That of this machine towards the master: the one the other machines can reach."""
+    host = os.environ.get("PADDLE_MASTER", "127.0.0.1:0").rpartition(":")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((host, 9))  # sends nothing: only asks which way it would go
+        return str(s.getsockname()[0])
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has an address; None when it is the loopback's, or no interface has it."""
+    if address.startswith("127."):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                if socket.inet_ntoa(fcntl.ioctl(s, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
+
+
+def _free_port(address: str) -> int:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((address, 0))
         return int(s.getsockname()[1])

@@ -1,0 +1,281 @@
+"""What is refused before anything starts: every combination of keys that makes no run, with its reason and an example.
+
+`llmsuite validate` asks these rules, and the table in docs/parallelism.md is made of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmsuite.models.shard_plan import ShardPlan
+
+if TYPE_CHECKING:
+    from llmsuite.recipe.resolve import Degrees
+    from llmsuite.recipe.schema import ParallelSection, Recipe
+
+Broken = Iterator[tuple[str, str]]
+"""(key, message) of each key that breaks a rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A combination that is refused."""
+
+    combination: str
+    reason: str
+    example: tuple[str, ...]
+    """Overrides that make recipes/llama/dpo.json break the rule; none when it takes a family of a plugin."""
+    check: Callable[[Any], Broken]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the rules between sections look at."""
+
+    recipe: Recipe
+    degrees: Degrees
+    config: Any
+    """Shape of the model; None when that is wrong itself."""
+    cuts: ShardPlan
+    precisions: Sequence[str] | None
+    """Those of the device; None when there is no such device."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.recipe.launch.num_devices * self.recipe.launch.nnodes
+
+    @property
+    def fixed(self) -> int:
+        """Ranks whose number the recipe gives."""
+        p = self.recipe.parallel
+        return p.tensor_parallel_degree * p.pipeline_parallel_degree * p.sharding_parallel_degree
+
+
+# between keys of the section `parallel`
+
+
+def _sequence_parallel(parallel: ParallelSection) -> Broken:
+    if parallel.sequence_parallel and parallel.tensor_parallel_degree == 1:
+        yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
+
+
+def _interleaved(parallel: ParallelSection) -> Broken:
+    schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_degree
+    if schedule == "interleaved" and parallel.pipeline_parallel_degree == 1:
+        yield "pipeline_schedule", "is interleaved, which needs pipeline_parallel_degree above 1"
+    if schedule == "interleaved" and chunks == 1:
+        yield "virtual_pipeline_degree", "is 1, which is the schedule 1F1B; choose that, or 2 or more"
+
+
+def _chunks(parallel: ParallelSection) -> Broken:
+    schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_degree
+    if schedule != "interleaved" and chunks not in (None, 1):
+        message = f"is {chunks}, but pipeline_schedule {schedule} has one chunk a rank; choose interleaved"
+        yield "virtual_pipeline_degree", message
+
+
+def _cut_of_nothing(parallel: ParallelSection) -> Broken:
+    if parallel.pipeline_cut != "layers" and parallel.pipeline_parallel_degree == 1:
+        yield "pipeline_cut", "needs pipeline_parallel_degree above 1: there is nothing to cut"
+
+
+def _cut_in_order(parallel: ParallelSection) -> Broken:
+    cut = parallel.pipeline_cut
+    if not isinstance(cut, str) and any(a >= b for a, b in itertools.pairwise(cut)):
+        yield "pipeline_cut", f"is {cut}; each layer has to come after the one before it"
+
+
+def _sharding_degree(parallel: ParallelSection) -> Broken:
+    degree = parallel.sharding_parallel_degree
+    if parallel.sharding == "none" and degree > 1:
+        message = f"is {degree} but sharding is none; choose stage1, stage2 or stage3, or 1"
+        yield "sharding_parallel_degree", message
+
+
+# between sections
+
+
+def _no_grid(asked: Asked) -> Broken:
+    p = asked.recipe.parallel
+    if asked.num_devices % asked.fixed:
+        yield (
+            "launch.num_devices",
+            f"{asked.num_devices} devices cannot hold tensor {p.tensor_parallel_degree} x pipeline "
+            f"{p.pipeline_parallel_degree} x sharding {p.sharding_parallel_degree} = {asked.fixed} ranks; "
+            f"use a multiple of {asked.fixed}",
+        )
+
+
+def _uneven_cut(asked: Asked) -> Broken:
+    if asked.config is not None:
+        for message in asked.cuts.problems(asked.config, asked.recipe.parallel.tensor_parallel_degree):
+            yield "parallel.tensor_parallel_degree", message
+
+
+def _no_table(asked: Asked) -> Broken:
+    parallel = asked.recipe.parallel
+    if asked.cuts.layers:
+        return
+    if (pp := parallel.pipeline_parallel_degree) > 1:
+        yield "parallel.pipeline_parallel_degree", f"is {pp}; this family has no table of what a pipeline cuts"
+    if parallel.sharding == "stage3":
+        yield "parallel.sharding", "is stage3; this family has no table of the modules to gather"
+
+
+def _empty_part(asked: Asked) -> Broken:
+    if asked.config is None or not asked.cuts.layers:
+        return
+    pp, chunks = asked.recipe.parallel.pipeline_parallel_degree, asked.recipe.parallel.num_chunks
+    layers = asked.config.num_hidden_layers
+    if pp > layers:
+        yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers to cut"
+    elif pp * chunks > layers:
+        message = f"is {chunks}: {pp} pipeline stages have {pp * chunks} chunks then, and the model {layers} layers"
+        yield "parallel.virtual_pipeline_degree", message
+
+
+def _no_cut(asked: Asked) -> Broken:
+    parallel = asked.recipe.parallel
+    pp, chunks, cut = parallel.pipeline_parallel_degree, parallel.num_chunks, parallel.pipeline_cut
+    if asked.config is None or isinstance(cut, str) or pp * chunks > asked.config.num_hidden_layers:
+        return
+    if len(cut) != pp * chunks - 1:
+        parts = f"{pp} pipeline stages of {chunks} chunks are {pp * chunks} parts"
+        yield "parallel.pipeline_cut", f"names {len(cut)} layers; {parts}, which {pp * chunks - 1} layers begin"
+    elif cut[-1] >= asked.config.num_hidden_layers:
+        last = asked.config.num_hidden_layers - 1
+        yield "parallel.pipeline_cut", f"names layer {cut[-1]}; the model has layers 0 to {last}"
+
+
+def _nothing_to_shard(asked: Asked) -> Broken:
+    sharding = asked.recipe.parallel.sharding
+    if sharding != "none" and asked.degrees.num_data_ranks == 1 and asked.num_devices % asked.fixed == 0:
+        message = f"is {sharding}, but there is one data rank ({asked.degrees}): nothing to cut over"
+        yield "parallel.sharding", message
+
+
+def _uneven_batch(asked: Asked) -> Broken:
+    train, ranks = asked.recipe.train, asked.degrees.num_data_ranks
+    per_pass = train.micro_batch_size * ranks
+    if train.global_batch_size % per_pass and asked.num_devices % asked.fixed == 0:
+        yield (
+            "train.global_batch_size",
+            f"is {train.global_batch_size}; it has to be a multiple of micro_batch_size {train.micro_batch_size} x "
+            f"data ranks {ranks} = {per_pass}",
+        )
+
+
+def _too_long(asked: Asked) -> Broken:
+    longest = asked.recipe.data.max_length
+    if asked.config is not None and longest > asked.config.max_position_embeddings:
+        positions = asked.config.max_position_embeddings
+        yield "data.max_length", f"is {longest}; the model was made for at most {positions} positions"
+
+
+def _no_such_precision(asked: Asked) -> Broken:
+    precision = asked.recipe.engine.precision
+    if asked.precisions is not None and precision not in asked.precisions:
+        known = ", ".join(asked.precisions)
+        yield "engine.precision", f"{precision} does not work on {asked.recipe.device}; it has {known}"
+
+
+PARALLEL_RULES = (
+    Rule(
+        "`sequence_parallel` with tensor parallel degree 1",
+        "nothing to cut over",
+        ("--parallel.tensor_parallel_degree=1",),
+        _sequence_parallel,
+    ),
+    Rule(
+        "`interleaved` without a pipeline, or with one chunk",
+        "it would be another schedule",
+        ("--parallel.pipeline_schedule=interleaved", "--parallel.virtual_pipeline_degree=1"),
+        _interleaved,
+    ),
+    Rule(
+        "a virtual degree without `interleaved`",
+        "it would change nothing",
+        ("--parallel.virtual_pipeline_degree=2",),
+        _chunks,
+    ),
+    Rule(
+        "`pipeline_cut` without a pipeline",
+        "it would change nothing",
+        ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
+        _cut_of_nothing,
+    ),
+    Rule(
+        "layers of `pipeline_cut` that are not in order",
+        "no cut",
+        ("--parallel.pipeline_cut=[16,16]",),
+        _cut_in_order,
+    ),
+    Rule(
+        "`sharding_parallel_degree` without `sharding`",
+        "nothing would be cut",
+        ("--parallel.sharding=none", "--parallel.sharding_parallel_degree=2"),
+        _sharding_degree,
+    ),
+)
+"""Between keys of the section `parallel`; checked when a recipe is read."""
+
+RULES = (
+    Rule(
+        "degrees whose product does not divide the devices",
+        "no grid",
+        ("--parallel.pipeline_parallel_degree=3",),
+        _no_grid,
+    ),
+    Rule(
+        "a tensor parallel degree that does not divide heads, key-value heads, vocabulary or MLP width",
+        "a matrix would be cut unevenly",
+        ("--parallel.tensor_parallel_degree=16", "--launch.num_devices=64"),
+        _uneven_cut,
+    ),
+    Rule(
+        "a pipeline, or stage 3, with a family that has no table of cuts",
+        "nobody says what is cut, or gathered at once",
+        (),
+        _no_table,
+    ),
+    Rule(
+        "more pipeline stages, or chunks of all of them, than layers",
+        "a part would be empty",
+        ("--parallel.pipeline_parallel_degree=64", "--launch.num_devices=256"),
+        _empty_part,
+    ),
+    Rule(
+        "a list in `pipeline_cut` with more or fewer layers than parts begin, or with one that is not there",
+        "no cut",
+        ("--parallel.pipeline_cut=[8,16]",),
+        _no_cut,
+    ),
+    Rule(
+        "sharding with one data rank",
+        "nothing to cut over",
+        ("--launch.num_devices=4",),
+        _nothing_to_shard,
+    ),
+    Rule(
+        "a batch that is no multiple of micro-batch x data ranks",
+        "ranks would see different numbers of samples",
+        ("--train.global_batch_size=63",),
+        _uneven_batch,
+    ),
+    Rule(
+        "sequences longer than the model's positions",
+        "it was not made for them",
+        ("--data.max_length=200000",),
+        _too_long,
+    ),
+    Rule(
+        "a precision that the device does not have",
+        "on cpu, Paddle's kernels are float32",
+        ("--device=cpu",),
+        _no_such_precision,
+    ),
+)
+"""Between sections, the model's shape and the device."""

@@ -1,0 +1,184 @@
+"""Runs many cases in the same rank processes, and compares them with the run in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.engine.launch import INTERRUPTED, launch
+from tests.multi.conftest import RECIPE, ROOT, Runner
+from tests.parity import token_stage
+from tests.parity.points import Point
+
+STEPS = 3
+RECIPES = {"dpo": RECIPE, "tokens": token_stage.RECIPE}
+OPTIMIZERS = {
+    # at a rate that moves: an error of scale in the gradients cannot hide
+    "sgd": ("--train.optimizer=sgd", "--train.learning_rate=0.2", "--train.max_grad_norm=1"),
+    # The usual epsilon of 1e-8 divides by the root of second moments that may be next to nothing, which magnifies the
+    # last bit of a gradient from step to step. Of the size of the gradients, it is as exact as SGD.
+    "adamw": (
+        "--train.optimizer=adamw", "--train.learning_rate=3e-3", "--train.adam_epsilon=1e-2", "--train.weight_decay=0.1"
+    ),
+}  # fmt: skip
+COMMON = (
+    f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.lr_schedule=constant",
+    "--train.warmup_ratio=0", "--data.max_length=64", "--data.eval=null",
+)  # fmt: skip
+# the run in one process is saved after each step too: what the steps after the first have changed is known by it
+_ONE = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}")
+_MANY = ("--checkpoint.save_steps=null",)
+LIMIT = 1e-6
+GRADIENT_LIMIT = 3e-6
+"""Of a single parameter: those of queries and keys are differences of nearly equal numbers, which cost digits."""
+STATE_LIMIT = 1e-5
+_ROUNDING = 2.0**-24  # of a float32
+_METRICS = ("loss", "grad_norm", "logps/chosen", "logps/rejected")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    name: str
+    num_ranks: int
+    words: Sequence[str]
+    """Overrides of the recipe, on top of `--smoke`."""
+    mutation: str | None = None
+    """Of `tests.parity.mutations`: an error that is put in."""
+    recipe: str = RECIPE
+    trace: bool = False
+    """Whether each rank writes down what it has sent in the last step, as `traffic-RANK.json`."""
+
+
+def one_process(point: Point) -> Case:
+    """The run that a point is compared with."""
+    name = "one-" + "-".join(str(value) for _, value in point.run)
+    return Case(name, 1, [*COMMON, *_ONE, *OPTIMIZERS[point["optimizer"]], *point.words(strategy=False)],
+                recipe=RECIPES[point["stage"]])  # fmt: skip
+
+
+def many_processes(point: Point) -> Case:
+    """The run of a point."""
+    words = [*COMMON, *_MANY, *OPTIMIZERS[point["optimizer"]], *point.words()]
+    return Case(str(point), point.num_ranks, words, recipe=RECIPES[point["stage"]])
+
+
+def run_points(runner: Runner, points: Iterable[Point]) -> dict[str, str]:
+    """Run points and what they are compared with; see `run_cases`."""
+    points = list(points)
+    ones = {case.name: case for case in map(one_process, points)}
+    return run_cases(runner, [*ones.values(), *map(many_processes, points)])
+
+
+def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
+    """Run cases into directories of their names, those of as many ranks in the same processes.
+
+    Returns:
+        Name and what was printed of each case that did not end well; it was passed over.
+    """
+    failed: dict[str, str] = {}
+    backend = CpuBackend()
+    backend.prepare_ranks()
+    for num_ranks, same in itertools.groupby(sorted(cases, key=lambda c: c.num_ranks), key=lambda c: c.num_ranks):
+        left = list(same)
+        while left:
+            path = runner.directory / f"cases-{num_ranks}.json"
+            path.write_text(json.dumps([dataclasses.asdict(case) for case in left]))
+            printed: list[str] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(ROOT)
+                patch.setenv("LLMSUITE_PLUGINS", "")
+                code = launch(
+                    [sys.executable, "-m", "tests.parity.worker", str(path)],
+                    num_ranks,
+                    runner.directory / f"logs-{num_ranks}",
+                    lambda rank, n=num_ranks: backend.environment(n),  # type: ignore[misc]
+                    printed.append,
+                )
+            if code == INTERRUPTED:
+                raise KeyboardInterrupt
+            left = [case for case in left if not (runner.directory / case.name / "done").exists()]
+            if left:  # go on behind the one that failed
+                failed[left.pop(0).name] = "".join(printed)[-5000:]
+    return failed
+
+
+@dataclasses.dataclass
+class Comparison:
+    """How far a run is from the same run in one process."""
+
+    metrics: float = 0.0
+    """Largest relative difference of a metric of any step."""
+    gradients: float = 0.0
+    """Largest relative difference of the gradient of a parameter, as the optimizer gets it in the first step."""
+    change: float = 0.0
+    """Largest difference of a parameter after the last step, as a part of what the training has changed in it, once
+    what float32 cannot hold of the parameter itself is taken off."""
+    state: float = 0.0
+    """Largest relative difference of a tensor of the optimizer's state. Adam's moments are means of gradients."""
+    problems: list[str] = dataclasses.field(default_factory=list)
+    """What is beyond the limits."""
+
+    def check(self, what: str, difference: float, limit: float) -> float:
+        """Note a difference that is beyond a limit, or not a number; returns it, infinite for that."""
+        if not difference <= limit:
+            self.problems.append(f"{what} differs by {difference:.1e}")
+        return math.inf if math.isnan(difference) else difference
+
+
+def compare(runner: Runner, one: str, many: str) -> Comparison:
+    """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state."""
+    result = Comparison()
+    ours, theirs = runner.metrics(one), runner.metrics(many)
+    assert len(ours) == STEPS
+    assert ours[-1]["loss"] < 0.98 * ours[0]["loss"], "nothing was learnt, so nothing is compared"
+    if len(theirs) != STEPS:
+        result.problems.append(f"{len(theirs)} steps were recorded")
+    for a, b in zip(ours, theirs):
+        for key in ("tokens", "supervised_tokens"):
+            if a[key] != b[key]:
+                result.problems.append(f"step {a['step']}: {b[key]} {key}, not {a[key]}")
+        for key in _METRICS:
+            if key in a:
+                difference = result.check(f"step {a['step']}: {key}", abs(b[key] / a[key] - 1), LIMIT)
+                result.metrics = max(result.metrics, difference)
+    (gradients,), stages = _gradients(runner, one), _gradients(runner, many)
+    assert gradients.keys() == set().union(*stages)
+    for stage in stages:  # of which two may have a tied parameter
+        for name, value in stage.items():
+            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), GRADIENT_LIMIT)
+            result.gradients = max(result.gradients, difference)
+    first, last, found = runner.weights(one, 1), runner.weights(one, STEPS), runner.weights(many, STEPS)
+    assert last.keys() == found.keys()
+    for name, value in last.items():
+        rounding, change = STEPS * _ROUNDING * _norm(value), _norm(value - first[name])
+        difference = (_norm(found[name] - value) - rounding) / change
+        result.change = max(result.change, result.check(name, difference, LIMIT))
+    slots, found = runner.weights(one, STEPS, "optimizer"), runner.weights(many, STEPS, "optimizer")
+    assert slots.keys() == found.keys()
+    for name, value in slots.items():
+        difference = _difference(found[name], value)
+        result.state = max(result.state, result.check(name, difference, STATE_LIMIT))
+    return result
+
+
+def _gradients(runner: Runner, name: str) -> list[dict[str, np.ndarray]]:
+    """Of each pipeline stage."""
+    return [dict(np.load(path)) for path in sorted((runner.directory / name).glob("gradients-*.npz"))]
+
+
+def _difference(found: np.ndarray, expected: np.ndarray) -> float:
+    return _norm(found - expected) / _norm(expected)
+
+
+def _norm(values: np.ndarray) -> float:
+    return float(np.linalg.norm(values.astype("float64")))

@@ -1,0 +1,119 @@
+"""Errors that such suites have had, put in one at a time: the comparison with one process has to notice each.
+
+They are laid over the engine from here, in the rank processes of `tests.parity.worker` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+
+def mean_of_means(patch: pytest.MonkeyPatch) -> None:
+    """Each micro-batch is divided by its own weight, and their number stands for the weight of the step."""
+    from llmsuite.engine.loss_ledger import LossTerms
+    from tests.parity.token_stage import TokenStage
+
+    loss = TokenStage.loss
+
+    def divided(self: Any, model: Any, batch: Any) -> LossTerms:
+        terms = loss(self, model, batch)
+        return LossTerms(terms.total / terms.weight, 1.0)
+
+    patch.setattr(TokenStage, "loss", divided)
+
+
+def pipeline_gradients_not_averaged(patch: pytest.MonkeyPatch) -> None:
+    """Only the last pipeline stage divides by the weight of all micro-batches; the others by that of one."""
+    from llmsuite.engine import collective
+    from llmsuite.engine.loss_ledger import LossLedger
+
+    reduce, add = LossLedger.reduce, LossLedger.add
+
+    def counted(self: Any, terms: Any) -> None:
+        self.num_micro_batches = getattr(self, "num_micro_batches", 0) + 1
+        add(self, terms)
+
+    def own_weight(self: Any) -> tuple[float, dict[str, float]]:
+        weight, metrics = reduce(self)
+        mesh = collective.mesh()
+        is_last = mesh.coordinate["pp"] == mesh.degrees.pp - 1
+        return (weight if is_last else weight / self.num_micro_batches), metrics
+
+    patch.setattr(LossLedger, "add", counted)
+    patch.setattr(LossLedger, "reduce", own_weight)
+
+
+def positive_losses_counted(patch: pytest.MonkeyPatch) -> None:
+    """What is supervised is told by `loss > 0`, and a loss of 0 falls out of the mean."""
+    from llmsuite.stages import dpo
+
+    loss, preference_loss = dpo.DpoStage.loss, dpo.preference_loss
+    latest: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        latest[:] = [preference_loss(*args)]
+        return latest[0]
+
+    def counted(self: Any, model: Any, batch: Any) -> dpo.LossTerms:
+        terms = loss(self, model, batch)
+        return dpo.LossTerms(terms.total, float((latest[0] > 0).sum()), terms.sums)
+
+    patch.setattr(dpo, "preference_loss", noted)
+    patch.setattr(dpo.DpoStage, "loss", counted)
+
+
+def tied_reduce_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """First and last stage each update their copy of a tied embedding with their own gradient."""
+    _no_group(patch, "tied_group")
+
+
+def data_reduce_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Each data rank updates with the gradients of its own samples."""
+    _no_group(patch, "data_group")
+
+
+def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """What every rank of a tensor parallel group holds counts once a rank in the norm that gradients are clipped by."""
+    from llmsuite.engine import collective
+    from llmsuite.engine.sharding import ParameterShard
+
+    copies = ParameterShard.copies.fget
+    assert copies is not None
+
+    def fewer(self: Any) -> int:
+        whole = self.parameter.is_dist() and self.parameter.placements[0].is_replicated()
+        return copies(self) // (collective.mesh().degrees.tp if whole else 1)
+
+    patch.setattr(ParameterShard, "copies", property(fewer))
+
+
+def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:
+    from llmsuite.engine.mesh import Mesh
+
+    patch.setattr(Mesh, name, None)
+
+
+MUTATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
+    mutation.__name__: mutation
+    for mutation in (
+        mean_of_means,
+        pipeline_gradients_not_averaged,
+        positive_losses_counted,
+        tied_reduce_forgotten,
+        data_reduce_forgotten,
+        replicated_counted_twice,
+    )
+}
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """While active, an error is in; none for None."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            MUTATIONS[name](patch)
+        yield

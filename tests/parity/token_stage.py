@@ -1,0 +1,68 @@
+"""A language model's stage for tests: every answer token weighs 1, so the micro-batches of a step differ in weight.
+
+In DPO every pair weighs 1 and micro-batches are equally heavy: it cannot tell a mean of means from a mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+import llmsuite
+from llmsuite.plugins.hookspecs import StageSpec
+from llmsuite.recipe.section import Section
+from llmsuite.stages.base import Batch, DropCounts, LossTerms, Stage
+
+RECIPE = "tests/parity/tokens.json"
+
+
+@dataclasses.dataclass(kw_only=True)
+class TokensSection(Section):
+    """Has no keys."""
+
+
+class TokenStage(Stage[tuple[list[int], list[int]]]):
+    """Prompt and chosen answer of preference rows; the answer is learnt."""
+
+    row_kind = "preference"
+
+    def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> list[tuple[list[int], list[int]]]:
+        template, encode = self.context.template(), self.context.tokenizer.encode_batch
+        texts = [template.split(row.prompt, row.chosen) for row in rows]
+        pairs = zip(encode([prompt for prompt, _ in texts]), encode([answer for _, answer in texts]))
+        longest = self.context.recipe.data.max_length
+        return [(p, a) for p, a in pairs if len(p) + len(a) <= longest or counts.drop("too long")]
+
+    def collate(self, samples: Sequence[tuple[list[int], list[int]]]) -> Batch:
+        multiple = self.context.length_multiple
+        longest = max(len(prompt) + len(answer) for prompt, answer in samples) - 1
+        length = -(-longest // multiple) * multiple
+        ids = np.full([len(samples), length], self.context.tokenizer.pad_id, dtype="int64")
+        positions = []
+        for i, (prompt, answer) in enumerate(samples):
+            ids[i, : len(prompt) + len(answer) - 1] = (prompt + answer)[:-1]
+            positions.append(i * length + len(prompt) - 1 + np.arange(len(answer)))
+        targets = np.concatenate([answer for _, answer in samples]).astype("int64")
+        tokens = sum(len(prompt) + len(answer) for prompt, answer in samples)
+        return {
+            "input_ids": ids,
+            "positions": np.concatenate(positions),
+            "targets": targets,
+            "num_tokens": tokens,
+            "num_supervised": len(targets),
+        }
+
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]))
+        picked = hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)
+        nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))
+        return LossTerms(nll.sum(), float(batch["num_supervised"]))
+
+
+@llmsuite.hookimpl
+def llmsuite_register_stages() -> list[StageSpec]:
+    return [StageSpec(name="tokens", help="for tests", config_cls=TokensSection, factory=lambda: TokenStage)]

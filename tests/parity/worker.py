@@ -1,0 +1,137 @@
+"""A rank that runs one recipe after another in the same process; `tests.parity.cases` starts it.
+
+    python -m tests.parity.worker CASES.json
+
+Every case gets a mesh, a model and a cache of its own. Groups are used again by the cases that have the same ones: each
+brings two threads that wake up all the time, and after some dozen cases the processes would do nothing else.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmsuite.cli import commands
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.start import start_paddle
+from llmsuite.plugins import builtin
+from llmsuite.plugins.manager import PluginInfo, load_plugins
+from llmsuite.recipe.resolve import plan_run
+from tests.parity import traffic
+
+
+def main(path: Path) -> int:
+    """Run the cases in a file; after each, rank 0 leaves a file `done` in its directory."""
+    cases = json.loads(path.read_text())
+    rank, num_ranks = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
+    if any(case["trace"] for case in cases):
+        traffic.install()
+    start_paddle(CpuBackend(), num_ranks, join=num_ranks > 1)
+    import paddle.distributed as dist
+
+    from llmsuite.stages.run import run
+    from tests.parity import token_stage
+    from tests.parity.mutations import mutated
+
+    registry = load_plugins(builtin, commands)
+    registry.add(PluginInfo("tokens", "tests", "tokens", plugin=token_stage))
+    groups: dict[Any, Any] = {}
+    new_group = dist.new_group
+    for case in cases:
+        print(f"== {case['name']}", flush=True)
+        directory = path.parent / case["name"]
+        os.environ["LLMSUITE_CACHE"] = str(directory / "cache")  # what is computed before the first step counts too
+        plan = plan_run(case["recipe"], [*case["words"], f"--output_dir={directory}"], registry, smoke=True)
+        dist.new_group = _reused(new_group, groups)
+        with (
+            _gradients_of_first_step(directory),
+            mutated(case["mutation"]),
+            _traffic_of_last_step(directory, rank, case["trace"]),
+        ):
+            code = run(plan, registry, resume=False)
+        if code != 0:  # interrupted
+            return code
+        if rank == 0:
+            (directory / "done").touch()
+    return 0
+
+
+@contextlib.contextmanager
+def _gradients_of_first_step(directory: Path) -> Iterator[None]:
+    """While active, the gradients that the optimizer gets in step 1 are written, brought together over all ranks."""
+    import numpy as np
+    import paddle
+
+    from llmsuite.engine import collective
+    from llmsuite.engine.optimizer import Optimizer
+
+    update = Optimizer.step
+
+    def written(self: Optimizer, step: int) -> None:
+        if step == 1:
+            mesh = collective.mesh()
+            whole = {}
+            with paddle.no_grad():
+                for shard in self.shards:
+                    gradient = None if shard.is_empty else shard.owned.grad
+                    part = paddle.zeros_like(shard.owned.detach()) if gradient is None else gradient
+                    whole[shard.name] = shard.gather_part(part).numpy()
+            if mesh.data_rank == 0 and mesh.coordinate["tp"] == 0:
+                np.savez(directory / f"gradients-{mesh.coordinate['pp']}.npz", **whole)
+        update(self, step)
+
+    Optimizer.step = written  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.step = update  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
+    """While active, each training step leaves what this rank has sent in it, and the shape of its batch."""
+    from llmsuite.engine import loop
+
+    train_step = loop.train_step
+
+    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
+        sent: traffic.Traffic = collections.Counter()
+        with traffic.traced(sent):
+            result = train_step(step, micro_batches, objective, *args)
+        batches = [objective.collate(samples) for samples in micro_batches]
+        record = {
+            "micro_batches": [[*b["input_ids"].shape, len(b["targets"])] for b in batches],
+            "sent": [[name, list(shape), count] for (name, shape), count in sorted(sent.items())],
+        }
+        (directory / f"traffic-{rank}.json").write_text(json.dumps(record))
+        return result
+
+    loop.train_step = traced_step
+    try:
+        yield
+    finally:
+        loop.train_step = train_step
+
+
+def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Callable[[list[int]], Any]:
+    """`new_group` for one case: the first time it asks for some ranks it gets the first such group, and so on."""
+    asked: collections.Counter[tuple[int, ...]] = collections.Counter()
+
+    def group_of(ranks: list[int]) -> Any:
+        key = tuple(ranks)
+        asked[key] += 1
+        if (key, asked[key]) not in groups:
+            groups[key, asked[key]] = new_group(ranks)
+        return groups[key, asked[key]]
+
+    return group_of
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,128 @@
+"""Launchers of several machines find each other and hear of each other's end; here as threads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from llmsuite.engine import machines
+from llmsuite.engine.launch import _free_ports
+from llmsuite.engine.machines import End, Machines
+from llmsuite.errors import UserError
+
+DEAD = End(1, "rank 5 on machine 2 was killed by SIGKILL; its log: workerlog.5", killed=True)
+
+
+@pytest.fixture
+def master() -> str:
+    return f"127.0.0.1:{_free_ports('127.0.0.1', 1)[0]}"
+
+
+def _meet(launchers: list[Machines]) -> list[list[str]]:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return [f.result(20) for f in [pool.submit(m.meet, _free_ports, 2) for m in launchers]]
+
+
+@pytest.fixture
+def three(master: str) -> Iterator[list[Machines]]:
+    launchers = [Machines(index, 3, master, "run") for index in range(3)]
+    _meet(launchers)
+    yield launchers
+    for launcher in launchers:
+        launcher.close()
+
+
+def _hear(launchers: list[Machines]) -> list[End | None]:
+    """What each has heard, once those who may have had the time to pass it on."""
+    for _ in range(5):
+        ends = [launcher.poll() for launcher in launchers]
+        time.sleep(0.02)
+    return ends
+
+
+def test_they_agree_on_where_the_ranks_meet(master: str) -> None:
+    launchers = [Machines(index, 3, master, "run") for index in (2, 0, 1)]
+    found = _meet(launchers)
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 7  # a store and six ranks
+    assert all(endpoint.startswith("127.0.0.1:") for endpoint in found[0])
+    for launcher in launchers:
+        launcher.close()
+
+
+def test_alone_there_is_nobody_to_hear_of() -> None:
+    alone = Machines()
+    assert len(alone.meet(_free_ports, 4)) == 5
+    alone.tell(DEAD)
+    assert alone.poll() is None
+    assert alone.all_ended
+
+
+def test_as_long_as_all_is_well_nothing_is_heard(three: list[Machines]) -> None:
+    assert _hear(three) == [None] * 3
+    assert not three[0].all_ended
+    for launcher in three[1:]:
+        launcher.tell(End(0, ""))
+        launcher.close()  # having said so, it may leave
+    assert _hear(three[:1]) == [None]
+    assert three[0].all_ended
+
+
+def test_a_failure_reaches_all(three: list[Machines]) -> None:
+    three[2].tell(DEAD)
+    assert _hear(three[:2]) == [DEAD, DEAD]
+
+
+def test_who_was_killed_comes_before_who_failed_for_it(three: list[Machines]) -> None:
+    three[1].tell(End(1, "rank 2 on machine 1 ended with exit code 1"))
+    three[2].tell(DEAD)
+    assert _hear(three[:1]) == [DEAD]
+
+
+def test_a_machine_that_is_gone_reaches_all(three: list[Machines]) -> None:
+    three[1].close()
+    assert _hear([three[0], three[2]]) == [End(1, "machine 1 is gone")] * 2
+
+
+def test_a_machine_that_does_not_answer_reaches_all(three: list[Machines], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(machines, "_SILENT_SECONDS", 1.0)
+    deadline = time.monotonic() + 20
+    while (end := three[0].poll()) is None and time.monotonic() < deadline:
+        three[2].poll()  # machine 1 says nothing
+        time.sleep(0.05)
+    assert end == End(1, "machine 1 does not answer")
+    assert _hear([three[0], three[2]]) == [end, end]
+
+
+@pytest.mark.parametrize(
+    ("index", "run", "message"),
+    [
+        (1, "other", "machine 1 was given another recipe or other overrides than machine 0"),
+        (2, "run", "two machines were started with --launch.node_rank=2"),
+    ],
+)
+def test_who_cannot_take_part_is_told(master: str, index: int, run: str, message: str) -> None:
+    pair = [Machines(0, 2, master, "run"), Machines(index, 2, master, run)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for found in [pool.submit(m.meet, _free_ports, 2) for m in pair]:
+            with pytest.raises(UserError, match=message):
+                found.result(20)
+
+
+def test_an_address_that_is_not_of_machine_0_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"launch.master: machine 0 cannot listen at {address}"):
+            Machines(0, 2, address, "run").meet(_free_ports, 2)
+    monkeypatch.setattr(machines, "_MEET_SECONDS", 0.5)
+    with pytest.raises(UserError, match=f"launch.master: nobody answers at {address}"):
+        Machines(1, 2, address, "run").meet(_free_ports, 2)
+    with pytest.raises(UserError, match=r"machines \[1\] did not come to"):
+        Machines(0, 2, address, "run").meet(_free_ports, 2)
