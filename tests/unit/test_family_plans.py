@@ -1,0 +1,127 @@
+"""What the recipes and the engine rely on in every family: presets of the right size, a table of cuts without gaps."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.parallelize import own_slice
+from llmsuite.recipe.resolve import Degrees
+from tests.unit.families import FAMILIES, PRESETS, tiny
+
+# number of parameters as the model cards say
+PUBLISHED = {
+    "qwen2.5-0.5b": 0.494e9,
+    "qwen2.5-1.5b": 1.544e9,
+    "qwen2.5-3b": 3.086e9,
+    "qwen2.5-7b": 7.616e9,
+    "qwen2.5-14b": 14.77e9,
+    "qwen2.5-32b": 32.76e9,
+    "qwen2.5-72b": 72.71e9,
+    "qwen3-0.6b": 0.596e9,
+    "qwen3-1.7b": 1.721e9,
+    "qwen3-4b": 4.022e9,
+    "qwen3-8b": 8.191e9,
+    "qwen3-14b": 14.77e9,
+    "qwen3-32b": 32.76e9,
+    "llama-7b": 6.738e9,
+    "llama-13b": 13.02e9,
+    "llama-2-7b": 6.738e9,
+    "llama-3.1-8b": 8.030e9,
+    "smollm2-135m": 0.1345e9,
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen", {"model_type": "qwen2"}),
+    "qwen3 tied": ("qwen", {"tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def model(request: pytest.FixtureRequest) -> Any:
+    family, shape = VARIANTS[request.param]
+    made = tiny(family, **shape)
+    made.plan = FAMILIES[family].shard_plan
+    return made
+
+
+def shapes_of(model: Any) -> dict[str, list[int]]:
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("family", "preset"), PRESETS)
+def test_presets_have_the_published_number_of_parameters(family: str, preset: str) -> None:
+    shape = FAMILIES[family].presets[preset]
+    config = FAMILIES[family].config_cls(**shape)
+    assert list(config.problems()) == []
+    # layers of one kind are all alike: two more show what each weighs
+    sizes = {}
+    for layers in (4, 5):
+        made = tiny(family, **{**dataclasses.asdict(config), "num_hidden_layers": layers})
+        sizes[layers] = sum(math.prod(shape) for shape in shapes_of(made).values())
+    total = sizes[4] + (config.num_hidden_layers - 4) * (sizes[5] - sizes[4])
+    assert total == pytest.approx(PUBLISHED[preset], rel=1e-3)
+
+
+def test_every_preset_is_checked() -> None:
+    assert {preset for _, preset in PRESETS} == set(PUBLISHED)
+
+
+def test_no_parameter_is_cut_by_two_patterns(model: Any) -> None:
+    for name, shape in shapes_of(model).items():
+        matching = [pattern for pattern, _ in model.plan.cut if fnmatch.fnmatchcase(name, pattern)]
+        assert len(matching) <= 1, name
+        # what is held whole by every rank is small, or feeds every head alike
+        if not matching:
+            assert len(shape) == 1 or fnmatch.fnmatchcase(name, "*_a_proj*") or name.endswith(WHOLE_ON_PURPOSE), name
+
+
+WHOLE_ON_PURPOSE = ("embed_positions.weight", "mlp.gate.weight")
+
+
+def test_every_pattern_is_of_use() -> None:
+    for family in FAMILIES.values():
+        names = {n for f, shape in VARIANTS.values() if f == family.name for n in shapes_of(tiny(f, **shape))}
+        assert family.shard_plan is not None
+        for pattern, _ in family.shard_plan.cut:
+            assert fnmatch.filter(names, pattern), (family.name, pattern)
+
+
+def test_regions_end_with_one_row_parallel_product(model: Any) -> None:
+    modules = dict(model.named_sublayers())
+    regions = [name for name in modules if model.plan.is_region(name)]
+    assert len(regions) == 2 * model.config.num_hidden_layers
+    for name in regions:
+        cuts = {key: model.plan.dim(f"{name}.{key}") for key, _ in modules[name].named_parameters()}
+        assert set(cuts.values()) >= {0}
+        assert any(dim in (0, 1) for key, dim in cuts.items() if "down_proj" in key or "o_proj" in key)
+    assert {model.plan.embedding, model.plan.last_norm, model.plan.layers} <= set(modules)
+
+
+def test_each_parameter_has_its_place_in_a_pipeline(model: Any) -> None:
+    for name in shapes_of(model):
+        places = [m for m in (model.plan.layers, *model.plan.first, *model.plan.last) if name.startswith(f"{m}.")]
+        assert len(places) == 1, name
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_slices_of_all_ranks_tile_a_parameter(model: Any, tp: int) -> None:
+    assert list(model.plan.problems(model.config, tp)) == []
+    for name, shape in shapes_of(model).items():
+        counts = np.zeros(shape, dtype=int)
+        for rank in range(tp):
+            counts[tuple(own_slice(name, shape, model.plan, Mesh(Degrees(1, 1, 1, tp), rank)))] += 1
+        assert (counts == (tp if model.plan.dim(name) is None else 1)).all(), name
+
+
+@pytest.mark.parametrize("tp", [3, 128])
+def test_a_degree_that_would_cut_unevenly_is_refused(model: Any, tp: int) -> None:
+    assert list(model.plan.problems(model.config, tp))
