@@ -20,6 +20,17 @@ COMMON = (
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen2": ("qwen", ("--model.config.model_type=qwen2",)),
     "qwen3 tied": ("qwen", ("--model.config.tie_word_embeddings=true",)),
+    "gpt": ("gpt", ()),
+    "deepseek v3": ("deepseek", ()),
+    "deepseek v2": (
+        "deepseek",
+        (
+            "--model.config.model_type=deepseek_v2",
+            "--model.config.topk_method=group_limited_greedy",
+            "--model.config.norm_topk_prob=false",
+            "--model.config.q_lora_rank=null",
+        ),
+    ),
 }
 MESHES = {
     "tp2": (2, '{"tensor_parallel_degree":2}'),

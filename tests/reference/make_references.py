@@ -27,7 +27,28 @@ QWEN = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+GPT = {"vocab_size": 64, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+DEEPSEEK = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "moe_intermediate_size": 10,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "max_position_embeddings": 64,
+}
+GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+MSCALE = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9}
 
 CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen": {
@@ -40,8 +61,35 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "qwen3": ("qwen3", {**QWEN, "head_dim": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         "qwen3_tied": ("qwen3", {**QWEN, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     },
+    "gpt": {
+        "tied": ("gpt2", GPT),
+        "untied_wide": ("gpt2", {**GPT, "n_inner": None, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    },
+    "deepseek": {
+        "v2_lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": MSCALE}),
+        "v2_grouped": (
+            "deepseek_v2",
+            {**DEEPSEEK, **GROUPED, "q_lora_rank": 12, "topk_method": "group_limited_greedy", "rms_norm_eps": 1e-5},
+        ),
+        "v3": ("deepseek_v3", {**DEEPSEEK, **GROUPED, "q_lora_rank": 12, "num_nextn_predict_layers": 0}),
+        "v3_yarn_not_normed": (
+            "deepseek_v3",
+            {
+                **DEEPSEEK,
+                **GROUPED,
+                "q_lora_rank": None,
+                "n_group": 1,
+                "topk_group": 1,
+                "norm_topk_prob": False,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 0,
+                "rope_parameters": MSCALE,
+                "num_nextn_predict_layers": 0,
+            },
+        ),
+    },
 }
-SHAPES = {"qwen2_yarn": (1, 56)}
+SHAPES = {"qwen2_yarn": (1, 56), "v2_lite": (1, 56)}
 """Rows and length of the input, where they are not (2, 12)."""
 
 
@@ -60,7 +108,7 @@ def make(directory: Path, model_type: str, keys: dict[str, Any], seed: int) -> N
     """One directory: config.json and model.safetensors by save_pretrained, and reference.npz."""
     rng = np.random.default_rng(seed)
     config = AutoConfig.for_model(model_type, **keys)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
     fill(model, rng)
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)

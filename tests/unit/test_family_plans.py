@@ -30,6 +30,17 @@ PUBLISHED = {
     "qwen3-8b": 8.191e9,
     "qwen3-14b": 14.77e9,
     "qwen3-32b": 32.76e9,
+    "deepseek-v2-lite": 15.71e9,
+    "deepseek-v2": 235.7e9,
+    "deepseek-v3": 671.0e9,
+    "gpt2": 0.1244e9,
+    "gpt2-medium": 0.3548e9,
+    "gpt2-large": 0.7740e9,
+    "gpt2-xl": 1.558e9,
+    "gpt-345m": 0.3549e9,
+    "gpt-1.3b": 1.316e9,
+    "gpt-6.7b": 6.658e9,
+    "gpt-175b": 174.6e9,
     "llama-7b": 6.738e9,
     "llama-13b": 13.02e9,
     "llama-2-7b": 6.738e9,
@@ -42,6 +53,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "qwen2": ("qwen", {"model_type": "qwen2"}),
     "qwen3 tied": ("qwen", {"tie_word_embeddings": True}),
+    "deepseek v3": ("deepseek", {}),
+    "deepseek v2": (
+        "deepseek",
+        {"model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": False, "q_lora_rank": None},
+    ),
+    "gpt": ("gpt", {}),
+    "gpt untied": ("gpt", {"tie_word_embeddings": False}),
 }
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
+import safetensors.numpy
 
 from llmsuite.checkpoint.model_dir import open_model, write_hf, write_paddlenlp
 from llmsuite.checkpoint.tensors import TensorFiles
@@ -43,6 +44,16 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("qwen/qwen2", {"rope_theta": 12000.0}),
     ("qwen/qwen2_yarn", {"rope_scaling": None}),
     ("qwen/qwen3", {"rope_theta": 9e5}),
+    ("gpt/tied", {"layer_norm_eps": 1e-4}),
+    ("deepseek/v2_lite", {"rope_scaling": None}),
+    ("deepseek/v2_lite", {"num_experts_per_tok": 2}),
+    ("deepseek/v2_grouped", {"rms_norm_eps": 1e-4}),
+    ("deepseek/v2_grouped", {"topk_method": "greedy"}),
+    ("deepseek/v2_grouped", {"topk_group": 3}),
+    ("deepseek/v3", {"norm_topk_prob": False}),
+    ("deepseek/v3", {"routed_scaling_factor": 1.51}),
+    ("deepseek/v3", {"n_group": 2, "topk_group": 1}),
+    ("deepseek/v3_yarn_not_normed", {"norm_topk_prob": True}),
 ]
 
 
@@ -172,12 +183,95 @@ def test_a_config_json_that_asks_for_more_is_refused(case: str, tmp_path: Path) 
     assert open_model(tmp_path, FAMILIES).config == config_of(case)
 
 
+def test_gpt_of_the_first_days_lacks_a_prefix_and_has_masks(tmp_path: Path) -> None:
+    theirs = TensorFiles(REFERENCE / "gpt/tied", "model")
+    tensors = {name.removeprefix("transformer."): theirs.read(name) for name in theirs.names}
+    tensors["h.0.attn.bias"] = np.ones([1, 1, 4, 4], "float32")
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(REFERENCE / "gpt/tied/config.json", tmp_path)
+    assert open_model(tmp_path, FAMILIES).ignored == ["h.0.attn.bias"]
+    assert difference(load(tmp_path), "gpt/tied") <= TOLERANCE
+
+
+def copy_with(case: str, directory: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
+    """The case with some tensors added and keys of config.json changed."""
+    theirs = TensorFiles(REFERENCE / case, "model")
+    all_tensors = {**{name: theirs.read(name) for name in theirs.names}, **tensors}
+    safetensors.numpy.save_file(all_tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({**read_config(case), **config}))
+    return directory
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_told_of(tmp_path: Path) -> None:
+    extra = {
+        name: np.ones([2, 2], "float32") for name in ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight")
+    }
+    model = open_model(copy_with("deepseek/v3", tmp_path, extra, num_nextn_predict_layers=1), FAMILIES)
+    assert model.description == "hf layout; 2 tensors are ignored, such as model.layers.3.eh_proj.weight"
+    assert difference(load(tmp_path), "deepseek/v3") <= TOLERANCE
+    assert model.config.to_hf()["num_nextn_predict_layers"] == 0
+
+
+def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    copy_with("deepseek/v3", tmp_path, {name: np.zeros([3, 24], "float32")})
+    with pytest.raises(UserError, match=f"{name}' has another shape than 'model.layers.1.mlp.experts.0.up_proj"):
+        load(tmp_path)
+    with pytest.raises(UserError, match=r"missing 6: model.layers.1.mlp.experts.8.gate_proj.weight"):
+        open_model(copy_with("deepseek/v3", tmp_path, {}, n_routed_experts=9), FAMILIES)
+
+
+def test_the_bias_of_the_choice_is_kept_and_gets_no_gradient() -> None:
+    model = load(REFERENCE / "deepseek/v3")
+    model.train()
+    bias = dict(model.named_parameters())["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert bias.stop_gradient
+    assert np.abs(bias.numpy()).max() > 0.1
+    model(paddle.to_tensor(reference("deepseek/v3")[0])).square().mean().backward()
+    assert bias.grad is None
+    before = difference(model, "deepseek/v3")
+    bias.set_value(-bias.numpy())  # it decides who is chosen
+    assert difference(model, "deepseek/v3") > 100 * max(before, TOLERANCE)
+
+
 REFUSED = [
     ("qwen/qwen2", {"use_sliding_window": True}, "use_sliding_window is True; the qwen family has False only"),
     ("qwen/qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not full_attention only"),
     ("qwen/qwen3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the qwen family has 'silu' only"),
     ("qwen/qwen3", {"attention_bias": True}, "attention_bias is True"),
+    ("gpt/tied", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; the gpt family"),
+    ("gpt/tied", {"activation_function": "gelu"}, "activation_function is 'gelu'; the gpt family has gelu_new only"),
+    ("deepseek/v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; deepseek_v3 has sigmoid"),
+    ("deepseek/v2_lite", {"num_key_value_heads": 1}, "num_key_value_heads is not num_attention_heads = 2"),
+    ("deepseek/v3", {"rope_interleave": False}, "rope_interleave is False"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "field"),
+    [
+        ("qwen/qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ("qwen/qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
+        ("qwen/qwen2", {"hidden_size": 26}, "hidden_size"),
+        ("qwen/qwen3", {"head_dim": 9}, "head_dim"),
+        ("qwen/qwen3", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("gpt/tied", {"num_attention_heads": 5}, "hidden_size"),
+        ("deepseek/v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek/v3", {"n_group": 3}, "n_group"),
+        ("deepseek/v3", {"n_group": 8}, "n_group"),
+        ("deepseek/v3", {"topk_group": 5}, "topk_group"),
+        ("deepseek/v3", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("deepseek/v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+        ("deepseek/v2_grouped", {"norm_topk_prob": True}, "norm_topk_prob"),
+        (
+            "deepseek/v2_lite",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "tempo": 1}},
+            "rope_scaling",
+        ),
+    ],
+)
+def test_shapes_that_cannot_be_are_named_by_field(case: str, change: dict[str, Any], field: str) -> None:
+    assert [key for key, _ in dataclasses.replace(config_of(case), **change).problems()] == [field]
 
 
 @pytest.mark.parametrize(("case", "change", "message"), REFUSED)

@@ -101,9 +101,7 @@ class QwenConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         check_keys(data, "qwen", {*known, "rope_parameters", *_WINDOW}, _FIXED)
         if set(data.get("layer_types") or ()) - {"full_attention"}:
-            raise UserError(
-                "config.json: layer_types is not full_attention only, as the qwen family is"
-            )
+            raise UserError("config.json: layer_types is not full_attention only, as the qwen family is")
         values = {key: value for key, value in data.items() if key in known}
         values["rope_theta"], values["rope_scaling"] = read_hf(data, 10000.0)
         heads = values.get("num_attention_heads", cls.num_attention_heads)
