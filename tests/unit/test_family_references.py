@@ -15,7 +15,7 @@ import paddle.nn.functional as F
 import pytest
 import safetensors.numpy
 
-from llmsuite.checkpoint.model_dir import open_model, write_hf, write_paddlenlp
+from llmsuite.checkpoint.model_dir import open_model, write_hf, write_model, write_paddlenlp
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
@@ -81,6 +81,23 @@ def test_what_is_written_is_what_transformers_wrote(case: str, tmp_path: Path) -
     for name in theirs.names:
         assert np.array_equal(ours.read(name), theirs.read(name)), name
     assert open_model(tmp_path, FAMILIES).config == config_of(case)
+    assert difference(load(tmp_path), case) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_parameter_is_read_once_and_in_order(case: str, tmp_path: Path) -> None:
+    """Where they lie in parts on several ranks, the others give their parts in the order of the parameters."""
+    source = open_model(REFERENCE / case, FAMILIES)
+    asked: list[str] = []
+
+    def read(name: str) -> np.ndarray:
+        asked.append(name)
+        return source.read(name)
+
+    specs = [source.spec(name) for name in source.names]
+    write_model(tmp_path, source.family, source.config, read, specs, max_file_bytes=5000)
+    assert asked == source.names
+    assert len(TensorFiles(tmp_path, "model").paths) > 3
     assert difference(load(tmp_path), case) <= TOLERANCE
 
 
@@ -219,6 +236,16 @@ def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) 
         load(tmp_path)
     with pytest.raises(UserError, match=r"missing 6: model.layers.1.mlp.experts.8.gate_proj.weight"):
         open_model(copy_with("deepseek/v3", tmp_path, {}, n_routed_experts=9), FAMILIES)
+
+
+def test_which_layers_have_experts() -> None:
+    config = dataclasses.replace(config_of("deepseek/v3"), num_hidden_layers=8, first_k_dense_replace=3)
+    assert [i for i in range(8) if config.has_experts(i)] == [3, 4, 5, 6, 7]
+    config = dataclasses.replace(config, moe_layer_freq=2)
+    assert [i for i in range(8) if config.has_experts(i)] == [4, 6]
+    model = type(load(REFERENCE / "deepseek/v3"))(config, Ops())
+    names = FAMILIES["deepseek"].names()
+    assert [name for name, _ in model.named_parameters()] == list(names.parameter_names(config))
 
 
 def test_the_bias_of_the_choice_is_kept_and_gets_no_gradient() -> None:
