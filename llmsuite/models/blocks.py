@@ -95,15 +95,17 @@ class DecoderLayer(nn.Layer):
         self.post_attention_layernorm = second_norm
         self.mlp = mlp
 
-    def forward(self, x: Tensor, *inputs: Tensor, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] and what `CausalLM.layer_inputs` gives to [B, L, D] and the layer's cache."""
-        attended, present = self.self_attn(self.input_layernorm(x), *inputs, past)
+        attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), present
 
-    def states(self, x: Tensor, *inputs: Tensor) -> Tensor:
+    def states(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """`forward` without the cache: `recompute` takes functions with one output tensor only."""
-        return self(x, *inputs)[0]
+        return self(x, cos, sin, mask)[0]
 
 
 class Decoder(nn.Layer):

@@ -175,6 +175,27 @@ def test_every_parameter_learns_and_recompute_changes_no_gradient(case: str) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_layers_can_be_compiled_one_by_one(case: str) -> None:
+    input_ids = paddle.to_tensor(reference(case)[0])
+    model = load(REFERENCE / case)
+    model.train()
+    results = []
+    for _ in range(2):
+        loss = F.cross_entropy(model(input_ids[:, :-1]), input_ids[:, 1:])
+        loss.backward()
+        gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+        results.append((float(loss), gradients))
+        model.clear_gradients(set_to_zero=False)
+        for layer in model.model.layers:
+            layer.states = paddle.jit.to_static(layer.states, full_graph=True)
+    (loss, gradients), (compiled_loss, compiled) = results
+    assert compiled_loss == pytest.approx(loss, rel=1e-6)
+    assert compiled.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(compiled[name], gradient, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_config_json_comes_back(case: str) -> None:
     config = config_of(case)
     assert type(config).from_hf(config.to_hf()) == config

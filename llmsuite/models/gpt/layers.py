@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import ZEROS, CausalLM, DecoderLayer, LayerCache, linear
+from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, linear
 from llmsuite.models.gpt.config import GPTConfig
 
 Tensor = Any
@@ -51,11 +51,25 @@ class MLP(nn.Layer):
         return self.down_proj(F.gelu(self.up_proj(x), approximate=True))
 
 
-class GPTLayer(DecoderLayer):
-    """Attention and MLP behind LayerNorms."""
+class GPTLayer(nn.Layer):
+    """Pre-norm attention and MLP, each around a residual."""
 
     def __init__(self, config: GPTConfig, ops: Ops):
-        super().__init__(_norm(config), Attention(config, ops), _norm(config), MLP(config))
+        super().__init__()
+        self.input_layernorm = _norm(config)
+        self.self_attn = Attention(config, ops)
+        self.post_attention_layernorm = _norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] to [B, L, D] and the layer's cache."""
+        attended, present = self.self_attn(self.input_layernorm(x), mask, past)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), present
+
+    def states(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """`forward` without the cache: `recompute` takes functions with one output tensor only."""
+        return self(x, mask)[0]
 
 
 class GPT(CausalLM):
