@@ -117,7 +117,7 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     """The family and shape a config.json describes.
 
     Raises:
-        UserError: no config.json, or a model_type that no family reads.
+        UserError: no config.json, a model_type that no family reads, or a shape that cannot be.
     """
     data = read_json_file(path / "config.json")
     model_type = data.get("model_type") if isinstance(data, dict) else None
@@ -129,6 +129,9 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
             except ValidationError as error:
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
                 raise UserError(f"{path / 'config.json'}: {wrong}") from error
+            if problems := list(config.problems()):
+                wrong = "; ".join(f"{field} {message}" for field, message in problems)
+                raise UserError(f"{path / 'config.json'}: {wrong}")
             return family, config
     known = sorted(t for family in families.values() for t in family.hf_model_types)
     raise UserError(
@@ -156,11 +159,11 @@ def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirector
         else:
             ignored.append(theirs)
     tensors = {name: names.hf_tensors(name, config) for name in names.parameter_names(config)}
-    wanted = list(dict.fromkeys(theirs for place in tensors.values() for theirs in place.names))
+    wanted = dict.fromkeys(theirs for place in tensors.values() for theirs in place.names)  # a set in order
     if getattr(config, "tie_word_embeddings", False):
         found.pop("lm_head.weight", None)  # some writers store the tied copy
     missing = [name for name in wanted if name not in found]
-    unexpected = [found[name] for name in found if name not in set(wanted)]
+    unexpected = [found[name] for name in found if name not in wanted]
     if missing or unexpected:
         parts = [
             f"{what} {len(which)}: {', '.join(which[:5])}{' …' if len(which) > 5 else ''}"

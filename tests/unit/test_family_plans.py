@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from llmsuite.checkpoint.model_dir import read_config
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.parallelize import own_slice
+from llmsuite.errors import UserError
 from llmsuite.recipe.resolve import Degrees
 from tests.unit.families import FAMILIES, PRESETS, tiny
 
@@ -91,6 +95,157 @@ def test_presets_have_the_published_number_of_parameters(family: str, preset: st
 
 def test_every_preset_is_checked() -> None:
     assert {preset for _, preset in PRESETS} == set(PUBLISHED)
+
+
+# config.json as it lies on huggingface.co, with what says where it comes from
+HUB: dict[str, dict[str, Any]] = {
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "gpt2-medium": {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 1024,
+        "n_head": 16,
+        "n_layer": 24,
+        "n_positions": 1024,
+        "n_special": 0,
+        "predict_special_tokens": True,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    },
+    "deepseek-v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1536,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 128,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 16.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.39.3",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+}
+
+
+@pytest.mark.parametrize("preset", HUB)
+def test_a_published_config_json_is_the_preset(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUB[preset]))
+    family, config = read_config(tmp_path, FAMILIES)
+    assert config == family.config_cls(**family.presets[preset])
+
+
+def test_a_published_config_json_of_quantised_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**HUB["deepseek-v2"], "quantization_config": {"fmt": "e4m3"}}))
+    with pytest.raises(UserError, match="does not know quantization_config"):
+        read_config(tmp_path, FAMILIES)
 
 
 def test_no_parameter_is_cut_by_two_patterns(model: Any) -> None:

@@ -24,9 +24,10 @@ _HF_KEYS = {
 }
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
-# dropout, the head of a classifier, and a form of attention that is the same in exact numbers
+# dropout, a form of attention that is the same in exact numbers, what was once written, the head of a classifier
 _WITHOUT_EFFECT = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn"),
+    *("n_special", "predict_special_tokens", "output_past"),
     *(f"summary_{key}" for key in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")),
 )
 
