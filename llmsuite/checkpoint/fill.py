@@ -20,7 +20,9 @@ def fill_parameters(model: Any, source: ModelDirectory) -> None:
         value = source.read(name)
         found, wanted = list(value.shape), list(parameter.shape)
         if found != wanted:
-            raise UserError(f"{source.path}: {source.names[name]!r} is {found}, config.json makes it {wanted}")
+            raise UserError(
+                f"{source.path}: {source.tensors[name].names[0]!r} is {found}, config.json makes it {wanted}"
+            )
         dtype = str(parameter.dtype).removeprefix("paddle.")
         value = np.ascontiguousarray(value, dtype="float32").astype(dtype)
         parameter.set_value(value.view("uint16") if dtype == "bfloat16" else value)  # Paddle wants the bits of bfloat16

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.checkpoint.files import read_json_file, sha256_of, write_json
+from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.tensors import MAX_FILE_BYTES, TensorFiles, TensorSpec, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
@@ -46,22 +48,62 @@ class ModelDirectory:
     config: Any
     """The family's shape."""
     layout: Layout
-    names: dict[str, str]
-    """Our parameter names to the names in the files."""
+    tensors: dict[str, HfTensors]
+    """Where each of our parameters lies; the names are those in the files."""
     files: TensorFiles
+    ignored: list[str]
+    """Tensors in the files that are no parameter of the model: derived ones, or layers it does not have here."""
+
+    @property
+    def names(self) -> list[str]:
+        """Our names of the parameters."""
+        return list(self.tensors)
+
+    @property
+    def description(self) -> str:
+        """The layout, and what is ignored."""
+        if not self.ignored:
+            return f"{self.layout} layout"
+        return f"{self.layout} layout; {len(self.ignored)} tensors are ignored, such as {self.ignored[0]}"
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """A parameter by our name, or a slice of it (one slice a dim), lying as in memory, in the stored dtype."""
-        transposed = self.layout == "hf" and self.family.names().is_linear(name)
-        stored = index[::-1] if index and transposed else index
-        value = self.files.read(self.names[name], stored)
+        place, transposed = self.tensors[name], self._is_transposed(name)
+        if place.stacked:
+            first, rest = (index[0], index[1:]) if index else (slice(None), None)
+            parts = [self._read(theirs, rest, transposed) for theirs in place.names[first]]
+            for theirs, part in zip(place.names[first], parts):
+                if part.shape != parts[0].shape:
+                    raise UserError(f"{self.path}: {theirs!r} has another shape than {place.names[first][0]!r}")
+            return np.stack(parts)
+        if place.num_parts > 1:
+            *shape, size = self.spec(name).shape
+            *outer, last = index or [*map(slice, shape), slice(size)]
+            start, stop, _ = last.indices(size)
+            index = [*outer, slice(place.part * size + start, place.part * size + stop)]
+        return self._read(place.names[0], index, transposed)
+
+    def _read(self, theirs: str, index: Sequence[slice] | None, transposed: bool) -> np.ndarray:
+        value = self.files.read(theirs, index[::-1] if index and transposed else index)
         return value.T if transposed else value
+
+    def _is_transposed(self, name: str) -> bool:
+        return self.layout == "hf" and self.family.names().is_linear(name)
 
     def spec(self, name: str) -> TensorSpec:
         """Shape (as in memory) and dtype of a parameter by our name."""
-        stored = self.files.spec(self.names[name])
-        transposed = self.layout == "hf" and self.family.names().is_linear(name)
-        return TensorSpec(name, stored.shape[::-1] if transposed else stored.shape, stored.dtype)
+        place = self.tensors[name]
+        stored = self.files.spec(place.names[0])
+        shape = stored.shape[::-1] if self._is_transposed(name) else stored.shape
+        if place.stacked:
+            shape = (len(place.names), *shape)
+        elif place.num_parts > 1:
+            if shape[-1] % place.num_parts:
+                raise UserError(
+                    f"{self.path}: {stored.name!r} is {list(stored.shape)}, not {place.num_parts} equal parts"
+                )
+            shape = (*shape[:-1], shape[-1] // place.num_parts)
+        return TensorSpec(name, shape, stored.dtype)
 
     def digest(self) -> str:
         """sha256 over config and tensor files: equal digests are equal models."""
@@ -75,7 +117,7 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     """The family and shape a config.json describes.
 
     Raises:
-        UserError: no config.json, or a model_type that no family reads.
+        UserError: no config.json, a model_type that no family reads, or a shape that cannot be.
     """
     data = read_json_file(path / "config.json")
     model_type = data.get("model_type") if isinstance(data, dict) else None
@@ -87,6 +129,9 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
             except ValidationError as error:
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
                 raise UserError(f"{path / 'config.json'}: {wrong}") from error
+            if problems := list(config.problems()):
+                wrong = "; ".join(f"{field} {message}" for field, message in problems)
+                raise UserError(f"{path / 'config.json'}: {wrong}")
             return family, config
     known = sorted(t for family in families.values() for t in family.hf_model_types)
     raise UserError(
@@ -102,15 +147,23 @@ def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirector
     """
     family, config = read_config(path, families)
     files = TensorFiles(path, "model")
-    layout: Layout = "paddlenlp" if any(n.startswith(f"{family.name}.") for n in files.names) else "hf"
     names = family.names()
-    to_ours = names.from_paddlenlp if layout == "paddlenlp" else names.from_hf
-    found = {ours: theirs for theirs in files.names if (ours := to_ours(theirs)) is not None}
-    wanted = list(names.parameter_names(config))
+    prefix = names.paddlenlp_prefix(config)
+    layout: Layout = "paddlenlp" if prefix and any(n.startswith(prefix) for n in files.names) else "hf"
+    found, ignored = {}, []
+    for theirs in files.names:
+        full = f"model.{theirs[len(prefix) :]}" if layout == "paddlenlp" and theirs.startswith(prefix) else theirs
+        name = names.from_hf(full, config)
+        if name is not None:
+            found[name] = theirs
+        else:
+            ignored.append(theirs)
+    tensors = {name: names.hf_tensors(name, config) for name in names.parameter_names(config)}
+    wanted = dict.fromkeys(theirs for place in tensors.values() for theirs in place.names)  # a set in order
     if getattr(config, "tie_word_embeddings", False):
         found.pop("lm_head.weight", None)  # some writers store the tied copy
     missing = [name for name in wanted if name not in found]
-    unexpected = [found[name] for name in found if name not in set(wanted)]
+    unexpected = [found[name] for name in found if name not in wanted]
     if missing or unexpected:
         parts = [
             f"{what} {len(which)}: {', '.join(which[:5])}{' …' if len(which) > 5 else ''}"
@@ -118,7 +171,9 @@ def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirector
             if which
         ]
         raise UserError(f"{path}: the tensors are not those of its config.json; {'; '.join(parts)}")
-    return ModelDirectory(path, family, config, layout, found, files)
+    for name, place in tensors.items():
+        tensors[name] = dataclasses.replace(place, names=tuple(found[theirs] for theirs in place.names))
+    return ModelDirectory(path, family, config, layout, tensors, files, ignored)
 
 
 def write_model(
@@ -143,28 +198,67 @@ def write_model(
         tokenizer: directory whose tokenizer files are copied along.
         max_file_bytes: see `write_tensors`.
     """
-    names = family.names()
     hf = layout == "hf"
-    ours = {(name if hf else names.to_paddlenlp(name)): name for name in (spec.name for spec in specs)}
-    by_name = {spec.name: spec for spec in specs}
-    stored = [
-        TensorSpec(
-            theirs,
-            by_name[name].shape[::-1] if hf and names.is_linear(name) else by_name[name].shape,
-            by_name[name].dtype,
-        )
-        for theirs, name in ours.items()
-    ]
-
-    def read_stored(theirs: str) -> np.ndarray:
-        value = read(ours[theirs])
-        return value.T if hf and names.is_linear(ours[theirs]) else value
-
+    writer = _Rearranged(list(specs), read, family, config, layout)
     # "pt" and "np" are how transformers and PaddleNLP recognise the orientation of the matrices
-    write_tensors(directory, "model", stored, read_stored, {"format": "pt" if hf else "np"}, max_file_bytes)
+    write_tensors(directory, "model", writer.stored, writer.read, {"format": "pt" if hf else "np"}, max_file_bytes)
     write_json(directory / "config.json", config.to_hf())
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
+
+
+class _Rearranged:
+    """The parameters as the tensors of a layout. Each parameter is read once, in the order given.
+
+    The order matters: where a parameter lies in parts on several ranks, all of them take part in reading it.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        read: Callable[[str], np.ndarray],
+        family: ModelFamily,
+        config: Any,
+        layout: Layout,
+    ):
+        names, prefix = family.names(), family.names().paddlenlp_prefix(config)
+        if layout == "paddlenlp" and prefix is None:
+            raise UserError(f"the {family.name} family has no PaddleNLP layout; write the hf layout")
+        self._read_ours, self._unread = read, iter(specs)
+        self._is_transposed = {spec.name: layout == "hf" and names.is_linear(spec.name) for spec in specs}
+        self._places = {spec.name: names.hf_tensors(spec.name, config) for spec in specs}
+        self._values: dict[str, np.ndarray] = {}  # read, and not yet written
+        self._owed: dict[str, int] = {}  # tensors a parameter has still to be written to
+        self._made_of: dict[str, list[str]] = {}
+        self.stored: list[TensorSpec] = []
+        for spec in specs:
+            place = self._places[spec.name]
+            self._owed[spec.name] = len(place.names)
+            shape = spec.shape[1:] if place.stacked else (*spec.shape[:-1], spec.shape[-1] * place.num_parts)
+            for hf_name in place.names:
+                theirs = hf_name if layout == "hf" else re.sub(r"^model\.", str(prefix), hf_name)
+                parts = self._made_of.setdefault(theirs, [])
+                parts.append(spec.name)
+                if len(parts) == place.num_parts:
+                    turned = shape[::-1] if self._is_transposed[spec.name] else shape
+                    self.stored.append(TensorSpec(theirs, turned, spec.dtype))
+        assert all(len(ours) == self._places[ours[0]].num_parts for ours in self._made_of.values())
+
+    def read(self, theirs: str) -> np.ndarray:
+        """The values of a tensor of `stored`."""
+        parts = []
+        for ours in sorted(self._made_of[theirs], key=lambda name: self._places[name].part):
+            while ours not in self._values:
+                name = next(self._unread).name
+                self._values[name] = self._read_ours(name)
+            value, place = self._values[ours], self._places[ours]
+            if place.stacked:  # they are written in the order of the first dim
+                value = value[len(place.names) - self._owed[ours]]
+            parts.append(value.T if self._is_transposed[ours] else value)
+            self._owed[ours] -= 1
+            if not self._owed[ours]:
+                del self._values[ours]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, 0 if self._is_transposed[ours] else -1)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

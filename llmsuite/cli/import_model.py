@@ -41,7 +41,10 @@ def run(args: Any, registry: Registry) -> int:
                 raise UserError(f"a GGUF file is imported as hf or paddlenlp; convert that to {args.layout} afterwards")
             import_gguf(source, directory, registry.models, args.layout)
         else:
-            registry.exporters[args.layout].write(open_model(source, registry.models), directory)
+            found = open_model(source, registry.models)
+            if found.ignored:
+                print(f"{source}: {found.description}")
+            registry.exporters[args.layout].write(found, directory)
     model = open_model(target, registry.models)
     size = sum(path.stat().st_size for path in model.files.paths)
     print(

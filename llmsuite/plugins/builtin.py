@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,36 +42,31 @@ def llmsuite_register_stages() -> list[StageSpec]:
     ]
 
 
-def _llama() -> Any:
-    from llmsuite.models.llama.layers import Llama
-
-    return Llama
-
-
-def _llama_names() -> Any:
-    from llmsuite.models.llama import names
-
-    return names
+def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
+    """The family whose code lies in `llmsuite.models.NAME`; its layers are imported when they are needed."""
+    package = f"llmsuite.models.{name}"
+    config = importlib.import_module(f"{package}.config")
+    return ModelFamily(
+        name=name,
+        help=help,
+        config_cls=getattr(config, f"{cls}Config"),
+        presets=config.PRESETS,
+        smoke=config.SMOKE,
+        factory=lambda: getattr(importlib.import_module(f"{package}.layers"), cls),
+        names=lambda: importlib.import_module(f"{package}.names"),
+        shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
+        hf_model_types=hf_model_types,
+        gguf_architectures=gguf,
+    )
 
 
 @hookimpl
 def llmsuite_register_models() -> list[ModelFamily]:
-    from llmsuite.models.llama.config import PRESETS, SMOKE, LlamaConfig
-    from llmsuite.models.llama.shard_plan import PLAN
-
     return [
-        ModelFamily(
-            name="llama",
-            help="Llama 1, 2, 3.x, SmolLM2, TinyLlama",
-            config_cls=LlamaConfig,
-            presets=PRESETS,
-            smoke=SMOKE,
-            factory=_llama,
-            names=_llama_names,
-            shard_plan=PLAN,
-            hf_model_types=("llama",),
-            gguf_architectures=("llama",),
-        )
+        _family("llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama", ("llama",), gguf=("llama",)),
+        _family("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3")),
+        _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2",)),
+        _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3", ("deepseek_v2", "deepseek_v3")),
     ]
 
 

@@ -62,9 +62,14 @@ class ModelFamily:
     smoke: Mapping[str, Any]
     """The tiny shape that `--smoke` trains."""
     factory: Callable[[], type]
-    """Imports and returns the `paddle.nn.Layer` subclass, built as `cls(config, ops)`."""
+    """Imports and returns the `paddle.nn.Layer` subclass, built as `cls(config, ops)`; what the engine calls of it is
+    `llmsuite.models.blocks.CausalLM`, which it best derives from."""
     names: Callable[[], Any]
-    """Imports and returns the module that maps parameter names between layouts."""
+    """Imports and returns the module that says what parameters are called. It has `parameter_names(config)`, ours, in
+    the order the model has them; `is_linear(name)`, whether HF stores it transposed; `hf_tensors(name, config)`, where
+    it lies among HF's tensors (`llmsuite.checkpoint.hf_tensors`); `from_hf(name, config)`, the full name of a tensor in
+    an HF file, None to ignore it; `paddlenlp_prefix(config)`, what PaddleNLP writes for `model.`, None without such a
+    layout. With `gguf_architectures` also `from_gguf(name)` and `gguf_to_hf(name, value, config)`."""
     shard_plan: ShardPlan | None = None
     """How its parameters are cut for tensor parallelism; None for a family that cannot be."""
     hf_model_types: Sequence[str] = ()

@@ -230,7 +230,7 @@ RULES = (
         _no_grid,
     ),
     Rule(
-        "a tensor parallel degree that does not divide heads, key-value heads, vocabulary or MLP width",
+        "a tensor parallel degree that does not divide heads, key-value heads, vocabulary, MLP width or experts",
         "a matrix would be cut unevenly",
         ("--parallel.tensor_parallel_degree=16", "--launch.num_devices=64"),
         _uneven_cut,

@@ -66,7 +66,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     digest = hashlib.sha256(json.dumps([engine.precision, plan.model_config.to_hf()]).encode())
     if plan.weights is not None:
         source = open_model(plan.weights, registry.models)
-        report(f"loading {plan.weights} ({source.layout} layout)")
+        report(f"loading {plan.weights} ({source.description})")
         read = _read_from(source)
         digest.update(source.digest().encode())
     else:

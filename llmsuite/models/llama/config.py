@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
+from llmsuite.models.rope import frequencies, read_hf
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 PositiveFloat = Annotated[float, Gt(0)]
@@ -75,36 +75,10 @@ class LlamaConfig:
     def rope_frequencies(self) -> list[float]:
         """Rotary frequency of each of the head_size / 2 pairs, in radians a position.
 
-        `llama3` scaling as published with Llama 3.1 (github.com/meta-llama/llama-models, models/llama3/model.py,
-        `apply_scaling`): long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
-
         Raises:
             UserError: rope_scaling is of a kind this family does not know, or lacks a key.
         """
-        half = self.head_size // 2
-        frequencies = [self.rope_theta ** (-i / half) for i in range(half)]
-        if self.rope_scaling is None:
-            return frequencies
-        scaling = dict(self.rope_scaling)
-        kind = scaling.get("rope_type", scaling.get("type"))
-        if kind == "default":
-            return frequencies
-        if kind == "linear":
-            return [f / _scaling_number(scaling, "factor") for f in frequencies]
-        if kind != "llama3":
-            raise UserError(f"rope_type {kind!r} is not supported; use default, linear or llama3")
-        factor = _scaling_number(scaling, "factor")
-        low = _scaling_number(scaling, "low_freq_factor")
-        high = _scaling_number(scaling, "high_freq_factor")
-        original = _scaling_number(scaling, "original_max_position_embeddings")
-        if high <= low:
-            raise UserError(f"high_freq_factor is {high}; it has to be above low_freq_factor = {low}")
-        scaled = []
-        for f in frequencies:
-            turns = original * f / (2 * math.pi)  # in the original context
-            keep = min(max((turns - low) / (high - low), 0.0), 1.0)
-            scaled.append(f * keep + f / factor * (1 - keep))
-        return scaled
+        return frequencies(self.head_size, self.rope_theta, self.rope_scaling)
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> LlamaConfig:
@@ -120,11 +94,7 @@ class LlamaConfig:
             raise UserError(f"config.json: hidden_act is {activation!r}; the llama family has silu")
         known = {f.name for f in dataclasses.fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
-        # config.json of transformers 5 keeps theta among the scaling parameters
-        rope = data.get("rope_parameters")
-        if isinstance(rope, Mapping):
-            values["rope_theta"] = rope.get("rope_theta", cls.rope_theta)
-            values["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+        values["rope_theta"], values["rope_scaling"] = read_hf(data, cls.rope_theta)
         heads = values.get("num_attention_heads", cls.num_attention_heads)
         values.setdefault("num_key_value_heads", heads)
         if values.get("num_key_value_heads") is None:
@@ -143,13 +113,6 @@ class LlamaConfig:
             "head_dim": self.head_size,
             "torch_dtype": "float32",
         }
-
-
-def _scaling_number(scaling: Mapping[str, Any], key: str) -> float:
-    value = scaling.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise UserError(f"{key} is {value!r}; a number above 0 is needed")
-    return float(value)
 
 
 _LLAMA_3_1 = {

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.llama.config import LlamaConfig
 
 _GGUF_LAYER = {
@@ -42,21 +43,19 @@ def is_linear(name: str) -> bool:
     return name.endswith(("_proj.weight", "lm_head.weight"))
 
 
-def from_hf(name: str) -> str | None:
-    """Our name of an HF tensor; None for one that is derived, not learnt."""
+def hf_tensors(name: str, config: LlamaConfig) -> HfTensors:
+    """Where a parameter lies in an HF model: they have the same names."""
+    return HfTensors((name,))
+
+
+def from_hf(name: str, config: LlamaConfig) -> str | None:
+    """The full name of a tensor in an HF file; None for one that is derived, not learnt."""
     return None if _IGNORED.fullmatch(name) else name
 
 
-def from_paddlenlp(name: str) -> str | None:
-    """Our name of a PaddleNLP tensor; None for one that is derived, not learnt."""
-    if _IGNORED.fullmatch(name):
-        return None
-    return re.sub(r"^llama\.", "model.", name)
-
-
-def to_paddlenlp(name: str) -> str:
-    """PaddleNLP's name of one of our parameters."""
-    return re.sub(r"^model\.", "llama.", name)
+def paddlenlp_prefix(config: LlamaConfig) -> str | None:
+    """What PaddleNLP writes for `model.`."""
+    return "llama."
 
 
 def from_gguf(name: str) -> str | None:

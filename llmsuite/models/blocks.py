@@ -1,0 +1,199 @@
+"""What decoders have in common, for one card: no degree, no rank, no mesh.
+
+Shapes: B batch, L length, D hidden, H query heads, J key-value heads, K head size, V vocabulary.
+A cache is a pair of tensors a layer, its length S their dim 1, and is replaced, never written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from llmsuite.devices.ops import Ops, cross_entropy
+
+Tensor = Any
+LayerCache = tuple[Tensor, Tensor]
+
+ZEROS = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0))
+"""Matrices start so: `engine.init` or a checkpoint fills them."""
+
+
+def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
+    """A matrix [inputs, outputs], and a bias if asked for."""
+    return nn.Linear(num_inputs, num_outputs, weight_attr=ZEROS, bias_attr=ZEROS if bias else False)
+
+
+class RMSNorm(nn.Layer):
+    """Root mean square norm with a gain, over the last dim."""
+
+    def __init__(self, size: int, eps: float, ops: Ops):
+        super().__init__()
+        self.eps, self.norm = eps, ops.rms_norm
+        self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Layer):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: Any, ops: Ops, qkv_bias: bool = False, qk_norm: bool = False):
+        """`config` has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps."""
+        super().__init__()
+        self.head_size, self.ops = config.head_size, ops
+        width, kv_width = (n * config.head_size for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = linear(config.hidden_size, width, qkv_bias)
+        self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
+        self.v_proj = linear(config.hidden_size, kv_width, qkv_bias)
+        self.o_proj = linear(width, config.hidden_size)
+        # of each head, before the rotation
+        self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, J, K]."""
+        heads = [0, 0, -1, self.head_size]
+        q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.ops.rotary(q, cos, sin), self.ops.rotary(k, cos, sin)
+        if past is not None:
+            k, v = paddle.concat([past[0], k], 1), paddle.concat([past[1], v], 1)
+        out = self.ops.attention(q, k, v, mask)
+        return self.o_proj(out.reshape([0, 0, -1])), (k, v)
+
+
+class GatedMLP(nn.Layer):
+    """Gated MLP with SwiGLU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops):
+        super().__init__()
+        self.swiglu = ops.swiglu
+        self.gate_proj = linear(hidden_size, intermediate_size)
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] to [B, L, D]."""
+        return self.down_proj(self.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class DecoderLayer(nn.Layer):
+    """Pre-norm attention and MLP, each around a residual."""
+
+    def __init__(self, first_norm: nn.Layer, attention: nn.Layer, second_norm: nn.Layer, mlp: nn.Layer):
+        super().__init__()
+        self.input_layernorm = first_norm
+        self.self_attn = attention
+        self.post_attention_layernorm = second_norm
+        self.mlp = mlp
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] and what `CausalLM.layer_inputs` gives to [B, L, D] and the layer's cache."""
+        attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), present
+
+    def states(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """`forward` without the cache: `recompute` takes functions with one output tensor only."""
+        return self(x, cos, sin, mask)[0]
+
+
+class Decoder(nn.Layer):
+    """Embedding, layers, last norm: the part HF calls `model`."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, layers: Sequence[nn.Layer], norm: nn.Layer):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size, weight_attr=ZEROS)
+        self.layers = nn.LayerList(list(layers))
+        self.norm = norm
+
+
+class CausalLM(nn.Layer):
+    """A causal language model. Parameters start at zero (norms at one): `engine.init` or a checkpoint fills them."""
+
+    def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
+        """`config` has vocab_size, hidden_size and tie_word_embeddings."""
+        super().__init__()
+        self.config, self.ops = config, ops
+        self.recompute = False
+        self.cross_entropy = cross_entropy
+        self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
+        self.lm_head = None if config.tie_word_embeddings else linear(config.hidden_size, config.vocab_size)
+
+    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+        """What every layer takes beside its input, made once a pass: such as the rotation and the mask of the
+        positions from `start`."""
+        raise NotImplementedError
+
+    def hidden_states(
+        self, input_ids: Tensor, cache: list[LayerCache] | None = None
+    ) -> tuple[Tensor, list[LayerCache]]:
+        """Input ids [B, L] to normed hidden states [B, L, D] and the cache for the next call; in training there is
+        none.
+
+        Positions go on from the cache. Sequences start at position 0 and are padded on the right, so that no
+        token sees padding and none needs a mask of its own.
+        """
+        x, present = self.decode(self.embed(input_ids, _length(cache)), cache)
+        return self.finish(x), present
+
+    def embed(self, input_ids: Tensor, start: int = 0) -> Tensor:
+        """Input ids [B, L] at the positions from `start` to what the first layer takes, [B, L, D]."""
+        return self.model.embed_tokens(input_ids)
+
+    def finish(self, x: Tensor) -> Tensor:
+        """What the last layer gives to normed hidden states, [B, L, D]."""
+        return self.model.norm(x)
+
+    def decode(self, x: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        """Through the layers that are here, [B, L, D] to [B, L, D]; and the cache for the next call."""
+        assert cache is None or not self.training, "a cache is for evaluation"
+        inputs = self.layer_inputs(_length(cache), x.shape[1], x.dtype)
+        present = []
+        for i, layer in enumerate(self.model.layers):
+            if self.recompute and self.training:
+                x = paddle.distributed.fleet.utils.recompute(layer.states, x, *inputs)
+            elif self.training:
+                x = layer.states(x, *inputs)
+            else:
+                x, kv = layer(x, *inputs, past=cache[i] if cache else None)
+                present.append(kv)
+        return x, present
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., D] to logits [..., V]."""
+        if self.lm_head is None:
+            return paddle.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
+        return self.lm_head(hidden)
+
+    def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Hidden states [N, D] and target ids [N] to the negative log-probability of each target, [N] in float32."""
+        return self.cross_entropy(self.logits(hidden).astype("float32"), targets)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, L, V] of every position."""
+        return self.logits(self.hidden_states(input_ids)[0])
+
+
+def _length(cache: list[LayerCache] | None) -> int:
+    return cache[0][0].shape[1] if cache else 0
+
+
+def rotation(frequencies: Sequence[float], scale: float, start: int, length: int, dtype: Any) -> tuple[Tensor, Tensor]:
+    """scale times cos and sin, [1, L, 1, K / 2], of the positions from `start`.
+
+    Angles are made in float64, as positions get large.
+    """
+    angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))[None, :, None, :]
+    cos, sin = (paddle.to_tensor((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
+    return cos, sin

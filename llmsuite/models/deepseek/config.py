@@ -1,0 +1,268 @@
+"""The shape of a DeepSeek model, and its published sizes. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from llmsuite.errors import UserError
+from llmsuite.models.hf_config import check_keys
+from llmsuite.models.rope import frequencies, magnitude, read_hf, yarn_mscale
+
+PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
+NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
+PositiveFloat = Annotated[float, Gt(0)]
+
+_ROPE_KINDS = ("default", "yarn")
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleave": True, "use_fp8": False}
+# derived from other keys; of a loss that is not computed; of layers for speculation, which are left out
+_WITHOUT_EFFECT = (
+    *("num_key_value_heads", "head_dim", "qk_head_dim", "scoring_func", "aux_loss_alpha", "seq_aux"),
+    *("ep_size", "num_nextn_predict_layers", "num_nextn_predict_lambda", "speculate_model_type"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeekConfig:
+    """DeepSeek-V2 and V3. Names are those of HF's config.json."""
+
+    model_type: Literal["deepseek_v2", "deepseek_v3"] = "deepseek_v3"
+    """deepseek_v2: experts are scored by softmax. deepseek_v3: by sigmoid, chosen with a bias for balance."""
+    vocab_size: PositiveInt = 129280
+    """Rows of the embedding."""
+    hidden_size: PositiveInt = 7168
+    """Width of the residual stream."""
+    intermediate_size: PositiveInt = 18432
+    """Width of the MLP of layers without experts."""
+    moe_intermediate_size: PositiveInt = 2048
+    """Width of an expert."""
+    num_hidden_layers: PositiveInt = 61
+    """Decoder layers."""
+    first_k_dense_replace: NonNegativeInt = 3
+    """So many layers at the beginning have no experts."""
+    moe_layer_freq: PositiveInt = 1
+    """Of the others, those whose number is a multiple of this have experts."""
+    n_routed_experts: PositiveInt = 256
+    """Experts a token can be sent to."""
+    n_shared_experts: PositiveInt = 1
+    """Experts every token goes through, computed as one MLP."""
+    num_experts_per_tok: PositiveInt = 8
+    """Routed experts of a token."""
+    n_group: PositiveInt = 8
+    """Groups the routed experts are in."""
+    topk_group: PositiveInt = 4
+    """Groups the experts of a token can be in."""
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "noaux_tc"
+    """How experts are chosen: noaux_tc with deepseek_v3, one of the others with deepseek_v2."""
+    norm_topk_prob: bool = True
+    """Whether the weights of the chosen experts are made to add up to 1."""
+    routed_scaling_factor: PositiveFloat = 2.5
+    """What the weights of the chosen experts are multiplied by."""
+    num_attention_heads: PositiveInt = 128
+    """Heads."""
+    q_lora_rank: PositiveInt | None = 1536
+    """Width queries are compressed to; null for no compression."""
+    kv_lora_rank: PositiveInt = 512
+    """Width keys and values are compressed to."""
+    qk_nope_head_dim: PositiveInt = 128
+    """Part of a query and key head that is not rotated."""
+    qk_rope_head_dim: PositiveInt = 64
+    """Part that is rotated; of keys it is the same for all heads."""
+    v_head_dim: PositiveInt = 128
+    """Size of a value head."""
+    max_position_embeddings: PositiveInt = 163840
+    """Longest sequence the model was made for."""
+    rms_norm_eps: PositiveFloat = 1e-6
+    """Term under the root of RMSNorm."""
+    rope_theta: Annotated[float, Ge(1)] = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+    """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim"}."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial matrices."""
+    bos_token_id: int | None = 0
+    """Kept for config.json."""
+    eos_token_id: int | list[int] | None = 1
+    """Kept for config.json; generation stops at it."""
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the MLP that is the shared experts."""
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        if self.rope_scaling and self.rope_scaling.get("mscale_all_dim"):
+            scale *= yarn_mscale(self.rope_scaling["factor"], self.rope_scaling["mscale_all_dim"]) ** 2
+        return scale
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, is a mixture of experts."""
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        experts, groups = self.n_routed_experts, self.n_group
+        methods = ("noaux_tc",) if self.model_type == "deepseek_v3" else ("greedy", "group_limited_greedy")
+        if self.topk_method not in methods:
+            yield "topk_method", f"is {self.topk_method}; {self.model_type} has {' and '.join(methods)}"
+        if self.model_type == "deepseek_v2" and self.norm_topk_prob:
+            yield (
+                "norm_topk_prob",
+                "is true; no deepseek_v2 is made so, and the published codes differ about it",
+            )
+        if experts % groups:
+            yield "n_group", f"is {groups}, which does not divide n_routed_experts = {experts}"
+        elif self.topk_group > groups:
+            yield "topk_group", f"is {self.topk_group}; there are n_group = {groups}"
+        elif self.topk_method == "noaux_tc" and experts // groups < 2:
+            yield "n_group", f"is {groups}; noaux_tc needs groups of at least 2 experts"
+        elif self.num_experts_per_tok > self.topk_group * (experts // groups):
+            least = f"topk_group {self.topk_group} x {experts // groups} experts of a group"
+            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}, more than {least}"
+        if self.qk_rope_head_dim % 2:
+            yield "qk_rope_head_dim", f"is {self.qk_rope_head_dim}; rotary positions need an even size"
+        try:
+            self.rope_frequencies()
+            magnitude(self.rope_scaling)
+        except UserError as error:
+            yield "rope_scaling", str(error)
+
+    def rope_frequencies(self) -> list[float]:
+        """Rotary frequency of each of the qk_rope_head_dim / 2 pairs, in radians a position.
+
+        Raises:
+            UserError: rope_scaling is of a kind this family does not know, or lacks a key.
+        """
+        return frequencies(self.qk_rope_head_dim, self.rope_theta, self.rope_scaling, _ROPE_KINDS)
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> DeepSeekConfig:
+        """From the content of a config.json, HF's or PaddleNLP's.
+
+        Raises:
+            UserError: it asks for something this family does not have, or has keys it does not know.
+        """
+        fields = {f.name for f in dataclasses.fields(cls)}
+        check_keys(data, "deepseek", {*fields, "rope_parameters", *_WITHOUT_EFFECT}, _FIXED)
+        is_v3 = data.get("model_type") == "deepseek_v3"
+        scores = "sigmoid" if is_v3 else "softmax"
+        if data.get("scoring_func", scores) != scores:
+            raise UserError(f"config.json: scoring_func is {data['scoring_func']!r}; {data['model_type']} has {scores}")
+        heads = data.get("num_attention_heads")
+        if data.get("num_key_value_heads") not in (None, heads):
+            raise UserError(f"config.json: num_key_value_heads is not num_attention_heads = {heads}")
+        values = {key: value for key, value in data.items() if key in fields}
+        values["rope_theta"], values["rope_scaling"] = read_hf(data, cls.rope_theta)
+        values.setdefault("topk_method", "noaux_tc" if is_v3 else "greedy")
+        for key in ("n_group", "topk_group"):
+            if values.get(key) is None:
+                values[key] = 1
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a config.json that HF transformers and PaddleNLP read."""
+        is_v3 = self.model_type == "deepseek_v3"
+        return {
+            "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "num_key_value_heads": self.num_attention_heads,
+            "scoring_func": "sigmoid" if is_v3 else "softmax",
+            "num_nextn_predict_layers": 0,
+            **dataclasses.asdict(self),
+            "torch_dtype": "float32",
+        }
+
+
+def _yarn(mscale: float) -> dict[str, Any]:
+    return {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
+
+
+_V2 = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "norm_topk_prob": False,
+    "rope_scaling": _yarn(0.707),
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # huggingface.co/deepseek-ai/DeepSeek-V2-Lite, config.json
+    "deepseek-v2-lite": {
+        **_V2,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "n_routed_experts": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+    },
+    # huggingface.co/deepseek-ai/DeepSeek-V2, config.json
+    "deepseek-v2": {
+        **_V2,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 60,
+        "n_routed_experts": 160,
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 16.0,
+        "num_attention_heads": 128,
+    },
+    # huggingface.co/deepseek-ai/DeepSeek-V3, config.json
+    "deepseek-v3": {"rope_scaling": _yarn(1.0)},
+}
+"""Shapes as published."""
+
+SMOKE: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_attention_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Small enough for a laptop; its vocabulary is that of data/tokenizer."""

@@ -1,0 +1,205 @@
+"""The DeepSeek decoder for one card: latent attention and experts. The way of a pass: `llmsuite.models.blocks`.
+
+Shapes: B batch, L length, S length with the cache, D hidden, H heads, N and R the parts of a head that are not and that
+are rotated, K value head size, C width of the compressed keys and values, E routed experts, F width of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from llmsuite.devices.ops import Ops, causal_mask
+from llmsuite.models.blocks import ZEROS, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, linear, rotation
+from llmsuite.models.deepseek.config import DeepSeekConfig
+from llmsuite.models.rope import magnitude
+
+Tensor = Any
+
+_LATENT_EPS = 1e-6
+"""Of the norms of compressed queries, keys and values, whatever rms_norm_eps is."""
+
+
+class Attention(nn.Layer):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are kept compressed."""
+
+    def __init__(self, config: DeepSeekConfig, ops: Ops):
+        super().__init__()
+        self.rotary, self.scale, self.num_heads = ops.rotary, config.attention_scale, config.num_attention_heads
+        self.query_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
+        self.latent_sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
+        self.key_value_sizes = [config.qk_nope_head_dim, config.v_head_dim]
+        width = self.num_heads * sum(self.query_sizes)
+        self.is_compressed = config.q_lora_rank is not None
+        if config.q_lora_rank is not None:
+            self.q_a_proj = linear(config.hidden_size, config.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, _LATENT_EPS, ops)
+            self.q_b_proj = linear(config.q_lora_rank, width)
+        else:
+            self.q_proj = linear(config.hidden_size, width)
+        self.kv_a_proj_with_mqa = linear(config.hidden_size, sum(self.latent_sizes))
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS, ops)
+        self.kv_b_proj = linear(config.kv_lora_rank, self.num_heads * sum(self.key_value_sizes))
+        self.o_proj = linear(self.num_heads * config.v_head_dim, config.hidden_size)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] to [B, L, D]; the cache holds compressed keys and values [B, S, C] and rotated keys [B, S, 1, R].
+
+        Scores are the sum of two products, not one of concatenated heads: under Paddle's static mode every form with
+        the concatenation gives wrong gradients (3.3.1).
+        """
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.is_compressed else self.q_proj(x)
+        q_plain, q_turned = q.reshape([0, 0, -1, sum(self.query_sizes)]).split(self.query_sizes, -1)
+        latent, k_turned = self.kv_a_proj_with_mqa(x).split(self.latent_sizes, -1)
+        latent = self.kv_a_layernorm(latent)
+        q_turned = self.rotary(_halves(q_turned), cos, sin)
+        k_turned = self.rotary(_halves(k_turned.unsqueeze(2)), cos, sin)
+        if past is not None:
+            latent, k_turned = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_turned], 1)
+        heads = self.kv_b_proj(latent).reshape([0, 0, -1, sum(self.key_value_sizes)])
+        k_plain, v = (part.transpose([0, 2, 1, 3]) for part in heads.split(self.key_value_sizes, -1))
+        q_plain, q_turned = ((part * self.scale).transpose([0, 2, 1, 3]) for part in (q_plain, q_turned))
+        shared = k_turned.expand([-1, -1, self.num_heads, -1]).transpose([0, 2, 1, 3])
+        scores = paddle.matmul(q_plain, k_plain, transpose_y=True) + paddle.matmul(q_turned, shared, transpose_y=True)
+        out = paddle.matmul(F.softmax(scores + mask, -1), v).transpose([0, 2, 1, 3])
+        return self.o_proj(out.reshape([0, 0, -1])), (latent, k_turned)
+
+
+def _halves(x: Tensor) -> Tensor:
+    """[B, L, H, R] with pairs side by side to halves, as `rotary` takes them; scores do not depend on the order."""
+    pairs = x.reshape([0, 0, 0, x.shape[-1] // 2, 2])
+    return pairs.transpose([0, 1, 2, 4, 3]).reshape([0, 0, 0, x.shape[-1]])
+
+
+class Gate(nn.Layer):
+    """Which experts a token goes to, and with what weight."""
+
+    def __init__(self, config: DeepSeekConfig):
+        super().__init__()
+        self.num_experts, self.num_chosen = config.n_routed_experts, config.num_experts_per_tok
+        self.num_groups = 1 if config.topk_method == "greedy" else config.n_group
+        self.num_chosen_groups = config.topk_group
+        self.is_normed, self.factor = config.norm_topk_prob, config.routed_scaling_factor
+        self.weight = self.create_parameter([config.hidden_size, self.num_experts], attr=ZEROS)
+        self.e_score_correction_bias = None
+        if config.model_type == "deepseek_v3":
+            # balances the load by the choice alone: no gradient reaches it, and it is kept as it is
+            attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
+            self.e_score_correction_bias = self.create_parameter([self.num_experts], attr=attr)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, L, D] to the weight of each expert, [B, L, E] in float32, 0 for those that are not chosen."""
+        with paddle.amp.auto_cast(enable=False):
+            logits = paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
+            if self.e_score_correction_bias is None:
+                scores = F.softmax(logits, -1)
+                merit = scores.detach()
+            else:
+                scores = F.sigmoid(logits)
+                merit = scores.detach() + self.e_score_correction_bias.astype("float32")
+            if self.num_groups > 1:
+                merit = self._in_best_groups(merit)
+            weights = scores * _among_best(merit, self.num_chosen)
+            if self.is_normed:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            return weights * self.factor
+
+    def _in_best_groups(self, merit: Tensor) -> Tensor:
+        """[B, L, E] with the merit of experts in other groups far below any other."""
+        groups = merit.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
+        num_best = 1 if self.e_score_correction_bias is None else 2
+        best = paddle.topk(groups, num_best, -1)[0].sum(-1)
+        outside = 1.0 - _among_best(best, self.num_chosen_groups)
+        return (groups - outside.unsqueeze(-1) * 1e9).reshape([0, 0, self.num_experts])
+
+
+def _among_best(values: Tensor, count: int) -> Tensor:
+    """1 for the `count` largest of the last dim, 0 for the others."""
+    return F.one_hot(paddle.topk(values, count, -1)[1], values.shape[-1]).sum(-2)
+
+
+class Stacked(nn.Layer):
+    """The same matrix of every expert, [E, inputs, outputs]."""
+
+    def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
+        super().__init__()
+        self.weight = self.create_parameter([num_experts, num_inputs, num_outputs], attr=ZEROS)
+
+
+class Experts(nn.Layer):
+    """The routed experts, each a gated MLP, computed for every token: the weights of those not chosen are 0.
+
+    So every product is one large matrix product and its cost does not depend on the choice; it is that of all experts.
+    """
+
+    def __init__(self, config: DeepSeekConfig, ops: Ops):
+        super().__init__()
+        self.swiglu = ops.swiglu
+        self.sizes = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        num_experts, hidden, width = self.sizes
+        self.gate_proj = Stacked(num_experts, hidden, width)
+        self.up_proj = Stacked(num_experts, hidden, width)
+        self.down_proj = Stacked(num_experts, width, hidden)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """x [B, L, D] and weights [B, L, E] to [B, L, D]."""
+        num_experts, hidden, width = self.sizes
+        gate, up = (
+            paddle.matmul(x, part.weight.transpose([1, 0, 2]).reshape([hidden, num_experts * width]))
+            for part in (self.gate_proj, self.up_proj)
+        )
+        inner = self.swiglu(gate, up).reshape([0, 0, num_experts, width]) * weights.astype(x.dtype).unsqueeze(-1)
+        down = self.down_proj.weight.reshape([num_experts * width, hidden])
+        return paddle.matmul(inner.reshape([0, 0, num_experts * width]), down)
+
+
+class MoE(nn.Layer):
+    """Routed experts, and shared ones that every token goes through."""
+
+    def __init__(self, config: DeepSeekConfig, ops: Ops):
+        super().__init__()
+        self.gate = Gate(config)
+        self.experts = Experts(config, ops)
+        self.shared_experts = GatedMLP(config.hidden_size, config.shared_size, ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] to [B, L, D]."""
+        return self.experts(x, self.gate(x)) + self.shared_experts(x)
+
+
+class DenseLayer(DecoderLayer):
+    """Latent attention and a gated MLP."""
+
+    def __init__(self, config: DeepSeekConfig, ops: Ops):
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, ops)
+        super().__init__(_norm(config, ops), Attention(config, ops), _norm(config, ops), mlp)
+
+
+class MoELayer(DecoderLayer):
+    """Latent attention and experts."""
+
+    def __init__(self, config: DeepSeekConfig, ops: Ops):
+        super().__init__(_norm(config, ops), Attention(config, ops), _norm(config, ops), MoE(config, ops))
+
+
+class DeepSeek(CausalLM):
+    """DeepSeek-V2 and V3, without the layers that predict further tokens."""
+
+    def __init__(self, config: DeepSeekConfig, ops: Ops):
+        kinds = [MoELayer if config.has_experts(i) else DenseLayer for i in range(config.num_hidden_layers)]
+        super().__init__(config, ops, [kind(config, ops) for kind in kinds], _norm(config, ops))
+        self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
+
+    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+        """Rotation and mask; the plain mask on every device, as attention is computed here."""
+        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype)
+        return cos, sin, causal_mask(length, start + length, dtype)
+
+
+def _norm(config: DeepSeekConfig, ops: Ops) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, ops)

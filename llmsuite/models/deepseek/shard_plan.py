@@ -1,0 +1,46 @@
+"""Where a DeepSeek model is cut for tensor and sequence parallelism. Imports no Paddle.
+
+Heads are cut, what is compressed is whole; of the routed experts each rank has some, all others are cut in width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmsuite.models.deepseek.config import DeepSeekConfig
+from llmsuite.models.shard_plan import ShardPlan
+
+
+def _problems(config: DeepSeekConfig, tp: int) -> Iterator[str]:
+    for what in ("num_attention_heads", "vocab_size", "intermediate_size", "n_routed_experts"):
+        size = getattr(config, what)
+        if size % tp:
+            yield f"is {tp}, which does not divide {what} = {size}"
+    if config.shared_size % tp:
+        yield f"is {tp}, which does not divide n_shared_experts x moe_intermediate_size = {config.shared_size}"
+
+
+PLAN = ShardPlan(
+    cut=(
+        ("model.embed_tokens.weight", 0),
+        ("model.layers.*.self_attn.q_proj.weight", 1),
+        ("model.layers.*.self_attn.q_b_proj.weight", 1),
+        ("model.layers.*.self_attn.kv_b_proj.weight", 1),
+        ("model.layers.*.self_attn.o_proj.weight", 0),
+        ("model.layers.*.mlp.gate_proj.weight", 1),
+        ("model.layers.*.mlp.up_proj.weight", 1),
+        ("model.layers.*.mlp.down_proj.weight", 0),
+        ("model.layers.*.mlp.experts.*_proj.weight", 0),
+        ("model.layers.*.mlp.shared_experts.gate_proj.weight", 1),
+        ("model.layers.*.mlp.shared_experts.up_proj.weight", 1),
+        ("model.layers.*.mlp.shared_experts.down_proj.weight", 0),
+        ("lm_head.weight", 1),
+    ),
+    embedding="model.embed_tokens",
+    regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
+    layers="model.layers",
+    first=("model.embed_tokens",),
+    last=("model.norm", "lm_head"),
+    last_norm="model.norm",
+    problems=_problems,
+)

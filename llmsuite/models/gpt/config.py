@@ -1,0 +1,134 @@
+"""The shape of a GPT model, and its published sizes. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le
+
+from llmsuite.errors import UserError
+from llmsuite.models.hf_config import check_keys
+
+PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
+PositiveFloat = Annotated[float, Gt(0)]
+
+_HF_KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+}
+_FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+_ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
+# dropout, a form of attention that is the same in exact numbers, what was once written, the head of a classifier
+_WITHOUT_EFFECT = (
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn"),
+    *("n_special", "predict_special_tokens", "output_past"),
+    *(f"summary_{key}" for key in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """GPT-2 and GPT-3. Names are those of the other families; HF's config.json has its own (n_embd …)."""
+
+    vocab_size: PositiveInt = 50257
+    """Rows of the embedding."""
+    hidden_size: PositiveInt = 768
+    """Width of the residual stream."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the MLP; null for 4 x hidden_size."""
+    num_hidden_layers: PositiveInt = 12
+    """Decoder layers."""
+    num_attention_heads: PositiveInt = 12
+    """Heads of queries, keys and values."""
+    max_position_embeddings: PositiveInt = 1024
+    """Learned positions: no sequence can be longer."""
+    layer_norm_eps: PositiveFloat = 1e-5
+    """Term under the root of LayerNorm."""
+    tie_word_embeddings: bool = True
+    """Whether the output projection is the embedding."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial matrices."""
+    bos_token_id: int | None = 50256
+    """Kept for config.json."""
+    eos_token_id: int | list[int] | None = 50256
+    """Kept for config.json; generation stops at it."""
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def mlp_size(self) -> int:
+        return self.intermediate_size or 4 * self.hidden_size
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        if self.hidden_size % self.num_attention_heads:
+            heads = self.num_attention_heads
+            yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> GPTConfig:
+        """From the content of HF's config.json.
+
+        Raises:
+            UserError: it asks for something this family does not have, or has keys it does not know.
+        """
+        theirs = {f.name: _HF_KEYS.get(f.name, f.name) for f in dataclasses.fields(cls)}
+        check_keys(data, "gpt", {*theirs.values(), "activation_function", *_WITHOUT_EFFECT}, _FIXED)
+        activation = data.get("activation_function", _ACTIVATIONS[0])
+        if activation not in _ACTIVATIONS:
+            raise UserError(f"config.json: activation_function is {activation!r}; the gpt family has gelu_new only")
+        return cls(**{ours: data[key] for ours, key in theirs.items() if key in data})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a config.json that HF transformers reads."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": _ACTIVATIONS[0],
+            **{_HF_KEYS.get(key, key): value for key, value in dataclasses.asdict(self).items()},
+            "torch_dtype": "float32",
+        }
+
+
+def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+def _gpt3(hidden: int, layers: int, heads: int, positions: int = 2048) -> dict[str, Any]:
+    return {**_gpt2(hidden, layers, heads), "vocab_size": 50304, "max_position_embeddings": positions}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # huggingface.co/openai-community/gpt2, gpt2-medium, gpt2-large, gpt2-xl, config.json
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    # Brown et al. 2020, arXiv 2005.14165, table 2.1, with heads of 128 and the vocabulary padded to 128 x 393, so that
+    # it can be cut; 345M: the medium GPT-2, padded too
+    "gpt-345m": _gpt3(1024, 24, 16, positions=1024),
+    "gpt-1.3b": _gpt3(2048, 24, 16),
+    "gpt-6.7b": _gpt3(4096, 32, 32),
+    "gpt-175b": _gpt3(12288, 96, 96),
+}
+"""Shapes as published."""
+
+SMOKE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Small enough for a laptop; its vocabulary is that of data/tokenizer."""

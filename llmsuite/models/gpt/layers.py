@@ -1,0 +1,96 @@
+"""The GPT decoder for one card: learned positions, LayerNorm, biases. The way of a pass: `llmsuite.models.blocks`.
+
+Shapes: B batch, L length, S length with the cache, D hidden, H heads, K head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from llmsuite.devices.ops import Ops
+from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, linear
+from llmsuite.models.gpt.config import GPTConfig
+
+Tensor = Any
+
+
+class Attention(nn.Layer):
+    """Self-attention with biases and no rotation."""
+
+    def __init__(self, config: GPTConfig, ops: Ops):
+        super().__init__()
+        self.head_size, self.attention = config.head_size, ops.attention
+        self.q_proj = linear(config.hidden_size, config.hidden_size, bias=True)
+        self.k_proj = linear(config.hidden_size, config.hidden_size, bias=True)
+        self.v_proj = linear(config.hidden_size, config.hidden_size, bias=True)
+        self.o_proj = linear(config.hidden_size, config.hidden_size, bias=True)
+
+    def forward(self, x: Tensor, mask: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, H, K]."""
+        heads = [0, 0, -1, self.head_size]
+        q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if past is not None:
+            k, v = paddle.concat([past[0], k], 1), paddle.concat([past[1], v], 1)
+        return self.o_proj(self.attention(q, k, v, mask).reshape([0, 0, -1])), (k, v)
+
+
+class MLP(nn.Layer):
+    """Two matrices with GELU in its tanh form between them (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.up_proj = linear(config.hidden_size, config.mlp_size, bias=True)
+        self.down_proj = linear(config.mlp_size, config.hidden_size, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] to [B, L, D]."""
+        return self.down_proj(F.gelu(self.up_proj(x), approximate=True))
+
+
+class GPTLayer(nn.Layer):
+    """Pre-norm attention and MLP, each around a residual."""
+
+    def __init__(self, config: GPTConfig, ops: Ops):
+        super().__init__()
+        self.input_layernorm = _norm(config)
+        self.self_attn = Attention(config, ops)
+        self.post_attention_layernorm = _norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+        """x [B, L, D] to [B, L, D] and the layer's cache."""
+        attended, present = self.self_attn(self.input_layernorm(x), mask, past)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), present
+
+    def states(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """`forward` without the cache: `recompute` takes functions with one output tensor only."""
+        return self(x, mask)[0]
+
+
+class GPT(CausalLM):
+    """GPT-2 and GPT-3 (every layer with full attention)."""
+
+    def __init__(self, config: GPTConfig, ops: Ops):
+        layers = [GPTLayer(config, ops) for _ in range(config.num_hidden_layers)]
+        super().__init__(config, ops, layers, _norm(config))
+        positions = nn.Embedding(config.max_position_embeddings, config.hidden_size, weight_attr=ZEROS)
+        self.model.embed_positions = positions
+
+    def embed(self, input_ids: Tensor, start: int = 0) -> Tensor:
+        """Input ids [B, L] at the positions from `start` to what the first layer takes, [B, L, D]."""
+        end = start + input_ids.shape[1]
+        assert end <= self.config.max_position_embeddings, f"there are no positions up to {end}"
+        return self.model.embed_tokens(input_ids) + self.model.embed_positions.weight[start:end].unsqueeze(0)
+
+    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+        """The mask."""
+        return (self.ops.causal_mask(length, start + length, dtype),)
+
+
+def _norm(config: GPTConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps)

@@ -1,0 +1,66 @@
+"""What a GPT parameter is called in an HF model. Imports no Paddle.
+
+Our names are those of the other families. HF keeps q, k and v in one matrix, and every matrix but the output
+projection as [inputs, outputs], as we do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from llmsuite.checkpoint.hf_tensors import HfTensors
+from llmsuite.models.gpt.config import GPTConfig
+
+_HF_TOP = {"model.embed_tokens": "wte", "model.embed_positions": "wpe", "model.norm": "ln_f"}
+_HF_LAYER = {
+    "input_layernorm": "ln_1",
+    "self_attn.q_proj": "attn.c_attn",
+    "self_attn.k_proj": "attn.c_attn",
+    "self_attn.v_proj": "attn.c_attn",
+    "self_attn.o_proj": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+_IGNORED = re.compile(r".*\.attn\.(masked_)?bias")  # masks
+
+
+def parameter_names(config: GPTConfig) -> Iterator[str]:
+    """Every parameter of the model, in the order it has them."""
+    yield "model.embed_tokens.weight"
+    for i in range(config.num_hidden_layers):
+        yield from (f"model.layers.{i}.{part}.{kind}" for part in _HF_LAYER for kind in ("weight", "bias"))
+    yield from ("model.norm.weight", "model.norm.bias", "model.embed_positions.weight")
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight"
+
+
+def is_linear(name: str) -> bool:
+    """Whether HF stores this parameter transposed, as [outputs, inputs]."""
+    return name == "lm_head.weight"
+
+
+def hf_tensors(name: str, config: GPTConfig) -> HfTensors:
+    """Where a parameter lies in an HF model."""
+    base, _, kind = name.rpartition(".")
+    if base in _HF_TOP:
+        return HfTensors((f"transformer.{_HF_TOP[base]}.{kind}",))
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base):
+        theirs = f"transformer.h.{match[1]}.{_HF_LAYER[match[2]]}.{kind}"
+        if _HF_LAYER[match[2]] == "attn.c_attn":
+            return HfTensors((theirs,), part="qkv".index(match[2][-6]), num_parts=3)
+        return HfTensors((theirs,))
+    return HfTensors((name,))
+
+
+def from_hf(name: str, config: GPTConfig) -> str | None:
+    """The full name of a tensor in an HF file, where `transformer.` may be missing; None for one that is not learnt."""
+    if _IGNORED.fullmatch(name):
+        return None
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
+def paddlenlp_prefix(config: GPTConfig) -> str | None:
+    """None: PaddleNLP arranges GPT's matrices in other ways, which are not read or written."""
+    return None

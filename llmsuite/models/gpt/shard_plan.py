@@ -1,0 +1,39 @@
+"""Where a GPT model is cut for tensor and sequence parallelism, as Llama is. Imports no Paddle.
+
+Biases behind a column-parallel matrix are cut with it; those behind a row-parallel one are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmsuite.models.gpt.config import GPTConfig
+from llmsuite.models.shard_plan import ShardPlan
+
+
+def _problems(config: GPTConfig, tp: int) -> Iterator[str]:
+    sizes = {what: getattr(config, what) for what in ("num_attention_heads", "vocab_size")}
+    for what, size in {**sizes, "intermediate_size": config.mlp_size}.items():
+        if size % tp:
+            yield f"is {tp}, which does not divide {what} = {size}"
+
+
+PLAN = ShardPlan(
+    cut=(
+        ("model.embed_tokens.weight", 0),
+        ("model.layers.*.self_attn.[qkv]_proj.weight", 1),
+        ("model.layers.*.self_attn.[qkv]_proj.bias", 0),
+        ("model.layers.*.self_attn.o_proj.weight", 0),
+        ("model.layers.*.mlp.up_proj.weight", 1),
+        ("model.layers.*.mlp.up_proj.bias", 0),
+        ("model.layers.*.mlp.down_proj.weight", 0),
+        ("lm_head.weight", 1),
+    ),
+    embedding="model.embed_tokens",
+    regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
+    layers="model.layers",
+    first=("model.embed_tokens", "model.embed_positions"),
+    last=("model.norm", "lm_head"),
+    last_norm="model.norm",
+    problems=_problems,
+)

@@ -1,0 +1,74 @@
+"""What families check of a config.json before they believe it. Imports no Paddle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llmsuite.errors import UserError
+
+_WITHOUT_EFFECT = frozenset(
+    (
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "base_model_tp_plan",
+        "chunk_size_feed_forward",
+        "dpo_config",
+        "dtype",
+        "finetuning_task",
+        "id2label",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "max_length",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "paddlenlp_version",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "sep_token_id",
+        "seq_length",
+        "task_specific_params",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "unk_token_id",
+        "use_bfloat16",
+        "use_cache",
+    )
+)
+"""Keys that change no logit: where a model comes from, how it is run, what a head for another task would need.
+Dropout is among them: nothing is dropped here."""
+
+
+def check_keys(data: Mapping[str, Any], family: str, known: Iterable[str], fixed: Mapping[str, Any]) -> None:
+    """Refuse a config.json whose model would not be computed as it was meant.
+
+    Args:
+        data: its content.
+        family: for the message.
+        known: keys the family reads.
+        fixed: keys that may have one value only, or null.
+
+    Raises:
+        UserError: naming the keys that have another value, or that nobody knows.
+    """
+    known = set(known)
+    unknown = []
+    for key, value in data.items():
+        if key in fixed:
+            if value is not None and value != fixed[key]:
+                raise UserError(f"config.json: {key} is {value!r}; the {family} family has {fixed[key]!r} only")
+        elif key not in known and key not in _WITHOUT_EFFECT and not key.startswith("_"):
+            unknown.append(key)
+    if unknown:
+        raise UserError(
+            f"config.json: the {family} family does not know {', '.join(sorted(unknown))}; they may change what the "
+            "model computes. Remove them if they do not"
+        )

@@ -1,0 +1,189 @@
+"""The shape of a Qwen model, and its published sizes. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from llmsuite.errors import UserError
+from llmsuite.models.hf_config import check_keys
+from llmsuite.models.rope import frequencies, magnitude, read_hf
+
+PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
+PositiveFloat = Annotated[float, Gt(0)]
+
+_ROPE_KINDS = ("default", "linear", "yarn")
+_FIXED = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False}
+_FIXED |= {"rope_scaling_type": None, "rope_scaling_factor": 1.0}  # PaddleNLP's
+_WINDOW = ("sliding_window", "max_window_layers", "layer_types")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenConfig:
+    """Qwen2, Qwen2.5 and dense Qwen3. Names are those of HF's config.json."""
+
+    model_type: Literal["qwen2", "qwen3"] = "qwen3"
+    """qwen2 (2.5 too): biases on q, k and v. qwen3: a norm on each head of q and k instead."""
+    vocab_size: PositiveInt = 151936
+    """Rows of the embedding."""
+    hidden_size: PositiveInt = 4096
+    """Width of the residual stream."""
+    intermediate_size: PositiveInt = 12288
+    """Width of the MLP."""
+    num_hidden_layers: PositiveInt = 36
+    """Decoder layers."""
+    num_attention_heads: PositiveInt = 32
+    """Query heads."""
+    num_key_value_heads: PositiveInt = 8
+    """Key and value heads; fewer than query heads is grouped-query attention."""
+    head_dim: Annotated[int, Gt(0), Le(4096)] | None = None
+    """Size of a head; null for 128 with qwen3, for hidden_size / num_attention_heads with qwen2."""
+    max_position_embeddings: PositiveInt = 32768
+    """Longest sequence the model was made for."""
+    rms_norm_eps: PositiveFloat = 1e-6
+    """Term under the root of RMSNorm."""
+    rope_theta: Annotated[float, Ge(1)] = 1000000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+    """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings"} for longer contexts."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial matrices."""
+    bos_token_id: int | None = 151643
+    """Kept for config.json."""
+    eos_token_id: int | list[int] | None = 151645
+    """Kept for config.json; generation stops at it."""
+
+    @property
+    def head_size(self) -> int:
+        if self.head_dim is not None:
+            return self.head_dim
+        return 128 if self.model_type == "qwen3" else self.hidden_size // self.num_attention_heads
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.model_type == "qwen2" and self.head_size * heads != self.hidden_size:
+            if self.head_dim is None:
+                yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
+            else:
+                size = f"hidden_size / num_attention_heads = {self.hidden_size / heads:g}"
+                yield "head_dim", f"is {self.head_dim}; with qwen2 it is {size}, leave it out"
+        elif self.head_size % 2:
+            yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
+        if heads % kv_heads:
+            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
+        try:
+            self.rope_frequencies()
+            magnitude(self.rope_scaling)
+        except UserError as error:
+            yield "rope_scaling", str(error)
+
+    def rope_frequencies(self) -> list[float]:
+        """Rotary frequency of each of the head_size / 2 pairs, in radians a position.
+
+        Raises:
+            UserError: rope_scaling is of a kind this family does not know, or lacks a key.
+        """
+        return frequencies(self.head_size, self.rope_theta, self.rope_scaling, _ROPE_KINDS)
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> QwenConfig:
+        """From the content of a config.json, HF's or PaddleNLP's.
+
+        Raises:
+            UserError: it asks for something this family does not have, or has keys it does not know.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        check_keys(data, "qwen", {*known, "rope_parameters", *_WINDOW}, _FIXED)
+        if set(data.get("layer_types") or ()) - {"full_attention"}:
+            raise UserError("config.json: layer_types is not full_attention only, as the qwen family is")
+        values = {key: value for key, value in data.items() if key in known}
+        values["rope_theta"], values["rope_scaling"] = read_hf(data, 10000.0)
+        heads = values.get("num_attention_heads", cls.num_attention_heads)
+        if values.get("num_key_value_heads") is None:
+            values["num_key_value_heads"] = heads
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a config.json that HF transformers and PaddleNLP read."""
+        shape = dataclasses.asdict(self)
+        if self.model_type == "qwen2":
+            del shape["head_dim"]
+        else:
+            shape |= {"head_dim": self.head_size, "attention_bias": False}
+        return {
+            "architectures": [f"{self.model_type.title()}ForCausalLM"],
+            "hidden_act": "silu",
+            "use_sliding_window": False,
+            **shape,
+            "torch_dtype": "float32",
+        }
+
+
+def _qwen2_5(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool = False
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool = False) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
+    }
+
+
+# Qwen2.5: huggingface.co/Qwen/Qwen2.5-SIZE-Instruct, config.json; Qwen3: huggingface.co/Qwen/Qwen3-SIZE, config.json
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": _qwen2_5(896, 4864, 24, 14, 2, 151936, tied=True),
+    "qwen2.5-1.5b": _qwen2_5(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2.5-3b": _qwen2_5(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "qwen2.5-7b": _qwen2_5(3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _qwen2_5(5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _qwen2_5(5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": _qwen2_5(8192, 29568, 80, 64, 8, 152064),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+}
+"""Shapes as published."""
+
+SMOKE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Small enough for a laptop; its vocabulary is that of data/tokenizer."""

@@ -1,0 +1,38 @@
+"""The Qwen decoder for one card. Shapes and the way of a pass: `llmsuite.models.blocks`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmsuite.devices.ops import Ops
+from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation
+from llmsuite.models.qwen.config import QwenConfig
+from llmsuite.models.rope import magnitude
+
+Tensor = Any
+
+
+class QwenLayer(DecoderLayer):
+    """Grouped-query attention, with biases (qwen2) or normed heads (qwen3), and a gated MLP."""
+
+    def __init__(self, config: QwenConfig, ops: Ops):
+        super().__init__(
+            RMSNorm(config.hidden_size, config.rms_norm_eps, ops),
+            Attention(config, ops, qkv_bias=config.model_type == "qwen2", qk_norm=config.model_type == "qwen3"),
+            RMSNorm(config.hidden_size, config.rms_norm_eps, ops),
+            GatedMLP(config.hidden_size, config.intermediate_size, ops),
+        )
+
+
+class Qwen(CausalLM):
+    """Qwen2, Qwen2.5 and dense Qwen3."""
+
+    def __init__(self, config: QwenConfig, ops: Ops):
+        layers = [QwenLayer(config, ops) for _ in range(config.num_hidden_layers)]
+        super().__init__(config, ops, layers, RMSNorm(config.hidden_size, config.rms_norm_eps, ops))
+        self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
+
+    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+        """Rotation and mask."""
+        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype)
+        return cos, sin, self.ops.causal_mask(length, start + length, dtype)

@@ -1,0 +1,128 @@
+"""Rotary frequencies and their scalings, as config.json describes them. Imports no Paddle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmsuite.errors import UserError
+
+_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"},
+    ),
+}
+"""By rope_type: keys it needs, keys it may have."""
+
+
+def read_hf(data: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of a config.json; transformers 5 keeps both in `rope_parameters`."""
+    rope = data.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        theta = rope.get("rope_theta", data.get("rope_theta", default_theta))
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        return theta, scaling if _kind(scaling) != "default" else None
+    return data.get("rope_theta", default_theta), data.get("rope_scaling")
+
+
+def frequencies(
+    size: int, theta: float, scaling: Mapping[str, Any] | None, kinds: Sequence[str] = ("default", "linear", "llama3")
+) -> list[float]:
+    """Rotary frequency of each of the size / 2 pairs, in radians a position.
+
+    Args:
+        size: of the part of a head that is rotated.
+        theta: base of the frequencies.
+        scaling: None, or what config.json calls rope_scaling.
+        kinds: the rope types the caller's family has.
+
+    Raises:
+        UserError: the scaling is of another kind, or lacks a key.
+    """
+    plain = [theta ** (-2 * i / size) for i in range(size // 2)]
+    if scaling is None:
+        return plain
+    kind = _kind(scaling)
+    if kind not in kinds:
+        raise UserError(f"rope_type {kind!r} is not supported; use {', '.join(kinds[:-1])} or {kinds[-1]}")
+    if kind == "default":
+        return plain
+    factor = _number(scaling, "factor")
+    if kind == "linear":
+        return [f / factor for f in plain]
+    return _llama3(plain, factor, scaling) if kind == "llama3" else _yarn(plain, factor, theta, scaling)
+
+
+def _llama3(plain: list[float], factor: float, scaling: Mapping[str, Any]) -> list[float]:
+    """As published with Llama 3.1 (github.com/meta-llama/llama-models, models/llama3/model.py, `apply_scaling`):
+    long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    original = _number(scaling, "original_max_position_embeddings")
+    if high <= low:
+        raise UserError(f"high_freq_factor is {high}; it has to be above low_freq_factor = {low}")
+    scaled = []
+    for f in plain:
+        turns = original * f / (2 * math.pi)  # in the original context
+        keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+        scaled.append(f * keep + f / factor * (1 - keep))
+    return scaled
+
+
+def _yarn(plain: list[float], factor: float, theta: float, scaling: Mapping[str, Any]) -> list[float]:
+    """Peng et al. 2023, arXiv 2309.00071: pairs that turn more than beta_fast times in the original context are kept,
+    those that turn less than beta_slow times stretched by `factor`, those between interpolated by their index."""
+    _check_keys("yarn", scaling)
+    original = _number(scaling, "original_max_position_embeddings")
+    half = len(plain)
+
+    def index_of(turns: float) -> float:
+        return half * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(index_of(_number(scaling, "beta_fast", 32.0))), 0)
+    high = min(math.ceil(index_of(_number(scaling, "beta_slow", 1.0))), 2 * half - 1)
+    width = max(high - low, 0.001)
+    stretch = [min(max((i - low) / width, 0.0), 1.0) for i in range(half)]
+    return [f / factor * s + f * (1 - s) for f, s in zip(plain, stretch)]
+
+
+def magnitude(scaling: Mapping[str, Any] | None) -> float:
+    """What cos and sin are multiplied by: 1, except with yarn.
+
+    Raises:
+        UserError: a number of the scaling is none.
+    """
+    if scaling is None or _kind(scaling) != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor")
+    factor = _number(scaling, "factor")
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return yarn_mscale(factor, _number(scaling, "mscale")) / yarn_mscale(factor, _number(scaling, "mscale_all_dim"))
+    return yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much larger the logits of attention are to be for a context stretched by `factor`; its root, in fact."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _kind(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+def _check_keys(kind: str, scaling: Mapping[str, Any]) -> None:
+    needed, possible = _KEYS[kind]
+    if unknown := sorted(set(scaling) - needed - possible - {"rope_type", "type"}):
+        raise UserError(f"has {', '.join(unknown)}, which {kind} scaling does not know here")
+
+
+def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = scaling.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise UserError(f"{key} is {value!r}; a number above 0 is needed")
+    return float(value)

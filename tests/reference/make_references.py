@@ -1,0 +1,126 @@
+"""Writes tests/reference/FAMILY/CASE/: tiny models as HF transformers saves them, and the logits it gets from them.
+
+Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
+transformers 5.23. (Those of Llama: make_llama_reference.py.) Run it from anywhere; a second run writes the same values:
+
+    python tests/reference/make_references.py [FAMILY ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TARGET = Path(__file__).resolve().parent
+
+QWEN = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT = {"vocab_size": 64, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+DEEPSEEK = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "moe_intermediate_size": 10,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "max_position_embeddings": 64,
+}
+GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+MSCALE = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9}
+
+CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "qwen": {
+        "qwen2": ("qwen2", QWEN),
+        "qwen2_tied_one_kv_head": (
+            "qwen2",
+            {**QWEN, "tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-5},
+        ),
+        "qwen2_yarn": ("qwen2", {**QWEN, "num_attention_heads": 2, "rope_parameters": YARN}),
+        "qwen3": ("qwen3", {**QWEN, "head_dim": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        "qwen3_tied": ("qwen3", {**QWEN, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    },
+    "gpt": {
+        "tied": ("gpt2", GPT),
+        "untied_wide": ("gpt2", {**GPT, "n_inner": None, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    },
+    "deepseek": {
+        "v2_lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": MSCALE}),
+        "v2_grouped": (
+            "deepseek_v2",
+            {**DEEPSEEK, **GROUPED, "q_lora_rank": 12, "topk_method": "group_limited_greedy", "rms_norm_eps": 1e-5},
+        ),
+        "v3": ("deepseek_v3", {**DEEPSEEK, **GROUPED, "q_lora_rank": 12, "num_nextn_predict_layers": 0}),
+        "v3_yarn_not_normed": (
+            "deepseek_v3",
+            {
+                **DEEPSEEK,
+                **GROUPED,
+                "q_lora_rank": None,
+                "n_group": 1,
+                "topk_group": 1,
+                "norm_topk_prob": False,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 0,
+                "rope_parameters": MSCALE,
+                "num_nextn_predict_layers": 0,
+            },
+        ),
+    },
+}
+SHAPES = {"qwen2_yarn": (1, 56), "v2_lite": (1, 56)}
+"""Rows and length of the input, where they are not (2, 12)."""
+
+
+def fill(model: Any, rng: np.random.Generator) -> None:
+    """Values large enough that logits are of order 1 and every term of the model shows in them."""
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name:
+                continue
+            noise = torch.from_numpy(rng.standard_normal(tuple(tensor.shape)).astype("float32"))
+            is_gain = tensor.ndim == 1 and name.endswith(".weight")
+            tensor.copy_(1 + 0.3 * noise if is_gain else 0.2 * noise)
+
+
+def make(directory: Path, model_type: str, keys: dict[str, Any], seed: int) -> None:
+    """One directory: config.json and model.safetensors by save_pretrained, and reference.npz."""
+    rng = np.random.default_rng(seed)
+    config = AutoConfig.for_model(model_type, **keys)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    fill(model, rng)
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    input_ids = rng.integers(0, config.vocab_size, SHAPES.get(directory.name, (2, 12)))
+    with torch.no_grad():
+        logits = model.double()(torch.from_numpy(input_ids)).logits
+    np.savez(directory / "reference.npz", input_ids=input_ids, logits=logits.numpy().astype("float32"))
+    sizes = ", ".join(f"{path.name} {path.stat().st_size}" for path in sorted(directory.iterdir()))
+    print(f"{directory.name}: {sizes}; logits within {logits.abs().max():.2f}")
+
+
+if __name__ == "__main__":
+    for family in sys.argv[1:] or CASES:
+        for number, (case, (model_type, keys)) in enumerate(CASES[family].items()):
+            make(TARGET / family / case, model_type, keys, seed=number)

@@ -1,0 +1,300 @@
+"""What the recipes and the engine rely on in every family: presets of the right size, a table of cuts without gaps."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmsuite.checkpoint.model_dir import read_config
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.parallelize import own_slice
+from llmsuite.errors import UserError
+from llmsuite.recipe.resolve import Degrees
+from tests.unit.families import FAMILIES, PRESETS, tiny
+
+# number of parameters as the model cards say
+PUBLISHED = {
+    "qwen2.5-0.5b": 0.494e9,
+    "qwen2.5-1.5b": 1.544e9,
+    "qwen2.5-3b": 3.086e9,
+    "qwen2.5-7b": 7.616e9,
+    "qwen2.5-14b": 14.77e9,
+    "qwen2.5-32b": 32.76e9,
+    "qwen2.5-72b": 72.71e9,
+    "qwen3-0.6b": 0.596e9,
+    "qwen3-1.7b": 1.721e9,
+    "qwen3-4b": 4.022e9,
+    "qwen3-8b": 8.191e9,
+    "qwen3-14b": 14.77e9,
+    "qwen3-32b": 32.76e9,
+    "deepseek-v2-lite": 15.71e9,
+    "deepseek-v2": 235.7e9,
+    "deepseek-v3": 671.0e9,
+    "gpt2": 0.1244e9,
+    "gpt2-medium": 0.3548e9,
+    "gpt2-large": 0.7740e9,
+    "gpt2-xl": 1.558e9,
+    "gpt-345m": 0.3549e9,
+    "gpt-1.3b": 1.316e9,
+    "gpt-6.7b": 6.658e9,
+    "gpt-175b": 174.6e9,
+    "llama-7b": 6.738e9,
+    "llama-13b": 13.02e9,
+    "llama-2-7b": 6.738e9,
+    "llama-3.1-8b": 8.030e9,
+    "smollm2-135m": 0.1345e9,
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen", {"model_type": "qwen2"}),
+    "qwen3 tied": ("qwen", {"tie_word_embeddings": True}),
+    "deepseek v3": ("deepseek", {}),
+    "deepseek v2": (
+        "deepseek",
+        {"model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": False, "q_lora_rank": None},
+    ),
+    "gpt": ("gpt", {}),
+    "gpt untied": ("gpt", {"tie_word_embeddings": False}),
+}
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def model(request: pytest.FixtureRequest) -> Any:
+    family, shape = VARIANTS[request.param]
+    made = tiny(family, **shape)
+    made.plan = FAMILIES[family].shard_plan
+    return made
+
+
+def shapes_of(model: Any) -> dict[str, list[int]]:
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("family", "preset"), PRESETS)
+def test_presets_have_the_published_number_of_parameters(family: str, preset: str) -> None:
+    shape = FAMILIES[family].presets[preset]
+    config = FAMILIES[family].config_cls(**shape)
+    assert list(config.problems()) == []
+    # layers of one kind are all alike: two more show what each weighs
+    sizes = {}
+    for layers in (4, 5):
+        made = tiny(family, **{**dataclasses.asdict(config), "num_hidden_layers": layers})
+        sizes[layers] = sum(math.prod(shape) for shape in shapes_of(made).values())
+    total = sizes[4] + (config.num_hidden_layers - 4) * (sizes[5] - sizes[4])
+    assert total == pytest.approx(PUBLISHED[preset], rel=1e-3)
+
+
+def test_every_preset_is_checked() -> None:
+    assert {preset for _, preset in PRESETS} == set(PUBLISHED)
+
+
+# config.json as it lies on huggingface.co, with what says where it comes from
+HUB: dict[str, dict[str, Any]] = {
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "gpt2-medium": {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 1024,
+        "n_head": 16,
+        "n_layer": 24,
+        "n_positions": 1024,
+        "n_special": 0,
+        "predict_special_tokens": True,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    },
+    "deepseek-v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1536,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 128,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 16.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.39.3",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    },
+}
+
+
+@pytest.mark.parametrize("preset", HUB)
+def test_a_published_config_json_is_the_preset(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUB[preset]))
+    family, config = read_config(tmp_path, FAMILIES)
+    assert config == family.config_cls(**family.presets[preset])
+
+
+def test_a_published_config_json_of_quantised_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**HUB["deepseek-v2"], "quantization_config": {"fmt": "e4m3"}}))
+    with pytest.raises(UserError, match="does not know quantization_config"):
+        read_config(tmp_path, FAMILIES)
+
+
+def test_no_parameter_is_cut_by_two_patterns(model: Any) -> None:
+    for name, shape in shapes_of(model).items():
+        matching = [pattern for pattern, _ in model.plan.cut if fnmatch.fnmatchcase(name, pattern)]
+        assert len(matching) <= 1, name
+        # what is held whole by every rank is small, or feeds every head alike
+        if not matching:
+            assert len(shape) == 1 or fnmatch.fnmatchcase(name, "*_a_proj*") or name.endswith(WHOLE_ON_PURPOSE), name
+
+
+WHOLE_ON_PURPOSE = ("embed_positions.weight", "mlp.gate.weight")
+
+
+def test_every_pattern_is_of_use() -> None:
+    for family in FAMILIES.values():
+        names = {n for f, shape in VARIANTS.values() if f == family.name for n in shapes_of(tiny(f, **shape))}
+        assert family.shard_plan is not None
+        for pattern, _ in family.shard_plan.cut:
+            assert fnmatch.filter(names, pattern), (family.name, pattern)
+
+
+def test_regions_end_with_one_row_parallel_product(model: Any) -> None:
+    modules = dict(model.named_sublayers())
+    regions = [name for name in modules if model.plan.is_region(name)]
+    assert len(regions) == 2 * model.config.num_hidden_layers
+    for name in regions:
+        cuts = {key: model.plan.dim(f"{name}.{key}") for key, _ in modules[name].named_parameters()}
+        assert set(cuts.values()) >= {0}
+        assert any(dim in (0, 1) for key, dim in cuts.items() if "down_proj" in key or "o_proj" in key)
+    assert {model.plan.embedding, model.plan.last_norm, model.plan.layers} <= set(modules)
+
+
+def test_each_parameter_has_its_place_in_a_pipeline(model: Any) -> None:
+    for name in shapes_of(model):
+        places = [m for m in (model.plan.layers, *model.plan.first, *model.plan.last) if name.startswith(f"{m}.")]
+        assert len(places) == 1, name
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_slices_of_all_ranks_tile_a_parameter(model: Any, tp: int) -> None:
+    assert list(model.plan.problems(model.config, tp)) == []
+    for name, shape in shapes_of(model).items():
+        counts = np.zeros(shape, dtype=int)
+        for rank in range(tp):
+            counts[tuple(own_slice(name, shape, model.plan, Mesh(Degrees(1, 1, 1, tp), rank)))] += 1
+        assert (counts == (tp if model.plan.dim(name) is None else 1)).all(), name
+
+
+@pytest.mark.parametrize("tp", [3, 128])
+def test_a_degree_that_would_cut_unevenly_is_refused(model: Any, tp: int) -> None:
+    assert list(model.plan.problems(model.config, tp))
