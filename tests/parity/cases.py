@@ -38,7 +38,7 @@ _ONE = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}")
 _MANY = ("--checkpoint.save_steps=null",)
 LIMIT = 1e-6
 GRADIENT_LIMIT = 3e-6
-"""Of a single parameter: those of queries and keys are differences of nearly equal numbers, which cost float32 digits."""
+"""Of a parameter: those of queries and keys are differences of nearly equal numbers, which costs float32 digits."""
 STATE_LIMIT = 1e-5
 _ROUNDING = 2.0**-24  # of a float32
 _METRICS = ("loss", "grad_norm", "logps/chosen", "logps/rejected")
