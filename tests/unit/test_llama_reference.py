@@ -176,4 +176,7 @@ def test_recompute_changes_no_gradient(case: str, change: Callable[[Any], None],
     assert len(called) == (-(-layers // 2) if change is _every_second_layer else layers)
     for name, gradient in gradients[0].items():
         assert np.abs(gradient).max() > 0
-        np.testing.assert_array_equal(gradients[1][name], gradient, name)
+        if change is not _attention:
+            np.testing.assert_array_equal(gradients[1][name], gradient, name)
+        # a key's gradients are added up in another order
+        assert np.abs(gradients[1][name] - gradient).max() <= 1e-6 * np.abs(gradient).max()
