@@ -28,8 +28,11 @@ RUNS = {
         point(tp=2, pp=2, sequence_parallel=True),
         ("sequence parallel", "pipeline of cut sequences"),
     ),
-    "compiled": (point(tp=2, mode="to_static"), ("tensor parallel",)),
-    "compiled, sequence parallel": (point(tp=2, sequence_parallel=True, mode="to_static"), ("sequence parallel",)),
+    "compiled": (point(tp=2, mode="to_static"), ("compiled tensor parallel",)),
+    "compiled, sequence parallel": (
+        point(tp=2, sequence_parallel=True, mode="to_static"),
+        ("compiled sequence parallel",),
+    ),
 }
 
 
