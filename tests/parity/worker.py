@@ -77,9 +77,10 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
         if step == 1:
             mesh = collective.mesh()
             whole = {}
+            finished = {shard.name: gradient for shard, gradient in self._finished}
             with paddle.no_grad():
                 for shard in self.shards:
-                    gradient = None if shard.is_empty else shard.owned.grad
+                    gradient = finished.get(shard.name)
                     part = paddle.zeros_like(shard.owned.detach()) if gradient is None else gradient
                     whole[shard.name] = shard.gather_part(part).numpy()
             if mesh.data_rank == 0 and mesh.coordinate["tp"] == 0:
