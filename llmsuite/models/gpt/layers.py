@@ -85,7 +85,7 @@ class GPT(CausalLM):
         """Input ids [B, L] at the positions from `start` to what the first layer takes, [B, L, D]."""
         end = start + input_ids.shape[1]
         assert end <= self.config.max_position_embeddings, f"there are no positions up to {end}"
-        return self.model.embed_tokens(input_ids) + self.model.embed_positions.weight[start:end].unsqueeze(0)
+        return self.model.embed_tokens(input_ids) + self.model.embed_positions(paddle.arange(start, end).unsqueeze(0))
 
     def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
         """The mask."""
