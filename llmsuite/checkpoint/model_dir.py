@@ -16,7 +16,8 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.checkpoint.files import read_json_file, sha256_of, write_json
-from llmsuite.checkpoint.tensors import MAX_FILE_BYTES, TensorFiles, TensorSpec, write_tensors
+from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
+from llmsuite.checkpoint.tensors import MAX_FILE_BYTES, TensorFiles, TensorSource, TensorSpec, Written, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
@@ -48,11 +49,13 @@ class ModelDirectory:
     layout: Layout
     names: dict[str, str]
     """Our parameter names to the names in the files."""
-    files: TensorFiles
+    files: TensorSource
+    linears_transposed: bool
+    """Whether linear weights lie [outputs, inputs] in the files."""
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """A parameter by our name, or a slice of it (one slice a dim), lying as in memory, in the stored dtype."""
-        transposed = self.layout == "hf" and self.family.names().is_linear(name)
+        transposed = self.linears_transposed and self.family.names().is_linear(name)
         stored = index[::-1] if index and transposed else index
         value = self.files.read(self.names[name], stored)
         return value.T if transposed else value
@@ -60,7 +63,7 @@ class ModelDirectory:
     def spec(self, name: str) -> TensorSpec:
         """Shape (as in memory) and dtype of a parameter by our name."""
         stored = self.files.spec(self.names[name])
-        transposed = self.layout == "hf" and self.family.names().is_linear(name)
+        transposed = self.linears_transposed and self.family.names().is_linear(name)
         return TensorSpec(name, stored.shape[::-1] if transposed else stored.shape, stored.dtype)
 
     def digest(self) -> str:
@@ -94,6 +97,23 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     )
 
 
+def find_model(path: Path) -> Path:
+    """A model directory; for a run directory, its newest checkpoint.
+
+    Raises:
+        UserError: it is neither.
+    """
+    latest = path / "checkpoints" / "latest"
+    try:
+        if latest.is_file():
+            return path / "checkpoints" / Path(latest.read_text().strip()).name
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{latest}: cannot be read: {error}") from error
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
+    return path
+
+
 def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirectory:
     """Open a model directory and check that it holds every parameter of its model, and nothing else.
 
@@ -101,16 +121,29 @@ def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirector
         UserError: naming every missing, unexpected or misshapen tensor.
     """
     family, config = read_config(path, families)
-    files = TensorFiles(path, "model")
+    return describe_model(path, family, config, TensorFiles(path, "model"))
+
+
+def describe_model(
+    path: Path, family: ModelFamily, config: Any, files: TensorSource, from_paddle: bool = False
+) -> ModelDirectory:
+    """A model whose tensors lie in `files`, by the names of either layout; with `from_paddle`, linear weights lie as
+    in memory whatever their names are.
+
+    Raises:
+        UserError: naming every missing or unexpected tensor.
+    """
     layout: Layout = "paddlenlp" if any(n.startswith(f"{family.name}.") for n in files.names) else "hf"
-    names = family.names()
+    names, wanted = family.names(), set(family.names().parameter_names(config))
     to_ours = names.from_paddlenlp if layout == "paddlenlp" else names.from_hf
+    transposed = layout == "hf" and not from_paddle
+    if not transposed and any(is_fused(n) and to_ours(n) not in wanted for n in files.names):
+        files = Unfused(files, Heads.of(config))
     found = {ours: theirs for theirs in files.names if (ours := to_ours(theirs)) is not None}
-    wanted = list(names.parameter_names(config))
     if getattr(config, "tie_word_embeddings", False):
         found.pop("lm_head.weight", None)  # some writers store the tied copy
-    missing = [name for name in wanted if name not in found]
-    unexpected = [found[name] for name in found if name not in set(wanted)]
+    missing = [name for name in names.parameter_names(config) if name not in found]
+    unexpected = [found[name] for name in found if name not in wanted]
     if missing or unexpected:
         parts = [
             f"{what} {len(which)}: {', '.join(which[:5])}{' …' if len(which) > 5 else ''}"
@@ -118,7 +151,7 @@ def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirector
             if which
         ]
         raise UserError(f"{path}: the tensors are not those of its config.json; {'; '.join(parts)}")
-    return ModelDirectory(path, family, config, layout, found, files)
+    return ModelDirectory(path, family, config, layout, found, files, transposed)
 
 
 def write_model(
@@ -130,8 +163,8 @@ def write_model(
     layout: Layout = "hf",
     tokenizer: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
-    """Write a model into an existing directory.
+) -> Written:
+    """Write a model into an existing directory. Returns sizes and digests for its manifest.
 
     Args:
         directory: where to; the caller commits it.
@@ -143,28 +176,34 @@ def write_model(
         tokenizer: directory whose tokenizer files are copied along.
         max_file_bytes: see `write_tensors`.
     """
-    names = family.names()
-    hf = layout == "hf"
-    ours = {(name if hf else names.to_paddlenlp(name)): name for name in (spec.name for spec in specs)}
-    by_name = {spec.name: spec for spec in specs}
-    stored = [
-        TensorSpec(
-            theirs,
-            by_name[name].shape[::-1] if hf and names.is_linear(name) else by_name[name].shape,
-            by_name[name].dtype,
-        )
-        for theirs, name in ours.items()
-    ]
+    stored, ours = stored_specs(family, specs, layout)
+    hf, is_linear = layout == "hf", family.names().is_linear
 
     def read_stored(theirs: str) -> np.ndarray:
         value = read(ours[theirs])
-        return value.T if hf and names.is_linear(ours[theirs]) else value
+        return value.T if hf and is_linear(ours[theirs]) else value
 
     # "pt" and "np" are how transformers and PaddleNLP recognise the orientation of the matrices
-    write_tensors(directory, "model", stored, read_stored, {"format": "pt" if hf else "np"}, max_file_bytes)
-    write_json(directory / "config.json", config.to_hf())
+    metadata = {"format": "pt" if hf else "np"}
+    written = write_tensors(directory, "model", stored, read_stored, metadata, max_file_bytes)
+    write_json(directory / "config.json", {**config.to_hf(), "torch_dtype": stored[0].dtype})
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
+    return written
+
+
+def stored_specs(
+    family: ModelFamily, specs: Iterable[TensorSpec], layout: Layout
+) -> tuple[list[TensorSpec], dict[str, str]]:
+    """What lies in the files of a layout, for specs by our names as in memory; and our name of each."""
+    names, stored, ours = family.names(), [], {}
+    for spec in specs:
+        theirs, shape = names.to_paddlenlp(spec.name), spec.shape
+        if layout == "hf":
+            theirs, shape = spec.name, shape[::-1] if names.is_linear(spec.name) else shape
+        stored.append(TensorSpec(theirs, shape, spec.dtype))
+        ours[theirs] = spec.name
+    return stored, ours
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -3,7 +3,8 @@
     config.json, model-*.safetensors + index, tokenizer files    loads wherever an HF model directory loads
     optimizer-*.safetensors + index                               slots by parameter name
     state.json                                                    step, samples taken, digest of the recipe
-    manifest.json                                                 size and sha256 of every file; written last
+    manifest.json                                                 size and sha256 of every file, and of every tensor
+                                                                  with shape and dtype; written last
 
 `checkpoints/latest` names the newest whole one.
 """
@@ -21,7 +22,7 @@ import numpy as np
 
 from llmsuite.checkpoint.files import broken_file, committed_directory, read_json_file, write_json, write_text_atomic
 from llmsuite.checkpoint.model_dir import write_model
-from llmsuite.checkpoint.tensors import TensorSpec, write_tensors
+from llmsuite.checkpoint.tensors import MAX_FILE_BYTES, TensorSpec, in_files, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
@@ -81,9 +82,12 @@ def save(
         UserError: it cannot be written; the older ones are untouched.
     """
     final = root / f"step-{state.step}"
-    with committed_directory(final, {"format": FORMAT, "step": state.step}) as directory:
-        write_model(directory, family, config, _reader(parameters), _specs(parameters), tokenizer=tokenizer)
-        write_tensors(directory, "optimizer", _specs(optimizer_state), _reader(optimizer_state), {"format": "llmsuite"})
+    manifest: dict[str, Any] = {"format": FORMAT, "step": state.step}
+    with committed_directory(final, manifest) as directory:
+        written = write_model(directory, family, config, _reader(parameters), _specs(parameters), tokenizer=tokenizer)
+        slots = _specs(optimizer_state), _reader(optimizer_state)
+        written.add(write_tensors(directory, "optimizer", *slots, {"format": "llmsuite"}))
+        manifest.update(dataclasses.asdict(written))
         write_json(directory / "state.json", {"format": FORMAT, **dataclasses.asdict(state)})
     write_text_atomic(root / "latest", final.name + "\n")
     # later ones are damaged and were passed over: they must not count, or this one would be the first to go
@@ -95,8 +99,11 @@ def save(
 
 def take_part(parameters: Sequence[WholeTensor], optimizer_state: Sequence[WholeTensor]) -> None:
     """What the ranks that do not write do during `save`: give their parts, in the order they are written."""
-    for tensor in [*parameters, *optimizer_state]:
-        tensor.gather()
+    for tensors in (parameters, optimizer_state):
+        by_name = {tensor.name: tensor for tensor in tensors}
+        for file in in_files(_specs(tensors), MAX_FILE_BYTES):
+            for spec in file:
+                by_name[spec.name].gather()
 
 
 def find_latest(root: Path, report: Callable[[str], None]) -> Path | None:
