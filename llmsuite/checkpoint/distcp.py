@@ -146,6 +146,6 @@ def _block(
 
 
 def _plain(path: Path, file: Any) -> str:
-    if not isinstance(file, str) or Path(file).name != file:  # a path could leave the directory
+    if not isinstance(file, str) or not file or Path(file).name != file:  # a path could leave the directory
         raise UserError(f"{path}: names a file that is not a plain file name")
     return file

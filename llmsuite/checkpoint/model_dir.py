@@ -97,23 +97,6 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     )
 
 
-def find_model(path: Path) -> Path:
-    """A model directory; for a run directory, its newest checkpoint.
-
-    Raises:
-        UserError: it is neither.
-    """
-    latest = path / "checkpoints" / "latest"
-    try:
-        if latest.is_file():
-            return path / "checkpoints" / Path(latest.read_text().strip()).name
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{latest}: cannot be read: {error}") from error
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
-    return path
-
-
 def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirectory:
     """Open a model directory and check that it holds every parameter of its model, and nothing else.
 

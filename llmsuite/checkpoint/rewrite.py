@@ -71,11 +71,11 @@ class Rewrite:
         if target.exists():
             raise UserError(f"{target} exists; choose another --output, or remove it first")
         self._check_room(target)
+        limit = self._max_file_bytes()
         model, form = self.model, self.form
         manifest: dict[str, Any] = {"format": FORMAT}
         with resumable_directory(target, self._content(), manifest) as directory:
             metadata = {"format": "pt" if form.layout == "hf" else "np"}
-            limit = self._max_file_bytes()
             written = write_tensors(directory, "model", self.specs, self._read, metadata, limit, True, progress)
             config = {**model.config.to_hf(), "torch_dtype": self.specs[0].dtype}
             if form.layout == "paddlenlp":

@@ -8,8 +8,9 @@ from typing import Any
 
 from llmsuite.checkpoint.distcp import metadata_file, open_distcp
 from llmsuite.checkpoint.fused import Heads, Unfused
-from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, find_model, open_model, read_config
+from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, open_model, read_config
 from llmsuite.checkpoint.pdparams import join_ranks, open_pdparams, pdparams_files
+from llmsuite.checkpoint.train_state import find_model, is_run
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
@@ -40,7 +41,7 @@ def open_source(
     if not path.is_dir():
         raise UserError(f"{path}: is not a directory")
     distcp = next((path / name for name in _DISTCP_BELOW if metadata_file(path / name)), None)
-    if (path / "checkpoints" / "latest").is_file() or any((path / name).is_file() for name in _SAFETENSORS):
+    if is_run(path) or any((path / name).is_file() for name in _SAFETENSORS):
         model = open_model(find_model(path), families)
     elif distcp is not None:
         place = _config_directory(distcp, config)

@@ -31,7 +31,8 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
     start_paddle(backend, 1)
-    from llmsuite.checkpoint.model_dir import find_model, open_model
+    from llmsuite.checkpoint.model_dir import open_model
+    from llmsuite.checkpoint.train_state import find_model
     from llmsuite.data.chat_template import load_template
     from llmsuite.data.rows import Message
     from llmsuite.data.tokenizer import TextTokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ def train_step(
     optimizer: Optimizer,
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
-    stop: bool = False,
+    votes: Mapping[str, bool] | None = None,
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
 
@@ -54,13 +54,13 @@ def train_step(
         optimizer: over its parameters.
         schedule: order of the passes where there is a pipeline; without one each micro-batch goes forward and back.
         autocast: makes the precision context of a forward pass.
-        stop: whether this rank was asked to stop; comes back as the metric "stop", the number of ranks that were.
+        votes: what this rank was asked, such as to stop; comes back as metrics, the number of ranks that were.
 
     Raises:
         NonFiniteLoss: before anything is updated.
     """
     ledger = LossLedger()
-    ledger.vote(stop=stop)
+    ledger.vote(**(votes or {}))
     reader_seconds = 0.0
 
     passes: dict[int, tuple[Any, Any]] = {}

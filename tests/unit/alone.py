@@ -82,7 +82,7 @@ def step(
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
         part = PipelineStage(model, MESH, model.config.hidden_size, [], None)
-    return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, stop)
+    return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, {"stop": stop})
 
 
 # checkpoint
