@@ -291,3 +291,20 @@ class TensorFiles:
             return safetensors.safe_open(path, framework="np")
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{path}: is not a readable safetensors file: {error}") from error
+
+
+def damaged_tensors(directory: Path) -> list[str]:
+    """The tensors, as `file:tensor`, whose values are not those its manifest.json tells of, or cannot be read."""
+    told = read_json_file(directory / "manifest.json").get("tensors", {})
+    damaged = []
+    for name, entry in told.items():
+        file, _, tensor = name.partition(":")
+        try:
+            with safetensors.safe_open(directory / file, framework="np") as opened:
+                value = opened.get_tensor(tensor)
+        except (OSError, safetensors.SafetensorError):
+            damaged.append(name)
+            continue
+        if hashlib.sha256(value.reshape(-1).view("uint8").data).hexdigest() != entry["sha256"]:
+            damaged.append(name)
+    return damaged

@@ -137,7 +137,8 @@ def on_host(tensors: Sequence[WholeTensor]) -> list[WholeTensor]:
     by_name = {tensor.name: tensor for tensor in tensors}
     for file in in_files(_specs(tensors), MAX_FILE_BYTES):
         for spec in file:
-            gathered[spec.name] = np.array(by_name[spec.name].gather().numpy())
+            value = by_name[spec.name].gather().numpy()
+            gathered[spec.name] = value if value.flags.owndata else value.copy()
     return [dataclasses.replace(t, gather=functools.partial(_Held, gathered[t.name])) for t in tensors]
 
 

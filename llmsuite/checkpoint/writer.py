@@ -1,4 +1,4 @@
-"""Writes in a thread of its own while training goes on: one save at a time, in order, and no error is lost."""
+"""Writes in a thread of its own while training goes on: in order, and no error is lost."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ from pathlib import Path
 
 
 class Writer:
-    """Runs tasks that write to disk. Nothing is started while another is under way."""
+    """Runs tasks that write to disk, in the order they come. After one that fails the ones behind it are dropped."""
 
     def __init__(self, in_background: bool):
         self._in_background = in_background
         self._thread: threading.Thread | None = None
+        self._tasks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
 
     def start(self, task: Callable[[], None]) -> None:
-        """Wait for the task before, then run this one: here, or in the background. Raises what they raise."""
+        """Wait for what is under way, then run this: here, or in the background. Raises what they raise."""
         self.wait()
+        self.follow(task)
+
+    def follow(self, task: Callable[[], None]) -> None:
+        """Run a small task behind what is under way, without waiting."""
         if not self._in_background:
             task()
             return
+        with self._lock:
+            self._tasks.append(task)
+            if len(self._tasks) > 1:
+                return  # the thread that runs the others finds it
         # a daemon: a second Ctrl-C does not wait for it, and what it leaves half done is no checkpoint
-        self._thread = threading.Thread(target=self._run, args=(task,), name="checkpoint writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -31,7 +41,7 @@ class Writer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is under way. Raises what the task raised."""
+        """Wait until nothing is under way. Raises what a task raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -39,11 +49,19 @@ class Writer:
         if error is not None:
             raise error
 
-    def _run(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:  # raised in the thread that waits
-            self._error = error
+    def _run(self) -> None:
+        while True:
+            try:
+                self._tasks[0]()
+            except BaseException as error:  # raised again in the thread that waits
+                self._error = error
+            with self._lock:
+                if self._error is not None:
+                    self._tasks.clear()
+                else:
+                    self._tasks.pop(0)
+                if not self._tasks:
+                    return
 
 
 def room_for_copy(num_bytes: int) -> bool:

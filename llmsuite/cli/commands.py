@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from llmsuite.cli import doctor, generate, import_model, list_things, merge, plugins, run, schema, show, validate
+from llmsuite.cli import (
+    checkpoints,
+    doctor,
+    generate,
+    import_model,
+    list_things,
+    merge,
+    plugins,
+    run,
+    schema,
+    show,
+    validate,
+)
 from llmsuite.plugins.hookspecs import Command, hookimpl
 
 
@@ -16,6 +28,7 @@ def llmsuite_register_commands() -> list[Command]:
         import_model.COMMAND,
         merge.MERGE,
         merge.CONVERT,
+        checkpoints.COMMAND,
         generate.COMMAND,
         schema.COMMAND,
         plugins.COMMAND,

@@ -46,6 +46,8 @@ class Hooks:
     """Write a checkpoint of (steps done, samples taken)."""
     save_requested: Callable[[], bool]
     """Whether somebody has asked this rank for a checkpoint."""
+    finish: Callable[[], None]
+    """Wait for checkpoints that are still being written."""
     peak_memory_bytes: Callable[[], int]
 
 
@@ -105,4 +107,5 @@ def fit(
             if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
                 hooks.evaluated(step, position, evaluate(eval_batches, objective, model, autocast))
             window.leave_out(time.perf_counter() - started)
+        hooks.finish()
     return step

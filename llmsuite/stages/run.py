@@ -141,6 +141,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         evaluated=evaluated,
         save=lambda step, samples: saver.save(at(step, samples)),
         save_requested=saver.requested,
+        finish=saver.finish,
         peak_memory_bytes=backend.peak_memory_bytes,
     )
     try:
@@ -157,8 +158,9 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             autocast,
             hooks,
         )
-        saver.check(wait=True)
     except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):  # the second one: at once
+            saver.give_up(error)
         if output is not None:
             output.failed(error)
         raise

@@ -74,7 +74,7 @@ class Saver:
         """Save this step, unless it is saved. Waits for the save before, and until the values are copied."""
         if state.step == self._last_saved:
             return
-        self.check(wait=True)
+        self.finish()
         self._last_saved = state.step
         whole = self._whole_model()
         if collective.rank() == 0:
@@ -97,7 +97,7 @@ class Saver:
             self._done.append((state.step, path))
 
         self._writer.start(write)
-        self.check()
+        self._tell()
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         """Keep this step if its evaluation is the best so far. Every rank has the same metrics."""
@@ -114,21 +114,31 @@ class Saver:
         self._best = best = Best(state.step, self._metric, value)
         self.save(state)
         if collective.rank() == 0:
-            self._writer.start(lambda: train_state.save_best(self.root, best))
+            self._writer.follow(lambda: train_state.save_best(self.root, best))
 
     def _is_better(self, value: float) -> bool:
         if self._best is None:
             return True
         return value > self._best.value if self._highest else value < self._best.value
 
-    def check(self, wait: bool = False) -> None:
-        """Tell of the checkpoints that are complete. Raises UserError when one could not be written.
+    def check(self) -> None:
+        """Tell of checkpoints that have become complete. Raises UserError when one could not be written."""
+        self._writer.check()
+        self._tell()
 
-        With `wait`, on return nothing is being written any more.
-        """
-        if wait:
-            self._writer.wait()
-        else:
-            self._writer.check()
+    def finish(self) -> None:
+        """Wait until nothing is being written any more. Raises as `check`."""
+        self._writer.wait()
+        self._tell()
+
+    def give_up(self, error: BaseException) -> None:
+        """The run ends by an error: what is being written becomes complete, and an error of that is told of too."""
+        try:
+            self.finish()
+        except UserError as another:
+            if another is not error:
+                report(str(another))
+
+    def _tell(self) -> None:
         while self._done:
             self._saved(*self._done.pop(0))
