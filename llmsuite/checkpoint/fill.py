@@ -22,5 +22,5 @@ def fill_parameters(model: Any, source: ModelDirectory) -> None:
         if found != wanted:
             raise UserError(f"{source.path}: {source.names[name]!r} is {found}, config.json makes it {wanted}")
         dtype = str(parameter.dtype).removeprefix("paddle.")
-        value = np.ascontiguousarray(value, dtype="float32").astype(dtype)
+        value = np.ascontiguousarray(value, dtype="float32").astype(dtype, copy=False)
         parameter.set_value(value.view("uint16") if dtype == "bfloat16" else value)  # Paddle wants the bits of bfloat16

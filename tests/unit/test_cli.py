@@ -60,7 +60,7 @@ def test_command_is_required_and_known(run: Run) -> None:
     assert run("rnu", "x.json") == (
         2,
         "",
-        "no command is called 'rnu'; did you mean 'run'? registered: doctor, generate, import, list, plugins, run, "
+        "no command is called 'rnu'; did you mean 'run'? registered: checkpoints, convert, doctor, generate, import, list, merge, plugins, run, "
         f"schema, show, validate. {ALLOW_LIST} allows no plugins\n",
     )
 
