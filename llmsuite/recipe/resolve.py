@@ -115,6 +115,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     config, rules = _model_config(recipe, family, weights)
     rules += _registered_names(recipe, registry)
     rules += _model_rules(recipe, config, family.shard_plan) if config is not None else []
+    if recipe.checkpoint.best_metric and not recipe.data.eval:
+        rules.append(("checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"))
     degrees, accumulate, batch_rules = _degrees(recipe)
     rules += batch_rules
     if rules:
