@@ -255,8 +255,8 @@ def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) 
     copy_with("deepseek/v3", tmp_path, {name: np.zeros([3, 24], "float32")})
     with pytest.raises(UserError, match=f"{name}' has another shape than 'model.layers.1.mlp.experts.0.up_proj"):
         load(tmp_path)
-    with pytest.raises(UserError, match=r"missing 6: model.layers.1.mlp.experts.8.gate_proj.weight"):
-        open_model(copy_with("deepseek/v3", tmp_path, {}, n_routed_experts=9), FAMILIES)
+    with pytest.raises(UserError, match=r"missing 24: model.layers.1.mlp.experts.8.gate_proj.weight"):
+        open_model(copy_with("deepseek/v3", tmp_path, {}, n_routed_experts=12), FAMILIES)
 
 
 def test_which_layers_have_experts() -> None:
