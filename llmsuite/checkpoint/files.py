@@ -27,37 +27,76 @@ def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> 
     """A temporary directory that becomes `final` when the block ends well, and is removed when it does not.
 
     A directory already at `final` is replaced. `manifest` is written into it last, with the size and sha256 of
-    every file added under "files".
+    every file under "files"; those the block has put there itself are not computed again.
 
     Raises:
         UserError: the disk is full, or the place cannot be written to.
     """
     temporary = final.with_name(final.name + ".tmp")
-    outcome = "nothing was changed"
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        yield temporary
-        files = {}
-        for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-            fsync(path)
-            name = path.relative_to(temporary).as_posix()
-            files[name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
-        write_json(temporary / MANIFEST, {**(manifest or {}), "files": files})
-        fsync(temporary)
-        if final.exists():
-            _replace(final, temporary)
-        else:
-            temporary.rename(final)
-        outcome = "it is complete, but may not survive a power failure"
-        fsync(final.parent)
-        shutil.rmtree(_old(final), ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"{final}: cannot be written: {error.strerror or error}; {outcome}") from error
+        with _os_errors(final) as outcome:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir()
+            yield temporary
+            _commit(temporary, final, manifest or {}, outcome)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> Iterator[Path]:
+    """As `committed_directory`, but what a process leaves behind that fails or dies is there for the next one.
+
+    Args:
+        final: the directory to be; must not exist.
+        content: digest of all that decides what is written. What is left of another content is thrown away.
+        manifest: see `committed_directory`.
+
+    Raises:
+        UserError: as `committed_directory`, or another process is writing there.
+    """
+    temporary = final.with_name(final.name + ".part")
+    marker = temporary / ".content"
+    with lock_directory(temporary) as lock, _os_errors(final, f"what is done stays in {temporary}") as outcome:
+        if not marker.is_file() or marker.read_text() != content:
+            for path in temporary.iterdir():
+                if path.name != Path(lock.name).name:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            write_text_atomic(marker, content)
+        yield temporary
+        marker.unlink()
+        Path(lock.name).unlink()
+        _commit(temporary, final, manifest, outcome)
+
+
+@contextlib.contextmanager
+def _os_errors(final: Path, otherwise: str = "nothing was changed") -> Iterator[list[str]]:
+    """Turns an OSError into a UserError that says what is there: the last text of the list it yields."""
+    outcome = [otherwise]
+    try:
+        yield outcome
+    except OSError as error:
+        raise UserError(f"{final}: cannot be written: {error.strerror or error}; {outcome[-1]}") from error
+
+
+def _commit(temporary: Path, final: Path, manifest: dict[str, Any], outcome: list[str]) -> None:
+    """Bring a filled directory to disk and to its final name."""
+    known, files = manifest.get("files", {}), {}
+    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+        fsync(path)
+        name = path.relative_to(temporary).as_posix()
+        files[name] = known.get(name) or {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    write_json(temporary / MANIFEST, {**manifest, "files": files})
+    fsync(temporary)
+    if final.exists():
+        _replace(final, temporary)
+    else:
+        temporary.rename(final)
+    outcome.append("it is complete, but may not survive a power failure")
+    fsync(final.parent)
+    shutil.rmtree(_old(final), ignore_errors=True)
 
 
 def _replace(final: Path, temporary: Path) -> None:

@@ -24,5 +24,5 @@ def fill_parameters(model: Any, source: ModelDirectory) -> None:
                 f"{source.path}: {source.tensors[name].names[0]!r} is {found}, config.json makes it {wanted}"
             )
         dtype = str(parameter.dtype).removeprefix("paddle.")
-        value = np.ascontiguousarray(value, dtype="float32").astype(dtype)
+        value = np.ascontiguousarray(value, dtype="float32").astype(dtype, copy=False)
         parameter.set_value(value.view("uint16") if dtype == "bfloat16" else value)  # Paddle wants the bits of bfloat16

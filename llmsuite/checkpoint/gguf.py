@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.files import write_json
-from llmsuite.checkpoint.model_dir import Layout, write_model
+from llmsuite.checkpoint.layout import Layout
+from llmsuite.checkpoint.model_dir import write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily

@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.checkpoint.files import read_json_file, sha256_of, write_json
+from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.hf_tensors import HfTensors
-from llmsuite.checkpoint.tensors import MAX_FILE_BYTES, TensorFiles, TensorSpec, write_tensors
+from llmsuite.checkpoint.layout import Arrangement, Layout, hf_name
+from llmsuite.checkpoint.tensors import (
+    MAX_FILE_BYTES,
+    InTurn,
+    TensorFiles,
+    TensorSource,
+    TensorSpec,
+    Written,
+    write_tensors,
+)
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
-Layout = Literal["hf", "paddlenlp"]
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,9 +58,11 @@ class ModelDirectory:
     layout: Layout
     tensors: dict[str, HfTensors]
     """Where each of our parameters lies; the names are those in the files."""
-    files: TensorFiles
+    files: TensorSource
     ignored: list[str]
     """Tensors in the files that are no parameter of the model: derived ones, or layers it does not have here."""
+    linears_transposed: bool
+    """Whether linear weights lie [outputs, inputs] in the files."""
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +98,7 @@ class ModelDirectory:
         return value.T if transposed else value
 
     def _is_transposed(self, name: str) -> bool:
-        return self.layout == "hf" and self.family.names().is_linear(name)
+        return self.linears_transposed and self.family.names().is_linear(name)
 
     def spec(self, name: str) -> TensorSpec:
         """Shape (as in memory) and dtype of a parameter by our name."""
@@ -104,6 +114,17 @@ class ModelDirectory:
                 )
             shape = (*shape[:-1], shape[-1] // place.num_parts)
         return TensorSpec(name, shape, stored.dtype)
+
+    def unlike_their_stack(self) -> list[str]:
+        """What is wrong with tensors that are stacked to a parameter: another shape or dtype than the first of them."""
+        wrong = []
+        for place in self.tensors.values():
+            first, *others = map(self.files.spec, place.names)
+            for other in others:
+                if (other.shape, other.dtype) != (first.shape, first.dtype):
+                    is_so, but = (f"{list(spec.shape)} {spec.dtype}" for spec in (other, first))
+                    wrong.append(f"{other.name} is {is_so}, but {first.name} is {but}")
+        return wrong
 
     def digest(self) -> str:
         """sha256 over config and tensor files: equal digests are equal models."""
@@ -143,23 +164,38 @@ def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirector
     """Open a model directory and check that it holds every parameter of its model, and nothing else.
 
     Raises:
-        UserError: naming every missing, unexpected or misshapen tensor.
+        UserError: naming every missing or unexpected tensor.
     """
     family, config = read_config(path, families)
-    files = TensorFiles(path, "model")
-    names = family.names()
+    return describe_model(path, family, config, TensorFiles(path, "model"))
+
+
+def describe_model(
+    path: Path, family: ModelFamily, config: Any, files: TensorSource, from_paddle: bool = False
+) -> ModelDirectory:
+    """A model whose tensors lie in `files`, by the names of either layout.
+
+    With `from_paddle` linear weights lie as in memory whatever their names are, and the names may also be ours.
+
+    Raises:
+        UserError: naming every missing or unexpected tensor.
+    """
+    names, stored = family.names(), set(files.names)
     prefix = names.paddlenlp_prefix(config)
-    layout: Layout = "paddlenlp" if prefix and any(n.startswith(prefix) for n in files.names) else "hf"
-    found, ignored = {}, []
-    for theirs in files.names:
-        full = f"model.{theirs[len(prefix) :]}" if layout == "paddlenlp" and theirs.startswith(prefix) else theirs
-        name = names.from_hf(full, config)
-        if name is not None:
-            found[name] = theirs
-        else:
-            ignored.append(theirs)
+    layout: Layout = "paddlenlp" if prefix and any(n.startswith(prefix) for n in stored) else "hf"
     tensors = {name: names.hf_tensors(name, config) for name in names.parameter_names(config)}
-    wanted = dict.fromkeys(theirs for place in tensors.values() for theirs in place.names)  # a set in order
+    wanted = _names_in(tensors)
+    by_our_names = from_paddle and stored.issuperset(tensors) and not stored.issuperset(wanted)
+    if by_our_names:
+        tensors = {name: HfTensors((name,)) for name in tensors}
+        wanted = _names_in(tensors)
+    full_names = {theirs: theirs if by_our_names else hf_name(family, config, theirs) for theirs in files.names}
+    transposed = layout == "hf" and not from_paddle
+    if not transposed and any(is_fused(theirs) and full not in wanted for theirs, full in full_names.items()):
+        files = Unfused(files, Heads.of(config))
+        full_names = {theirs: hf_name(family, config, theirs) for theirs in files.names}
+    found = {full: theirs for theirs, full in full_names.items() if full is not None}
+    ignored = [theirs for theirs, full in full_names.items() if full is None]
     if getattr(config, "tie_word_embeddings", False):
         found.pop("lm_head.weight", None)  # some writers store the tied copy
     missing = [name for name in wanted if name not in found]
@@ -173,7 +209,12 @@ def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirector
         raise UserError(f"{path}: the tensors are not those of its config.json; {'; '.join(parts)}")
     for name, place in tensors.items():
         tensors[name] = dataclasses.replace(place, names=tuple(found[theirs] for theirs in place.names))
-    return ModelDirectory(path, family, config, layout, tensors, files, ignored)
+    return ModelDirectory(path, family, config, layout, tensors, files, ignored, transposed)
+
+
+def _names_in(tensors: Mapping[str, HfTensors]) -> dict[str, None]:
+    """The names of all tensors: a set in order."""
+    return dict.fromkeys(name for place in tensors.values() for name in place.names)
 
 
 def write_model(
@@ -185,8 +226,10 @@ def write_model(
     layout: Layout = "hf",
     tokenizer: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
-    """Write a model into an existing directory.
+) -> Written:
+    """Write a model into an existing directory. Returns sizes and digests for its manifest.
+
+    Each parameter is read once, in the order given: where it lies in parts on several ranks, all of them take part.
 
     Args:
         directory: where to; the caller commits it.
@@ -198,67 +241,20 @@ def write_model(
         tokenizer: directory whose tokenizer files are copied along.
         max_file_bytes: see `write_tensors`.
     """
-    hf = layout == "hf"
-    writer = _Rearranged(list(specs), read, family, config, layout)
+    specs = list(specs)
+    arrangement = Arrangement(family, config, specs, layout)
+    in_turn = InTurn(specs, read, [name for theirs in arrangement.names for name in arrangement.parameters(theirs)])
+
+    def read_stored(theirs: str) -> np.ndarray:
+        return arrangement.read(theirs, in_turn.read)
+
     # "pt" and "np" are how transformers and PaddleNLP recognise the orientation of the matrices
-    write_tensors(directory, "model", writer.stored, writer.read, {"format": "pt" if hf else "np"}, max_file_bytes)
-    write_json(directory / "config.json", config.to_hf())
+    metadata = {"format": "pt" if layout == "hf" else "np"}
+    written = write_tensors(directory, "model", arrangement.specs, read_stored, metadata, max_file_bytes)
+    write_json(directory / "config.json", {**config.to_hf(), "torch_dtype": specs[0].dtype})
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
-
-
-class _Rearranged:
-    """The parameters as the tensors of a layout. Each parameter is read once, in the order given.
-
-    The order matters: where a parameter lies in parts on several ranks, all of them take part in reading it.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        read: Callable[[str], np.ndarray],
-        family: ModelFamily,
-        config: Any,
-        layout: Layout,
-    ):
-        names, prefix = family.names(), family.names().paddlenlp_prefix(config)
-        if layout == "paddlenlp" and prefix is None:
-            raise UserError(f"the {family.name} family has no PaddleNLP layout; write the hf layout")
-        self._read_ours, self._unread = read, iter(specs)
-        self._is_transposed = {spec.name: layout == "hf" and names.is_linear(spec.name) for spec in specs}
-        self._places = {spec.name: names.hf_tensors(spec.name, config) for spec in specs}
-        self._values: dict[str, np.ndarray] = {}  # read, and not yet written
-        self._owed: dict[str, int] = {}  # tensors a parameter has still to be written to
-        self._made_of: dict[str, list[str]] = {}
-        self.stored: list[TensorSpec] = []
-        for spec in specs:
-            place = self._places[spec.name]
-            self._owed[spec.name] = len(place.names)
-            shape = spec.shape[1:] if place.stacked else (*spec.shape[:-1], spec.shape[-1] * place.num_parts)
-            for hf_name in place.names:
-                theirs = hf_name if layout == "hf" else re.sub(r"^model\.", str(prefix), hf_name)
-                parts = self._made_of.setdefault(theirs, [])
-                parts.append(spec.name)
-                if len(parts) == place.num_parts:
-                    turned = shape[::-1] if self._is_transposed[spec.name] else shape
-                    self.stored.append(TensorSpec(theirs, turned, spec.dtype))
-        assert all(len(ours) == self._places[ours[0]].num_parts for ours in self._made_of.values())
-
-    def read(self, theirs: str) -> np.ndarray:
-        """The values of a tensor of `stored`."""
-        parts = []
-        for ours in sorted(self._made_of[theirs], key=lambda name: self._places[name].part):
-            while ours not in self._values:
-                name = next(self._unread).name
-                self._values[name] = self._read_ours(name)
-            value, place = self._values[ours], self._places[ours]
-            if place.stacked:  # they are written in the order of the first dim
-                value = value[len(place.names) - self._owed[ours]]
-            parts.append(value.T if self._is_transposed[ours] else value)
-            self._owed[ours] -= 1
-            if not self._owed[ours]:
-                del self._values[ours]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, 0 if self._is_transposed[ours] else -1)
+    return written
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -3,14 +3,18 @@
     config.json, model-*.safetensors + index, tokenizer files    loads wherever an HF model directory loads
     optimizer-*.safetensors + index                               slots by parameter name
     state.json                                                    step, samples taken, digest of the recipe, loss scale
-    manifest.json                                                 size and sha256 of every file; written last
+    manifest.json                                                 size and sha256 of every file, and of every tensor
+                                                                  with shape and dtype; written last
 
-`checkpoints/latest` names the newest whole one.
+`checkpoints/latest` names the newest whole one, `checkpoints/best` the one with the best value of the metric that the
+recipe watches.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,7 +25,7 @@ import numpy as np
 
 from llmsuite.checkpoint.files import broken_file, committed_directory, read_json_file, write_json, write_text_atomic
 from llmsuite.checkpoint.model_dir import write_model
-from llmsuite.checkpoint.tensors import TensorSpec, write_tensors
+from llmsuite.checkpoint.tensors import InTurn, TensorSpec, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
@@ -56,6 +60,10 @@ class WholeTensor:
     gather: Callable[[], Any]
     """Gives all of it, as a Paddle tensor; where it lies in parts, every rank has to call it."""
 
+    @property
+    def num_bytes(self) -> int:
+        return TensorSpec(self.name, tuple(self.shape), self.dtype).num_bytes
+
 
 def save(
     root: Path,
@@ -85,20 +93,71 @@ def save(
         UserError: it cannot be written; the older ones are untouched.
     """
     final = root / f"step-{state.step}"
-    with committed_directory(final, {"format": FORMAT, "step": state.step}) as directory:
-        write_model(directory, family, config, _reader(parameters), _specs(parameters), tokenizer=tokenizer)
-        write_tensors(directory, "optimizer", _specs(optimizer_state), _reader(optimizer_state), {"format": "llmsuite"})
+    manifest: dict[str, Any] = {"format": FORMAT, "step": state.step}
+    with committed_directory(final, manifest) as directory:
+        written = write_model(directory, family, config, _reader(parameters), _specs(parameters), tokenizer=tokenizer)
+        slots = _specs(optimizer_state)
+        in_turn = InTurn(slots, _reader(optimizer_state), [spec.name for spec in slots])
+        written.add(write_tensors(directory, "optimizer", slots, in_turn.read, {"format": "llmsuite"}))
+        manifest.update(dataclasses.asdict(written))
         write_json(directory / "state.json", {"format": FORMAT, **dataclasses.asdict(state)})
     write_text_atomic(root / "latest", final.name + "\n")
     # later ones are damaged and were passed over: they must not count, or this one would be the first to go
     done = [path for step, path in list_steps(root) if step <= state.step]
+    best = load_best(root)
     for old in done[:-keep_last]:
-        shutil.rmtree(old, ignore_errors=True)  # one that cannot be deleted is no reason to end the run
+        if best is None or old.name != f"step-{best.step}":
+            shutil.rmtree(old, ignore_errors=True)  # one that cannot be deleted is no reason to end the run
     return final
 
 
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The checkpoint with the best value of a metric so far; it stays, besides the last ones."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def save_best(root: Path, best: Best) -> None:
+    """Name the best checkpoint; it is there. Raises UserError when it cannot be written."""
+    write_text_atomic(root / "best", json.dumps(dataclasses.asdict(best)) + "\n")
+
+
+def load_best(root: Path) -> Best | None:
+    """What `save_best` wrote, as long as that checkpoint is there."""
+    if not (root / "best").is_file():
+        return None
+    try:
+        best = Best(**read_json_file(root / "best"))
+    except TypeError as error:
+        raise UserError(f"{root / 'best'}: has not step, metric and value: {error}") from error
+    return best if (root / f"step-{best.step}").is_dir() else None
+
+
+def on_host(tensors: Sequence[WholeTensor]) -> list[WholeTensor]:
+    """The same tensors with a copy of their present values. The other ranks call `take_part` at the same time."""
+    held = []
+    for tensor in tensors:
+        value = tensor.gather().numpy()
+        own = value if value.flags.owndata else value.copy()
+        held.append(dataclasses.replace(tensor, gather=functools.partial(_Held, own)))
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """Values as Paddle hands them out."""
+
+    values: np.ndarray
+
+    def numpy(self) -> np.ndarray:
+        return self.values
+
+
 def take_part(parameters: Sequence[WholeTensor], optimizer_state: Sequence[WholeTensor]) -> None:
-    """What the ranks that do not write do during `save`: give their parts, in the order they are written."""
+    """What the ranks that do not write do during `save`: give their parts, in their order."""
     for tensor in [*parameters, *optimizer_state]:
         tensor.gather()
 
@@ -128,6 +187,50 @@ def load_state(path: Path) -> TrainState:
     if data.pop("format", None) != FORMAT:
         raise UserError(f"{path}: is of another checkpoint format; this llmsuite reads format {FORMAT}")
     return TrainState(**data)
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is the directory of a run that has saved something."""
+    return (path / "checkpoints" / "latest").is_file()
+
+
+def find_model(path: Path) -> Path:
+    """A model directory; for the directory of a run, its newest checkpoint that has all its files.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if is_run(path):
+        whole = (p for _, p in reversed(list_steps(path / "checkpoints")) if broken_file(p, check_hashes=False) is None)
+        found = next(whole, None)
+        if found is None:
+            raise UserError(f"{path}: none of its checkpoints is whole; see: llmsuite checkpoints list {path}")
+        return found
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
+    return path
+
+
+def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:
+    """Delete all but the newest `keep` whole checkpoints, the best one and the one `latest` names; returns what it did.
+
+    Whether one is whole is told by its hashes, so damaged ones neither count nor stay.
+    """
+    best = load_best(root)
+    named = {f"step-{best.step}"} if best else set()
+    if (root / "latest").is_file():
+        named.add((root / "latest").read_text().strip())
+    kept, removed = 0, []
+    for _, path in reversed(list_steps(root)):
+        fault = broken_file(path) if kept < keep else None
+        if fault is not None:
+            report(f"{path} is damaged: {fault}")
+        elif kept < keep or path.name in named:
+            kept += 1
+            continue
+        shutil.rmtree(path)
+        removed.append(path)
+    return removed
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:

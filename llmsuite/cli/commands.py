@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from llmsuite.cli import doctor, generate, import_model, list_things, plugins, run, schema, show, validate
+from llmsuite.cli import (
+    checkpoints,
+    doctor,
+    generate,
+    import_model,
+    list_things,
+    merge,
+    plugins,
+    run,
+    schema,
+    show,
+    validate,
+)
 from llmsuite.plugins.hookspecs import Command, hookimpl
 
 
@@ -14,6 +26,9 @@ def llmsuite_register_commands() -> list[Command]:
         show.COMMAND,
         list_things.COMMAND,
         import_model.COMMAND,
+        merge.MERGE,
+        merge.CONVERT,
+        checkpoints.COMMAND,
         generate.COMMAND,
         schema.COMMAND,
         plugins.COMMAND,

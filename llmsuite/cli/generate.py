@@ -32,6 +32,7 @@ def run(args: Any, registry: Registry) -> int:
 
     start_paddle(backend, 1)
     from llmsuite.checkpoint.model_dir import open_model
+    from llmsuite.checkpoint.train_state import find_model
     from llmsuite.data.chat_template import load_template
     from llmsuite.data.rows import Message
     from llmsuite.data.tokenizer import TextTokenizer
@@ -66,16 +67,6 @@ def run(args: Any, registry: Registry) -> int:
                 shown = whole
         print()
     return 0
-
-
-def find_model(path: Path) -> Path:
-    """A model directory; for a run directory, its newest checkpoint."""
-    latest = path / "checkpoints" / "latest"
-    if latest.is_file():
-        return path / "checkpoints" / latest.read_text().strip()
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
-    return path
 
 
 COMMAND = Command(name="generate", help="let a model answer prompts", add_arguments=add_arguments, run=run)

@@ -43,9 +43,14 @@ class Hooks:
     """A step and its metrics."""
     stepped: Callable[[int], None]
     """A step whose metrics are not logged."""
-    evaluated: Callable[[int, Mapping[str, float]], None]
+    evaluated: Callable[[int, int, Mapping[str, float]], None]
+    """Metrics of an evaluation after (steps done, samples taken)."""
     save: Callable[[int, int], None]
     """Write a checkpoint of (steps done, samples taken)."""
+    save_requested: Callable[[], bool]
+    """Whether somebody has asked this rank for a checkpoint."""
+    finish: Callable[[], None]
+    """Wait for checkpoints that are still being written."""
     peak_memory_bytes: Callable[[], int]
 
 
@@ -85,12 +90,11 @@ def fit(
             step += 1
             picked = micro_batches(order, position, schedule.accumulate_steps, size, rank, num_ranks)
             samples = [[train_samples[i] for i in batch] for batch in picked]
-            stopped = stop.signal is not None
-            metrics = train_step(
-                step, samples, objective, model, optimizer, schedule.pipeline, autocast, stopped, scale
-            )
+            votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
+            metrics = train_step(step, samples, objective, model, optimizer, schedule.pipeline, autocast, votes, scale)
             position += schedule.global_batch_size
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
+            wanted = metrics.pop("save") > 0
             last = stopping or step == schedule.total_steps
 
             window.add(metrics)
@@ -104,11 +108,13 @@ def fit(
                 hooks.stepped(step)
 
             started = time.perf_counter()
-            if last or (schedule.save_steps and step % schedule.save_steps == 0):
+            if last or wanted or (schedule.save_steps and step % schedule.save_steps == 0):
                 hooks.save(step, position)
             if stopping:
                 break
             if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
-                hooks.evaluated(step, evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own))
+                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own)
+                hooks.evaluated(step, position, metrics)
             window.leave_out(time.perf_counter() - started)
+        hooks.finish()
     return step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ def train_step(
     optimizer: Optimizer,
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
-    stop: bool = False,
+    votes: Mapping[str, bool] | None = None,
     scale: LossScale | None = None,
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
@@ -57,7 +57,7 @@ def train_step(
         optimizer: over its parameters.
         schedule: order of the passes where there is a pipeline; without one each micro-batch goes forward and back.
         autocast: makes the precision context of a forward pass.
-        stop: whether this rank was asked to stop; comes back as the metric "stop", the number of ranks that were.
+        votes: what this rank was asked, such as to stop; comes back as metrics, the number of ranks that were.
         scale: of the loss, for fp16; a step that is not finite is then skipped, and the scale lowered. The metrics
             have "loss_scale", and "skipped": 1 or 0; those that are not finite are left out.
 
@@ -65,7 +65,7 @@ def train_step(
         NonFiniteLoss: before anything is updated.
     """
     ledger = LossLedger()
-    ledger.vote(stop=stop)
+    ledger.vote(**(votes or {}))
     reader_seconds = 0.0
 
     for action in _order(schedule, model, len(micro_batches)):

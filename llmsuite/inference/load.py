@@ -7,6 +7,7 @@ from typing import Any
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.plugins.hookspecs import ModelFamily
 
 
 def load_model(source: ModelDirectory, backend: DeviceBackend) -> Any:
@@ -15,3 +16,14 @@ def load_model(source: ModelDirectory, backend: DeviceBackend) -> Any:
     fill_parameters(model, source)
     model.eval()
     return model
+
+
+def parameter_shapes(family: ModelFamily, config: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of a model, by our names; no parameter is made."""
+    import paddle
+
+    from llmsuite.devices.ops import Ops
+
+    with paddle.LazyGuard():
+        model = family.factory()(config, Ops())
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -17,6 +17,8 @@ _WITHOUT_EFFECT = frozenset(
         "dpo_config",
         "dtype",
         "finetuning_task",
+        "fuse_attention_ffn",
+        "fuse_attention_qkv",
         "id2label",
         "is_decoder",
         "is_encoder_decoder",
@@ -43,7 +45,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     )
 )
-"""Keys that change no logit: where a model comes from, how it is run, what a head for another task would need.
+"""Keys that change no logit: where a model comes from, how it is stored and run, what a head for another task would need.
 Dropout is among them: nothing is dropped here."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -39,6 +40,29 @@ def track(items: Iterable[T], what: str) -> Iterator[T]:
             if time.monotonic() - last > _QUIET_SECONDS:
                 last = time.monotonic()
                 print(f"{what}: {done}/{total or '?'}", flush=True)
+
+
+@contextlib.contextmanager
+def track_bytes(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with every number of bytes that is done; shows them as `track` does."""
+    if is_first_rank() and sys.stdout.isatty():
+        from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        with Progress(*columns, transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda num_bytes: bar.update(task, advance=num_bytes)
+        return
+    done, last = 0, time.monotonic()
+
+    def add(num_bytes: int) -> None:
+        nonlocal done, last
+        done += num_bytes
+        if time.monotonic() - last > _QUIET_SECONDS:
+            last = time.monotonic()
+            report(f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
+    yield add
 
 
 class StepLine:

@@ -115,7 +115,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     """
     recipe = loaded.recipe
     family = registry.models[recipe.model.family]
-    weights = find(recipe.model.weights) if recipe.model.weights else None
+    weights = _weights(recipe.model.weights) if recipe.model.weights else None
     config, rules = _model_config(recipe, family, weights)
     rules += _registered_names(recipe, registry)
     degrees = _degrees(recipe)
@@ -142,6 +142,16 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         eval_file=find(recipe.data.eval) if recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),
     )
+
+
+def _weights(given: str) -> Path:
+    """The directory of the weights; of a run, its newest checkpoint."""
+    path = find(given)
+    if (path / "checkpoints" / "latest").is_file():
+        from llmsuite.checkpoint.train_state import find_model
+
+        return find_model(path)
+    return path
 
 
 def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> tuple[Any, list[Broken]]:

@@ -199,6 +199,11 @@ def _no_such_precision(asked: Asked) -> Broken:
         yield "engine.precision", f"{precision} does not work on {asked.recipe.device}; it has {known}"
 
 
+def _no_evaluation(asked: Asked) -> Broken:
+    if asked.recipe.checkpoint.best_metric and not asked.recipe.data.eval:
+        yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
+
+
 PARALLEL_RULES = (
     Rule(
         "`sequence_parallel` with tensor parallel degree 1",
@@ -309,6 +314,12 @@ RULES = (
         "on cpu, Paddle's kernels are float32",
         ("--device=cpu",),
         _no_such_precision,
+    ),
+    Rule(
+        "`best_metric` without evaluation",
+        "there is no value to compare",
+        ("--data.eval=null", "--checkpoint.best_metric=eval/loss"),
+        _no_evaluation,
     ),
 )
 """Between sections, the model's shape and the device."""

@@ -161,12 +161,19 @@ class TrainSection(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class CheckpointSection(Section):
-    """When the run is saved. A checkpoint is always written after the last step."""
+    """When the run is saved: after the last step, as the keys say, and when a file `save-now` appears in output_dir."""
 
     save_steps: PositiveInt | None = None
     """Save every so many steps."""
     keep_last: Annotated[int, Ge(2)] = 2
     """Older checkpoints are removed. At least 2, because the newest may be the one a crash interrupts."""
+    async_save: bool = True
+    """Write while the next steps are computed, from a copy on the host. Where the copy does not fit, training waits."""
+    best_metric: str | None = None
+    """A metric of the evaluation, such as "eval/loss": the checkpoint with its best value stays, besides keep_last,
+    and is saved if it is not due anyway."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Which value of best_metric is best."""
 
 
 @dataclasses.dataclass(kw_only=True)

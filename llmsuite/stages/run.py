@@ -35,6 +35,7 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.section import as_plain
 from llmsuite.stages.base import Stage, StageContext
 from llmsuite.stages.model import BuiltModel, WholeModel, build_model, restore
+from llmsuite.stages.saving import Saver
 
 _SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
 # What may differ between a run and its continuation: it does not change what is learnt.
@@ -77,8 +78,18 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     schedule = _schedule(plan, len(train_samples))
     host = backend if recipe.engine.offload_optimizer else None
     optimizer = Optimizer(built.shards, recipe.train, schedule.total_steps, host)
-    checkpoints = Path(plan.output_dir) / "checkpoints"
-    keep_last, loggers = recipe.checkpoint.keep_last, _loggers(plan, registry)
+    outputs: list[_Output] = []
+
+    def whole_model() -> WholeModel:
+        return WholeModel(plan, built, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
+
+    def saved(step: int, path: Path) -> None:
+        outputs[0].saved(step, path)
+
+    saver = Saver(
+        plan.output_dir, recipe.checkpoint, plan.family, plan.model_config, plan.tokenizer, whole_model, saved
+    )
+    loggers = _loggers(plan, registry)
     if stage is not None and (unread := plan.loaded.unread()):
         raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
 
@@ -98,7 +109,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     digest = _learning_digest(plan, built.digest) if collective.rank() == 0 else ""
     state = _fresh(digest, recipe.seed)
     if resume:
-        state = _restore(plan, state, checkpoints, registry, optimizer)
+        state = _restore(plan, state, saver.root, registry, optimizer)
+        saver.resume(state.step)
     if state.step == schedule.total_steps:
         report(f"nothing to do: step {state.step} of {schedule.total_steps} is done")
         return 0
@@ -107,26 +119,36 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         scale = LossScale(state.loss_scale, state.good_steps)
     view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
     output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
+    outputs += [output] if output else []
 
-    def save(step: int, samples: int) -> None:
-        whole = WholeModel(plan, built, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
+    def at(step: int, samples: int) -> TrainState:
+        now = dataclasses.replace(state, step=step, samples=samples)
+        if scale is None:
+            return now
+        return dataclasses.replace(now, loss_scale=scale.value, good_steps=scale.good_steps)
+
+    def logged(step: int, metrics: Mapping[str, float]) -> None:
+        saver.check()
         if output is not None:
-            now = dataclasses.replace(state, step=step, samples=samples)
-            if scale is not None:
-                now = dataclasses.replace(now, loss_scale=scale.value, good_steps=scale.good_steps)
-            family, config = plan.family, plan.model_config
-            tensors = whole.parameters, whole.state
-            path = train_state.save(checkpoints, now, family, config, *tensors, plan.tokenizer, keep_last)
-            output.saved(step, path)
-        else:
-            train_state.take_part(whole.parameters, whole.state)
-        collective.barrier()
+            output.logged(step, metrics)
+
+    def stepped(step: int) -> None:
+        saver.check()
+        if output is not None:
+            output.stepped(step)
+
+    def evaluated(step: int, samples: int, metrics: Mapping[str, float]) -> None:
+        if output is not None:
+            output.evaluated(step, metrics)
+        saver.evaluated(at(step, samples), metrics)
 
     hooks = Hooks(
-        logged=output.logged if output else lambda step, metrics: None,
-        stepped=output.stepped if output else lambda step: None,
-        evaluated=output.evaluated if output else lambda step, metrics: None,
-        save=save,
+        logged=logged,
+        stepped=stepped,
+        evaluated=evaluated,
+        save=lambda step, samples: saver.save(at(step, samples)),
+        save_requested=saver.requested,
+        finish=saver.finish,
         peak_memory_bytes=backend.peak_memory_bytes,
     )
     try:
@@ -145,6 +167,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             scale,
         )
     except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):  # the second one: at once
+            saver.give_up(error)
         if output is not None:
             output.failed(error)
         raise

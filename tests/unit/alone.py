@@ -92,7 +92,8 @@ def step(
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
         part = PipelineStage([model], MESH, model.config.hidden_size, [], None)
-    return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, stop, scale)
+    votes = {"stop": stop}
+    return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, votes, scale)
 
 
 # checkpoint

@@ -17,6 +17,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import Degrees, RunPlan, plan_run
 from llmsuite.resources import bundled
 from tests.conftest import VALID, position, registry_with
+from tests.unit.test_train_state import quick_save
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[Problem]]
@@ -299,3 +300,17 @@ def test_a_cut_from_the_command_line(plan: Plan) -> None:
     found = plan(_pipeline(3), "--parallel.pipeline_cut=[10, 20]")
     assert found.recipe.parallel.pipeline_cut == [10, 20]
     assert plan(_pipeline(3), "--parallel.pipeline_cut=parameters").recipe.parallel.pipeline_cut == "parameters"
+
+
+def test_the_best_evaluation_needs_an_evaluation(problems: Problems) -> None:
+    (problem,) = problems({"checkpoint.best_metric": "eval/loss"})
+    assert problem.key == "checkpoint.best_metric"
+    assert "set data.eval" in problem.message
+
+
+def test_a_run_as_weights_stands_for_its_newest_checkpoint(plan: Plan, tmp_path: Path) -> None:
+    quick_save(tmp_path / "run/checkpoints", 3)
+    quick_save(tmp_path / "run/checkpoints", 12)
+    changes = {"model": {"family": "llama", "weights": str(tmp_path / "run")}, "data.max_length": 64}
+    found = plan(changes)
+    assert found.weights == found.tokenizer == tmp_path / "run/checkpoints/step-12"

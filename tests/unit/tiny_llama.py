@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.model_dir import Layout, write_model
+from llmsuite.checkpoint.layout import Layout
+from llmsuite.checkpoint.model_dir import write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.engine.init import initial_values
 from llmsuite.models.llama import names
@@ -46,6 +48,11 @@ def values(config: LlamaConfig = CONFIG, seed: int = 0, dtype: str = "float32") 
         value = initial_values(seed, name, shape, 0.3) + (len(shape) == 1)
         result[name] = value.astype(dtype)
     return result
+
+
+def to_paddlenlp(name: str) -> str:
+    """PaddleNLP's name of a parameter."""
+    return re.sub(r"^model\.", "llama.", name)
 
 
 def write(

@@ -1,0 +1,213 @@
+"""Saving, loading and merging beside Paddle's own, in one run, each in a process of its own: MB/s and peak memory.
+
+python benchmarks/checkpoint.py [--megabytes 500] [--directory DIR]
+
+The model is a Llama of that size in float32. "peak" is the highest resident memory of the process beyond what it had
+when Paddle was imported and the model was there. Every row reads or writes the same tensors on the same disk; files are
+flushed to it before the clock stops. Only ratios of one run mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def shape(megabytes: int) -> Any:
+    """A Llama with about so many bytes of float32 parameters."""
+    from llmsuite.models.llama.config import LlamaConfig
+
+    hidden, middle = 1024, 2816
+    one_layer = 4 * (4 * hidden * hidden + 3 * hidden * middle)
+    layers = max(1, round((megabytes * 1e6 - 2 * 4 * 8000 * hidden) / one_layer))
+    return LlamaConfig(
+        vocab_size=8000, hidden_size=hidden, intermediate_size=middle, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=16,
+    )  # fmt: skip
+
+
+def state(config: Any) -> dict[str, Any]:
+    """Parameters by our names, as Paddle tensors."""
+    import paddle
+
+    from llmsuite.inference.load import parameter_shapes
+    from llmsuite.plugins.builtin import llmsuite_register_models
+
+    rng = np.random.default_rng(0)
+    shapes = parameter_shapes(llmsuite_register_models()[0], config)
+    return {n: paddle.to_tensor(rng.standard_normal(s, dtype="float32")) for n, s in shapes.items()}
+
+
+# each case: prepare what is not measured, and give what is
+
+
+def save_llmsuite(here: Path, config: Any) -> Callable[[], None]:
+    from llmsuite.checkpoint.files import committed_directory
+    from llmsuite.checkpoint.model_dir import write_model
+    from llmsuite.checkpoint.tensors import TensorSpec
+    from llmsuite.plugins.builtin import llmsuite_register_models
+
+    tensors = state(config)
+    specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
+
+    def work() -> None:
+        manifest: dict[str, Any] = {"format": 1}
+        with committed_directory(here / "llmsuite", manifest) as directory:
+            family = llmsuite_register_models()[0]
+            written = write_model(directory, family, config, lambda name: tensors[name].numpy(), specs, "paddlenlp")
+            manifest.update(dataclasses.asdict(written))
+
+    return work
+
+
+def save_paddle(here: Path, config: Any) -> Callable[[], None]:
+    import paddle
+
+    tensors = state(config)
+
+    def work() -> None:
+        paddle.save(tensors, str(here / "paddle.pdparams"))
+        flush(here / "paddle.pdparams")
+
+    return work
+
+
+def save_distcp(here: Path, config: Any) -> Callable[[], None]:
+    import paddle.distributed as dist
+
+    tensors = {re.sub(r"^model\.", "llama.", name): tensor for name, tensor in state(config).items()}
+
+    def work() -> None:
+        dist.save_state_dict(tensors, str(here / "distcp"))
+        for path in (here / "distcp").iterdir():
+            flush(path)
+        (here / "distcp/config.json").write_text(json.dumps(config.to_hf()))
+
+    return work
+
+
+def load_llmsuite(here: Path, config: Any) -> Callable[[], None]:
+    from llmsuite.checkpoint.fill import fill_parameters
+    from llmsuite.checkpoint.model_dir import open_model
+    from llmsuite.devices.ops import Ops
+    from llmsuite.plugins.builtin import llmsuite_register_models
+
+    family = llmsuite_register_models()[0]
+    model = family.factory()(config, Ops())
+    return lambda: fill_parameters(model, open_model(here / "llmsuite", {"llama": family}))
+
+
+def load_paddle(here: Path, config: Any) -> Callable[[], None]:
+    import paddle
+
+    from llmsuite.devices.ops import Ops
+    from llmsuite.plugins.builtin import llmsuite_register_models
+
+    model = llmsuite_register_models()[0].factory()(config, Ops())
+    return lambda: model.set_state_dict(paddle.load(str(here / "paddle.pdparams")))
+
+
+def merge_llmsuite(here: Path, config: Any) -> Callable[[], None]:
+    import paddle  # noqa: F401  (so that its memory is not counted)
+
+    from llmsuite.checkpoint.rewrite import Form, Rewrite
+    from llmsuite.checkpoint.sources import open_source
+    from llmsuite.inference.load import parameter_shapes
+    from llmsuite.plugins.builtin import llmsuite_register_models
+
+    families = {"llama": llmsuite_register_models()[0]}
+
+    def work() -> None:
+        model = open_source(here / "distcp", families, parameter_shapes)
+        Rewrite(model, Form("paddlenlp", max_file_bytes=1 << 28)).write(here / "merged")
+
+    return work
+
+
+def merge_paddle(here: Path, config: Any) -> Callable[[], None]:
+    import paddle
+    from paddle.distributed.flex_checkpoint.dcp.load_state_dict import load_merged_state_dict
+
+    def work() -> None:
+        merged = load_merged_state_dict(str(here / "distcp"))
+        paddle.save(merged, str(here / "merged.pdparams"))
+        flush(here / "merged.pdparams")
+
+    return work
+
+
+CASES = {
+    "save: llmsuite (hashed, atomic)": save_llmsuite,
+    "save: paddle.save": save_paddle,
+    "save: dist.save_state_dict": save_distcp,
+    "load: llmsuite": load_llmsuite,
+    "load: paddle.load": load_paddle,
+    "merge: llmsuite merge (hashed, atomic)": merge_llmsuite,
+    "merge: load_merged_state_dict + paddle.save": merge_paddle,
+}
+
+
+def flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(case: str, here: Path, megabytes: int) -> None:
+    """One case in this process; prints seconds and peak as JSON."""
+    config = shape(megabytes)
+    work = CASES[case](here, config)
+    before, start = peak(), time.perf_counter()
+    work()
+    print(json.dumps({"seconds": time.perf_counter() - start, "peak": peak() - before}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--directory", type=Path, default=None)
+    parser.add_argument("--case", default=None)
+    arguments = parser.parse_args()
+    if arguments.case:
+        measure(arguments.case, arguments.directory, arguments.megabytes)
+        return
+    here = Path(tempfile.mkdtemp(dir=arguments.directory, prefix="benchmark-"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_minloglevel": "2"}
+    first: dict[str, float] = {}
+    print(f"a Llama of {arguments.megabytes} MB in float32\n")
+    print("| | MB/s | against llmsuite | peak MB |\n|---|---|---|---|")
+    try:
+        for case in CASES:
+            command = [sys.executable, __file__, "--case", case, "--directory", str(here)]
+            command += ["--megabytes", str(arguments.megabytes)]
+            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+            result = json.loads(output.splitlines()[-1])
+            rate = arguments.megabytes / result["seconds"]
+            against = rate / first.setdefault(case.partition(":")[0], rate)
+            print(f"| {case} | {rate:,.0f} | {against:.2f} | {result['peak'] / 1e6:,.0f} |", flush=True)
+    finally:
+        shutil.rmtree(here)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`llmsuite checkpoints list|verify|prune RUN`: what a run has saved, whether it is whole, and away with the old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+
+_LEAST = 2
+
+
+def add_arguments(parser: Any) -> None:
+    from jsonargparse.typing import PositiveInt
+
+    parser.add_argument(
+        "action",
+        type=Literal["list", "verify", "prune"],
+        help="list: steps, sizes, missing files; verify: every byte against the manifest; prune: delete the oldest",
+    )
+    parser.add_argument("run", type=str, help="directory of a run; with verify, any directory with a manifest.json too")
+    parser.add_argument("--keep", type=PositiveInt | None, default=None, help="with prune: how many stay")
+    parser.add_argument("--force", action="store_true", help="with prune: keep fewer than 2")
+
+
+def run(args: Any, registry: Registry) -> int:
+    path = Path(args.run)
+    if args.action != "prune" and (args.keep or args.force):
+        raise UserError(f"checkpoints {args.action}: --keep and --force belong to prune")
+    if args.action == "list":
+        return _list(path)
+    return _verify(path) if args.action == "verify" else _prune(path, args.keep, args.force)
+
+
+def _list(path: Path) -> int:
+    from llmsuite.checkpoint.files import broken_file
+    from llmsuite.checkpoint.train_state import load_best
+
+    root, best = path / "checkpoints", load_best(path / "checkpoints")
+    latest = (root / "latest").read_text().strip() if (root / "latest").is_file() else None
+    for step, directory in _steps(path):
+        size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+        fault = broken_file(directory, check_hashes=False)
+        notes = ["latest"] if directory.name == latest else []
+        if best is not None and best.step == step:
+            notes.append(f"best ({best.metric} {best.value:.4g})")
+        print(
+            "  ".join([f"step {step:>8}", f"{size / 1e6:>10,.1f} MB", f"torn: {fault}" if fault else "whole", *notes])
+        )
+    return 0
+
+
+def _verify(path: Path) -> int:
+    from llmsuite.checkpoint.files import MANIFEST, broken_file
+    from llmsuite.checkpoint.tensors import damaged_tensors
+    from llmsuite.observe.progress import track
+
+    found = [path] if (path / MANIFEST).is_file() else [directory for _, directory in _steps(path)]
+    damaged = 0
+    for directory in track(found, "verifying"):
+        fault = broken_file(directory)
+        print(f"{directory}: {fault or 'whole'}", flush=True)
+        if fault:
+            damaged += 1
+            for name in damaged_tensors(directory):
+                print(f"    damaged: {name}")
+    return 1 if damaged else 0
+
+
+def _prune(path: Path, keep: int | None, force: bool) -> int:
+    from llmsuite.checkpoint.files import lock_directory
+    from llmsuite.checkpoint.train_state import prune
+
+    if keep is None:
+        raise UserError("checkpoints prune: say how many stay, such as --keep 2")
+    if keep < _LEAST and not force:
+        raise UserError(f"--keep {keep}: the newest may be the one a crash damages; keep {_LEAST}, or add --force")
+    list(_steps(path))
+    with lock_directory(path):  # nobody trains there meanwhile
+        for directory in prune(path / "checkpoints", keep, print):
+            print(f"deleted {directory}")
+    return 0
+
+
+def _steps(path: Path) -> Iterator[tuple[int, Path]]:
+    from llmsuite.checkpoint.train_state import list_steps
+
+    found = list_steps(path / "checkpoints")
+    if not found:
+        raise UserError(f"{path}: has no checkpoints; name the directory of a run")
+    yield from found
+
+
+COMMAND = Command(
+    name="checkpoints", help="list, verify or prune the checkpoints of a run", add_arguments=add_arguments, run=run
+)

@@ -1,0 +1,114 @@
+"""`llmsuite merge` and `llmsuite convert`: a model in the layout, dtype and files wanted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def _common_arguments(parser: Any) -> None:
+    from jsonargparse.typing import PositiveInt
+
+    parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
+    parser.add_argument("--dtype", type=Literal["fp32", "bf16", "fp16"] | None, default=None, help="default: as it is")
+    parser.add_argument(
+        "--max-shard-size", type=str, default=None, help="largest file, such as 5GB (the default is 4GiB)"
+    )
+    parser.add_argument("--split-num", type=PositiveInt | None, default=None, help="write so many files of equal size")
+    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not beside SRC")
+    parser.add_argument(
+        "--fused", action="store_true", help="with layout paddlenlp: write qkv and gate-up as one matrix"
+    )
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="read .pdparams, by a reader that runs nothing of what is in them"
+    )
+
+
+def _merge_arguments(parser: Any) -> None:
+    parser.add_argument(
+        "source",
+        type=str,
+        help="a run, a checkpoint or model directory, a directory of dist.save_state_dict, PaddleNLP's "
+        "model_state.tp0X_pp0Y.pdparams, or a LoRA adapter",
+    )
+    parser.add_argument("--base", type=str | None, default=None, help="for an adapter: the model it belongs to")
+    parser.add_argument("--layout", type=Literal["hf", "paddlenlp"], default="hf")
+    _common_arguments(parser)
+
+
+def _convert_arguments(parser: Any) -> None:
+    parser.add_argument("source", type=str, help="a model in the HF, PaddleNLP or llmsuite layout, or a run")
+    parser.add_argument("--layout", type=Literal["hf", "paddlenlp"], required=True)
+    _common_arguments(parser)
+
+
+def run(args: Any, registry: Registry) -> int:
+    from llmsuite.devices.start import start_paddle
+
+    start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
+    from llmsuite.checkpoint.adapter import CONFIGS, add_adapter
+    from llmsuite.checkpoint.rewrite import DTYPES, Form, Rewrite
+    from llmsuite.checkpoint.sources import open_source
+    from llmsuite.checkpoint.tensors import MAX_FILE_BYTES
+    from llmsuite.inference.load import parameter_shapes
+    from llmsuite.observe.progress import track_bytes
+
+    source, target = Path(args.source), Path(args.output)
+    if target.exists():
+        raise UserError(f"{target} exists; choose another --output, or remove it first")
+    if args.fused and args.layout != "paddlenlp":
+        raise UserError("--fused: only PaddleNLP has fused matrices; add --layout paddlenlp")
+    if args.max_shard_size and args.split_num:
+        raise UserError("--split-num: contradicts --max-shard-size; give one of them")
+    is_adapter = any((source / name).is_file() for name in CONFIGS)
+    if is_adapter and not args.get("base"):
+        raise UserError(f"{source}: is a LoRA adapter; name the model it belongs to with `llmsuite merge … --base DIR`")
+    if args.get("base") and not is_adapter:
+        raise UserError(f"--base: {source} is no LoRA adapter: it has neither {' nor '.join(CONFIGS)}")
+    config = Path(args.config) if args.config else None
+    base = Path(args.base) if is_adapter else source
+    model = open_source(base, registry.models, parameter_shapes, config, args.allow_pickle)
+    if is_adapter:
+        model = add_adapter(model, source)
+    size = _num_bytes(args.max_shard_size) if args.max_shard_size else MAX_FILE_BYTES
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    rewrite = Rewrite(model, Form(args.layout, dtype, size, args.split_num, args.fused))
+    with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
+        rewrite.write(target, progress)
+    files = len(list(target.glob("*.safetensors")))
+    dtypes = "/".join(sorted({spec.dtype for spec in rewrite.specs}))
+    print(
+        f"wrote {target}: {model.family.name}, {len(rewrite.specs)} tensors in {files} file{'s' * (files > 1)}, "
+        f"{rewrite.num_bytes / 1e6:,.0f} MB of {dtypes}, {args.layout} layout"
+    )
+    return 0
+
+
+def _num_bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise UserError(f"--max-shard-size: {text!r} is no size; write it as 5GB or 500MB")
+    return size
+
+
+MERGE = Command(
+    name="merge",
+    help="one model from the files of many ranks, or from a model and its LoRA adapter",
+    add_arguments=_merge_arguments,
+    run=run,
+)
+CONVERT = Command(
+    name="convert",
+    help="a model in another layout, dtype or number of files",
+    add_arguments=_convert_arguments,
+    run=run,
+)

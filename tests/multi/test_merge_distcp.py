@@ -1,0 +1,66 @@
+"""What Paddle's own save_state_dict writes on four ranks is one model after `llmsuite merge`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmsuite.checkpoint.files import broken_file
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.engine.launch import _free_ports
+from tests.multi.conftest import ROOT, Runner
+from tests.unit.tiny_llama import FAMILIES
+
+NUM_RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directories tests.multi.paddle_saves makes."""
+    directory = tmp_path_factory.mktemp("saved")
+    CpuBackend().prepare_ranks()
+    master, *endpoints = [f"127.0.0.1:{port}" for port in _free_ports(NUM_RANKS + 1)]
+    ranks = []
+    for rank in range(NUM_RANKS):
+        variables = {
+            **os.environ,
+            **CpuBackend().environment(NUM_RANKS),
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(NUM_RANKS),
+            "PADDLE_MASTER": master,
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        }
+        command = [sys.executable, "-m", "tests.multi.paddle_saves", str(directory)]
+        with open(directory / f"log.{rank}", "wb") as log:
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log))
+    try:
+        codes = [rank.wait(300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * NUM_RANKS, (directory / f"log.{np.argmax(np.abs(codes))}").read_text()[-3000:]
+    return directory
+
+
+@pytest.mark.parametrize("name", ["plain", "nested", "flat"])
+@pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
+def test_the_merged_model_is_the_one_that_was_cut(
+    runner: Runner, saved: Path, tmp_path: Path, name: str, layout: str
+) -> None:
+    files = sorted(path.name for path in (saved / name).rglob("*.distcp"))
+    assert len(files) == NUM_RANKS
+    runner.run("merge", str(saved / name), "-o", str(tmp_path / "out"), "--layout", layout)
+    assert broken_file(tmp_path / "out") is None
+    model, expected = open_model(tmp_path / "out", FAMILIES), np.load(saved / name / "expected.npz")
+    assert (model.layout, model.names.keys()) == (layout, set(expected))
+    for parameter in model.names:
+        value = model.read(parameter)
+        assert value.dtype.name == ("bfloat16" if name == "flat" else "float32")
+        assert value.tobytes() == expected[parameter].astype(value.dtype).tobytes(), parameter

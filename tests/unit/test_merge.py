@@ -1,0 +1,400 @@
+"""Merging and converting: equal tensors in every form, adapters added, and killed runs that go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.checkpoint import rewrite as rewrite_module
+from llmsuite.checkpoint import tensors as tensors_module
+from llmsuite.checkpoint.adapter import add_adapter
+from llmsuite.checkpoint.files import broken_file
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.rewrite import Form, Rewrite
+from llmsuite.cli.main import main
+from llmsuite.errors import UserError
+from tests.unit import tiny_llama
+from tests.unit.tiny_llama import CONFIG, FAMILIES, TOKENIZER
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def tensors_of(directory: Path) -> dict[str, np.ndarray]:
+    model = open_model(directory, FAMILIES)
+    return {name: np.ascontiguousarray(model.read(name)) for name in model.names}
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a)
+
+
+@pytest.mark.parametrize("config", [CONFIG, tiny_llama.tied()], ids=["untied", "tied"])
+@pytest.mark.parametrize("part_bytes", [1 << 25, 100])
+def test_there_and_back_is_bit_equal(
+    tmp_path: Path, config: Any, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors_module, "_PART_BYTES", part_bytes)  # so that tensors are read in parts
+    expected = tiny_llama.write(tmp_path / "a", config, tokenizer=TOKENIZER)
+    forms = [
+        Form("paddlenlp"),
+        Form("paddlenlp", fused=True),
+        Form("hf", max_file_bytes=3000),
+        Form("paddlenlp"),
+        Form("hf"),
+    ]
+    for name, source, form in zip("bcdef", "abcde", forms):
+        Rewrite(open_model(tmp_path / source, FAMILIES), form).write(tmp_path / name)
+        assert same(tensors_of(tmp_path / name), expected), name
+        assert broken_file(tmp_path / name) is None
+        assert (tmp_path / name / "tokenizer.json").is_file()
+    assert (tmp_path / "f/config.json").read_bytes() == (tmp_path / "a/config.json").read_bytes()
+    assert json.loads((tmp_path / "c/config.json").read_text())["fuse_attention_qkv"] is True
+    fused = safetensors.numpy.load_file(tmp_path / "c/model-00001-of-00001.safetensors")
+    assert fused["llama.layers.0.self_attn.qkv_proj.weight"].shape == (24, 32)
+
+
+@pytest.mark.parametrize(("option", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_the_command_writes_the_dtype_and_files_asked_for(
+    tmp_path: Path, option: str, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = tiny_llama.write(tmp_path / "a", dtype="float16")
+    words = ["-o", str(tmp_path / "b"), "--layout", "hf", "--dtype", option, "--split-num", "3"]
+    assert main(["convert", str(tmp_path / "a"), *words]) == 0
+    files = sorted((tmp_path / "b").glob("*.safetensors"))
+    assert len(files) == 3
+    assert f"21 tensors in 3 files, 0 MB of {dtype}, hf layout" in capsys.readouterr().out
+    largest = max(value.nbytes for value in values.values()) * np.dtype(dtype).itemsize // 2
+    assert max(f.stat().st_size for f in files) < sum(f.stat().st_size for f in files) / 3 + largest + 2000
+    for name, value in tensors_of(tmp_path / "b").items():
+        assert value.tobytes() == values[name].astype("float32").astype(dtype).tobytes()
+    config = json.loads((tmp_path / "b/config.json").read_text())
+    assert config["torch_dtype"] == dtype
+    # torch wants each tensor at a multiple of its size
+    for file in files:
+        content = file.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        header.pop("__metadata__")
+        assert all((start + t["data_offsets"][0]) % np.dtype(dtype).itemsize == 0 for t in header.values())
+
+
+def test_mixed_dtypes_are_kept_and_aligned(tmp_path: Path) -> None:
+    values = tiny_llama.write(tmp_path / "a", dtype="bfloat16")
+    file = tmp_path / "a/model.safetensors"
+    model = open_model(tmp_path / "a", FAMILIES)
+    stored = {n: np.ascontiguousarray(model.files.read(n)) for n in model.files.names}
+    stored |= {n: v.astype("float32") for n, v in stored.items() if "norm" in n}
+    for old in (tmp_path / "a").glob("model*"):
+        old.unlink()
+    safetensors.numpy.save_file(stored, file)
+    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("paddlenlp")).write(tmp_path / "b")
+    for name, value in tensors_of(tmp_path / "b").items():
+        assert value.dtype == (np.float32 if "norm" in name else ml_dtypes.bfloat16)
+        assert np.array_equal(value.astype("float32"), values[name].astype("float32"))
+
+
+def test_the_manifest_tells_of_every_tensor(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path / "a")
+    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf", max_file_bytes=3000)).write(tmp_path / "b")
+    manifest = json.loads((tmp_path / "b/manifest.json").read_text())
+    model = open_model(tmp_path / "b", FAMILIES)
+    assert {key.split(":")[1] for key in manifest["tensors"]} == set(model.files.names)
+    for key, entry in manifest["tensors"].items():
+        file, name = key.split(":")
+        value = safetensors.numpy.load_file(tmp_path / "b" / file)[name]
+        assert entry["shape"] == list(value.shape)
+        assert (entry["dtype"], entry["size"]) == (value.dtype.name, value.nbytes)
+        assert entry["sha256"] == rewrite_module.hashlib.sha256(value.tobytes()).hexdigest()
+
+
+@given(data=st.data())
+def test_any_corrupted_byte_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    directory = tmp_path_factory.getbasetemp() / "corrupted"
+    if not directory.exists():
+        tiny_llama.write(directory.with_name("source"), tokenizer=TOKENIZER)
+        Rewrite(open_model(directory.with_name("source"), FAMILIES), Form("hf")).write(directory)
+    files = sorted(p for p in directory.iterdir() if p.name != "manifest.json")
+    path = data.draw(st.sampled_from(files))
+    content = path.read_bytes()
+    at = data.draw(st.integers(0, len(content) - 1))
+    changed = content[at] ^ data.draw(st.integers(1, 255))
+    try:
+        path.write_bytes(content[:at] + bytes([changed]) + content[at + 1 :])
+        assert str(path) in (broken_file(directory) or "")
+    finally:
+        path.write_bytes(content)
+    assert broken_file(directory) is None
+
+
+def error(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(list(words)) == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(tmp_path / "a")
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    for words, message in [
+        (["merge", str(tmp_path / "none"), "-o", b], "is not a directory"),
+        (["merge", str(tmp_path), "-o", b], "holds no model; looked for model.safetensors"),
+        (["merge", a, "-o", a], "exists; choose another --output"),
+        (["merge", a, "-o", b, "--max-shard-size", "5 apples"], "'5 apples' is no size"),
+        (["merge", a, "-o", b, "--max-shard-size", "5GB", "--split-num", "2"], "give one of them"),
+        (["merge", a, "-o", b, "--split-num", "22"], "--split-num is 22; the model has 21 tensors"),
+        (["merge", a, "-o", b, "--fused"], "add --layout paddlenlp"),
+        (["merge", a, "-o", b, "--base", a], "is no LoRA adapter"),
+    ]:
+        assert message in error(*words, capsys=capsys), words
+    assert not Path(b).exists()
+    assert not Path(b + ".part").exists()
+
+
+def test_another_shape_or_family_than_that_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(tmp_path / "a")
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    words = ["merge", str(tmp_path / "a"), "-o", str(tmp_path / "b")]
+    (tmp_path / "a/config.json").write_text(json.dumps({**config, "intermediate_size": 21}))
+    assert "6 tensors have another shape: model.layers.0.mlp.gate_proj.weight is [24, 20]" in error(
+        *words, capsys=capsys
+    )
+    (tmp_path / "a/config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    assert "missing 9: model.layers.2" in error(*words, capsys=capsys)
+    (tmp_path / "a/config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    assert "'mamba' is not supported" in error(*words, capsys=capsys)
+
+
+def test_values_too_large_for_fp16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(tmp_path / "a")
+    index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
+    path = tmp_path / "a" / index["weight_map"]["model.norm.weight"]
+    values = safetensors.numpy.load_file(path)
+    values["model.norm.weight"][3] = 70000.0
+    safetensors.numpy.save_file(values, path)
+    words = ["convert", str(tmp_path / "a"), "-o", str(tmp_path / "b"), "--layout=hf"]
+    text = error(*words, "--dtype=fp16", capsys=capsys)
+    assert "'model.norm.weight' has values too large for fp16" in text
+    assert main([*words, "--dtype=bf16"]) == 0
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_llama.write(tmp_path / "a")
+    rewrite = Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=rewrite.num_bytes - 1))
+    with pytest.raises(UserError, match=r"b: needs 0\.0 GB; .* has 0\.0 GB left"):
+        rewrite.write(tmp_path / "b")
+    assert not (tmp_path / "b.part").exists()
+
+
+# a run that is killed
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.rewrite import Form, Rewrite
+from tests.unit.tiny_llama import FAMILIES
+Rewrite(open_model(Path(sys.argv[1]), FAMILIES), Form("paddlenlp", max_file_bytes=3000)).write(
+    Path(sys.argv[2]), lambda num_bytes: time.sleep(0.05))
+"""
+
+
+def test_kill_9_and_again_skips_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tiny_llama.write(tmp_path / "a")
+    target, part = tmp_path / "b", tmp_path / "b.part"
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(tmp_path / "a"), str(target)], cwd=REPOSITORY)
+    deadline = time.monotonic() + 120
+    while not (part / "journal.jsonl").exists() or (part / "journal.jsonl").read_text().count('"file"') < 3:
+        assert process.poll() is None, "it was done before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not target.exists()
+    lines = (part / "journal.jsonl").read_text().splitlines()
+    done = [json.loads(line)["file"] for line in lines if line.endswith("}")]
+    times = {name: (part / name).stat().st_mtime_ns for name in done}
+    damaged = part / done[1]  # and one of them suffers meanwhile
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    written = []
+    original = tensors_module._write_file
+
+    def write_file(path: Path, *rest: Any) -> Any:
+        written.append(path.name)
+        return original(path, *rest)
+
+    monkeypatch.setattr(tensors_module, "_write_file", write_file)
+    model = open_model(tmp_path / "a", FAMILIES)
+    Rewrite(model, Form("paddlenlp", max_file_bytes=3000)).write(target)
+    assert same(tensors_of(target), expected)
+    assert broken_file(target) is None
+    assert not part.exists()
+    assert {p.name for p in target.iterdir() if p.name.startswith(".") or "journal" in p.name} == set()
+    all_files = {path.name for path in target.glob("*.safetensors")}
+    assert set(written) == all_files - (set(done) - {done[1]})
+    assert all((target / name).stat().st_mtime_ns == times[name] for name in done if name != done[1])
+
+
+def test_what_is_left_of_another_model_is_thrown_away(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path / "a")
+    model = open_model(tmp_path / "a", FAMILIES)
+
+    def stop(num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Rewrite(model, Form("hf", dtype="float16")).write(tmp_path / "b", stop)
+    assert (tmp_path / "b.part").is_dir()
+    expected = tiny_llama.write(tmp_path / "a", seed=1)
+    Rewrite(model, Form("hf")).write(tmp_path / "b")
+    assert same(tensors_of(tmp_path / "b"), expected)
+
+
+def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path / "a")
+    rewrite = Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf"))
+
+    def again(num_bytes: int) -> None:
+        with pytest.raises(UserError, match="another run is writing there"):
+            rewrite.write(tmp_path / "b")
+
+    rewrite.write(tmp_path / "b", again)
+    assert broken_file(tmp_path / "b") is None
+
+
+# adapters
+
+RANK, ALPHA = 3, 12
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+
+def factors(seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A [inputs, rank] and B [rank, outputs] by our names."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype("float32")
+
+    return {
+        name: (normal(v.shape[0], RANK), normal(RANK, v.shape[1]))
+        for name, v in tiny_llama.values().items()
+        if name.split(".")[-2] in TARGETS
+    }
+
+
+def write_peft(directory: Path, changes: Any = (), extra: Any = (), drop: str = "") -> Path:
+    """An adapter as HF PEFT saves it."""
+    directory.mkdir()
+    tensors = {}
+    for name, (a, b) in factors().items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = np.ascontiguousarray(a.T)
+        tensors[f"{module}.lora_B.weight"] = np.ascontiguousarray(b.T)
+    tensors = {**{n: v for n, v in tensors.items() if not drop or drop not in n}, **dict(extra)}
+    safetensors.numpy.save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS), **dict(changes)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def expected_sum(scale: float, dtype: str = "float32") -> dict[str, np.ndarray]:
+    values = tiny_llama.values(dtype=dtype)
+    for name, (a, b) in factors().items():
+        values[name] = (values[name].astype("float32") + scale * (a @ b)).astype(dtype)
+    return values
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_of_peft_is_added_to_its_base(tmp_path: Path, layout: Any, dtype: str) -> None:
+    tiny_llama.write(tmp_path / "base", layout=layout, dtype=dtype)
+    adapter = write_peft(tmp_path / "adapter")
+    words = ["--base", str(tmp_path / "base"), "-o", str(tmp_path / "out"), "--layout", layout]
+    assert main(["merge", str(adapter), *words]) == 0
+    for name, value in tensors_of(tmp_path / "out").items():
+        expected = expected_sum(ALPHA / RANK, dtype)[name]
+        assert value.dtype == expected.dtype
+        tolerance = 1e-6 if dtype == "float32" else 1e-2
+        assert np.allclose(value.astype("float32"), expected.astype("float32"), rtol=tolerance)
+    assert not same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "base"))
+
+
+def test_paddlenlps_layout_and_stabilised_scale(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path / "base")
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    tensors = {}
+    for name, (a, b) in factors().items():
+        module = name.replace("model.", "llama.").removesuffix(".weight")
+        tensors |= {f"{module}.lora_A": a, f"{module}.lora_B": b}
+    safetensors.numpy.save_file(tensors, directory / "lora_model_state.safetensors")
+    (directory / "lora_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "rslora": True}))
+    merged = add_adapter(open_model(tmp_path / "base", FAMILIES), directory)
+    for name, expected in expected_sum(ALPHA / math.sqrt(RANK)).items():
+        assert np.allclose(merged.read(name), expected, rtol=1e-5, atol=1e-6)
+        half = [slice(1, n) for n in expected.shape]
+        assert np.allclose(merged.read(name, half), expected[tuple(half)], rtol=1e-5, atol=1e-6)
+
+
+def test_patterns_and_saved_modules(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path / "base")
+    head = np.full((19, 24), 0.5, "float32")
+    extra = {"base_model.model.lm_head.weight": head}
+    patterns = {"alpha_pattern": {"layers.1.mlp.down_proj": 6}, "rank_pattern": {"q_proj": RANK}, "use_rslora": False}
+    merged = add_adapter(open_model(tmp_path / "base", FAMILIES), write_peft(tmp_path / "adapter", patterns, extra))
+    assert np.array_equal(merged.read("lm_head.weight"), head.T)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert np.allclose(merged.read(name), expected_sum(6 / RANK)[name], rtol=1e-5, atol=1e-6)
+    other = "model.layers.0.mlp.down_proj.weight"
+    assert np.allclose(merged.read(other), expected_sum(ALPHA / RANK)[other], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"extra": {"model.layers.7.mlp.up_proj.lora_A": np.zeros((3, 24), "f4")}}, "1 tensors belong to nothing"),
+        ({"extra": {"model.embed_tokens.lora_embedding_A": np.zeros((3, 19), "f4")}}, "1 tensors belong to nothing"),
+        ({"drop": "layers.0.self_attn.q_proj.lora_B"}, "has no other half"),
+        ({"changes": {"use_dora": True}}, "use_dora is on"),
+        ({"changes": {"r": 4}}, "rank 4, its factors have rank 3"),
+        ({"changes": {"lora_alpha": None}}, "lora_alpha is None"),
+        ({"drop": "lora_"}, "has no lora_A and lora_B"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    tiny_llama.write(tmp_path / "base")
+    if options.get("drop") == "lora_":
+        options = {**options, "extra": {"base_model.model.lm_head.weight": np.zeros((19, 24), "float32")}}
+    adapter = write_peft(tmp_path / "adapter", **options)
+    with pytest.raises(UserError, match=message):
+        add_adapter(open_model(tmp_path / "base", FAMILIES), adapter)
+
+
+def test_an_adapter_of_a_wider_model_is_refused(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path / "base", dataclasses.replace(CONFIG, intermediate_size=22))
+    with pytest.raises(UserError, match=r"are \[20, 3\] x \[3, 24\]; model.layers.0.mlp.down_proj.weight of the base"):
+        add_adapter(open_model(tmp_path / "base", FAMILIES), write_peft(tmp_path / "adapter"))
+
+
+def test_an_adapter_wants_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--base DIR" in error("merge", str(write_peft(tmp_path / "a")), "-o", str(tmp_path / "b"), capsys=capsys)
+    assert os.listdir(tmp_path) == ["a"]
