@@ -38,7 +38,8 @@ DIMENSIONS = (
     Dimension("sharding_degree", (1, 2), "parallel.sharding_parallel_degree"),
     Dimension("data_ranks", (1, 2, 4)),
     Dimension("micro_batch_size", (1, 2), "train.micro_batch_size"),
-    Dimension("recompute", ("none", "full"), "engine.recompute"),
+    Dimension("recompute", ("none", "full", "selective"), "engine.recompute"),
+    Dimension("offload", (False, True), "engine.offload_optimizer"),
     Dimension("sequence_parallel", (False, True), "parallel.sequence_parallel"),
     Dimension("mode", ("dynamic", "to_static"), "engine.mode"),
     Dimension("stage", ("dpo", "tokens"), of_the_run=True),
@@ -55,6 +56,7 @@ LEFT_OUT: tuple[Callable[[Point], bool], ...] = (
     lambda p: p["sharding"] != "none" and p["data_ranks"] == 1,
     lambda p: p["sharding"] == "none" and p["sharding_degree"] > 1,
     lambda p: p["data_ranks"] % p["sharding_degree"] != 0,
+    lambda p: p["recompute"] == "selective" and p["mode"] == "to_static",
 )
 
 # What has gone wrong, or nearly: of each set, one point in the short lattice has all of it.
