@@ -21,7 +21,7 @@ from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
 from llmsuite.recipe.keys import field_docs, walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.rules import PARALLEL_RULES, RULES
+from llmsuite.recipe.rules import ENGINE_RULES, PARALLEL_RULES, RULES
 
 DOCS = Path(__file__).resolve().parent
 EXAMPLE = DOCS.parent / "examples" / "next_token_stage"
@@ -92,7 +92,7 @@ def keys_table(registry: Registry) -> str:
 def refusals(registry: Registry) -> str:
     """Every rule with its example and what is said to it."""
     lines = ["", "| combination | reason | example | message |", "|---|---|---|---|"]
-    for rule in (*RULES, *PARALLEL_RULES):
+    for rule in (*RULES, *PARALLEL_RULES, *ENGINE_RULES):
         if not rule.example:
             lines.append(f"| {rule.combination} | {rule.reason} | | |")
             continue

@@ -40,17 +40,17 @@ class Gatherer:
                 continue
             inside = [shard for shard in shards if shard.name.startswith(f"{name}.")]
             used.update(shard.name for shard in inside)
-            self._watch(modules[name], inside, is_layer=name in layers)
+            self._watch(modules[name], inside)
         if is_tied:
             model.logits = self._around(model.logits, [s for s in shards if s.name == f"{plan.embedding}.weight"])
         outside = [shard.name for shard in shards if shard.name not in used]
         assert not outside, f"the family's shard plan has no module for {outside}"
 
-    def _watch(self, module: Any, shards: list[ParameterShard], is_layer: bool) -> None:
+    def _watch(self, module: Any, shards: list[ParameterShard]) -> None:
         def before(module: Any, inputs: Any) -> None:
             if not paddle.in_dynamic_mode():  # a program of the layer is being made: what runs it is watched
                 return
-            if self._is_computed_again(is_layer):
+            if _is_computed_again(module):
                 self._gather_for_backward(shards)
             else:
                 _gather(shards)
@@ -58,7 +58,7 @@ class Gatherer:
         def after(module: Any, inputs: Any, output: Any) -> None:
             if not paddle.in_dynamic_mode():
                 return
-            if not self._is_computed_again(is_layer):
+            if not _is_computed_again(module):
                 _free(shards)
             self._expect_backward(output[0] if isinstance(output, tuple) else output, shards)
 
@@ -85,10 +85,6 @@ class Gatherer:
 
         return gathered
 
-    def _is_computed_again(self, is_layer: bool) -> bool:
-        """Whether this is a forward pass inside a backward pass: under recompute the first one builds no graph."""
-        return bool(is_layer and self._model.recompute and self._model.training and paddle.is_grad_enabled())
-
     def _expect_backward(self, output: Tensor, shards: list[ParameterShard]) -> None:
         def hook(gradient: Tensor) -> None:
             self._gather_for_backward(shards)
@@ -101,6 +97,11 @@ class Gatherer:
             _free(self._open)
         self._open = shards
         _gather(shards)
+
+
+def _is_computed_again(module: Any) -> bool:
+    """Whether this is a forward pass inside a backward pass: under recompute the first one builds no graph."""
+    return getattr(module, "is_computed_again", False) and module.training and paddle.is_grad_enabled()
 
 
 def _gather(shards: Sequence[ParameterShard]) -> None:

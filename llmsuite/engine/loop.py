@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -79,6 +80,8 @@ def fit(
     size = schedule.micro_batch_size
     mine = eval_samples[rank::num_ranks]
     eval_batches = [mine[i : i + size] for i in range(0, len(mine), size)]
+    num_own, num_most = len(eval_batches), math.ceil(math.ceil(len(eval_samples) / num_ranks) / size)
+    eval_batches += eval_batches[-1:] * (num_most - num_own)
     window = Window(collective.num_ranks())
     model.train()
     step = first_step - 1
@@ -110,7 +113,7 @@ def fit(
             if stopping:
                 break
             if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
-                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast)
+                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own)
                 hooks.evaluated(step, position, metrics)
             window.leave_out(time.perf_counter() - started)
         hooks.finish()

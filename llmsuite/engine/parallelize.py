@@ -1,6 +1,6 @@
 """From a model for one card to this rank's part of it, in the order it happens:
 
-values of this rank's slices -> tensor parallel -> sequence parallel -> recompute
+values of this rank's slices -> tensor parallel -> sequence parallel
 
 The model is built without memory (`paddle.LazyGuard`), so a rank never holds more than its own slices.
 """
@@ -38,7 +38,7 @@ def parallelize(
     """Turn a lazily built model into this rank's part of it.
 
     Args:
-        model: built under `paddle.LazyGuard`; has the attribute `recompute`.
+        model: built under `paddle.LazyGuard`.
         plan: of its family.
         mesh: this rank's place.
         read: initial values.

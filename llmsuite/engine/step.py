@@ -123,8 +123,18 @@ def evaluate(
     model: PipelineStage,
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
+    num_counted: int | None = None,
 ) -> dict[str, float]:
-    """Metrics over the micro-batches of all ranks; each has at least one. Leaves the model in training mode."""
+    """Metrics over the micro-batches of all ranks. Leaves the model in training mode.
+
+    Args:
+        micro_batches: as many on every rank, as sharding stage 3 gathers parameters for each.
+        objective: makes batches and losses; None in the middle of a pipeline.
+        model: of any mode.
+        schedule: order of the passes where there is a pipeline.
+        autocast: makes the precision context of a forward pass.
+        num_counted: micro-batches that count, at least one; those behind are there for the other ranks. None for all.
+    """
     ledger = LossLedger()
     model.eval()
     for action in _order(schedule, model, len(micro_batches)):
@@ -136,7 +146,7 @@ def evaluate(
             loss = functools.partial(objective.loss, model, objective.collate(micro_batches[action.micro_batch]))
         with autocast():
             terms = model.forward(action, loss)
-        if terms is not None:
+        if terms is not None and (num_counted is None or action.micro_batch < num_counted):
             ledger.add(terms)
     model.train()
     return ledger.reduce()[1]

@@ -45,7 +45,7 @@ class Attention(nn.Layer):
     def __init__(self, config: Any, ops: Ops, qkv_bias: bool = False, qk_norm: bool = False):
         """`config` has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps."""
         super().__init__()
-        self.head_size, self.ops = config.head_size, ops
+        self.head_size, self.rotary, self.core = config.head_size, ops.rotary, ops.attention
         width, kv_width = (n * config.head_size for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = linear(config.hidden_size, width, qkv_bias)
         self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
@@ -63,10 +63,10 @@ class Attention(nn.Layer):
         q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.ops.rotary(q, cos, sin), self.ops.rotary(k, cos, sin)
+        q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
         if past is not None:
             k, v = paddle.concat([past[0], k], 1), paddle.concat([past[1], v], 1)
-        out = self.ops.attention(q, k, v, mask)
+        out = self.core(q, k, v, mask)
         return self.o_proj(out.reshape([0, 0, -1])), (k, v)
 
 
@@ -104,7 +104,7 @@ class DecoderLayer(nn.Layer):
         return x + self.mlp(self.post_attention_layernorm(x)), present
 
     def states(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """`forward` without the cache: `recompute` takes functions with one output tensor only."""
+        """`forward` without the cache, as a layer is called in training: compiled, or computed again."""
         return self(x, cos, sin, mask)[0]
 
 
@@ -125,7 +125,6 @@ class CausalLM(nn.Layer):
         """`config` has vocab_size, hidden_size and tie_word_embeddings."""
         super().__init__()
         self.config, self.ops = config, ops
-        self.recompute = False
         self.cross_entropy = cross_entropy
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
         self.lm_head = None if config.tie_word_embeddings else linear(config.hidden_size, config.vocab_size)
@@ -161,9 +160,7 @@ class CausalLM(nn.Layer):
         inputs = self.layer_inputs(_length(cache), x.shape[1], x.dtype)
         present = []
         for i, layer in enumerate(self.model.layers):
-            if self.recompute and self.training:
-                x = paddle.distributed.fleet.utils.recompute(layer.states, x, *inputs)
-            elif self.training:
+            if self.training:
                 x = layer.states(x, *inputs)
             else:
                 x, kv = layer(x, *inputs, past=cache[i] if cache else None)

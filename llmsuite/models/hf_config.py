@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     )
 )
-"""Keys that change no logit: where a model comes from, how it is stored and run, what a head for another task would need.
+"""Keys that change no logit: where a model comes from, how it is stored and run, what a head for another task needs.
 Dropout is among them: nothing is dropped here."""
 
 

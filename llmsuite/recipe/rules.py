@@ -14,7 +14,7 @@ from llmsuite.models.shard_plan import ShardPlan
 
 if TYPE_CHECKING:
     from llmsuite.recipe.resolve import Degrees
-    from llmsuite.recipe.schema import ParallelSection, Recipe
+    from llmsuite.recipe.schema import EngineSection, ParallelSection, Recipe
 
 Broken = Iterator[tuple[str, str]]
 """(key, message) of each key that breaks a rule."""
@@ -95,6 +95,19 @@ def _sharding_degree(parallel: ParallelSection) -> Broken:
         yield "sharding_parallel_degree", message
 
 
+# between keys of the section `engine`
+
+
+def _every_nothing(engine: EngineSection) -> Broken:
+    if engine.recompute_every > 1 and engine.recompute != "full":
+        yield "recompute_every", f"is {engine.recompute_every}, but recompute is {engine.recompute}; choose full, or 1"
+
+
+def _inside_a_program(engine: EngineSection) -> Broken:
+    if engine.recompute == "selective" and engine.mode == "to_static":
+        yield "recompute", "is selective, which is inside of what to_static compiles; choose full or none, or dynamic"
+
+
 # between sections
 
 
@@ -123,6 +136,10 @@ def _no_table(asked: Asked) -> Broken:
         yield "parallel.pipeline_parallel_degree", f"is {pp}; this family has no table of what a pipeline cuts"
     if parallel.sharding == "stage3":
         yield "parallel.sharding", "is stage3; this family has no table of the modules to gather"
+    if asked.recipe.engine.mode == "to_static":
+        yield "engine.mode", "is to_static; this family has no table of the layers to compile"
+    if (kind := asked.recipe.engine.recompute) != "none":
+        yield "engine.recompute", f"is {kind}; this family has no table of the layers to compute again"
 
 
 def _empty_part(asked: Asked) -> Broken:
@@ -227,6 +244,22 @@ PARALLEL_RULES = (
 )
 """Between keys of the section `parallel`; checked when a recipe is read."""
 
+ENGINE_RULES = (
+    Rule(
+        "`recompute_every` without `recompute: full`",
+        "it would change nothing",
+        ("--engine.recompute=none", "--engine.recompute_every=2"),
+        _every_nothing,
+    ),
+    Rule(
+        "`recompute: selective` with `to_static`",
+        "a layer is compiled whole",
+        ("--engine.recompute=selective", "--engine.mode=to_static"),
+        _inside_a_program,
+    ),
+)
+"""Between keys of the section `engine`."""
+
 RULES = (
     Rule(
         "degrees whose product does not divide the devices",
@@ -241,8 +274,8 @@ RULES = (
         _uneven_cut,
     ),
     Rule(
-        "a pipeline, or stage 3, with a family that has no table of cuts",
-        "nobody says what is cut, or gathered at once",
+        "a pipeline, stage 3, recompute or `to_static` with a family that has no table of cuts",
+        "nobody says what its layers are",
         (),
         _no_table,
     ),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from llmsuite.recipe.rules import PARALLEL_RULES
+from llmsuite.recipe.rules import ENGINE_RULES, PARALLEL_RULES
 from llmsuite.recipe.section import Section
 
 PositiveInt = Annotated[int, Gt(0)]
@@ -101,10 +101,17 @@ class EngineSection(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 keep float32 master weights, add gradients up in float32, and need a GPU or XPU. fp16 scales the
     loss dynamically and skips steps that overflow."""
-    recompute: Literal["none", "full"] = "none"
-    """"full" keeps only the input of each layer for the backward pass: less memory, one forward pass more."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass, not kept for it: "full", layers; "selective", of attention what is
+    between queries, keys, values and the output (a fused attention kernel does so by itself)."""
+    recompute_every: PositiveInt = 1
+    """With recompute "full": 1 for all layers, n for every n-th one."""
     offload_optimizer: bool = False
     """Keep moments and master weights in host memory; each parameter's come to the device for its update only."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for rule in ENGINE_RULES:
+            yield from rule.check(self)
 
 
 @dataclasses.dataclass(kw_only=True)

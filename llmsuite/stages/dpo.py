@@ -131,23 +131,26 @@ class DpoStage(Stage[Pair]):
         owners = {key: (pair, side) for pair in samples for side, key in enumerate(pair.keys)}
         keys = list(owners)
 
-        def compute(missing: list[int]) -> Mapping[str, float]:
+        def pairs_of(missing: list[int]) -> list[Pair]:
             # pairs are computed whole: their other answer is nearly always missing too
-            pairs = list(dict.fromkeys(id(owners[keys[i]][0]) for i in missing))
-            by_id = {id(pair): pair for pair, _ in owners.values()}
-            ordered = sorted((by_id[i] for i in pairs), key=lambda p: len(p.prompt) + len(p.chosen))
-            return self._score(model, ordered)
+            pairs = {id(pair): pair for pair, _ in (owners[keys[i]] for i in missing)}
+            return sorted(pairs.values(), key=lambda p: len(p.prompt) + len(p.chosen))
+
+        def compute(parts: list[list[int]], rank: int) -> Mapping[str, float]:
+            pairs = [pairs_of(part) for part in parts]
+            most = max(pairs, key=len)
+            return self._score(model, pairs[rank], -(-len(most) // self._batch_size), most)
 
         self._reference, computed = complete(ReferenceCache(self.context.model_digest), keys, compute)
         self.context.report(f"reference log-probabilities: {len(keys) - computed} cached, {computed} computed")
 
     @paddle.no_grad()
-    def _score(self, model: Any, pairs: Sequence[Pair]) -> dict[str, float]:
+    def _score(self, model: Any, pairs: Sequence[Pair], num_passes: int, others: Sequence[Pair]) -> dict[str, float]:
         model.eval()
         scores: dict[str, float] = {}
-        starts = range(0, len(pairs), self._batch_size)
-        for start in track(starts, "reference log-probabilities"):
-            part = pairs[start : start + self._batch_size]
+        for i in track(range(num_passes), "reference log-probabilities"):
+            start, stop = i * self._batch_size, (i + 1) * self._batch_size
+            part = pairs[start:stop] or others[start:stop]  # another rank's, when the own ones are done first
             with self.context.autocast():
                 logps = self._answer_logps(model, self.collate(part)).numpy()
             for i, pair in enumerate(part):

@@ -24,6 +24,7 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
 from llmsuite.engine.parallelize import between_layers, own_slice, parallelize, read_local
 from llmsuite.engine.pipeline import Edges, PipelineStage
+from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
 from llmsuite.models.shard_plan import WHOLE
@@ -83,12 +84,16 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         shards.append(ParameterShard(name, parameter, mesh, cuts.dim(name), stage, is_tied))
 
     for chunk in chunks:
-        chunk.recompute, num_before = engine.recompute == "full", len(shards)
+        num_before = len(shards)
         parallelize(chunk, cuts, mesh, read, dtype, sequence_parallel, cut)
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:
             Gatherer(chunk, cuts, shards[num_before:], _is_tied(plan))
+        if engine.recompute == "full":
+            recompute_layers(chunk, cuts, engine.recompute_every)
+        elif engine.recompute == "selective":
+            recompute_attention(chunk, cuts)
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {mesh.degrees.num_ranks} x {backend.name}")
     edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)

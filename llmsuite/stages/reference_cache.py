@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,14 +63,16 @@ class ReferenceCache:
 
 
 def complete(
-    cache: ReferenceCache, keys: Sequence[str], compute: Callable[[list[int]], Mapping[str, float]]
+    cache: ReferenceCache, keys: Sequence[str], compute: Callable[[list[list[int]], int], Mapping[str, float]]
 ) -> tuple[dict[str, float], int]:
     """Look every key up and have the ranks compute the rest, each a part of it. Every rank that reads data calls it.
 
     Args:
         cache: where to look and store.
         keys: what is needed, the same on all of them.
-        compute: gets positions in `keys` this rank is to compute, returns their values by key, and may return more.
+        compute: gets the positions in `keys` that each data rank is to compute, and which of them this one is; returns
+            the values of its part by key, and may return more. It has to make as many passes on every data rank, as
+            sharding stage 3 gathers parameters for each.
 
     Returns:
         The value of every key, and how many were computed.
@@ -85,8 +88,9 @@ def complete(
     missing = [i for i, count in enumerate(have) if count < num_readers]
     if missing:
         # in one piece: the two answers of a pair lie side by side, and are computed together
-        part = range(len(missing) * rank // num_ranks, len(missing) * (rank + 1) // num_ranks)
-        mine = compute([missing[at] for at in part])
+        bounds = [len(missing) * at // num_ranks for at in range(num_ranks + 1)]
+        part = range(bounds[rank], bounds[rank + 1])
+        mine = compute([missing[first:last] for first, last in itertools.pairwise(bounds)], rank)
         # only its own part: what else `compute` has returned is in the sum by another rank
         values = collective.sum_over_data([mine[keys[i]] if at in part else 0.0 for at, i in enumerate(missing)])
         if not all(map(math.isfinite, values)):

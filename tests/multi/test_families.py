@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
+from tests.parity.cases import Case, run_cases
 
 STEPS = 3
 COMMON = (
@@ -32,37 +33,47 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
+_ALL = '{"tensor_parallel_degree":2,"pipeline_parallel_degree":2,"sequence_parallel":true}'
 MESHES = {
-    "tp2": (2, '{"tensor_parallel_degree":2}'),
-    "tp2 sequence": (2, '{"tensor_parallel_degree":2,"sequence_parallel":true}'),
-    "pp2": (2, '{"pipeline_parallel_degree":2}'),
-    "all at once": (
-        4,
-        '{"tensor_parallel_degree":2,"pipeline_parallel_degree":2,"sequence_parallel":true}',
-    ),
+    "tp2": (2, '{"tensor_parallel_degree":2}', "dynamic"),
+    "tp2 sequence": (2, '{"tensor_parallel_degree":2,"sequence_parallel":true}', "dynamic"),
+    "pp2": (2, '{"pipeline_parallel_degree":2}', "dynamic"),
+    "stage3": (2, '{"sharding":"stage3"}', "dynamic"),
+    "tp2 compiled": (2, '{"tensor_parallel_degree":2}', "to_static"),
+    "all at once": (4, _ALL, "dynamic"),
+    "all at once, compiled": (4, _ALL, "to_static"),
 }
 
 
-def _run(runner: Runner, name: str, family: str, ranks: int, parallel: str) -> None:
+def _cases(family: str) -> list[Case]:
+    """In one process, and on every mesh."""
     package, more = FAMILIES[family]
-    where = (f"--launch.num_devices={ranks}", f"--parallel={parallel}", f"--output_dir={runner.directory / name}")
-    words = ["run", f"recipes/{package}/dpo.json", "--smoke", *where, *COMMON, *more]
-    # a cache of its own: what the ranks compute before the first step is compared too
-    runner.run(*words, LLMSUITE_CACHE=str(runner.directory / f"cache-{name}"))
+    recipe, words = f"recipes/{package}/dpo.json", [*COMMON, *more]
+    one = Case(f"{family}-one", 1, ["--launch.num_devices=1", "--parallel={}", *words], recipe=recipe)
+    meshes = [
+        Case(
+            f"{family}-{name}",
+            ranks,
+            [f"--launch.num_devices={ranks}", f"--parallel={parallel}", f"--engine.mode={mode}", *words],
+            recipe=recipe,
+        )
+        for name, (ranks, parallel, mode) in MESHES.items()
+    ]
+    return [one, *meshes]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, runner: Runner) -> str:
-    """Also runs it in one process, as `FAMILY-one`."""
-    name = str(request.param)
-    _run(runner, f"{name}-one", name, 1, "{}")
-    return name
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs all of them; what was printed of those that did not end well."""
+    return run_cases(runner, [case for family in FAMILIES for case in _cases(family)])
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_equals_one_process(runner: Runner, family: str, mesh: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], family: str, mesh: str) -> None:
     one, many = f"{family}-one", f"{family}-{mesh}"
-    _run(runner, many, family, *MESHES[mesh])
+    assert one not in failed, failed[one]
+    assert many not in failed, failed[many]
     expected, found = runner.metrics(one), runner.metrics(many)
     assert len(expected) == len(found) == STEPS
     assert expected[-1]["loss"] < 0.99 * expected[0]["loss"], "nothing was learnt, so nothing was compared"

@@ -19,7 +19,7 @@ from tests.parity.points import point
 from tests.parity.traffic import Traffic
 
 BUDGET = json.loads(Path(__file__).with_name("traffic.json").read_text())
-LAYERS, HIDDEN, VOCABULARY = 4, 64, 512  # of the tiny shape
+LAYERS, HIDDEN, VOCABULARY = 4, 96, 512  # compiled batches are 64 tokens long, which is the tiny shape's width
 RUNS = {
     "tensor parallel": (point(tp=2), ("tensor parallel",)),
     "sequence parallel": (point(tp=2, sequence_parallel=True), ("sequence parallel",)),
@@ -28,6 +28,11 @@ RUNS = {
         point(tp=2, pp=2, sequence_parallel=True),
         ("sequence parallel", "pipeline of cut sequences"),
     ),
+    "compiled": (point(tp=2, mode="to_static"), ("compiled tensor parallel",)),
+    "compiled, sequence parallel": (
+        point(tp=2, sequence_parallel=True, mode="to_static"),
+        ("compiled sequence parallel",),
+    ),
 }
 
 
@@ -35,6 +40,7 @@ def _case(name: str) -> Case:
     """One micro-batch a step."""
     case = many_processes(RUNS[name][0].but(micro_batch_size=2, stage="tokens"))
     words = [word.replace("global_batch_size=8", "global_batch_size=2") for word in case.words]
+    words.append(f"--model.config.hidden_size={HIDDEN}")
     return dataclasses.replace(case, name=name, words=words, trace=True)
 
 

@@ -106,9 +106,11 @@ def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
                 )
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
-            left = [case for case in left if not (runner.directory / case.name / "done").exists()]
-            if left:  # go on behind the one that failed
-                failed[left.pop(0).name] = "".join(printed)[-5000:]
+            before, left = left, [case for case in left if not (runner.directory / case.name / "done").exists()]
+            if left:  # go on behind the one that failed, unless none has ended well
+                count = 1 if len(left) < len(before) else len(left)
+                failed |= {case.name: "".join(printed)[-5000:] for case in left[:count]}
+                left = left[count:]
     return failed
 
 

@@ -33,13 +33,14 @@ class Dimension:
 DIMENSIONS = (
     Dimension("tp", (1, 2), "parallel.tensor_parallel_degree"),
     Dimension("pp", (1, 2, 4), "parallel.pipeline_parallel_degree"),
-    Dimension("schedule", ("1F1B", "FThenB"), "parallel.pipeline_schedule"),
-    Dimension("sharding", ("none", "stage1", "stage2"), "parallel.sharding"),
+    Dimension("schedule", ("1F1B", "FThenB", "interleaved"), "parallel.pipeline_schedule"),
+    Dimension("sharding", ("none", "stage1", "stage2", "stage3"), "parallel.sharding"),
     Dimension("sharding_degree", (1, 2), "parallel.sharding_parallel_degree"),
     Dimension("data_ranks", (1, 2, 4)),
     Dimension("micro_batch_size", (1, 2), "train.micro_batch_size"),
     Dimension("recompute", ("none", "full"), "engine.recompute"),
     Dimension("sequence_parallel", (False, True), "parallel.sequence_parallel"),
+    Dimension("mode", ("dynamic", "to_static"), "engine.mode"),
     Dimension("stage", ("dpo", "tokens"), of_the_run=True),
     Dimension("tied", (False, True), "model.config.tie_word_embeddings", of_the_run=True),
     Dimension("optimizer", ("sgd", "adamw"), of_the_run=True),
@@ -50,6 +51,7 @@ LEFT_OUT: tuple[Callable[[Point], bool], ...] = (
     lambda p: not 1 < p.num_ranks <= MAX_RANKS,
     lambda p: p["sequence_parallel"] and p["tp"] == 1,
     lambda p: p["schedule"] != "1F1B" and p["pp"] == 1,
+    lambda p: p["schedule"] == "interleaved" and p["pp"] == 4,  # the tiny model has four layers, not eight
     lambda p: p["sharding"] != "none" and p["data_ranks"] == 1,
     lambda p: p["sharding"] == "none" and p["sharding_degree"] > 1,
     lambda p: p["data_ranks"] % p["sharding_degree"] != 0,
@@ -66,6 +68,11 @@ DANGEROUS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "data_ranks": 2, "optimizer": "sgd"},  # the norm counts what is held twice once
     {"stage": "tokens", "pp": 2, "data_ranks": 2},  # micro-batches of different weight
     {"pp": 2, "schedule": "FThenB", "recompute": "full"},
+    {"schedule": "interleaved", "tied": True, "data_ranks": 2},  # first and last part on ranks that have others too
+    {"sharding": "stage3", "pp": 2, "tied": True},  # a part of an embedding on two stages
+    {"sharding": "stage3", "tp": 2, "mode": "to_static"},  # what a program holds is freed and gathered
+    {"mode": "to_static", "sequence_parallel": True, "recompute": "full"},
+    {"mode": "to_static", "pp": 2, "tp": 2},  # rings of programs beside groups of pipelines
 )
 
 

@@ -49,11 +49,11 @@ def main(path: Path) -> int:
         os.environ["LLMSUITE_CACHE"] = str(directory / "cache")  # what is computed before the first step counts too
         plan = plan_run(case["recipe"], [*case["words"], f"--output_dir={directory}"], registry, smoke=True)
         dist.new_group = _reused(new_group, groups)
-        with (
-            _gradients_of_first_step(directory),
-            mutated(case["mutation"]),
-            _traffic_of_last_step(directory, rank, case["trace"]),
-        ):
+        with contextlib.ExitStack() as during:
+            during.enter_context(mutated(case["mutation"]))
+            during.enter_context(_gradients_of_first_step(directory))
+            if case["trace"]:
+                during.enter_context(_traffic_of_last_step(directory, rank))
             code = run(plan, registry, resume=False)
         if code != 0:  # interrupted
             return code
@@ -77,9 +77,10 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
         if step == 1:
             mesh = collective.mesh()
             whole = {}
+            finished = {shard.name: gradient for shard, gradient in self._finished}
             with paddle.no_grad():
                 for shard in self.shards:
-                    gradient = None if shard.is_empty else shard.owned.grad
+                    gradient = finished.get(shard.name)
                     part = paddle.zeros_like(shard.owned.detach()) if gradient is None else gradient
                     whole[shard.name] = shard.gather_part(part).numpy()
             if mesh.data_rank == 0 and mesh.coordinate["tp"] == 0:

@@ -208,7 +208,10 @@ def test_evaluation_is_weighted_the_same_way(sizes: list[int]) -> None:
     samples, model = token_samples(), token_model()
     every = np.concatenate(samples).astype("float64")
     error = every[:, :4] @ model.weight.numpy().astype("float64") - every[:, 4:]
-    metrics = evaluate(cut(samples, sizes), TokenRegression(), alone.AnyModel(model), "1F1B", contextlib.nullcontext)
+    part: Any = alone.AnyModel(model)
+    metrics = evaluate(cut(samples, sizes), TokenRegression(), part, "1F1B", contextlib.nullcontext)
+    padded = [*cut(samples, sizes), samples[:1]]
+    assert metrics == evaluate(padded, TokenRegression(), part, "1F1B", contextlib.nullcontext, len(sizes))
     assert metrics["loss"] == pytest.approx((error**2).mean(), rel=TOLERANCE)
     assert metrics["bias"] == pytest.approx(error.mean(), rel=TOLERANCE)
     assert model.training

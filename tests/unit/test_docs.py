@@ -15,7 +15,7 @@ from llmsuite.errors import RecipeError
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.rules import PARALLEL_RULES, RULES, Rule
+from llmsuite.recipe.rules import ENGINE_RULES, PARALLEL_RULES, RULES, Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLELISM = ROOT / "docs" / "parallelism.md"
@@ -86,7 +86,9 @@ def test_make_targets_on_the_pages_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [rule for rule in (*RULES, *PARALLEL_RULES) if rule.example], ids=lambda rule: rule.combination
+    "rule",
+    [rule for rule in (*RULES, *PARALLEL_RULES, *ENGINE_RULES) if rule.example],
+    ids=lambda rule: rule.combination,
 )
 def test_every_refusal_on_the_page_is_one(rule: Rule, registry: Registry) -> None:
     row = next(line for line in PARALLELISM.read_text("utf-8").splitlines() if f"| {rule.combination} |" in line)

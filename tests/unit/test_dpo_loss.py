@@ -10,7 +10,9 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.engine.recompute import recompute_layers
 from llmsuite.engine.step import NonFiniteLoss
+from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.stages.dpo import DpoStage, Pair, preference_loss
 from tests.unit import alone, dpo_case
 
@@ -198,7 +200,9 @@ def test_recompute_changes_no_gradient() -> None:
     pairs = some_pairs(stage)
     stage.before_training(model, pairs)
     gradients = []
-    for model.recompute in (False, True):
+    for again in (False, True):
+        if again:
+            recompute_layers(model, PLAN, every=1)
         stage.loss(model, stage.collate(pairs)).total.backward()
         gradients.append([parameter.grad.numpy() for parameter in model.parameters()])
         model.clear_gradients(set_to_zero=False)

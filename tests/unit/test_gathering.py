@@ -12,6 +12,7 @@ import pytest
 from llmsuite.engine import collective
 from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.recompute import recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.recipe.resolve import Degrees
@@ -107,7 +108,8 @@ def test_a_layer_that_is_computed_again_is_gathered_once_for_it(monkeypatch: pyt
     learnt = []
     for recompute in (False, True):
         model, shards, counts = cut_model(tiny_llama.CONFIG, Mesh(DEGREES, 0))
-        model.recompute = recompute
+        if recompute:
+            recompute_layers(model, PLAN, every=1)
         model.train()
         total = loss_of(model, 0)
         assert counts["now"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import open_model, write_hf, write_paddlenlp
 from llmsuite.devices.ops import Ops
+from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.models.llama.config import LlamaConfig
 from llmsuite.models.llama.layers import Llama
+from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.plugins.builtin import llmsuite_register_models
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference" / "llama"
@@ -138,19 +141,42 @@ def test_logits_are_the_same_in_pieces_with_the_cache(case: str, pieces: list[in
     assert np.abs(np.concatenate(parts, 1) - logits).max() <= TOLERANCE
 
 
+def _every_layer(model: Any) -> None:
+    recompute_layers(model, PLAN, every=1)
+
+
+def _every_second_layer(model: Any) -> None:
+    recompute_layers(model, PLAN, every=2)
+
+
+def _attention(model: Any) -> None:
+    recompute_attention(model, PLAN)
+
+
+@pytest.mark.parametrize("change", [_every_layer, _every_second_layer, _attention])
 @pytest.mark.parametrize("case", CASES)
-def test_recompute_changes_no_gradient(case: str) -> None:
+def test_recompute_changes_no_gradient(case: str, change: Callable[[Any], None], monkeypatch: Any) -> None:
+    called: list[Any] = []
+    real = paddle.distributed.fleet.utils.recompute
+    monkeypatch.setattr(paddle.distributed.fleet.utils, "recompute", lambda *a: called.append(a) or real(*a))
     input_ids = paddle.to_tensor(reference(case)[0])
     model = load(REFERENCE / case)
     model.train()
     losses, gradients = [], []
-    for model.recompute in (False, True):
+    for again in (False, True):
+        if again:
+            change(model)
         loss = F.cross_entropy(model(input_ids[:, :-1]), input_ids[:, 1:])
         loss.backward()
         losses.append(float(loss))
         gradients.append({name: parameter.grad.numpy() for name, parameter in model.named_parameters()})
         model.clear_gradients(set_to_zero=False)
     assert losses[0] == losses[1]
+    layers = len(model.model.layers)
+    assert len(called) == (-(-layers // 2) if change is _every_second_layer else layers)
     for name, gradient in gradients[0].items():
         assert np.abs(gradient).max() > 0
-        np.testing.assert_array_equal(gradients[1][name], gradient, name)
+        if change is not _attention:
+            np.testing.assert_array_equal(gradients[1][name], gradient, name)
+        # a key's gradients are added up in another order
+        assert np.abs(gradients[1][name] - gradient).max() <= 1e-6 * np.abs(gradient).max()

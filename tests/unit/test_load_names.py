@@ -49,7 +49,7 @@ def test_unknown_stage(problems: Problems, tmp_path: Path) -> None:
 def test_unknown_family(problems: Problems, tmp_path: Path) -> None:
     (problem,) = problems({"model.family": "lama"})
     assert problem.where == position(tmp_path / "recipe.json", '"family"')
-    assert problem.message == "no model is called 'lama'; did you mean 'llama'? registered: llama"
+    assert problem.message == "no model is called 'lama'; did you mean 'llama'? registered: deepseek, gpt, llama, qwen"
 
 
 def test_unknown_names_hide_nothing_and_cause_nothing(problems: Problems, tmp_path: Path) -> None:

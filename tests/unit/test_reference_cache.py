@@ -141,8 +141,10 @@ def test_ranks_share_the_work_and_get_the_same_values(degrees: Degrees, known: i
     computed: list[set[int]] = [set() for _ in range(degrees.num_ranks)]
 
     def work(mesh: Mesh) -> tuple[dict[str, float], int]:
-        def compute(missing: list[int]) -> Mapping[str, float]:
-            computed[mesh.rank] = {i // 2 for i in missing}
+        def compute(parts: list[list[int]], rank: int) -> Mapping[str, float]:
+            assert len(parts) == degrees.num_data_ranks
+            assert sorted(i for part in parts for i in part) == list(range(known, len(KEYS)))
+            computed[mesh.rank] = {i // 2 for i in parts[rank]}
             # as a stage does: a pair whole, also where only one of its answers is asked for, and zeros where a
             # pipeline has not come to its end
             last = float(mesh.coordinate["pp"] == degrees.pp - 1)
@@ -167,7 +169,7 @@ def test_ranks_share_the_work_and_get_the_same_values(degrees: Degrees, known: i
 def test_what_is_not_finite_is_refused_and_not_stored(tmp_path: Path) -> None:
     cache = ReferenceCache("model", tmp_path)
     with pytest.raises(UserError, match="infinite or not a number"):
-        complete(cache, ["a", "b"], lambda missing: {"a": -1.0, "b": float("nan")})
+        complete(cache, ["a", "b"], lambda parts, rank: {"a": -1.0, "b": float("nan")})
     assert cache.lookup(["a", "b"]) == {}
 
 

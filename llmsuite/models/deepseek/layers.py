@@ -28,7 +28,8 @@ class Attention(nn.Layer):
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
-        self.rotary, self.scale, self.num_heads = ops.rotary, config.attention_scale, config.num_attention_heads
+        self.rotary, self.core = ops.rotary, attention
+        self.scale, self.num_heads = config.attention_scale, config.num_attention_heads
         self.query_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         self.latent_sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
         self.key_value_sizes = [config.qk_nope_head_dim, config.v_head_dim]
@@ -65,9 +66,14 @@ class Attention(nn.Layer):
         k_plain, v = (part.transpose([0, 2, 1, 3]) for part in heads.split(self.key_value_sizes, -1))
         q_plain, q_turned = ((part * self.scale).transpose([0, 2, 1, 3]) for part in (q_plain, q_turned))
         shared = k_turned.expand([-1, -1, self.num_heads, -1]).transpose([0, 2, 1, 3])
-        scores = paddle.matmul(q_plain, k_plain, transpose_y=True) + paddle.matmul(q_turned, shared, transpose_y=True)
-        out = paddle.matmul(F.softmax(scores + mask, -1), v).transpose([0, 2, 1, 3])
+        out = self.core(q_plain, q_turned, k_plain, shared, v, mask).transpose([0, 2, 1, 3])
         return self.o_proj(out.reshape([0, 0, -1])), (latent, k_turned)
+
+
+def attention(q_plain: Tensor, q_turned: Tensor, k_plain: Tensor, k_turned: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Softmax of the sum of two products, of scaled queries and keys, times v. Each [B, H, L or S, its size]."""
+    scores = paddle.matmul(q_plain, k_plain, transpose_y=True) + paddle.matmul(q_turned, k_turned, transpose_y=True)
+    return paddle.matmul(F.softmax(scores + mask, -1), v)
 
 
 def _halves(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Attention(nn.Layer):
 
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
-        self.head_size, self.attention = config.head_size, ops.attention
+        self.head_size, self.core = config.head_size, ops.attention
         self.q_proj = linear(config.hidden_size, config.hidden_size, bias=True)
         self.k_proj = linear(config.hidden_size, config.hidden_size, bias=True)
         self.v_proj = linear(config.hidden_size, config.hidden_size, bias=True)
@@ -35,7 +35,7 @@ class Attention(nn.Layer):
         q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if past is not None:
             k, v = paddle.concat([past[0], k], 1), paddle.concat([past[1], v], 1)
-        return self.o_proj(self.attention(q, k, v, mask).reshape([0, 0, -1])), (k, v)
+        return self.o_proj(self.core(q, k, v, mask).reshape([0, 0, -1])), (k, v)
 
 
 class MLP(nn.Layer):
@@ -68,7 +68,7 @@ class GPTLayer(nn.Layer):
         return x + self.mlp(self.post_attention_layernorm(x)), present
 
     def states(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """`forward` without the cache: `recompute` takes functions with one output tensor only."""
+        """`forward` without the cache, as a layer is called in training: compiled, or computed again."""
         return self(x, mask)[0]
 
 
@@ -85,7 +85,7 @@ class GPT(CausalLM):
         """Input ids [B, L] at the positions from `start` to what the first layer takes, [B, L, D]."""
         end = start + input_ids.shape[1]
         assert end <= self.config.max_position_embeddings, f"there are no positions up to {end}"
-        return self.model.embed_tokens(input_ids) + self.model.embed_positions.weight[start:end].unsqueeze(0)
+        return self.model.embed_tokens(input_ids) + self.model.embed_positions(paddle.arange(start, end).unsqueeze(0))
 
     def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
         """The mask."""

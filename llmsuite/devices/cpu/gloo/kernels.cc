@@ -12,12 +12,15 @@
 #include <string>
 #include <vector>
 
+#include "paddle/phi/api/include/tensor.h"
 #include "paddle/phi/backends/cpu/cpu_context.h"
 #include "paddle/phi/common/place.h"
 #include "paddle/phi/core/dense_tensor.h"
+#include "paddle/phi/core/distributed/auto_parallel/dist_attr.h"
 #include "paddle/phi/core/distributed/comm_context.h"
 #include "paddle/phi/core/distributed/comm_context_manager.h"
 #include "paddle/pir/include/core/operation.h"
+#include "paddle/utils/optional.h"
 
 namespace gloo {
 class Context {
@@ -182,3 +185,29 @@ phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* o
 
 }  // namespace framework
 }  // namespace paddle
+
+// dist.reshard waits for the other ranks with Python's lock held, unlike every other op. The threads that send the
+// messages of a pipeline stand still meanwhile, and with them the rank that waits for a message: a deadlock.
+extern "C" {
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
+struct WithoutLock {
+  void* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~WithoutLock() {
+    if (state != nullptr) PyEval_RestoreThread(state);
+  }
+};
+
+paddle::Tensor reshard_ad_function(const paddle::Tensor& x, const phi::distributed::TensorDistAttr attribute,
+                                   paddle::optional<paddle::Tensor*> out) {
+  static auto reshard = [] {
+    void* library = dlopen(LIBPADDLE, RTLD_LAZY | RTLD_NOLOAD);
+    return reinterpret_cast<decltype(&reshard_ad_function)>(dlsym(
+        library, "_Z19reshard_ad_functionRKN6paddle6TensorEN3phi11distributed14TensorDistAttrENS_8optionalIPS0_EE"));
+  }();
+  WithoutLock scope;
+  return reshard(x, attribute, out);
+}
