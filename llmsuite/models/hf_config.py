@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     )
 )
-"""Keys that change no logit: where a model comes from, how it is stored and run, what a head for another task needs.
+"""Keys that change no logit: where a model comes from, how it is stored and run, what another task's head would need.
 Dropout is among them: nothing is dropped here."""
 
 
