@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.checkpoint import train_state
-from llmsuite.checkpoint.files import lock_directory, read_json_file, sha256_of, write_text_atomic
+from llmsuite.checkpoint.files import lock_directory, read_json_file, sha256_of
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.loader import SampleOrder
@@ -27,17 +27,16 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.static import LENGTH_MULTIPLE
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.observe.metrics import MetricsFile
-from llmsuite.observe.progress import StepLine, report
+from llmsuite.observe.progress import report
 from llmsuite.plugins.hookspecs import RunView
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.section import as_plain
 from llmsuite.stages.base import Stage, StageContext
 from llmsuite.stages.model import BuiltModel, WholeModel, build_model, restore
+from llmsuite.stages.output import Output
 from llmsuite.stages.saving import Saver
 
-_SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
 # What may differ between a run and its continuation: it does not change what is learnt.
 _FREE_ON_RESUME = (
     "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine",
@@ -78,7 +77,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     schedule = _schedule(plan, len(train_samples))
     host = backend if recipe.engine.offload_optimizer else None
     optimizer = Optimizer(built.shards, recipe.train, schedule.total_steps, host)
-    outputs: list[_Output] = []
+    outputs: list[Output] = []
 
     def whole_model() -> WholeModel:
         return WholeModel(plan, built, optimizer, backend.parameter_dtype(recipe.engine.precision), mesh)
@@ -118,7 +117,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if scale is not None and state.loss_scale is not None:
         scale = LossScale(state.loss_scale, state.good_steps)
     view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
-    output = _Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
+    output = Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
     outputs += [output] if output else []
 
     def at(step: int, samples: int) -> TrainState:
@@ -302,52 +301,3 @@ def _differing_keys(plan: RunPlan) -> list[str]:
 def _loggers(plan: RunPlan, registry: Registry) -> list[Any]:
     names = plan.recipe.loggers
     return [registry.loggers[n].factory(plan.output_dir) for n in names] if collective.rank() == 0 else []
-
-
-class _Output:
-    """What rank 0 writes and says during the loop."""
-
-    def __init__(self, view: RunView, registry: Registry, resume_step: int, loggers: list[Any]):
-        self._view, self._registry, self._loggers = view, registry, loggers
-        directory = view.output_dir
-        directory.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(directory / "recipe.json", json.dumps(view.recipe, indent=2, ensure_ascii=False) + "\n")
-        self._file = MetricsFile(directory / "metrics.jsonl", resume_step)
-        self._line = StepLine(view.total_steps, resume_step + 1, _SHOWN)
-        registry.emit("llmsuite_run_start", run=view)
-
-    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write({"step": step, **metrics})
-        for logger in self._loggers:
-            logger.log(step, metrics)
-        self._line.step(step, metrics)
-        self._registry.emit("llmsuite_step_end", run=self._view, step=step, metrics=metrics)
-
-    def stepped(self, step: int) -> None:
-        self._line.step(step, None)
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        # JSON knows no NaN, and an evaluation that went wrong is no reason to lose the run
-        named = {f"eval/{name}": value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write({"step": step, **named})
-        for logger in self._loggers:
-            logger.log(step, {name: value for name, value in named.items() if value is not None})
-        report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in _SHOWN if n in metrics))
-
-    def saved(self, step: int, path: Path) -> None:
-        report(f"saved {path}")
-        self._registry.emit("llmsuite_checkpoint_saved", run=self._view, step=step, path=path)
-
-    def failed(self, error: BaseException) -> None:
-        self._close()
-        self._registry.emit("llmsuite_run_error", run=self._view, error=error)
-
-    def ended(self, step: int) -> None:
-        self._close()
-        self._registry.emit("llmsuite_run_end", run=self._view, step=step)
-
-    def _close(self) -> None:
-        self._line.close()
-        self._file.close()
-        for logger in self._loggers:
-            logger.close()

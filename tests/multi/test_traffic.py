@@ -34,6 +34,20 @@ RUNS = {
         ("compiled sequence parallel",),
     ),
 }
+# of the other families, with tensor parallel 2; what is not in here is as in Llama
+PARTS = {
+    "qwen": lambda kind: (kind, "qwen heads"),
+    "gpt": lambda kind: (kind if kind == "compiled tensor parallel" else f"gpt {kind}",),
+    "deepseek": lambda kind: (f"deepseek {kind}",),
+}
+RUNS |= {
+    f"{family}, {kind}": (
+        point(tp=2, sequence_parallel="sequence" in kind, mode="to_static" if "compiled" in kind else "dynamic"),
+        parts(kind),
+    )
+    for family, parts in PARTS.items()
+    for kind in ("tensor parallel", "sequence parallel", "compiled tensor parallel", "compiled sequence parallel")
+}
 
 
 def _case(name: str) -> Case:
@@ -41,6 +55,9 @@ def _case(name: str) -> Case:
     case = many_processes(RUNS[name][0].but(micro_batch_size=2, stage="tokens"))
     words = [word.replace("global_batch_size=8", "global_batch_size=2") for word in case.words]
     words.append(f"--model.config.hidden_size={HIDDEN}")
+    family = name.partition(",")[0]
+    if family in PARTS:
+        words.append(f"--model.family={family}")
     return dataclasses.replace(case, name=name, words=words, trace=True)
 
 
@@ -79,4 +96,6 @@ def _sent(runs: Runner, name: str, rank: int) -> tuple[Traffic, dict[str, int]]:
     tp = RUNS[name][0]["tp"]
     sizes = {"B": batch, "L": length, "L/tp": length // tp, "N": supervised, "D": HIDDEN, "V/tp": VOCABULARY // tp}
     assert len({*sizes.values(), VOCABULARY}) == len(sizes) + 1, "sizes that are equal could be taken for each other"
+    # of a head, of what DeepSeek compresses queries and keys to and rotates, and its heads and experts on a rank
+    sizes |= {"K": 16, "Q": 24, "C": 16, "R": 8, "H/tp": 4 // tp, "E/tp": 8 // tp}
     return collections.Counter({(what, tuple(shape)): count for what, shape, count in record["sent"]}), sizes
