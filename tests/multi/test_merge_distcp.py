@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directories tests.multi.paddle_saves makes."""
     directory = tmp_path_factory.mktemp("saved")
     CpuBackend().prepare_ranks()
-    master, *endpoints = [f"127.0.0.1:{port}" for port in _free_ports(NUM_RANKS + 1)]
+    master, *endpoints = [f"127.0.0.1:{port}" for port in _free_ports("127.0.0.1", NUM_RANKS + 1)]
     ranks = []
     for rank in range(NUM_RANKS):
         variables = {
