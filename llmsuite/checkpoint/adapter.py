@@ -103,7 +103,7 @@ class Adapted:
         """The base's tensor a name of the adapter belongs to."""
         plain = [name.removeprefix(wrapper) for wrapper in _WRAPPERS]
         found = [hf_name(self._base.family, self._base.config, n) for n in plain]
-        return next((name for name in found if name in self._tensors.names), None)
+        return next((name for name in found if name in self._tensors), None)
 
     def _checked(
         self, config_path: Path, config: Mapping[str, Any], target: str, pair: Mapping[str, tuple[str, bool]]

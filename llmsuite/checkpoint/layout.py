@@ -97,6 +97,9 @@ class Arrangement:
     def names(self) -> list[str]:
         return list(self._pieces)
 
+    def __contains__(self, name: str | None) -> bool:
+        return name in self._pieces
+
     def spec(self, name: str) -> TensorSpec:
         return self._by_name[name]
 

@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directories tests.multi.paddle_saves makes."""
     directory = tmp_path_factory.mktemp("saved")
     CpuBackend().prepare_ranks()
-    master, *endpoints = [f"127.0.0.1:{port}" for port in _free_ports(NUM_RANKS + 1)]
+    master, *endpoints = [f"127.0.0.1:{port}" for port in _free_ports("127.0.0.1", NUM_RANKS + 1)]
     ranks = []
     for rank in range(NUM_RANKS):
         variables = {
@@ -59,7 +59,7 @@ def test_the_merged_model_is_the_one_that_was_cut(
     runner.run("merge", str(saved / name), "-o", str(tmp_path / "out"), "--layout", layout)
     assert broken_file(tmp_path / "out") is None
     model, expected = open_model(tmp_path / "out", FAMILIES), np.load(saved / name / "expected.npz")
-    assert (model.layout, model.names.keys()) == (layout, set(expected))
+    assert (model.layout, model.names) == (layout, list(expected))
     for parameter in model.names:
         value = model.read(parameter)
         assert value.dtype.name == ("bfloat16" if name == "flat" else "float32")
