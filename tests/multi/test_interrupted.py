@@ -46,7 +46,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 25
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, f"still there: {pids}"
         time.sleep(0.05)
@@ -107,7 +107,7 @@ def test_dead_rank_ends_the_run_and_is_named(runner: Runner, stages: int, victim
     start = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert time.monotonic() - start < 10, "the other ranks were left waiting"
+    assert time.monotonic() - start < 25, "the other ranks were left waiting"
     assert f"rank {victim} was killed by SIGKILL" in output
     assert f"workerlog.{victim}" in output
 

@@ -83,7 +83,7 @@ def test_a_failure_on_one_machine_ends_the_other(runner: Runner, master: str, ma
     os.kill(victim, signal.SIGKILL)
     start = time.monotonic()
     code, output = _end(machines[1 - machine])
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25  # Gloo itself gives up after 30
     assert code == 1
     rank = 2 * machine + 1
     expected = (

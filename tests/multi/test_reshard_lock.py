@@ -38,7 +38,7 @@ def run(arguments, registry):
     if mesh.rank == 0:
         threading.Thread(target=give_sign).start()
     else:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 25
         while not sign.exists():
             assert time.monotonic() < deadline, "rank 0 stands still while it waits"
             time.sleep(0.01)
