@@ -126,7 +126,7 @@ def test_plugins_list_and_info(run: Run) -> None:
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
     assert "entry point   llmsuite.plugins.builtin\n" in out
-    assert "provides      stage dpo, model llama" in out
+    assert "provides      stage dpo, stage sft, model llama" in out
     assert "llmsuite_register_stages" in out
     assert out.endswith("status        ok\n")
     assert run("plugins", "info", "x") == (2, "", "no plugin is called 'x'; there are: builtin, commands\n")
