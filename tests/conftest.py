@@ -31,6 +31,8 @@ os.environ.setdefault("GLOG_minloglevel", "2")
 hypothesis.settings.register_profile("llmsuite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("llmsuite")
 
+STAGES = sorted(spec.name for spec in builtin.llmsuite_register_stages())
+"""The built-in ones."""
 VALID: dict[str, Any] = {
     "stage": "dpo",
     "model": {"family": "llama", "preset": "llama-7b", "tokenizer": "data/tokenizer"},

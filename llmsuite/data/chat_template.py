@@ -16,12 +16,17 @@ import jinja2
 import jinja2.sandbox
 
 from llmsuite.checkpoint.files import read_json_file
-from llmsuite.data.rows import Message
+from llmsuite.data.rows import Conversation, Message
 from llmsuite.errors import UserError
 
 BUILTIN = {
     "chatml": (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if tools %}<|im_start|>system\nTools you may call:\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+        "<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+        "{% for c in m['tool_calls'] or [] %}<tool_call>\n"
+        '{"name": {{ c["function"]["name"] | tojson }}, "arguments": {{ c["function"]["arguments"] | tojson }}}'
+        "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "llama3": (
@@ -48,12 +53,13 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise UserError(f"chat template of {name}: {error}") from error
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Text of a conversation. Raises UserError when the template refuses it."""
-        turns = [{"role": m.role, "content": m.content} for m in messages]
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> str:
+        """Text of a conversation; `tools` as in `Conversation`. Raises UserError when the template refuses it."""
+        turns = [_as_plain(message) for message in messages]
+        functions = json.loads(tools) if tools else None
         try:
             return self._template.render(
-                messages=turns, add_generation_prompt=add_generation_prompt, tools=None, **self._tokens
+                messages=turns, add_generation_prompt=add_generation_prompt, tools=functions, **self._tokens
             )
         except Exception as error:  # a template is a stranger's program: it can fail in any way
             roles = ", ".join(m.role for m in messages)
@@ -76,6 +82,58 @@ class ChatTemplate:
                 f"cannot be told from it; choose another data.chat_template ({', '.join(BUILTIN)})"
             )
         return before, whole[len(before) :]
+
+    def learnt_turns(self, conversation: Conversation) -> list[tuple[str, str]]:
+        """For each turn that is learnt: the text before it, and that text with the turn and whatever closes it.
+
+        Each pair is rendered as if the conversation ended there, and has to be the beginning of the whole one: what
+        is learnt is then what the model will have to produce, and what it will be shown.
+
+        Raises:
+            UserError: the template renders a turn otherwise once others follow, or leaves out what a turn says or a
+                tool it may call.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        whole = self.render(messages, tools=tools)
+        named = [*(tool["function"]["name"] for tool in json.loads(tools or "[]"))]
+        named += [call.name for message in messages for call in message.tool_calls]
+        for name in named:
+            if name not in whole:
+                raise self._unfit(f"leaves out the tool {name!r}")
+        turns: list[tuple[str, str]] = []
+        for i, message in enumerate(messages):
+            if not conversation.learnt[i]:
+                continue
+            where = f"messages[{i}]"
+            before = self.render(messages[:i], add_generation_prompt=True, tools=tools)
+            after = self.render(messages[: i + 1], tools=tools)
+            if not after.startswith(before):
+                raise self._unfit(f"renders what is before {where} differently once it follows")
+            if not whole.startswith(after):
+                raise self._unfit(f"renders {where} differently once other turns follow")
+            said = after[len(before) :]
+            if message.content.strip() not in said or any(call.name not in said for call in message.tool_calls):
+                raise self._unfit(f"leaves out a part of what {where} says")
+            if after != whole and said.strip() == message.content.strip():
+                raise self._unfit(f"does not mark the end of {where}, so no model could learn to end it")
+            turns.append((before, after))
+        return turns
+
+    def _unfit(self, what: str) -> UserError:
+        return UserError(
+            f"chat template of {self._name} {what}, so this conversation cannot be learnt with it; choose another "
+            f"data.chat_template ({', '.join(BUILTIN)})"
+        )
+
+
+def _as_plain(message: Message) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    return turn
 
 
 def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, str]) -> ChatTemplate:

@@ -1,4 +1,4 @@
-"""The shapes of rows people have, each with how it is recognised and what it becomes.
+"""The shapes of preference rows people have, each with how it is recognised and what it becomes.
 
 `convert` raises ValueError saying which key is wrong; the reader adds file and line.
 """
@@ -13,7 +13,7 @@ from llmsuite.plugins.hookspecs import DataFormat
 
 Row = Mapping[str, Any]
 
-_SHAREGPT_ROLES = {
+SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -30,15 +30,15 @@ def paddlenlp_preference(row: Row) -> Preference:
 
     `src` are the user's turns, `tgt` the assistant's answers to all but the last of them; "system" is optional.
     """
-    users, answers = _texts(row, "src"), _texts(row, "tgt", allow_missing=True)
-    responses, order = _texts(row, "response"), row.get("sort")
+    users, answers = texts_at(row, "src"), texts_at(row, "tgt", allow_missing=True)
+    responses, order = texts_at(row, "response"), row.get("sort")
     if len(users) != len(answers) + 1:
         raise ValueError(f"'src' has {len(users)} turns and 'tgt' {len(answers)}; src has one more than tgt")
     if len(responses) != 2:
         raise ValueError(f"'response' has {len(responses)} answers; two are needed")
     if not isinstance(order, list) or len(order) != 2 or not _differ(*order):
         raise ValueError(f"'sort' is {order!r}; two different numbers are needed, the larger for the better answer")
-    prompt = [Message("system", _text(row, "system"))] if row.get("system") else []
+    prompt = [Message("system", text_at(row, "system"))] if row.get("system") else []
     for i, user in enumerate(users):
         prompt.append(Message("user", user))
         if i < len(answers):
@@ -58,7 +58,7 @@ def sharegpt_preference(row: Row) -> Preference:
         raise ValueError("'conversations' is not a list")
     prompt = [_turn(turn, f"conversations[{i}]", "from", "value") for i, turn in enumerate(turns)]
     if row.get("system"):
-        prompt.insert(0, Message("system", _text(row, "system")))
+        prompt.insert(0, Message("system", text_at(row, "system")))
     chosen, rejected = (_turn(row[key], key, "from", "value") for key in ("chosen", "rejected"))
     return _preference(prompt, chosen, rejected)
 
@@ -96,10 +96,10 @@ def _turn(value: Any, where: str, role_key: str, text_key: str) -> Message:
         raise ValueError(f"{where!r} is not an object with {role_key!r} and {text_key!r}")
     role = value[role_key]
     if role_key == "from":
-        role = _SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
+        role = SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
     if role not in ROLES:
         raise ValueError(f"{where!r} has the unknown role {value[role_key]!r}")
-    return Message(role, _text(value, text_key, where))
+    return Message(role, text_at(value, text_key, where))
 
 
 def _messages(value: Any, where: str, default_role: str) -> list[Message]:
@@ -110,7 +110,8 @@ def _messages(value: Any, where: str, default_role: str) -> list[Message]:
     return [_turn(turn, f"{where}[{i}]", "role", "content") for i, turn in enumerate(value)]
 
 
-def _text(row: Row, key: str, where: str = "") -> str:
+def text_at(row: Row, key: str, where: str = "") -> str:
+    """The text of a key; `where` says what the row is a part of. Raises ValueError for anything else."""
     value = row.get(key)
     if not isinstance(value, str):
         place = f"{where}.{key}" if where else key
@@ -118,7 +119,8 @@ def _text(row: Row, key: str, where: str = "") -> str:
     return value
 
 
-def _texts(row: Row, key: str, allow_missing: bool = False) -> list[str]:
+def texts_at(row: Row, key: str, allow_missing: bool = False) -> list[str]:
+    """The texts of a key that has one or a list of them. Raises ValueError for anything else."""
     value = row.get(key)
     if value is None and allow_missing:
         return []
@@ -129,7 +131,8 @@ def _texts(row: Row, key: str, allow_missing: bool = False) -> list[str]:
     return value
 
 
-def _has(*keys: str) -> Any:
+def has_keys(*keys: str) -> Any:
+    """Whether a row has all of them."""
     return lambda row: all(key in row for key in keys)
 
 
@@ -138,21 +141,21 @@ BUILTIN = [
         name="paddlenlp_preference",
         help="src, tgt, response, sort",
         kind="preference",
-        matches=_has("src", "response", "sort"),
+        matches=has_keys("src", "response", "sort"),
         convert=paddlenlp_preference,
     ),
     DataFormat(
         name="sharegpt_preference",
         help="conversations of from/value, chosen, rejected",
         kind="preference",
-        matches=_has("conversations", "chosen", "rejected"),
+        matches=has_keys("conversations", "chosen", "rejected"),
         convert=sharegpt_preference,
     ),
     DataFormat(
         name="trl_preference",
         help="prompt, chosen, rejected; text or lists of role/content",
         kind="preference",
-        matches=_has("chosen", "rejected"),
+        matches=has_keys("chosen", "rejected"),
         convert=trl_preference,
     ),
 ]

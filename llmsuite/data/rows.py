@@ -10,11 +10,32 @@ ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 
 
 @dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A function the assistant asks for."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Message:
     """One turn of a conversation."""
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Turns, of which some of the assistant's are learnt."""
+
+    messages: tuple[Message, ...]
+    learnt: tuple[bool, ...]
+    """For each message; true for the assistant's only."""
+    tools: str = ""
+    """What the assistant may call: a JSON list of function descriptions, as text. Empty for none."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,17 @@ def _dpo() -> Any:
     return DpoStage
 
 
+def _sft() -> Any:
+    from llmsuite.stages.sft import SftStage
+
+    return SftStage
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection
+    from llmsuite.stages.sections import DpoSection, SftSection
 
+    conversations = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
     preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
     return [
         StageSpec(
@@ -38,7 +45,14 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=DpoSection,
             factory=_dpo,
             smoke=preference,
-        )
+        ),
+        StageSpec(
+            name="sft",
+            help="supervised fine-tuning on the assistant's turns of conversations",
+            config_cls=SftSection,
+            factory=_sft,
+            smoke=conversations,
+        ),
     ]
 
 
@@ -99,9 +113,9 @@ def llmsuite_register_devices() -> list[DeviceSpec]:
 
 @hookimpl
 def llmsuite_register_data_formats() -> list[DataFormat]:
-    from llmsuite.data.formats import BUILTIN
+    from llmsuite.data import conversations, formats
 
-    return BUILTIN
+    return [*formats.BUILTIN, *conversations.BUILTIN]
 
 
 def _write_hf(model: Any, directory: Path) -> None:

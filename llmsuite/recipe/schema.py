@@ -52,7 +52,8 @@ class DataSection(Section):
     format: str = "auto"
     """Name of a registered data format, or "auto" to recognise it from the first row."""
     max_length: PositiveInt = 2048
-    """Longest sequence in tokens. A row that does not fit is dropped and counted, never cut."""
+    """Longest sequence in tokens. A row that does not fit is dropped and counted; it is
+    cut only where a stage is told to."""
     chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
     """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
 

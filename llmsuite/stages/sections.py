@@ -27,3 +27,12 @@ class DpoSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.label_smoothing > 0 and self.loss != "sigmoid":
             yield "label_smoothing", f"works with loss sigmoid only, and loss is {self.loss}; set it to 0"
+
+
+@dataclasses.dataclass(kw_only=True)
+class SftSection(Section):
+    """Supervised fine-tuning: the assistant's turns of conversations are learnt, and where they end."""
+
+    truncate: bool = False
+    """Cut conversations behind data.max_length tokens and learn what is left; false to drop them. Both are counted
+    and reported."""

@@ -17,7 +17,7 @@ from llmsuite.plugins.manager import ALLOW_LIST, Registry
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.section import as_plain
 from llmsuite.resources import bundled
-from tests.conftest import position
+from tests.conftest import STAGES, position
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -194,7 +194,9 @@ def test_schema(run: Run, write_recipe: Callable[..., Path]) -> None:
         assert code == 0
         jsonschema.Draft202012Validator(json.loads(out)).validate(json.loads(write_recipe().read_text()))
     assert run("schema", "--stage", "dppo") == (
-        2, "", f"no stage is called 'dppo'; did you mean 'dpo'? registered: dpo. {ALLOW_LIST} allows no plugins\n"
+        2, "",
+        f"no stage is called 'dppo'; did you mean 'dpo'? registered: {', '.join(STAGES)}. "
+        f"{ALLOW_LIST} allows no plugins\n",
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from llmsuite.plugins.manager import ALLOW_LIST, Registry
 from llmsuite.recipe.keys import walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.resources import bundled
-from tests.conftest import STAGE_PLUGIN, PluginSite
+from tests.conftest import STAGE_PLUGIN, STAGES, PluginSite
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -122,11 +122,11 @@ def test_plugins_list_and_info(run: Run) -> None:
         ["builtin", "llmsuite (built in)", "ok"],
         ["commands", "llmsuite (built in)", "ok"],
     ]
-    assert "stage dpo, model llama, model qwen, model gpt, model deepseek, device cpu" in out
+    assert "stage sft, model llama, model qwen, model gpt, model deepseek, device cpu" in out
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
     assert "entry point   llmsuite.plugins.builtin\n" in out
-    assert "provides      stage dpo, model llama" in out
+    assert "provides      stage dpo, stage sft, model llama" in out
     assert "llmsuite_register_stages" in out
     assert out.endswith("status        ok\n")
     assert run("plugins", "info", "x") == (2, "", "no plugin is called 'x'; there are: builtin, commands\n")
@@ -155,7 +155,8 @@ def test_no_plugins(
         monkeypatch.setenv(ALLOW_LIST, "third_party")
         code, out, err = run_with_plugins(*words)
         assert (code, out) == (2, "")
-        assert f"stage: no stage is called 'kto'; registered: dpo. {ALLOW_LIST} allows no plugins" in err
+        registered = ", ".join(STAGES)
+        assert f"stage: no stage is called 'kto'; registered: {registered}. {ALLOW_LIST} allows no plugins" in err
 
 
 def test_broken_plugin(run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path]) -> None:

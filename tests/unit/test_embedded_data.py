@@ -59,7 +59,7 @@ def config() -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["make_preference", "make_tokenizer"])
+@pytest.mark.parametrize("name", ["make_preference", "make_tokenizer", "make_sft"])
 def test_files_are_current(name: str) -> None:
     assert load_script(name).main(["--check"]) == 0
 
@@ -67,7 +67,8 @@ def test_files_are_current(name: str) -> None:
 def test_check_notices_missing_and_changed_files(
     preference: ModuleType, make_tokenizer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for script in (preference, make_tokenizer):  # in this order: the tokenizer is made from the rows
+    # in this order: the others are made from the rows
+    for script in (preference, make_tokenizer, load_script("make_sft")):
         monkeypatch.setattr(script, "HERE", tmp_path)
         assert script.main(["--check"]) == 1
         assert script.main([]) == 0
@@ -109,6 +110,19 @@ def test_chosen_is_right_and_rejected_is_wrong(preference: ModuleType, rows: dic
         assert preference.is_right(row, chosen), row
         assert not preference.is_right(row, rejected), row
         assert chosen != rejected
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_conversations_ask_every_question_once_and_give_the_chosen_answer(
+    rows: dict[str, list[Row]], split: str
+) -> None:
+    asked = []
+    for line in (DATA / "sft" / f"{split}.jsonl").read_text(encoding="ascii").splitlines():
+        messages = [m for m in json.loads(line)["messages"] if m["role"] != "system"]
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        texts = [m["content"] for m in messages]
+        asked += list(zip(texts[::2], texts[1::2]))
+    assert sorted(asked) == sorted((row["prompt"][0]["content"], row["answer"]) for row in rows[split])
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -19,7 +19,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, load
 from llmsuite.recipe.section import Section
 from llmsuite.recipe.source import MAX_INT, MIN_INT
-from tests.conftest import VALID, position, registry_with
+from tests.conftest import STAGES, VALID, position, registry_with
 
 Problems = Callable[..., list[Problem]]
 
@@ -43,7 +43,7 @@ def test_unknown_stage(problems: Problems, tmp_path: Path) -> None:
     (problem,) = problems({"stage": "dppo"})
     assert problem.where == position(tmp_path / "recipe.json", '"stage"')
     assert problem.key == "stage"
-    assert problem.message == "no stage is called 'dppo'; did you mean 'dpo'? registered: dpo"
+    assert problem.message == f"no stage is called 'dppo'; did you mean 'dpo'? registered: {', '.join(STAGES)}"
 
 
 def test_unknown_family(problems: Problems, tmp_path: Path) -> None:

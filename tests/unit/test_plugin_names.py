@@ -15,7 +15,7 @@ from llmsuite.plugins import builtin
 from llmsuite.plugins.hookspecs import Command, LoggerSpec
 from llmsuite.plugins.manager import ALLOW_LIST, PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
-from tests.conftest import STAGE_PLUGIN, PluginSite, registry_with
+from tests.conftest import STAGE_PLUGIN, STAGES, PluginSite, registry_with
 
 BOTH = "stage 'kto' is registered by both first-package 1.0 and second-package 1.0; uninstall one, or name the plugins"
 
@@ -94,7 +94,7 @@ def test_two_plugins_of_one_name_both_work(site: PluginSite) -> None:
     site.install("third-package", STAGE_PLUGIN.replace('"kto"', '"simpo"'), "builtin = {module}")
     registry = load_plugins(builtin, commands)
     assert [info.error for info in registry.plugins if info.name in ("same", "builtin")] == [None] * 4
-    assert set(registry.stages) == {"dpo", "kto", "orpo", "simpo"}
+    assert set(registry.stages) == {*STAGES, "kto", "orpo", "simpo"}
 
 
 @pytest.mark.parametrize("value", ["llmsuite.plugins.builtin", "first_package"])

@@ -1,0 +1,205 @@
+"""The shapes of conversation rows people have. See `llmsuite.data.formats`.
+
+All of the assistant's turns are learnt, unless a turn has the key "weight" or "loss" (0, 1, true, false).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmsuite.data.formats import SHAREGPT_ROLES, Row, has_keys, text_at, texts_at
+from llmsuite.data.rows import ROLES, Conversation, Message, ToolCall
+from llmsuite.plugins.hookspecs import DataFormat
+
+
+def paddlenlp(row: Row) -> Conversation:
+    """`{"src": "question", "tgt": "answer"}`, or lists of as many questions as answers; "system" is optional.
+
+    "label", a list with 0 or 1 for each answer, says which are learnt.
+    """
+    users, answers = texts_at(row, "src"), texts_at(row, "tgt")
+    if not users or len(users) != len(answers):
+        raise ValueError(f"'src' has {len(users)} turns and 'tgt' {len(answers)}; every src needs its tgt")
+    flags = row.get("label")
+    if flags is None:
+        flags = [1] * len(answers)
+    if not isinstance(flags, list) or len(flags) != len(answers):
+        raise ValueError(f"'label' is {flags!r}; a list with 0 or 1 for each of the {len(answers)} 'tgt' is needed")
+    learnt = [_flag(flag, f"label[{i}]") for i, flag in enumerate(flags)]
+    return _rounds(_system(row), list(zip(users, answers)), learnt)
+
+
+def alpaca(row: Row) -> Conversation:
+    """`{"instruction", "input", "output"}`: the input follows the instruction on a line of its own, if there is one.
+
+    Optional: "system", and "history", a list of earlier [question, answer].
+    """
+    question, extra = text_at(row, "instruction"), text_at(row, "input") if row.get("input") is not None else ""
+    rounds = []
+    history = row.get("history")
+    if not isinstance(history, (list, type(None))):
+        raise ValueError(f"'history' is {type(history).__name__}, not a list of [question, answer]")
+    for i, pair in enumerate(history or []):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ValueError(f"'history[{i}]' is not [question, answer]")
+        rounds.append((pair[0], pair[1]))
+    rounds.append((f"{question}\n{extra}" if extra else question, text_at(row, "output")))
+    return _rounds(_system(row), rounds, [True] * len(rounds))
+
+
+def sharegpt(row: Row) -> Conversation:
+    """`{"conversations": [{"from", "value"}]}`; "system" and "tools" are optional.
+
+    The value of a "function_call" is JSON with name and arguments, or a list of such.
+    """
+    turns = _list(row, "conversations")
+    messages = _system(row)
+    learnt = [False] * len(messages)
+    for i, turn in enumerate(turns):
+        where = f"conversations[{i}]"
+        speaker = _known(turn, where, "from", SHAREGPT_ROLES)
+        text = text_at(turn, "value", where)
+        if turn["from"] == "function_call":
+            message = Message("assistant", "", _calls(_json(text, f"{where}.value"), f"{where}.value"))
+        else:
+            message = Message(SHAREGPT_ROLES[speaker], text)
+        messages.append(message)
+        learnt.append(_is_learnt(turn, where, message.role))
+    return Conversation(tuple(messages), tuple(learnt), _tools(row))
+
+
+def openai(row: Row) -> Conversation:
+    """`{"messages": [{"role", "content"}]}`; the assistant may have "tool_calls", and the row "tools"."""
+    messages, learnt = [], []
+    for i, turn in enumerate(_list(row, "messages")):
+        where = f"messages[{i}]"
+        role = _known(turn, where, "role", ROLES)
+        calls: tuple[ToolCall, ...] = ()
+        if turn.get("tool_calls"):
+            if role != "assistant":
+                raise ValueError(f"'{where}.tool_calls' is there, but {role!r} calls no tools")
+            calls = _calls(turn["tool_calls"], f"{where}.tool_calls")
+        # with a call there may be nothing to say
+        content = "" if calls and turn.get("content") is None else text_at(turn, "content", where)
+        messages.append(Message(role, content, calls))
+        learnt.append(_is_learnt(turn, where, role))
+    return Conversation(tuple(messages), tuple(learnt), _tools(row))
+
+
+def _rounds(messages: list[Message], rounds: Sequence[tuple[str, str]], flags: Sequence[bool]) -> Conversation:
+    learnt = [False] * len(messages)
+    for (question, answer), flag in zip(rounds, flags):
+        messages += [Message("user", question), Message("assistant", answer)]
+        learnt += [False, flag]
+    return Conversation(tuple(messages), tuple(learnt))
+
+
+def _system(row: Row) -> list[Message]:
+    return [Message("system", text_at(row, "system"))] if row.get("system") else []
+
+
+def _list(row: Row, key: str) -> list[Any]:
+    turns = row[key]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{key!r} is not a list of turns")
+    return turns
+
+
+def _known(turn: Any, where: str, key: str, known: Any) -> str:
+    if not isinstance(turn, Mapping) or key not in turn:
+        raise ValueError(f"{where!r} is not an object with {key!r}")
+    speaker = turn[key]
+    if not isinstance(speaker, str) or speaker not in known:
+        raise ValueError(f"{where!r} has the unknown role {speaker!r}; known: {', '.join(known)}")
+    return speaker
+
+
+def _is_learnt(turn: Row, where: str, role: str) -> bool:
+    flags = {_flag(turn[key], f"{where}.{key}") for key in ("weight", "loss") if turn.get(key) is not None}
+    if len(flags) == 2:
+        raise ValueError(f"{where!r} has a 'weight' and a 'loss' that disagree")
+    if role != "assistant" and True in flags:
+        raise ValueError(f"{where!r} is to be learnt, but said by {role!r}; only the assistant's turns are learnt")
+    return role == "assistant" and False not in flags
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        raise ValueError(f"{where!r} is {value!r}; 0 or 1 is needed")
+    return bool(value)
+
+
+def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise ValueError(f"{where!r} is empty")
+    found = []
+    for call in calls:
+        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):  # as OpenAI wraps it
+            call = call["function"]
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
+            raise ValueError(f"{where!r} has a call without a name")
+        arguments = call.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _json(arguments or "{}", f"arguments of {call['name']} in {where}")
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"{where!r} has a call of {call['name']} whose arguments are no JSON object")
+        found.append(ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)))
+    return tuple(found)
+
+
+def _tools(row: Row) -> str:
+    """The row's tools in the form of OpenAI, whatever way they are written."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = _json(tools, "tools") if tools.strip() else None
+    if not isinstance(tools, (list, type(None))):
+        raise ValueError(f"'tools' is {type(tools).__name__}, not a list of functions")
+    wrapped = []
+    for i, tool in enumerate(tools or []):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(f"'tools[{i}]' is not a function with a name")
+        wrapped.append({"type": "function", "function": function})
+    return json.dumps(wrapped, ensure_ascii=False) if wrapped else ""
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where!r} is not JSON: {error}") from error
+
+
+BUILTIN = [
+    DataFormat(
+        name="openai",
+        help="messages of role/content, tool_calls, weight; tools",
+        kind="conversation",
+        matches=has_keys("messages"),
+        convert=openai,
+    ),
+    DataFormat(
+        name="sharegpt",
+        help="conversations of from/value; system, tools",
+        kind="conversation",
+        matches=has_keys("conversations"),
+        convert=sharegpt,
+    ),
+    DataFormat(
+        name="alpaca",
+        help="instruction, input, output; history, system",
+        kind="conversation",
+        matches=has_keys("instruction", "output"),
+        convert=alpaca,
+    ),
+    DataFormat(
+        name="paddlenlp",
+        help="src, tgt: text or lists; system, label",
+        kind="conversation",
+        matches=has_keys("src", "tgt"),
+        convert=paddlenlp,
+    ),
+]

@@ -1,0 +1,114 @@
+"""Supervised fine-tuning: the assistant's turns of conversations are learnt, given everything before them.
+
+rows -> text before and behind each learnt turn -> token ids with a weight of 1 on those turns -> next-token loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.data.rows import Conversation
+from llmsuite.errors import UserError
+from llmsuite.stages import language_model
+from llmsuite.stages.base import Batch, DropCounts, LossTerms, Stage, StageContext
+from llmsuite.stages.language_model import WeightedTokens
+from llmsuite.stages.sections import SftSection
+
+
+class Unusable(Exception):
+    """A conversation that would train nothing, or the wrong thing; says which kind it is."""
+
+
+class SftStage(Stage[WeightedTokens]):
+    """Makes the assistant's turns likelier, each up to and including its end-of-sequence token."""
+
+    row_kind = "conversation"
+
+    def __init__(self, section: SftSection, context: StageContext):
+        super().__init__(section, context)
+        self._truncate, self._max_length = section.truncate, context.recipe.data.max_length
+        self._template = context.template()
+
+    def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
+        """The conversations that fit. Raises UserError with the row that the chat template cannot say."""
+        turns: list[list[tuple[str, str]]] = []
+        for number, row in enumerate(rows, 1):
+            try:
+                turns.append(self._template.learnt_turns(row) if _answers(row) else [])
+            except UserError as error:
+                raise UserError(f"{counts.path}: row {number}: {error}") from error
+        ids = iter(self.context.tokenizer.encode_batch([text for row in turns for turn in row for text in turn]))
+        samples, num_cut = [], 0
+        for row, texts in zip(rows, turns):
+            encoded = [(next(ids), next(ids)) for _ in texts]
+            try:
+                if not _answers(row):
+                    raise Unusable("with no turn of the assistant to learn, or an empty one")
+                sample = self._join(texts, encoded)
+                if len(sample.ids) > self._max_length:
+                    sample = self._cut(sample)
+                    num_cut += 1
+                samples.append(sample)
+            except Unusable as reason:
+                counts.drop(str(reason))
+        if num_cut:
+            self.context.report(f"{counts.path}: {num_cut} rows are cut to data.max_length {self._max_length}")
+        return samples
+
+    def _join(self, texts: Sequence[tuple[str, str]], encoded: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
+        """One sequence of the ids of what is before and behind each turn."""
+        ids: list[int] = []
+        weights: list[int] = []
+        for i, (before, after) in enumerate(encoded):
+            if not before:
+                raise Unusable("with nothing before the first answer (no token would predict it)")
+            if before[: len(ids)] != ids:  # its borders vanish in longer tokens, so it would not be shown like this
+                raise Unusable("with an answer that is tokenized differently once the conversation goes on")
+            answer = after[len(before) :]
+            if after[: len(before)] != before:
+                # A token reaches over the border. Whoever asks will encode the prompt alone, so the answer is, too.
+                prompt, whole = texts[i]
+                answer = self.context.tokenizer.encode(whole[len(prompt) :])
+            answer = self._end(answer, is_last=i == len(encoded) - 1)
+            weights += [0] * (len(before) - len(ids)) + [1] * len(answer)
+            ids = before + answer
+        return WeightedTokens(np.array(ids, dtype="int32"), np.array(weights, dtype="float32"))
+
+    def _end(self, answer: list[int], is_last: bool) -> list[int]:
+        """The answer up to its end-of-sequence token, which is learnt; what a template puts behind it is not.
+
+        A template may close turns with a mark of its own: then that is learnt, and the end of the sequence behind
+        the last turn.
+        """
+        eos = self.context.tokenizer.eos_id
+        if answer.count(eos) > 1:
+            raise Unusable("with the end-of-sequence token inside an answer")
+        if eos in answer:
+            return answer[: answer.index(eos) + 1]
+        return [*answer, eos] if is_last else answer
+
+    def _cut(self, sample: WeightedTokens) -> WeightedTokens:
+        """The first `max_length` tokens, if that is wanted."""
+        if not self._truncate:
+            raise Unusable(f"longer than data.max_length {self._max_length} (sft.truncate is false)")
+        ids, weights = sample.ids[: self._max_length], sample.weights[: self._max_length]
+        if not weights.any():
+            raise Unusable(f"with no answer within data.max_length {self._max_length}")
+        return WeightedTokens(ids, weights)
+
+    def collate(self, samples: Sequence[WeightedTokens]) -> Batch:
+        """Padding on the right."""
+        return language_model.collate(samples, self.context.tokenizer.pad_id, self.context.length_multiple)
+
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        """Sum over the learnt tokens; every one weighs 1."""
+        return language_model.weighted_loss(model, batch)
+
+
+def _answers(row: Conversation) -> bool:
+    """Whether there is a turn to learn, and none of them says nothing."""
+    learnt = [message for message, is_learnt in zip(row.messages, row.learnt) if is_learnt]
+    return bool(learnt) and all(message.content.strip() or message.tool_calls for message in learnt)
