@@ -26,9 +26,15 @@ def _dpo() -> Any:
     return DpoStage
 
 
+def _pretrain() -> Any:
+    from llmsuite.stages.pretrain import PretrainStage
+
+    return PretrainStage
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection
+    from llmsuite.stages.sections import DpoSection, PretrainSection
 
     preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
     return [
@@ -38,7 +44,14 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=DpoSection,
             factory=_dpo,
             smoke=preference,
-        )
+        ),
+        StageSpec(
+            name="pretrain",
+            help="next-token prediction over text or an indexed corpus",
+            config_cls=PretrainSection,
+            factory=_pretrain,
+            smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
+        ),
     ]
 
 

@@ -122,7 +122,8 @@ def test_plugins_list_and_info(run: Run) -> None:
         ["builtin", "llmsuite (built in)", "ok"],
         ["commands", "llmsuite (built in)", "ok"],
     ]
-    assert "stage dpo, model llama, model qwen, model gpt, model deepseek, device cpu" in out
+    assert "stage dpo, stage pretrain" in out
+    assert "model llama, model qwen, model gpt, model deepseek, device cpu" in out
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
     assert "entry point   llmsuite.plugins.builtin\n" in out
