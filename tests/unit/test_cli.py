@@ -60,7 +60,7 @@ def test_command_is_required_and_known(run: Run) -> None:
     assert run("rnu", "x.json") == (
         2,
         "",
-        "no command is called 'rnu'; did you mean 'run'? registered: checkpoints, convert, doctor, generate, "
+        "no command is called 'rnu'; did you mean 'run'? registered: checkpoints, convert, data, doctor, generate, "
         f"import, list, merge, plugins, run, schema, show, validate. {ALLOW_LIST} allows no plugins\n",
     )
 
@@ -194,7 +194,8 @@ def test_schema(run: Run, write_recipe: Callable[..., Path]) -> None:
         assert code == 0
         jsonschema.Draft202012Validator(json.loads(out)).validate(json.loads(write_recipe().read_text()))
     assert run("schema", "--stage", "dppo") == (
-        2, "", f"no stage is called 'dppo'; did you mean 'dpo'? registered: dpo. {ALLOW_LIST} allows no plugins\n"
+        2, "",
+        f"no stage is called 'dppo'; did you mean 'dpo'? registered: dpo, pretrain. {ALLOW_LIST} allows no plugins\n",
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def test_two_plugins_of_one_name_both_work(site: PluginSite) -> None:
     site.install("third-package", STAGE_PLUGIN.replace('"kto"', '"simpo"'), "builtin = {module}")
     registry = load_plugins(builtin, commands)
     assert [info.error for info in registry.plugins if info.name in ("same", "builtin")] == [None] * 4
-    assert set(registry.stages) == {"dpo", "kto", "orpo", "simpo"}
+    assert set(registry.stages) == {"dpo", "pretrain", "kto", "orpo", "simpo"}
 
 
 @pytest.mark.parametrize("value", ["llmsuite.plugins.builtin", "first_package"])

@@ -126,7 +126,7 @@ def test_broken_plugin(site: PluginSite, write_recipe: Callable[..., Any], case:
     recipe_schema(registry)
     # who asks for what it may have brought is told
     message = registry.unknown("stage", "kto")
-    assert message.startswith("no stage is called 'kto'; registered: dpo, orpo")
+    assert message.startswith("no stage is called 'kto'; registered: dpo, orpo, pretrain")
     assert f"Plugins that failed to load may bring it: aaa ({info.error.strip().splitlines()[-1]})" in message
 
 
@@ -159,7 +159,7 @@ def test_allow_list(site: PluginSite, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(ALLOW_LIST, allowed)
         registry, plugins = load(site)
         assert set(plugins) == expected
-        assert set(registry.stages) == {"dpo", *expected}
+        assert set(registry.stages) == {"dpo", "pretrain", *expected}
         assert [info.distribution for info in registry.plugins[:2]] == [BUILTIN, BUILTIN]
     assert registry.unknown("stage", "kto").endswith(f". {ALLOW_LIST} allows no plugins")
     monkeypatch.setenv(ALLOW_LIST, "orpo")
