@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmsuite.cli import (
     checkpoints,
+    data,
     doctor,
     generate,
     import_model,
@@ -28,6 +29,7 @@ def llmsuite_register_commands() -> list[Command]:
         import_model.COMMAND,
         merge.MERGE,
         merge.CONVERT,
+        data.COMMAND,
         checkpoints.COMMAND,
         generate.COMMAND,
         schema.COMMAND,

@@ -7,6 +7,10 @@ import hashlib
 
 import numpy as np
 
+_MOST_LISTED = 1 << 20
+"""Larger permutations are not kept in memory: each number is computed where it is asked for."""
+_ROUNDS = 6
+
 
 class SampleOrder:
     """An endless stream of sample indices: every epoch is a fresh permutation of all samples.
@@ -21,6 +25,8 @@ class SampleOrder:
     def at(self, position: int) -> int:
         """Index of the sample at a position of the stream."""
         epoch, offset = divmod(position, self.num_samples)
+        if self.num_samples > _MOST_LISTED:
+            return shuffled(offset, self.num_samples, f"order:{self.seed}:{epoch}")
         return int(_permutation(self.num_samples, self.seed, epoch)[offset])
 
 
@@ -45,6 +51,36 @@ def micro_batches(
         start = position + (step * num_ranks + rank) * micro_batch_size
         batches.append([order.at(start + i) for i in range(micro_batch_size)])
     return batches
+
+
+def shuffled(number: int, size: int, name: str) -> int:
+    """Where a permutation of range(size) takes a number, in constant time and memory; `name` picks the permutation.
+
+    A Feistel network permutes the numbers of an even count of bits; it is gone through again where it leads outside.
+    """
+    assert 0 <= number < size, (number, size)
+    bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys, mask = _round_keys(name), (1 << bits) - 1
+    while True:
+        left, right = number >> bits, number & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        number = left << bits | right
+        if number < size:
+            return number
+
+
+@functools.lru_cache(maxsize=4)
+def _round_keys(name: str) -> list[int]:
+    digest = hashlib.sha512(name.encode()).digest()
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
+
+
+def _mixed(word: int) -> int:
+    """Every bit of a 64 bit word depends on all of them: the last steps of SplitMix64."""
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return word ^ word >> 31
 
 
 @functools.lru_cache(maxsize=2)

@@ -32,9 +32,15 @@ def _sft() -> Any:
     return SftStage
 
 
+def _pretrain() -> Any:
+    from llmsuite.stages.pretrain import PretrainStage
+
+    return PretrainStage
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection, SftSection
+    from llmsuite.stages.sections import DpoSection, PretrainSection, SftSection
 
     conversations = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
     preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
@@ -52,6 +58,13 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=SftSection,
             factory=_sft,
             smoke=conversations,
+        ),
+        StageSpec(
+            name="pretrain",
+            help="next-token prediction over text or an indexed corpus",
+            config_cls=PretrainSection,
+            factory=_pretrain,
+            smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
         ),
     ]
 

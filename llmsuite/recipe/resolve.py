@@ -138,8 +138,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         accumulate_steps=recipe.train.global_batch_size // (recipe.train.micro_batch_size * degrees.num_data_ranks),
         weights=weights,
         tokenizer=tokenizer,
-        train_file=find(recipe.data.train),
-        eval_file=find(recipe.data.eval) if recipe.data.eval else None,
+        train_file=_data_file(recipe.data.train),
+        eval_file=_data_file(recipe.data.eval) if recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),
     )
 
@@ -152,6 +152,12 @@ def _weights(given: str) -> Path:
 
         return find_model(path)
     return path
+
+
+def _data_file(given: str) -> Path:
+    """A file of data; of a corpus that is named by its prefix, the index."""
+    path = find(given)
+    return index if not path.exists() and (index := find(f"{given}.idx")).is_file() else path
 
 
 def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> tuple[Any, list[Broken]]:

@@ -200,7 +200,9 @@ def _no_such_precision(asked: Asked) -> Broken:
 
 
 def _no_evaluation(asked: Asked) -> Broken:
-    if asked.recipe.checkpoint.best_metric and not asked.recipe.data.eval:
+    # a stage that has a key `split` takes what it evaluates on from data.train
+    split = getattr(getattr(asked.recipe, asked.recipe.stage, None), "split", None)
+    if asked.recipe.checkpoint.best_metric and not asked.recipe.data.eval and not split:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 

@@ -45,8 +45,8 @@ class DataSection(Section):
     """What is read and how it becomes tokens."""
 
     train: str
-    """JSON or JSON Lines file. A relative path is looked up in the working directory, then among the files
-    that come with llmsuite."""
+    """JSON or JSON Lines file; for pretraining a .txt, .jsonl or .parquet, or the prefix of an indexed corpus. A
+    relative path is looked up in the working directory, then among the files that come with llmsuite."""
     eval: str | None = None
     """The same for evaluation; without it nothing is evaluated."""
     format: str = "auto"

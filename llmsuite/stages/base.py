@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from llmsuite.checkpoint.files import sha256_of
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.read import read_rows
 from llmsuite.data.tokenizer import TextTokenizer
@@ -76,11 +77,11 @@ class Stage(abc.ABC, Generic[S]):
         """`section` is the stage's own part of the recipe."""
         self.section, self.context = section, context
 
-    @abc.abstractmethod
     def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> list[S]:
         """Rows to samples. Counts the rows that would train nothing and leaves them out."""
+        raise AssertionError(f"{type(self).__name__} has to make samples of rows, or to read files in a way of its own")
 
-    def before_training(self, model: Any, samples: Sequence[S]) -> None:
+    def before_training(self, model: Any, samples: Iterable[S]) -> None:
         """Called with the initial model and every sample the run will use, once on every rank that reads data."""
 
     @abc.abstractmethod
@@ -91,8 +92,19 @@ class Stage(abc.ABC, Generic[S]):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Forward pass of one micro-batch: weighted sums, nothing divided."""
 
-    def read(self, path: Path) -> list[S]:
-        """The samples of a file. Raises UserError with the place of every fault, or when no row is usable."""
+    def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[S], Sequence[S]]:
+        """The samples for training and for evaluation, of the files `data.train` and `data.eval`."""
+        return self.read(train), self.read(evaluation) if evaluation else []
+
+    def digest(self, path: Path) -> str:
+        """Of the content of a file of data: a run is resumed only with the same."""
+        return sha256_of(path)
+
+    def read(self, path: Path) -> Sequence[S]:
+        """The samples of a file; they may be made when they are asked for.
+
+        Raises UserError with the place of every fault, or when no row is usable.
+        """
         data = self.context.recipe.data
         rows = read_rows(path, self.row_kind, data.format, self.context.data_formats)
         counts = DropCounts(path, read=len(rows))

@@ -9,7 +9,7 @@ Shapes: P pairs, B = 2 P sequences (chosen first), L length, D hidden, N supervi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ class DpoStage(Stage[Pair]):
 
     # reference
 
-    def before_training(self, model: Any, samples: Sequence[Pair]) -> None:
+    def before_training(self, model: Any, samples: Iterable[Pair]) -> None:
         """Log-probabilities under the initial model, from the cache where they are known."""
         owners = {key: (pair, side) for pair in samples for side, key in enumerate(pair.keys)}
         keys = list(owners)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.checkpoint import train_state
-from llmsuite.checkpoint.files import lock_directory, read_json_file, sha256_of
+from llmsuite.checkpoint.files import lock_directory, read_json_file
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.loader import SampleOrder
@@ -96,8 +97,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     order = SampleOrder(len(train_samples), recipe.seed)
     if stage is not None:
         num_used = min(schedule.total_steps * schedule.global_batch_size, len(train_samples))
-        used = [train_samples[order.at(i)] for i in range(num_used)]
-        stage.before_training(model, [*used, *eval_samples])
+        used = (train_samples[order.at(i)] for i in range(num_used))
+        stage.before_training(model, itertools.chain(used, eval_samples))
         if model.is_first:
             model.release()
     else:
@@ -105,7 +106,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             model.relay()
 
     # rank 0 alone compares and writes it: it takes the data to know
-    digest = _learning_digest(plan, built.digest) if collective.rank() == 0 else ""
+    digest = _learning_digest(plan, built.digest, stage) if stage is not None and collective.rank() == 0 else ""
     state = _fresh(digest, recipe.seed)
     if resume:
         state = _restore(plan, state, saver.root, registry, optimizer)
@@ -207,12 +208,12 @@ def _make_stage(
     return stage
 
 
-def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[list[Any], list[Any]]:
+def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:
     """Samples for training and for evaluation."""
-    train_samples = stage.read(plan.train_file)
-    eval_samples = stage.read(plan.eval_file) if plan.eval_file else []
-    if eval_samples and len(eval_samples) < mesh.degrees.num_data_ranks:
-        raise UserError(f"data.eval: {plan.eval_file} has {len(eval_samples)} usable rows; every data rank needs one")
+    train_samples, eval_samples = stage.read_all(plan.train_file, plan.eval_file)
+    if 0 < len(eval_samples) < mesh.degrees.num_data_ranks:
+        source = plan.eval_file or plan.train_file
+        raise UserError(f"data.eval: {source} gives {len(eval_samples)} usable samples; every data rank needs one")
     return train_samples, eval_samples
 
 
@@ -282,9 +283,9 @@ def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _learning_digest(plan: RunPlan, model_digest: str) -> str:
+def _learning_digest(plan: RunPlan, model_digest: str, stage: Stage[Any]) -> str:
     """Of the recipe, the initial model and the content of the data: equal digests are the same run."""
-    files = [sha256_of(path) for path in (plan.train_file, plan.eval_file) if path is not None]
+    files = [stage.digest(path) for path in (plan.train_file, plan.eval_file) if path is not None]
     data = [_learnt_keys(as_plain(plan.recipe)), model_digest, files]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 

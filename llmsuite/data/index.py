@@ -1,0 +1,176 @@
+"""From files of text to an indexed corpus: tokenised in several processes, written in the order of the documents."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+
+from llmsuite.checkpoint.files import sha256_of
+from llmsuite.data.documents import Division, kind_of, read_documents
+from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, token_dtype
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import UserError
+
+_BATCH_CHARS = 1 << 19
+_WORTH_A_PROCESS = 8 << 20
+"""Bytes of text: with less for each, starting them takes longer than what they save."""
+_FORMAT = "1"
+"""Part of the name in the cache: to be changed with anything that changes what is written."""
+
+
+def build_corpus(
+    inputs: Sequence[Path],
+    prefix: Path,
+    tokenizer: TextTokenizer,
+    division: Division = "blank_lines",
+    key: str = "text",
+    workers: int | None = None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> tuple[int, int]:
+    """Write `prefix`.bin and .idx: every document's tokens with the end-of-sequence token behind them.
+
+    Memory holds a few batches of documents and 4 bytes a document, whatever the size of the input. The result does not
+    depend on `workers`.
+
+    Args:
+        inputs: files, see `read_documents`.
+        prefix: must not exist.
+        tokenizer: its directory is what the processes load.
+        division: where a document of a plain text ends.
+        key: of the text in rows.
+        workers: processes; by default one for each 8 MB, at most one a core.
+        progress: gets every number of bytes of the inputs that is done.
+
+    Returns:
+        Numbers of documents and of tokens.
+
+    Raises:
+        UserError: an input cannot be read or has no text, or the result not be written.
+    """
+    size = sum(_size(path) for path in inputs)
+    if workers is None:
+        workers = max(1, min(os.cpu_count() or 1, size // _WORTH_A_PROCESS))
+    dtype = token_dtype(tokenizer.vocab_size)
+    batches = _batches(inputs, division, key)
+    with CorpusWriter(prefix, dtype) as writer:
+        for tokens, sizes, num_bytes in _tokenised(batches, tokenizer, dtype, workers):
+            writer.add(tokens, sizes)
+            progress(num_bytes)
+        if not writer.num_documents:
+            raise UserError(f"{', '.join(map(str, inputs))}: no text to index")
+        writer.commit()
+        return writer.num_documents, writer.num_tokens
+
+
+def cached_corpus(
+    path: Path,
+    root: Path,
+    tokenizer: TextTokenizer,
+    division: Division,
+    key: str,
+    progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]],
+) -> IndexedCorpus:
+    """The corpus of a text file, indexed at its first use. Of several processes one builds and the others wait.
+
+    Args:
+        path: of text.
+        root: directory of the cache.
+        tokenizer: what the ids are of.
+        division: where a document of a plain text ends.
+        key: of the text in rows.
+        progress: called with the size in bytes when it has to be built; see `track_bytes`.
+    """
+    import fcntl
+
+    kind_of(path)
+    parts = [_FORMAT, sha256_of(path), tokenizer.digest(), division, key, "".join(path.suffixes[-2:])]
+    prefix = root / hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = open(prefix.with_suffix(".lock"), "w")  # noqa: SIM115  (closed below, which unlocks it)
+    except OSError as error:
+        raise UserError(f"{root}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not prefix.with_suffix(".idx").exists():
+            with progress(_size(path)) as add:
+                build_corpus([path], prefix, tokenizer, division, key, progress=add)
+    return IndexedCorpus(prefix.with_suffix(".idx"))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _batches(inputs: Sequence[Path], division: Division, key: str) -> Iterator[tuple[list[str], int]]:
+    """Documents of about 512 thousand characters, and how many bytes of the inputs they take."""
+    for path in inputs:
+        texts: list[str] = []
+        chars = before = done = 0
+        for text, done in read_documents(path, division, key):
+            texts.append(text)
+            chars += len(text)
+            if chars >= _BATCH_CHARS:
+                yield texts, done - before
+                texts, chars, before = [], 0, done
+        if texts:
+            yield texts, done - before
+
+
+def _tokenised(
+    batches: Iterator[tuple[list[str], int]], tokenizer: TextTokenizer, dtype: str, workers: int
+) -> Iterator[tuple[bytes, bytes, int]]:
+    if workers == 1:
+        for texts, num_bytes in batches:
+            yield *_encode(tokenizer, dtype, texts), num_bytes
+        return
+    # spawned: a rank has threads by now, which a forked process would not have
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, (tokenizer.directory, dtype))
+    waiting: collections.deque[tuple[concurrent.futures.Future[tuple[bytes, bytes]], int]] = collections.deque()
+    try:
+        for texts, num_bytes in batches:
+            waiting.append((pool.submit(_encode_here, texts), num_bytes))
+            if len(waiting) > 2 * workers:
+                done, size = waiting.popleft()
+                yield *done.result(), size
+        while waiting:
+            done, size = waiting.popleft()
+            yield *done.result(), size
+    except BrokenProcessPool as error:
+        raise UserError("a process that tokenises has died, perhaps out of memory; try fewer --workers") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _encode(tokenizer: TextTokenizer, dtype: str, texts: list[str]) -> tuple[bytes, bytes]:
+    """Tokens of the documents, one behind the other, and their sizes."""
+    documents = [np.array([*ids, tokenizer.eos_id], dtype) for ids in tokenizer.encode_batch(texts)]
+    return np.concatenate(documents).tobytes(), np.array([len(d) for d in documents], "<i4").tobytes()
+
+
+_here: list[tuple[TextTokenizer, str]] = []  # of a process of the pool
+
+
+def _start(directory: Path, dtype: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
+    _here.append((TextTokenizer(directory), dtype))
+
+
+def _encode_here(texts: list[str]) -> tuple[bytes, bytes]:
+    (tokenizer, dtype) = _here[0]
+    return _encode(tokenizer, dtype, texts)

@@ -1,0 +1,169 @@
+"""Corpora of token ids on disk: `NAME.bin` and `NAME.idx` as Megatron-LM and PaddleNLP write them.
+
+`.bin` is the tokens of all sequences one behind the other. `.idx` is `MMIDIDX\\0\\0`, version 1 (u64), a code of the
+dtype (u8), the number of sequences S (u64), the number of document bounds D + 1 (u64), then S sizes in tokens (i32), S
+offsets in bytes (i64), and the D + 1 numbers of the sequences that documents begin with (i64).
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import os
+import struct
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from llmsuite.checkpoint.files import fsync
+from llmsuite.errors import UserError
+
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")
+_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
+_CHUNK = 1 << 20
+_MOST_HASHED = 1 << 28
+
+
+def index_path(given: Path) -> Path:
+    """The .idx of a corpus that is named by its prefix, its .idx or its .bin."""
+    return given if given.suffix == ".idx" else given.with_suffix(".idx") if given.suffix == ".bin" else _idx(given)
+
+
+def _idx(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".idx")
+
+
+def _bin(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The dtype Megatron-LM takes for the ids of a vocabulary."""
+    return "<u2" if vocab_size < 65500 else "<i4"
+
+
+class IndexedCorpus:
+    """An indexed corpus, mapped into memory: nothing of the tokens is read before it is asked for."""
+
+    def __init__(self, path: Path):
+        """`path` is the .idx. Raises UserError when the two files are not a corpus."""
+        self.path, data = path, path.with_suffix(".bin")
+        try:
+            with open(path, "rb") as file:
+                header = file.read(_HEADER.size)
+            size, self.num_bytes = path.stat().st_size, data.stat().st_size
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise UserError(f"{path}: is no index of a corpus; make one with `llmsuite data index`")
+        _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
+        if version != 1 or code not in _CODES:
+            raise UserError(
+                f"{path}: has version {version} and dtype {code}; known are version 1 and tokens of integers"
+            )
+        if size < _HEADER.size + 12 * num_sequences + 8 * num_bounds or num_bounds < 1:
+            raise UserError(f"{path}: is cut short; make it again")
+        self.dtype = np.dtype(_CODES[code])
+        raw: Any = np.memmap(path, mode="r")
+        at = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences])
+        self.sizes = np.frombuffer(raw, "<i4", num_sequences, int(at[0]))
+        self._offsets = np.frombuffer(raw, "<i8", num_sequences, int(at[1]))
+        self.bounds = np.frombuffer(raw, "<i8", num_bounds, int(at[2]))
+        """Numbers of the sequences that documents begin with, and how many there are."""
+        expected = int(self._offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if num_sequences else 0
+        if expected != self.num_bytes:
+            raise UserError(f"{data}: has {self.num_bytes} bytes and {path.name} tells of {expected}; make both again")
+        if self.bounds[0] != 0 or self.bounds[-1] != num_sequences:
+            raise UserError(f"{path}: its documents are not all of its sequences")
+        if not self.num_bytes:
+            raise UserError(f"{data}: has no tokens")
+        self.tokens: Any = np.memmap(data, mode="r", dtype=self.dtype)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.bounds) - 1
+
+    def first_token(self, document: int) -> int:
+        """Position in `tokens` where a document begins; behind the last one, how many tokens there are."""
+        sequence = int(self.bounds[document])
+        return int(self._offsets[sequence]) // self.dtype.itemsize if sequence < len(self.sizes) else len(self.tokens)
+
+    def document(self, number: int) -> np.ndarray:
+        """Its tokens."""
+        return self.tokens[self.first_token(number) : self.first_token(number + 1)]
+
+    def digest(self) -> str:
+        """sha256 of the index and of the tokens; beyond 256 MiB, of 256 pieces of 1 MiB spread evenly over them."""
+        digest = hashlib.sha256(self.path.read_bytes() + str(self.num_bytes).encode())
+        starts = range(0, self.num_bytes, _CHUNK)
+        if self.num_bytes > _MOST_HASHED:
+            count = _MOST_HASHED // _CHUNK
+            starts = range(0, self.num_bytes - _CHUNK + 1, (self.num_bytes - _CHUNK) // (count - 1))
+        with open(self.path.with_suffix(".bin"), "rb") as file:
+            for start in starts:
+                file.seek(start)
+                digest.update(file.read(_CHUNK))
+        return digest.hexdigest()
+
+
+class CorpusWriter:
+    """Writes a corpus that is there when `commit` returns, and not before. Holds 4 bytes a document in memory."""
+
+    def __init__(self, prefix: Path, dtype: str):
+        """Raises UserError when it exists, or the place cannot be written to."""
+        self._prefix, self._dtype = prefix, np.dtype(dtype)
+        self._sizes = array.array("i")
+        self.num_tokens = 0
+        if _idx(prefix).exists():
+            raise UserError(f"{_idx(prefix)} exists; choose another name, or remove it first")
+        self._part = {kind: prefix.with_name(f"{prefix.name}.{os.getpid()}.{kind}.tmp") for kind in ("bin", "idx")}
+        try:
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._file: IO[bytes] = open(self._part["bin"], "wb")  # noqa: SIM115  (until it is committed)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def __enter__(self) -> CorpusWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        for path in self._part.values():
+            path.unlink(missing_ok=True)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._sizes)
+
+    def add(self, tokens: bytes, sizes: bytes) -> None:
+        """Documents, one behind the other: the bytes of their tokens, and of their sizes (i32)."""
+        try:
+            self._file.write(tokens)
+        except OSError as error:
+            raise self._error(error) from error
+        self._sizes.frombytes(sizes)
+        self.num_tokens += len(tokens) // self._dtype.itemsize
+
+    def commit(self) -> None:
+        """Bring it to disk and to its name. The index comes last: without it there is no corpus."""
+        sizes = np.frombuffer(self._sizes, "<i4")
+        code = next(code for code, name in _CODES.items() if np.dtype(name) == self._dtype)
+        try:
+            self._file.close()
+            with open(self._part["idx"], "wb") as index:
+                index.write(_HEADER.pack(_MAGIC, 1, code, len(sizes), len(sizes) + 1))
+                sizes.tofile(index)
+                ends = np.cumsum(sizes, dtype="<i8") * self._dtype.itemsize
+                np.concatenate([np.zeros(1, "<i8"), ends[:-1]]).tofile(index)
+                np.arange(len(sizes) + 1, dtype="<i8").tofile(index)
+            for kind, target in (("bin", _bin(self._prefix)), ("idx", _idx(self._prefix))):
+                fsync(self._part[kind])
+                self._part[kind].rename(target)
+            fsync(self._prefix.parent)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> UserError:
+        return UserError(f"{self._prefix}: cannot be written: {error.strerror or error}")

@@ -1,0 +1,204 @@
+"""Pretraining: the next token, over samples of equal length that are cut from documents joined together.
+
+corpus on disk -> stretches of data.max_length + 1 tokens -> one forward pass -> negative log-likelihood of each token
+
+Documents stay in their order and a stretch may hold several, as in GPT-2 and Megatron-LM: attention sees all of it, the
+end-of-sequence token says where one ends. Stretch i is tokens i L to (i + 1) L, so each token but the first is
+predicted once. Which stretch comes when is `SampleOrder`'s, a function of the seed.
+
+Shapes: B sequences, L length, D hidden.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import paddle
+
+from llmsuite.cache import cache_root
+from llmsuite.data.index import cached_corpus
+from llmsuite.data.indexed import IndexedCorpus, index_path
+from llmsuite.errors import UserError
+from llmsuite.observe.progress import track_bytes
+from llmsuite.resources import find
+from llmsuite.stages.base import Batch, LossTerms, Stage, StageContext
+from llmsuite.stages.sections import PretrainSection
+
+Tensor = Any
+
+
+class Stretches(Sequence[np.ndarray]):
+    """Consecutive tokens of a corpus in pieces of `length`, each with the token that follows; read when asked for."""
+
+    def __init__(self, tokens: np.ndarray, length: int, picked: range | None = None):
+        """`picked` are the numbers of the pieces, by default all that are whole."""
+        self._tokens, self._length = tokens, length
+        self._picked = range(max(0, len(tokens) - 1) // length) if picked is None else picked
+
+    def __len__(self) -> int:
+        return len(self._picked)
+
+    @overload
+    def __getitem__(self, at: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, at: slice) -> Stretches: ...
+    def __getitem__(self, at: int | slice) -> np.ndarray | Stretches:
+        if isinstance(at, slice):
+            return Stretches(self._tokens, self._length, self._picked[at])
+        start = self._picked[at] * self._length
+        return np.asarray(self._tokens[start : start + self._length + 1], "int64")
+
+    def spread(self, count: int) -> Stretches:
+        """So many of them, at equal distances; all when there are not more."""
+        return self[:: max(1, len(self) // count)][:count]
+
+
+class Mixture(Sequence[np.ndarray]):
+    """Samples of several corpora, as many of each as its weight says.
+
+    One pass is so long that every sample of every corpus is in it: once of the corpus that takes longest, of the others
+    once or more.
+    """
+
+    def __init__(self, parts: Sequence[Stretches], weights: Sequence[float]):
+        """Every part has a sample."""
+        self._parts = parts
+        scale = max(len(part) / weight for part, weight in zip(parts, weights))
+        # the small difference keeps the part that sets the scale at its own length, whatever division has rounded
+        counts = [max(len(part), math.ceil(scale * weight - 1e-6)) for part, weight in zip(parts, weights)]
+        self._ends = list(itertools.accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, at: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[np.ndarray]: ...
+    def __getitem__(self, at: int | slice) -> np.ndarray | Sequence[np.ndarray]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        number = range(len(self))[at]
+        part = bisect.bisect_right(self._ends, number)
+        first = self._ends[part - 1] if part else 0
+        return self._parts[part][(number - first) % len(self._parts[part])]
+
+
+def split_bounds(num_documents: int, split: str) -> tuple[int, int]:
+    """Numbers of the documents where evaluation begins and ends, for parts such as "969,30,1"."""
+    parts = [float(part) for part in split.split(",")]
+    first, last = parts[0] / sum(parts), (parts[0] + parts[1]) / sum(parts)
+    return round(num_documents * first), round(num_documents * last)
+
+
+class PretrainStage(Stage[np.ndarray]):
+    """Every token is predicted from those before it in its sample; every token weighs 1."""
+
+    def __init__(self, section: PretrainSection, context: StageContext):
+        super().__init__(section, context)
+        self._length = context.recipe.data.max_length
+        self._padded = -(-self._length // context.length_multiple) * context.length_multiple
+        self._mix, self._split, self._most = section.mix, section.split, section.max_eval_samples
+        self._division, self._key = section.documents, section.key
+
+    # data
+
+    def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+        """Stretches of the files, of `data.train` without those held back by `pretrain.split`."""
+        corpora = [(train, 1.0), *((self._mixed_file(name), weight) for name, weight in self._mix.items())]
+        parts: list[Stretches] = []
+        held_back: list[Stretches] = []
+        for path, _ in corpora:
+            corpus = self._corpus(path)
+            tokens = corpus.tokens
+            if self._split is not None and evaluation is None:
+                at = [corpus.first_token(document) for document in split_bounds(corpus.num_documents, self._split)]
+                held_back += [self._stretches(tokens[at[0] : at[1]], f"the evaluation part of {path}")]
+                tokens = tokens[: at[0]]
+            parts.append(self._stretches(tokens, str(path)))
+        mixture: Sequence[np.ndarray] = (
+            parts[0] if len(parts) == 1 else Mixture(parts, [weight for _, weight in corpora])
+        )
+        if evaluation is not None:
+            held_back = [self._stretches(self._corpus(evaluation).tokens, str(evaluation))]
+        return mixture, self._fewer(held_back)
+
+    def read(self, path: Path) -> Stretches:
+        """Stretches of one file."""
+        return self._stretches(self._corpus(path).tokens, str(path))
+
+    def digest(self, path: Path) -> str:
+        """Of the tokens; with those of the other corpora."""
+        digests = [self._corpus(found).digest() for found in (path, *map(self._mixed_file, self._mix))]
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+    @functools.cache  # noqa: B019  (one stage a run)
+    def _corpus(self, path: Path) -> IndexedCorpus:
+        if path.suffix in (".idx", ".bin"):
+            return IndexedCorpus(index_path(path))
+        return cached_corpus(
+            path,
+            cache_root() / "corpora",
+            self.context.tokenizer,
+            self._division,
+            self._key,
+            lambda size: track_bytes(size, f"indexing {path}"),
+        )
+
+    def _mixed_file(self, name: str) -> Path:
+        path = find(name)
+        if not path.exists() and (index := find(f"{name}.idx")).is_file():
+            return index
+        if not path.is_file():
+            raise UserError(f"pretrain.mix: {name} is not a file (working directory: {Path.cwd()})")
+        return path
+
+    def _stretches(self, tokens: np.ndarray, what: str) -> Stretches:
+        found = Stretches(tokens, self._length)
+        self.context.report(f"{what}: {len(tokens):,} tokens, {len(found):,} samples of {self._length}")
+        if not found:
+            raise UserError(
+                f"{what}: has {len(tokens)} tokens; one sample takes data.max_length {self._length} and one more"
+            )
+        return found
+
+    def _fewer(self, held_back: Sequence[Stretches]) -> Sequence[np.ndarray]:
+        """Of the samples for evaluation, what `pretrain.max_eval_samples` leaves."""
+        if len(held_back) == 1:
+            return held_back[0].spread(self._most) if self._most else held_back[0]
+        total = sum(map(len, held_back))
+        most = min(total, self._most or total)
+        return [sample for part in held_back for sample in part.spread(max(1, most * len(part) // total))]
+
+    def collate(self, samples: Sequence[np.ndarray]) -> Batch:
+        """Input and what follows each of its tokens; padding on the right where lengths must be a multiple."""
+        ids = np.stack(samples)  # [B, L + 1]
+        vocab_size = self.context.tokenizer.vocab_size
+        if ids.max() >= vocab_size or ids.min() < 0:
+            raise UserError(
+                f"data.train: has token {ids.max()}, and model.tokenizer knows {vocab_size}; index the text with it"
+            )
+        input_ids = np.full([len(ids), self._padded], self.context.tokenizer.pad_id, "int64")
+        input_ids[:, : self._length] = ids[:, :-1]
+        targets = ids[:, 1:].reshape(-1)
+        return {"input_ids": input_ids, "targets": targets, "num_tokens": targets.size, "num_supervised": targets.size}
+
+    # loss
+
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        """Sum over the tokens; every token weighs 1."""
+        hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]))  # [B, L, D]
+        flat = hidden.flatten(0, 1)
+        if self._padded != self._length:
+            at = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)
+            flat = flat.index_select(paddle.to_tensor(at.reshape(-1)), 0)
+        nll = model.token_nll(flat, paddle.to_tensor(batch["targets"]))  # [B L]
+        return LossTerms(nll.sum(), float(batch["num_supervised"]))
