@@ -39,6 +39,8 @@ parity: $(VENV)/test
 
 faults: $(VENV)/test
 	$(BIN)/python -m tests.faults
+	$(BIN)/python -m tests.kills 50
+	$(BIN)/python -m tests.unit.merge_memory 4000
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .

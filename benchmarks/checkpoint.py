@@ -152,6 +152,27 @@ def merge_paddle(here: Path, config: Any) -> Callable[[], None]:
     return work
 
 
+def merge_safetensors(here: Path, config: Any) -> Callable[[], None]:
+    import paddle  # noqa: F401  (so that its memory is not counted)
+
+    from llmsuite.checkpoint.model_dir import open_model
+    from llmsuite.checkpoint.rewrite import Form, Rewrite
+    from llmsuite.plugins.builtin import llmsuite_register_models
+
+    families = {"llama": llmsuite_register_models()[0]}
+    return lambda: Rewrite(open_model(here / "llmsuite", families), Form("paddlenlp")).write(here / "rewritten")
+
+
+def merge_copy(here: Path, config: Any) -> Callable[[], None]:
+    def work() -> None:
+        (here / "copied").mkdir()
+        for path in (here / "llmsuite").glob("*.safetensors"):
+            shutil.copyfile(path, here / "copied" / path.name)
+            flush(here / "copied" / path.name)
+
+    return work
+
+
 CASES = {
     "save: llmsuite (hashed, atomic)": save_llmsuite,
     "save: paddle.save": save_paddle,
@@ -160,7 +181,63 @@ CASES = {
     "load: paddle.load": load_paddle,
     "merge: llmsuite merge (hashed, atomic)": merge_llmsuite,
     "merge: load_merged_state_dict + paddle.save": merge_paddle,
+    "merge: llmsuite merge of safetensors": merge_safetensors,
+    "merge: plain copy of the same files": merge_copy,
 }
+
+
+def stall(here: Path, megabytes: int) -> None:
+    """What a step waits for a save, in the background and not; prints milliseconds and parts as JSON.
+
+    A step is a multiplication of matrices of about a second; after every third the model is saved.
+    """
+    import paddle
+
+    from llmsuite.checkpoint.train_state import TrainState, WholeTensor
+    from llmsuite.plugins.builtin import llmsuite_register_models
+    from llmsuite.recipe.schema import CheckpointSection
+    from llmsuite.stages.saving import Saver
+
+    config = shape(megabytes)
+    tensors = [WholeTensor(n, tuple(t.shape), "float32", lambda t=t: t) for n, t in state(config).items()]
+
+    @dataclasses.dataclass
+    class Whole:
+        parameters: Any
+        state: Any
+
+    matrix = paddle.randn([1024, 1024])
+
+    def step(repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            float(paddle.matmul(matrix, matrix)[0, 0])
+        return time.perf_counter() - start
+
+    repeats = max(1, round(20 / step(20)))
+    result: dict[str, float] = {}
+    for name in ("synchronous", "async"):
+        section = CheckpointSection(async_save=name == "async", keep_last=2)
+        root = here / f"stall-{name}"
+        saver = Saver(root, section, llmsuite_register_models()[0], config, None, lambda: Whole(tensors, []), no_report)
+        waits, steps = [], []
+        for number in range(1, 10):
+            steps.append(step(repeats))
+            saver.check()
+            if number % 3 == 0:
+                start = time.perf_counter()
+                saver.save(TrainState(number, number, 0, ""))
+                waits.append(time.perf_counter() - start)
+        saver.finish()
+        result[f"{name} wait"], result[f"{name} steps"] = float(np.median(waits)), sum(steps)
+        cpu, start = time.process_time(), time.perf_counter()
+        time.sleep(2)  # nothing is asked of it
+        result[f"{name} idle"] = (time.process_time() - cpu) / (time.perf_counter() - start)
+    print(json.dumps(result))
+
+
+def no_report(step: int, path: Path) -> None:
+    pass
 
 
 def flush(path: Path) -> None:
@@ -182,29 +259,46 @@ def measure(case: str, here: Path, megabytes: int) -> None:
     print(json.dumps({"seconds": time.perf_counter() - start, "peak": peak() - before}))
 
 
+def in_own_process(case: str, here: Path, megabytes: int) -> dict[str, float]:
+    """What a case prints."""
+    command = [sys.executable, __file__, "--case", case, "--directory", str(here), "--megabytes", str(megabytes)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_minloglevel": "2"}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    result: dict[str, float] = json.loads(output.splitlines()[-1])
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--directory", type=Path, default=None)
     parser.add_argument("--case", default=None)
     arguments = parser.parse_args()
+    if arguments.case == "stall":
+        stall(arguments.directory, arguments.megabytes)
+        return
     if arguments.case:
         measure(arguments.case, arguments.directory, arguments.megabytes)
         return
     here = Path(tempfile.mkdtemp(dir=arguments.directory, prefix="benchmark-"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_minloglevel": "2"}
     first: dict[str, float] = {}
+    rates: dict[str, float] = {}
     print(f"a Llama of {arguments.megabytes} MB in float32\n")
     print("| | MB/s | against llmsuite | peak MB |\n|---|---|---|---|")
     try:
         for case in CASES:
-            command = [sys.executable, __file__, "--case", case, "--directory", str(here)]
-            command += ["--megabytes", str(arguments.megabytes)]
-            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-            result = json.loads(output.splitlines()[-1])
-            rate = arguments.megabytes / result["seconds"]
+            result = in_own_process(case, here, arguments.megabytes)
+            rate = rates[case] = arguments.megabytes / result["seconds"]
             against = rate / first.setdefault(case.partition(":")[0], rate)
             print(f"| {case} | {rate:,.0f} | {against:.2f} | {result['peak'] / 1e6:,.0f} |", flush=True)
+        part = rates["merge: llmsuite merge of safetensors"] / rates["merge: plain copy of the same files"]
+        print(f"\na merge of safetensors runs at {part:.0%} of a plain copy")
+        result = in_own_process("stall", here, arguments.megabytes)
+        waits = result["async wait"], result["synchronous wait"]
+        print(f"a step waits {waits[0] * 1e3:,.0f} ms with async_save, {waits[0] / waits[1]:.0%} of the ", end="")
+        print(f"{waits[1] * 1e3:,.0f} ms without; beside the writer steps take ", end="")
+        print(f"{result['async steps'] / result['synchronous steps']:.2f} of their time")
+        print(f"with nothing to save the process takes {result['async idle']:.1%} of a core")
     finally:
         shutil.rmtree(here)
 

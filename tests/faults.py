@@ -28,7 +28,7 @@ def main(launches: int) -> int:
             more = (f"--train.max_steps={STEPS}", "--train.micro_batch_size=2", "--data.eval=null")
             process = runner.start(*runner.smoke(name, *words, *more))
             output, _ = process.communicate()
-            left = _ranks_of(Path(directory) / name)
+            left = ranks_of(Path(directory) / name)
             well = process.returncode == 0 and not left and len(runner.metrics(name)) == STEPS
             bad += not well
             verdict = "ended well" if well else f"exit code {process.returncode}, left: {left}\n{output}"
@@ -37,7 +37,7 @@ def main(launches: int) -> int:
     return bad
 
 
-def _ranks_of(run: Path) -> list[int]:
+def ranks_of(run: Path) -> list[int]:
     """Processes that were started for a run and are still there."""
     found = []
     for entry in Path("/proc").iterdir():

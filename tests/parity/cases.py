@@ -57,6 +57,8 @@ class Case:
     recipe: str = RECIPE
     trace: bool = False
     """Whether each rank writes down what it has sent in the last step, as `traffic-RANK.json`."""
+    resume: bool = False
+    """Whether it goes on from the checkpoints that are in its directory."""
 
 
 def one_process(point: Point) -> Case:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -52,9 +53,10 @@ def main(path: Path) -> int:
         with contextlib.ExitStack() as during:
             during.enter_context(mutated(case["mutation"]))
             during.enter_context(_gradients_of_first_step(directory))
+            during.enter_context(_samples_of_each_step(directory, rank))
             if case["trace"]:
                 during.enter_context(_traffic_of_last_step(directory, rank))
-            code = run(plan, registry, resume=False)
+            code = run(plan, registry, resume=case["resume"])
         if code != 0:  # interrupted
             return code
         if rank == 0:
@@ -92,6 +94,30 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
         yield
     finally:
         Optimizer.step = update  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
+    """While active, each training step adds a line to `samples-RANK.jsonl`: the step, the data rank, and of each
+    micro-batch the sha256 of what its samples hold, None where nothing is read."""
+    from llmsuite.engine import collective, loop
+
+    train_step = loop.train_step
+
+    def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
+        told = None
+        if objective is not None:
+            told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in micro_batches]
+        record = {"step": step, "data_rank": collective.mesh().data_rank, "micro_batches": told}
+        with open(directory / f"samples-{rank}.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+        return train_step(step, micro_batches, objective, *args)
+
+    loop.train_step = noted_step
+    try:
+        yield
+    finally:
+        loop.train_step = train_step
 
 
 @contextlib.contextmanager
