@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def run_all(runner: Runner, directory: Path, num_ranks: int, runs: Mapping[str, 
         def environment(rank: int) -> dict[str, str]:
             return {**backend.environment(num_ranks), **backend.rank_environment(rank)}
 
-        words = ["many-runs", str(directory / "runs.json")]
+        words = [sys.executable, "-m", "llmsuite", "many-runs", str(directory / "runs.json")]
         code = launch(words, num_ranks, directory / "logs", environment, said.append)
     assert code == 0, "".join(said)
 
