@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,5 +65,6 @@ def test_threads_go_on_while_a_rank_waits(tmp_path: Path, monkeypatch: pytest.Mo
     def environment(rank: int) -> dict[str, str]:
         return {**backend.environment(2), **backend.rank_environment(rank)}
 
-    code = launch(["reshard-lock", str(tmp_path / "sign")], 2, tmp_path / "logs", environment, said.append)
+    words = [sys.executable, "-m", "llmsuite", "reshard-lock", str(tmp_path / "sign")]
+    code = launch(words, 2, tmp_path / "logs", environment, said.append)
     assert code == 0, "".join(said)
