@@ -83,7 +83,8 @@ class RunPlan:
         if self.weights is not None and not (self.weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
         if self.tokenizer is None:
-            problems.append(self.loaded.problem("model.tokenizer", "is required when model.weights is not given"))
+            message = "is required without model.weights; add --model.tokenizer=DIR, where DIR has a tokenizer.json"
+            problems.append(self.loaded.problem("model.tokenizer", message))
         elif reads_data and self.tokenizer != self.weights and not self.tokenizer.is_dir():
             problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
         if problems:
