@@ -34,9 +34,10 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.section import as_plain
 from llmsuite.stages.base import Stage, StageContext
-from llmsuite.stages.model import BuiltModel, WholeModel, build_model, restore
+from llmsuite.stages.model import WholeModel, build_model, restore
 from llmsuite.stages.output import Output
 from llmsuite.stages.saving import Saver
+from llmsuite.stages.sequences import check_learnable
 
 # What may differ between a run and its continuation: it does not change what is learnt.
 _FREE_ON_RESUME = (
@@ -58,7 +59,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     mesh = collective.start(plan.degrees)
 
     plan.check_files(mesh.reads_data)
-    tokenizer = _load_tokenizer(plan) if mesh.reads_data else None
+    tokenizer = load_tokenizer(plan) if mesh.reads_data else None
     built = build_model(plan, registry, backend, mesh)
     model = built.part
 
@@ -69,7 +70,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     train_samples: Sequence[Any] = ()
     eval_samples: Sequence[Any] = ()
     if tokenizer is not None:
-        stage = _make_stage(plan, registry, built, tokenizer, autocast)
+        stage = make_stage(plan, registry, built.digest, tokenizer, autocast)
         train_samples, eval_samples = _read(stage, plan, mesh)
     counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
     if stage is None:  # in the middle of a pipeline a sample is a number, which nobody looks at
@@ -179,7 +180,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     return 0 if done == schedule.total_steps else INTERRUPTED
 
 
-def _load_tokenizer(plan: RunPlan) -> TextTokenizer:
+def load_tokenizer(plan: RunPlan) -> TextTokenizer:
+    """Of the recipe. Raises UserError when it is larger than the model's vocabulary."""
     assert plan.tokenizer is not None  # plan.check_files has seen to it
     tokenizer = TextTokenizer(plan.tokenizer)
     if tokenizer.vocab_size > plan.model_config.vocab_size:
@@ -190,16 +192,17 @@ def _load_tokenizer(plan: RunPlan) -> TextTokenizer:
     return tokenizer
 
 
-def _make_stage(
-    plan: RunPlan, registry: Registry, built: BuiltModel, tokenizer: TextTokenizer, autocast: Any
+def make_stage(
+    plan: RunPlan, registry: Registry, model_digest: str, tokenizer: TextTokenizer, autocast: Any
 ) -> Stage[Any]:
+    """The stage of the recipe; it has read nothing yet."""
     recipe = plan.recipe
     context = StageContext(
         recipe=recipe,
         tokenizer=tokenizer,
         template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
         data_formats=registry.data_formats,
-        model_digest=built.digest,
+        model_digest=model_digest,
         autocast=autocast,
         length_multiple=_length_multiple(plan),
         report=report,
@@ -211,6 +214,8 @@ def _make_stage(
 def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:
     """Samples for training and for evaluation."""
     train_samples, eval_samples = stage.read_all(plan.train_file, plan.eval_file)
+    check_learnable(stage, train_samples, f"data.train: {plan.train_file}")
+    check_learnable(stage, eval_samples, f"data.eval: {plan.eval_file or plan.train_file}")
     if 0 < len(eval_samples) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(eval_samples)} usable samples; every data rank needs one")
