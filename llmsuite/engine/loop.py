@@ -15,7 +15,7 @@ from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.engine.schedule import Kind
-from llmsuite.engine.step import Objective, evaluate, train_step
+from llmsuite.engine.step import Look, Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
 from llmsuite.observe.metrics import Window
 
@@ -67,10 +67,12 @@ def fit(
     autocast: Callable[[], AbstractContextManager[Any]],
     hooks: Hooks,
     scale: LossScale | None = None,
+    looks: Sequence[Look] = (),
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
-    In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples.
+    In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples. What
+    is looked at in front of each global batch are the `looks`.
 
     Returns:
         The number of the last step done; below `total_steps` when a signal ended the run early.
@@ -91,7 +93,9 @@ def fit(
             picked = micro_batches(order, position, schedule.accumulate_steps, size, rank, num_ranks)
             samples = [[train_samples[i] for i in batch] for batch in picked]
             votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
-            metrics = train_step(step, samples, objective, model, optimizer, schedule.pipeline, autocast, votes, scale)
+            metrics = train_step(
+                step, samples, objective, model, optimizer, schedule.pipeline, autocast, votes, scale, looks
+            )
             position += schedule.global_batch_size
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
             wanted = metrics.pop("save") > 0
@@ -113,7 +117,7 @@ def fit(
             if stopping:
                 break
             if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
-                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own)
+                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own, looks)
                 hooks.evaluated(step, position, metrics)
             window.leave_out(time.perf_counter() - started)
         hooks.finish()

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 import paddle.distributed as dist
@@ -34,6 +34,7 @@ from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
 
 Tensor = Any
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +131,21 @@ class PipelineStage:
         """
         if not self.is_last:
             return paddle.zeros([*hidden.shape[:-1], self.model.config.vocab_size])
-        logits = self.model.logits(hidden)
-        if not logits.is_dist():
-            return logits
+        return self._whole(self.model.logits(hidden))
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """As a plain tensor that every rank of the tensor parallel group has alike."""
+        if not tensor.is_dist():
+            return tensor
         whole = [dist.Replicate()]
-        return dtensor_to_local(dist.reshard(logits, self._mesh.tensor, whole), self._mesh.tensor, whole)
+        return dtensor_to_local(dist.reshard(tensor, self._mesh.tensor, whole), self._mesh.tensor, whole)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] to what a score head gives, [N] in float32, whole on every rank; zeros where the last
+        layers are not."""
+        if not self.is_last:
+            return paddle.zeros([hidden.shape[0]])
+        return self._whole(self.model.scores(hidden))
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Ids [B, L] to logits [B, L, V]."""
@@ -146,24 +157,25 @@ class PipelineStage:
         """Whether the passes of a chunk begin with ids or end in a loss."""
         return (self.is_first or self.is_last) and chunk == self._at_data
 
-    def forward(self, action: Action, loss: Callable[[], LossTerms] | None) -> LossTerms | None:
+    def forward(self, action: Action, loss: Callable[[], T] | None) -> T | None:
         """A forward pass of the schedule; in training, `backward` follows.
 
         Args:
             action: which one.
-            loss: calls `hidden_states` once; None where the chunk meets no data.
+            loss: calls `hidden_states` once; None where the chunk meets no data. In training it gives `LossTerms`.
 
         Returns:
             What `loss` gives. It is the loss on the last stage only.
         """
         self._in_schedule, self._passed = True, None
         if loss is not None:
-            terms = loss()
+            terms: T | None = loss()
             assert self._passed is not None, "the stage's loss did not ask for hidden states"
         else:
             terms, given = None, self._receive()
             self._passed = given, self._run(action.chunk, given)
         if paddle.is_grad_enabled():
+            assert terms is None or isinstance(terms, LossTerms)
             total = terms.total if terms is not None and self.is_last else None
             self._waiting[action.chunk, action.micro_batch] = Pass(*self._passed, total)
         self._in_schedule, self._passed = False, None

@@ -47,7 +47,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
     return [
         StageSpec(
             name="dpo",
-            help="direct preference optimisation: sigmoid, ipo, hinge",
+            help="direct preference optimisation: sigmoid, ipo, hinge, kto_pair, simpo, orpo",
             config_cls=DpoSection,
             factory=_dpo,
             smoke=preference,

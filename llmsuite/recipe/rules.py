@@ -206,6 +206,13 @@ def _no_evaluation(asked: Asked) -> Broken:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
+def _no_adapter(asked: Asked) -> Broken:
+    stage = asked.recipe.stage
+    reference = getattr(getattr(asked.recipe, stage, None), "reference", None)
+    if reference == "adapter_off" and getattr(asked.recipe, "lora", None) is None:
+        yield f"{stage}.reference", "is adapter_off, which takes an adapter; add a section lora, or set it to cache"
+
+
 PARALLEL_RULES = (
     Rule(
         "`sequence_parallel` with tensor parallel degree 1",
@@ -322,6 +329,12 @@ RULES = (
         "there is no value to compare",
         ("--data.eval=null", "--checkpoint.best_metric=eval/loss"),
         _no_evaluation,
+    ),
+    Rule(
+        "a reference by `adapter_off` without an adapter",
+        "the reference would be what is trained",
+        ("--dpo.reference=adapter_off",),
+        _no_adapter,
     ),
 )
 """Between sections, the model's shape and the device."""
