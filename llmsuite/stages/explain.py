@@ -121,9 +121,7 @@ def _asked(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -
     return list(tokenizer.encode(text))
 
 
-def _roles(
-    template: ChatTemplate, tokenizer: Any, conversation: Conversation, sequence: TaughtSequence
-) -> list[str]:
+def _roles(template: ChatTemplate, tokenizer: Any, conversation: Conversation, sequence: TaughtSequence) -> list[str]:
     """Of each token: the turn in which it lies when the conversation is rendered up to each of its turns."""
     ids = sequence.ids.tolist()
     roles: list[str] = []

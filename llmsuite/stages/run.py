@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.checkpoint import train_state
-from llmsuite.checkpoint.files import lock_directory, read_json_file
+from llmsuite.checkpoint.files import lock_directory, read_json_file, write_text_atomic
+from llmsuite.checkpoint.model_dir import copy_tokenizer
 from llmsuite.checkpoint.train_state import TrainState
-from llmsuite.data.chat_template import load_template
+from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine import collective
@@ -88,7 +89,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         outputs[0].saved(step, path)
 
     saver = Saver(
-        plan.output_dir, recipe.checkpoint, plan.family, plan.model_config, plan.tokenizer, whole_model, saved
+        plan.output_dir, recipe.checkpoint, plan.family, plan.model_config, _saved_tokenizer(plan), whole_model, saved
     )
     loggers = _loggers(plan, registry)
     if stage is not None and (unread := plan.loaded.unread()):
@@ -191,6 +192,19 @@ def load_tokenizer(plan: RunPlan) -> TextTokenizer:
             f"{plan.model_config.vocab_size} of the model"
         )
     return tokenizer
+
+
+def _saved_tokenizer(plan: RunPlan) -> Path | None:
+    """The tokenizer that checkpoints get: with the chat template that is trained with, or generation would be asked
+    with another one."""
+    choice = plan.recipe.data.chat_template
+    if plan.tokenizer is None or choice not in BUILTIN or collective.rank() != 0:
+        return plan.tokenizer
+    directory = plan.output_dir / "tokenizer"
+    directory.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(plan.tokenizer, directory)
+    write_text_atomic(directory / "chat_template.jinja", BUILTIN[choice])
+    return directory
 
 
 def make_stage(
