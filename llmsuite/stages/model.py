@@ -81,7 +81,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
 
     def cut(name: str, parameter: Any) -> None:
         is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
-        shards.append(ParameterShard(name, parameter, mesh, cuts.dim(name), stage, is_tied))
+        place = mesh.of_experts if cuts.is_expert(name) else mesh
+        shards.append(ParameterShard(name, parameter, place, cuts.dim(name), stage, is_tied))
 
     for chunk in chunks:
         num_before = len(shards)
