@@ -165,7 +165,8 @@ def compare(runner: Runner, one: str, many: str) -> Comparison:
     assert last.keys() == found.keys()
     for name, value in last.items():
         rounding, change = STEPS * _ROUNDING * _norm(value), _norm(value - first[name])
-        difference = (_norm(found[name] - value) - rounding) / change
+        difference = _norm(found[name] - value) - rounding
+        difference = difference / change if change else _norm(found[name] - value)  # as it was: exactly
         result.change = max(result.change, result.check(name, difference, LIMIT))
     slots, found = runner.weights(one, STEPS, "optimizer"), runner.weights(many, STEPS, "optimizer")
     assert slots.keys() == found.keys()
@@ -181,7 +182,7 @@ def _gradients(runner: Runner, name: str) -> list[dict[str, np.ndarray]]:
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
-    return _norm(found - expected) / _norm(expected)
+    return _norm(found - expected) / (_norm(expected) or 1.0)
 
 
 def _norm(values: np.ndarray) -> float:
