@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+
 from llmsuite.checkpoint.files import sha256_of
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.read import read_rows
@@ -87,6 +89,11 @@ class Stage(abc.ABC, Generic[S]):
     @abc.abstractmethod
     def collate(self, samples: Sequence[S]) -> Batch:
         """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised"."""
+
+    def row_lengths(self, samples: Sequence[S]) -> np.ndarray | None:
+        """[samples, rows of each], int64: how many tokens the rows of each sample have in a batch, without padding.
+        None where all are alike, or when a stage does not tell; then samples are not dealt out by length."""
+        return None
 
     @abc.abstractmethod
     def loss(self, model: Any, batch: Batch) -> LossTerms:

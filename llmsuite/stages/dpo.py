@@ -94,6 +94,11 @@ class DpoStage(Stage[Pair]):
             return [*answer, eos]
         return answer[: len(answer) - answer[::-1].index(eos)]
 
+    def row_lengths(self, samples: Sequence[Pair]) -> np.ndarray:
+        """[pairs, 2]."""
+        rows = [[len(p.prompt) + len(answer) - 1 for answer in (p.chosen, p.rejected)] for p in samples]
+        return np.array(rows, dtype="int64")
+
     def collate(self, samples: Sequence[Pair]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
         prompts = [pair.prompt for pair in samples] * 2
