@@ -219,8 +219,9 @@ def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], 
     if 0 < len(eval_samples) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(eval_samples)} usable samples; every data rank needs one")
-    if plan.recipe.data.group_by_length and (lengths := stage.row_lengths(eval_samples)) is not None:
-        eval_samples = [eval_samples[i] for i in np.argsort(-lengths.max(1, initial=0), kind="stable")]
+    lengths = stage.row_lengths(eval_samples) if plan.recipe.data.group_by_length and eval_samples else None
+    if lengths is not None:
+        eval_samples = [eval_samples[i] for i in np.argsort(-lengths.max(1), kind="stable")]
     return train_samples, eval_samples
 
 
