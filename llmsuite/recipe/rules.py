@@ -176,6 +176,13 @@ def _nothing_to_shard(asked: Asked) -> Broken:
 
 def _uneven_batch(asked: Asked) -> Broken:
     train, ranks = asked.recipe.train, asked.degrees.num_data_ranks
+    if train.micro_batch_tokens is not None:
+        if train.global_batch_size % ranks:
+            yield (
+                "train.global_batch_size",
+                f"is {train.global_batch_size}; it has to be a multiple of {ranks} data ranks",
+            )
+        return
     per_pass = train.micro_batch_size * ranks
     if train.global_batch_size % per_pass and asked.num_devices % asked.fixed == 0:
         yield (
