@@ -13,6 +13,7 @@ Only local parts travel: a rank talks to the ranks with its own coordinate on ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -32,6 +33,7 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.parallelize import local_value
 from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
+from llmsuite.models.lora import adapters
 
 Tensor = Any
 
@@ -63,7 +65,7 @@ class PipelineStage:
         self._hidden_size = hidden_size
         self.is_first, self.is_last = mesh.coordinate["pp"] == 0, mesh.coordinate["pp"] == mesh.degrees.pp - 1
         self._at_data = 0 if self.is_first else len(self.chunks) - 1
-        self._in_schedule = False
+        self._in_schedule = self._is_aside = False
         self._passed: tuple[Tensor | None, Tensor] | None = None
         self._waiting: dict[tuple[int, int], Pass] = {}
 
@@ -88,6 +90,28 @@ class PipelineStage:
 
     # what a training stage calls
 
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """While active, passes are those of the model without its adapters; they build no graph, and nothing is copied.
+
+        A loss may make such passes before the one that it is made of. The ranks of a pipeline that no loss is asked
+        for learn of them by what comes with the activations.
+        """
+        switched = [adapter for chunk in self.chunks for adapter in adapters(chunk)]
+        was_training, self._is_aside = self.model.training, True
+        self.eval()  # so that nothing that was made for training, such as a compiled layer, is run
+        for adapter in switched:
+            adapter.is_on = False
+        try:
+            with paddle.no_grad():
+                yield
+        finally:
+            self._is_aside = False
+            for adapter in switched:
+                adapter.is_on = True
+            if was_training:
+                self.train()
+
     def hidden_states(self, input_ids: Tensor) -> tuple[Tensor, list[Any]]:
         """Hidden states [B, L, D] on the last stage; elsewhere zeros, once the activations are sent on.
 
@@ -103,18 +127,19 @@ class PipelineStage:
         # outside of a schedule the passes of the other chunks are made here too
         before, after = range(self._at_data), range(self._at_data + 1, len(self.chunks))
         for chunk in () if self._in_schedule else before:
-            self._run(chunk, self._receive())
+            self._run(chunk, self._receive(chunk))
         assert not (self._in_schedule and self._passed), "a stage's loss may ask for hidden states once"
-        given = None if self.is_first else self._receive()
+        given = None if self.is_first else self._receive(self._at_data)
         if given is not None and (sent := list(given.shape[:2])) != (read := list(input_ids.shape)):
             raise UserError(
                 f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
                 f"{read}; do their machines have the same data files?"
             )
         result = self._run(self._at_data, self.model.embed(input_ids) if given is None else given)
-        self._passed = given, result
+        if not self._is_aside:
+            self._passed = given, result
         for chunk in () if self._in_schedule else after:
-            self._run(chunk, self._receive())
+            self._run(chunk, self._receive(chunk))
         if self.is_last:
             return self.model.finish(result), []
         return paddle.zeros([*input_ids.shape, self._hidden_size]), []
@@ -161,7 +186,7 @@ class PipelineStage:
             terms = loss()
             assert self._passed is not None, "the stage's loss did not ask for hidden states"
         else:
-            terms, given = None, self._receive()
+            terms, given = None, self._receive(action.chunk)
             self._passed = given, self._run(action.chunk, given)
         if paddle.is_grad_enabled():
             total = terms.total if terms is not None and self.is_last else None
@@ -178,7 +203,8 @@ class PipelineStage:
             assert self._edges is not None
             y = waiting.result
             gradient = self._edges.receive(local_value(y).shape, y.dtype, forward=False)
-            paddle.autograd.backward([y], [self._spread(gradient)])
+            if not y.stop_gradient:  # as in front of the first adapter
+                paddle.autograd.backward([y], [self._spread(gradient)])
         if waiting.given is not None:
             gradient = waiting.given.grad
             if gradient.is_dist() and gradient.placements != self._placements:
@@ -191,9 +217,11 @@ class PipelineStage:
         """In the middle of a pipeline, outside of a schedule: pass on what comes, until the first rank lets go."""
         self.eval()
         while (given := self._receive_or_end()) is not None:
-            self._run(0, given)
-            for chunk in range(1, len(self.chunks)):
-                self._run(chunk, self._receive())
+            x, is_aside = given
+            with self.adapters_off() if is_aside else contextlib.nullcontext():
+                self._run(0, x)
+                for chunk in range(1, len(self.chunks)):
+                    self._run(chunk, self._receive(chunk))
         self.release()
         self.train()
 
@@ -208,24 +236,35 @@ class PipelineStage:
         if not (self.is_last and chunk == len(self.chunks) - 1):
             assert self._edges is not None
             local = local_value(y).detach()
-            self._edges.send(paddle.to_tensor(local.shape, dtype="int64"), forward=True)
+            self._edges.send(paddle.to_tensor([*local.shape, int(self._is_aside)], dtype="int64"), forward=True)
             self._edges.send(local, forward=True)
         return y
 
-    def _receive(self) -> Tensor:
-        x = self._receive_or_end()
-        assert x is not None, "the first rank has let go in the middle of a schedule"
-        return x
+    def _receive(self, chunk: int) -> Tensor:
+        """Activations for a pass of a chunk. Passes without adapters that come in between are made and sent on."""
+        while True:
+            given = self._receive_or_end()
+            assert given is not None, "the first rank has let go in the middle of a schedule"
+            x, is_aside = given
+            if is_aside == self._is_aside:
+                return x
+            assert is_aside, "a pass with adapters came in the place of one without"
+            with self.adapters_off():
+                self._run(chunk, x)
 
-    def _receive_or_end(self) -> Tensor | None:
-        """Activations of the part before, whose shape comes first: it changes from micro-batch to micro-batch."""
+    def _receive_or_end(self) -> tuple[Tensor, bool] | None:
+        """Activations of the part before, and whether they come without adapters.
+
+        Their shape comes first: it changes from micro-batch to micro-batch.
+        """
         assert self._edges is not None
-        shape = self._edges.receive([len(_END)], "int64", forward=True).tolist()
-        if shape == _END:
+        head = self._edges.receive([len(_END)], "int64", forward=True).tolist()
+        if head == _END:
             return None
+        *shape, is_aside = head
         x = self._spread(self._edges.receive(shape, next(iter(self.model.parameters())).dtype, forward=True))
-        x.stop_gradient = not paddle.is_grad_enabled()
-        return x
+        x.stop_gradient = bool(is_aside) or not paddle.is_grad_enabled()
+        return x, bool(is_aside)
 
     def _spread(self, local: Tensor) -> Tensor:
         if self._mesh.tensor is None:
@@ -233,8 +272,8 @@ class PipelineStage:
         return dtensor_from_local(local, self._mesh.tensor, self._placements).detach()
 
 
-_END = [0, 0, 0]
-"""In place of the shape of activations: none will follow."""
+_END = [0, 0, 0, 0]
+"""In place of the shape of activations, and whether they come without adapters: none will follow."""
 
 
 class Edges:

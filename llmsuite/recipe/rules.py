@@ -27,7 +27,7 @@ class Rule:
     combination: str
     reason: str
     example: tuple[str, ...]
-    """Overrides that make recipes/llama/dpo.json break the rule; none when it takes a family of a plugin."""
+    """Overrides that make recipes/llama/dpo.json break the rule; none when no override does."""
     check: Callable[[Any], Broken]
 
 
@@ -42,6 +42,8 @@ class Asked:
     cuts: ShardPlan
     precisions: Sequence[str] | None
     """Those of the device; None when there is no such device."""
+    needs_adapters: bool
+    """Whether the stage is for adapters only."""
 
     @property
     def num_devices(self) -> int:
@@ -206,6 +208,11 @@ def _no_evaluation(asked: Asked) -> Broken:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
+def _no_adapters(asked: Asked) -> Broken:
+    if asked.needs_adapters and asked.recipe.lora.rank is None:
+        yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
+
+
 PARALLEL_RULES = (
     Rule(
         "`sequence_parallel` with tensor parallel degree 1",
@@ -322,6 +329,12 @@ RULES = (
         "there is no value to compare",
         ("--data.eval=null", "--checkpoint.best_metric=eval/loss"),
         _no_evaluation,
+    ),
+    Rule(
+        "stage `lora` without `lora.rank`",
+        "nothing would be trained",
+        (),
+        _no_adapters,
     ),
 )
 """Between sections, the model's shape and the device."""

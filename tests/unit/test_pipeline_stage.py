@@ -48,7 +48,7 @@ def test_a_length_that_cannot_be_cut_is_refused() -> None:
 
 
 def test_ranks_that_read_other_data_are_noticed() -> None:
-    edges: Any = Neighbours([2, 4, 1], [[[1.0]] * 4] * 2)
+    edges: Any = Neighbours([2, 4, 1, 0], [[[1.0]] * 4] * 2)
     stage = PipelineStage([Doubling()], Mesh(Degrees(2, 1, 1, 1), 1), 1, [], edges)
     with pytest.raises(
         UserError, match=r"sends a micro-batch of \[2, 4\] tokens, the last one has read one of \[2, 5\]"
@@ -57,11 +57,11 @@ def test_ranks_that_read_other_data_are_noticed() -> None:
 
 
 def test_the_middle_passes_on_until_the_first_rank_lets_go() -> None:
-    messages = ([1, 1, 2], [[[1.0, 3.0]]], [1, 2, 1], [[[5.0], [7.0]]], [0, 0, 0])
+    messages = ([1, 1, 2, 0], [[[1.0, 3.0]]], [1, 2, 1, 0], [[[5.0], [7.0]]], [0, 0, 0, 0])
     edges: Any = Neighbours(*messages)
     stage = PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 1), 2, [], edges)
     stage.relay()
-    assert edges.sent == [[1, 1, 2], [[[2.0, 6.0]]], [1, 2, 1], [[[10.0], [14.0]]], [0, 0, 0]]
+    assert edges.sent == [[1, 1, 2, 0], [[[2.0, 6.0]]], [1, 2, 1, 0], [[[10.0], [14.0]]], [0, 0, 0, 0]]
     # the one before the last does not tell the last one, which knows
     edges = Neighbours(*messages)
     PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 2), 2, [], edges).relay()
