@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.adapter import CONFIGS, REFUSED
 from llmsuite.checkpoint.files import read_json_file, write_json
 from llmsuite.checkpoint.layout import Layout
 from llmsuite.checkpoint.model_dir import copy_tokenizer
@@ -28,7 +29,7 @@ from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 from llmsuite.plugins.hookspecs import ModelFamily
 
 BASE = "base.json"
-CONFIGS: Mapping[Layout, str] = {"hf": "adapter_config.json", "paddlenlp": "lora_config.json"}
+_CONFIGS: Mapping[Layout, str] = dict(zip(("hf", "paddlenlp"), CONFIGS))
 _STEMS: Mapping[Layout, str] = {"hf": "adapter_model", "paddlenlp": "peft_model"}
 
 
@@ -141,7 +142,7 @@ def write_adapters(
         written = write_file(directory / f"{_STEMS[layout]}{SUFFIX}", stored_specs, read_stored, metadata)
     else:
         written = write_tensors(directory, _STEMS[layout], stored_specs, read_stored, metadata)
-    write_json(directory / CONFIGS[layout], _config(adapters, pairs, family, config, layout))
+    write_json(directory / _CONFIGS[layout], _config(adapters, pairs, family, config, layout))
     write_json(directory / BASE, {"path": adapters.base.path, "sha256": adapters.base.digest})
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
@@ -255,6 +256,32 @@ class SavedAdapters:
         return stored, [slice(start + low, start + high) for start, (low, high) in zip(first, bounds)]
 
 
+def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Adapters, SavedAdapters]:
+    """Adapters of a model, in either layout, and what they say of themselves.
+
+    Raises:
+        UserError: they are of a kind that `write_adapters` does not write, or of another model.
+    """
+    layout: Layout = "hf" if (directory / _CONFIGS["hf"]).is_file() else "paddlenlp"
+    data = read_json_file(directory / _CONFIGS[layout])
+    if on := [key for key in (*REFUSED, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
+        raise UserError(f"{directory / _CONFIGS[layout]}: {', '.join(on)}: not to be had in another layout; merge it")
+    stored = set(TensorFiles(directory, _STEMS[layout]).names)
+    modules = [name.removesuffix(".weight") for name in family.names().parameter_names(config)]
+    base, stabilised = read_base(directory), "use_rslora" if layout == "hf" else "rslora"
+    whole = Adapters(
+        modules=modules,
+        rank=data["r"],
+        alpha=data["lora_alpha"],
+        is_stabilised=bool(data.get(stabilised)),
+        base=base or Base(data.get("base_model_name_or_path"), ""),
+    )
+    pairs = _pairs(whole, family, config, layout)
+    here = [module for module, pair in pairs.items() if _stored_name(pair.module, FIRST_FACTOR, layout) in stored]
+    adapters = dataclasses.replace(whole, modules=here)
+    return adapters, SavedAdapters(directory, adapters, family, config, layout)
+
+
 def read_base(directory: Path) -> Base | None:
     """The model that adapters in a directory belong to; None when they do not say."""
     if not (directory / BASE).is_file():
@@ -264,6 +291,21 @@ def read_base(directory: Path) -> Base | None:
         return Base(data["path"], data["sha256"])
     except (TypeError, KeyError) as error:
         raise UserError(f"{directory / BASE}: has not path and sha256") from error
+
+
+def base_path(directory: Path) -> Path:
+    """Where the model lies that adapters in a directory were trained on. Raises UserError when it lies nowhere."""
+    base = read_base(directory)
+    if base is None:
+        raise UserError(f"{directory}: is a LoRA adapter and does not say of which model; name it with --base DIR")
+    if base.path is None:
+        raise UserError(
+            f"{directory}: its adapters were trained on a model that was drawn from a seed and lies nowhere; adapters "
+            "of a run with model.weights can be used"
+        )
+    if not (Path(base.path) / "config.json").is_file():
+        raise UserError(f"{directory}: the model of its adapters, {base.path}, is not there; name it with --base DIR")
+    return Path(base.path)
 
 
 def check_base(directory: Path, base: Base) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.adapter import CONFIGS
 from llmsuite.checkpoint.adapter_dir import Adapters, write_adapters
 from llmsuite.checkpoint.files import broken_file, committed_directory, read_json_file, write_json, write_text_atomic
 from llmsuite.checkpoint.model_dir import write_model
@@ -218,6 +219,12 @@ def find_model(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
     return path
+
+
+def find_adapter(path: Path) -> Path | None:
+    """The directory of LoRA adapters: the one given, or of a run its newest whole checkpoint; None for a model."""
+    found = find_model(path) if is_run(path) else path
+    return found if any((found / name).is_file() for name in CONFIGS) else None
 
 
 def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:

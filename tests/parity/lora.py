@@ -48,7 +48,9 @@ def case(
         mutation: an error that is put in.
         resume: see `Case`.
     """
-    micro = () if any(word.startswith("--train.micro_batch_size") for word in words) else ("--train.micro_batch_size=1",)
+    micro = (
+        () if any(word.startswith("--train.micro_batch_size") for word in words) else ("--train.micro_batch_size=1",)
+    )
     one = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}", "--engine.recompute=none")
     many = ("--checkpoint.save_steps=null",)
     every = [*COMMON, *OPTIMIZERS[optimizer], *_SHAPES[family], "--model.config.num_hidden_layers=4", *LORA, *run]
