@@ -14,6 +14,7 @@ Only local parts travel: a rank talks to the ranks with its own coordinate on ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -33,6 +34,7 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.parallelize import local_value
 from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
+from llmsuite.models.lora import adapters
 
 Tensor = Any
 T = TypeVar("T")
@@ -89,6 +91,18 @@ class PipelineStage:
             chunk.eval()
 
     # what a training stage calls
+
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """While active, on every rank, passes are those of the model without its adapters; nothing is copied."""
+        switched = [adapter for chunk in self.chunks for adapter in adapters(chunk)]
+        for adapter in switched:
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in switched:
+                adapter.is_on = True
 
     def hidden_states(self, input_ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Hidden states [B, L, D] on the last stage; elsewhere zeros, once the activations are sent on.
@@ -198,7 +212,8 @@ class PipelineStage:
             assert self._edges is not None
             y = waiting.result
             gradient = self._edges.receive(local_value(y).shape, y.dtype, forward=False)
-            paddle.autograd.backward([y], [self._spread(gradient)])
+            if not y.stop_gradient:  # as in front of the first adapter
+                paddle.autograd.backward([y], [self._spread(gradient)])
         if waiting.given is not None:
             gradient = waiting.given.grad
             if gradient.is_dist() and gradient.placements != self._placements:

@@ -227,8 +227,7 @@ def look_ahead(
                 ledger.book(objective.look_ahead(look, model, reader.at(number)))
             continue
         model.eval()
-        adapted: Any = model
-        with adapted.adapters_off() if look == "adapters_off" else contextlib.nullcontext():
+        with model.adapters_off() if look == "adapters_off" else contextlib.nullcontext():
             for action in _order(schedule, model, len(reader)):
                 if not action.forward:
                     continue

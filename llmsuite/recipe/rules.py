@@ -27,7 +27,7 @@ class Rule:
     combination: str
     reason: str
     example: tuple[str, ...]
-    """Overrides that make recipes/llama/dpo.json break the rule; none when it takes a family of a plugin."""
+    """Overrides that make recipes/llama/dpo.json break the rule; none when no override does."""
     check: Callable[[Any], Broken]
 
 
@@ -42,6 +42,8 @@ class Asked:
     cuts: ShardPlan
     precisions: Sequence[str] | None
     """Those of the device; None when there is no such device."""
+    needs_adapters: bool
+    """Whether the stage is for adapters only."""
 
     @property
     def num_devices(self) -> int:
@@ -213,11 +215,16 @@ def _no_evaluation(asked: Asked) -> Broken:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
-def _no_adapter(asked: Asked) -> Broken:
+def _nothing_to_switch_off(asked: Asked) -> Broken:
     stage = asked.recipe.stage
     reference = getattr(getattr(asked.recipe, stage, None), "reference", None)
-    if reference == "adapter_off" and getattr(asked.recipe, "lora", None) is None:
-        yield f"{stage}.reference", "is adapter_off, which takes an adapter; add a section lora, or set it to cache"
+    if reference == "adapter_off" and asked.recipe.lora.rank is None:
+        yield f"{stage}.reference", "is adapter_off, which takes an adapter; set lora.rank, or set it to cache"
+
+
+def _nothing_to_train(asked: Asked) -> Broken:
+    if asked.needs_adapters and asked.recipe.lora.rank is None:
+        yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
 
 
 PARALLEL_RULES = (
@@ -341,7 +348,13 @@ RULES = (
         "a reference by `adapter_off` without an adapter",
         "the reference would be what is trained",
         ("--dpo.reference=adapter_off",),
-        _no_adapter,
+        _nothing_to_switch_off,
+    ),
+    Rule(
+        "stage `lora` without `lora.rank`",
+        "nothing would be trained",
+        (),
+        _nothing_to_train,
     ),
 )
 """Between sections, the model's shape and the device."""
