@@ -7,6 +7,9 @@ import fnmatch
 from collections.abc import Callable, Iterator
 from typing import Any
 
+FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
+"""What the factors of an adapter are called, beside the `weight` of their module."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
@@ -36,7 +39,14 @@ class ShardPlan:
     """Key of the shape that says how many there are."""
 
     def dim(self, parameter: str) -> int | None:
-        """The dim of a parameter that is cut over tp; None when it is not."""
+        """The dim of a parameter that is cut over tp; None when it is not.
+
+        Of an adapter x A B, a matrix that is cut by its inputs cuts A, one that is cut by its outputs cuts B.
+        """
+        module, _, kind = parameter.rpartition(".")
+        if kind in (FIRST_FACTOR, SECOND_FACTOR):
+            dim = self.dim(f"{module}.weight")
+            return dim if dim == (FIRST_FACTOR, SECOND_FACTOR).index(kind) else None
         return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)
 
     def is_expert(self, parameter: str) -> bool:

