@@ -57,7 +57,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter import CONFIGS, add_adapter
     from llmsuite.checkpoint.rewrite import DTYPES, Form, Rewrite
     from llmsuite.checkpoint.sources import open_source
-    from llmsuite.checkpoint.tensors import MAX_FILE_BYTES
+    from llmsuite.checkpoint.write import MAX_FILE_BYTES
     from llmsuite.inference.load import parameter_shapes
     from llmsuite.observe.progress import track_bytes
 
