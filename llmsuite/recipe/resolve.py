@@ -6,6 +6,7 @@ Nothing after this page asks whether the recipe makes sense.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,6 +69,8 @@ class RunPlan:
     train_file: Path
     eval_file: Path | None
     output_dir: Path
+    smoke_of: Degrees | None = None
+    """With `--smoke`, the degrees the recipe asks for."""
 
     @property
     def recipe(self) -> Recipe:
@@ -226,9 +229,10 @@ def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smo
     """
     # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
     loaded = load(path, overrides, registry, layers=[("--smoke", _SMOKE_LENGTH)] if smoke else ())
-    if smoke:
-        loaded = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
-    return resolve(loaded, registry)
+    if not smoke:
+        return resolve(loaded, registry)
+    small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
+    return dataclasses.replace(resolve(small, registry), smoke_of=_degrees(loaded.recipe))
 
 
 _SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
@@ -238,20 +242,17 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     """What `--smoke` changes: tiny shape, embedded data, CPU processes, a few steps.
 
     Stage, loss, schedule of the learning rate and strategy stay as the recipe has them; degrees are cut down to what
-    makes 8 processes, data ranks first.
+    makes 8 processes (`_smoke_degrees`).
     """
     recipe = loaded.recipe
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
-    world = recipe.launch.num_devices * recipe.launch.nnodes
-    parallel = recipe.parallel
-    tp = min(parallel.tensor_parallel_degree, _SMOKE_RANKS)
-    pp = min(parallel.pipeline_parallel_degree, _SMOKE_RANKS // tp)
-    fixed = parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree
-    data = min(max(1, world // fixed), _SMOKE_RANKS // (tp * pp))
+    small = _smoke_degrees(_degrees(recipe))
+    tp, pp, data = small.tp, small.pp, small.num_data_ranks
     sharded = recipe.parallel.sharding != "none" and data > 1
-    degree = recipe.parallel.sharding_parallel_degree
+    degree = small.sharding if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1 else 1
     micro = min(recipe.train.micro_batch_size, 4)
     return {
+        "source": REMOVE,
         "model.weights": REMOVE,
         "model.preset": REMOVE,
         "model.config": _smoke_shape(family, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
@@ -265,7 +266,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             **_smoke_pipeline(recipe, pp),
             "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
             "sharding": recipe.parallel.sharding if sharded else "none",
-            "sharding_parallel_degree": degree if sharded and data % degree == 0 else 1,
+            "sharding_parallel_degree": degree if sharded else 1,
         },
         "engine.precision": "fp32",
         **_SMOKE_LENGTH,
@@ -286,6 +287,20 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 
 
 _SMOKE_RANKS = 8
+
+
+def _smoke_degrees(asked: Degrees) -> Degrees:
+    """At most 8 ranks: the largest degree is halved until they are, and what is cut stays cut, by 2 at least.
+
+    Of equal ones dp goes first, then sharding, pp, tp; with all four at 2, dp is given up. The tiny shapes and their
+    batch can be cut by powers of two only, but for the pipeline.
+    """
+    degrees = {axis: 1 << getattr(asked, axis).bit_length() - 1 for axis in ("dp", "sharding")}
+    degrees |= {"pp": asked.pp, "tp": 1 << asked.tp.bit_length() - 1}
+    while math.prod(degrees.values()) > _SMOKE_RANKS:
+        axis = max(degrees, key=lambda name: degrees[name])
+        degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
+    return Degrees(**degrees)
 
 
 def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
