@@ -191,7 +191,7 @@ def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> 
         return None, [
             ("model.weights", missing_model(weights) + ". Or set model.preset to check the recipe without weights")
         ]
-    elif not given:
+    elif not given and model.preset is None:
         return None, [("model", "give weights, a preset or a config; one of them says how large the model is")]
     else:
         config = family.config_cls(**given)
@@ -255,7 +255,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "source": REMOVE,
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": _smoke_shape(family, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
+        "model.config": _smoke_shape(recipe, family, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
@@ -316,9 +316,15 @@ def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
     }
 
 
-def _smoke_shape(family: ModelFamily, tp: int, parts: int) -> dict[str, Any]:
-    """The family's tiny shape, with as many heads and layers as it takes to be cut so."""
+def _smoke_shape(recipe: Recipe, family: ModelFamily, tp: int, parts: int) -> dict[str, Any]:
+    """The family's tiny shape, with as many heads and layers as it takes to be cut so, running the recipe's code."""
     shape = dict(family.smoke)
+    weights = _weights(recipe.model.weights) if recipe.model.weights else None
+    config, _ = _model_config(recipe, family, weights)
+    for key in family.smoke_keeps if config is not None else ():
+        value = getattr(config, key)
+        if value is None or isinstance(value, (str, bool)):  # of a size, only that there is none
+            shape[key] = value
     for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):
         if key in shape:
             shape[key] = max(shape[key], least)
