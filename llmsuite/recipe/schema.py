@@ -244,6 +244,8 @@ class Recipe(Section):
 
     stage: str
     """Name of a registered stage; `llmsuite list stages` shows them."""
+    source: str | None = None
+    """Where the numbers of this recipe are from, in a line; `llmsuite list recipes` shows it."""
     model: ModelSection
     data: DataSection
     parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
