@@ -27,6 +27,7 @@ from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
+from llmsuite.models.head import SCORE, is_tied
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.observe.progress import report
 from llmsuite.plugins.manager import Registry
@@ -60,7 +61,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     count = sum(int(np.prod(shape)) for shape in shapes.values())
     bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
     if pp > 1:
-        costs, tied = layer_costs(shapes, cuts, bounds[-1], _is_tied(plan)), _is_tied(plan)
+        tied = is_tied(plan.model_config)
+        costs = layer_costs(shapes, cuts, bounds[-1], tied)
         bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
         for number, chunk in enumerate(chunks):
             keep_part(chunk, cuts, number * pp + mesh.coordinate["pp"], bounds, tied)
@@ -70,6 +72,10 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         report(f"loading {plan.weights} ({source.description})")
         read = _read_from(source)
         digest.update(source.digest().encode())
+        if SCORE in shapes and SCORE not in source.names:
+            report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
+            read = _with_new_head(read, seed, plan.model_config.initializer_range)
+            digest.update(f"score of seed {seed}".encode())
     else:
         read = _draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
@@ -80,8 +86,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     shards: list[ParameterShard] = []
 
     def cut(name: str, parameter: Any) -> None:
-        is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
-        shards.append(ParameterShard(name, parameter, mesh, cuts.dim(name), stage, is_tied))
+        on_two_stages = is_tied(plan.model_config) and name == f"{cuts.embedding}.weight"
+        shards.append(ParameterShard(name, parameter, mesh, cuts.dim(name), stage, on_two_stages))
 
     for chunk in chunks:
         num_before = len(shards)
@@ -89,7 +95,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:
-            Gatherer(chunk, cuts, shards[num_before:], _is_tied(plan))
+            Gatherer(chunk, cuts, shards[num_before:], is_tied(plan.model_config))
         if engine.recompute == "full":
             recompute_layers(chunk, cuts, engine.recompute_every)
         elif engine.recompute == "selective":
@@ -98,10 +104,6 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
     return BuiltModel(part, shards, shapes, bounds, digest.hexdigest())
-
-
-def _is_tied(plan: RunPlan) -> bool:
-    return bool(getattr(plan.model_config, "tie_word_embeddings", False))
 
 
 class WholeModel:
@@ -164,6 +166,15 @@ def restore(path: Path, plan: RunPlan, registry: Registry, optimizer: Optimizer,
 
 def _read_from(source: ModelDirectory) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:
     return lambda name, shape, index: source.read(name, index)
+
+
+def _with_new_head(
+    read: Callable[[str, Sequence[int], Sequence[slice]], np.ndarray], seed: int, std: float
+) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:
+    def read_or_draw(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        return initial_values(seed, name, shape, std, index) if name == SCORE else read(name, shape, index)
+
+    return read_or_draw
 
 
 def _draw(chunks: Sequence[Any], seed: int, std: float) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:

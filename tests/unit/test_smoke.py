@@ -30,7 +30,7 @@ def test_every_recipe_has_a_smoke_run(
     plan = plan_run(recipe, [], registry, smoke=True)
     plan.check_files()
     assert plan.device.name == "cpu"
-    assert plan.model_config == plan.family.config_cls(**plan.family.smoke)
+    assert plan.model_config == plan.family.config_cls(**plan.family.smoke, head=plan.stage.head)
     assert plan.weights is None
 
 
