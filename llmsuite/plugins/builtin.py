@@ -65,6 +65,15 @@ def llmsuite_register_stages() -> list[StageSpec]:
             smoke=preference,
         ),
         StageSpec(
+            name="lora",
+            help="supervised fine-tuning of low-rank adapters; the section lora goes with the other stages too",
+            config_cls=SftSection,
+            section="sft",
+            adapters=True,
+            factory=_sft,
+            smoke=conversations,
+        ),
+        StageSpec(
             name="sft",
             help="supervised fine-tuning on the assistant's turns of conversations",
             config_cls=SftSection,

@@ -47,7 +47,15 @@ class StageSpec:
     head: Literal["language_model", "score"] = "language_model"
     """What the model gives: logits, or one score (`model.scores`). A score head is drawn from the seed when the weights
     are those of a language model."""
+    section: str = ""
+    """What its section is called, where that is not `name`: that of another stage, whose keys it has."""
+    adapters: bool = False
+    """Whether it is for adapters only: a recipe has to set `lora.rank` then."""
     api: int = API_VERSION
+
+    @property
+    def section_name(self) -> str:
+        return self.section or self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,6 +16,8 @@ STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "rm": ("recipes/llama/rm.json", ("--rm.margin=0.5",)),
     "kto": ("recipes/llama/kto.json", ("--kto.undesirable_weight=1.5",)),
     "orpo": ("recipes/llama/orpo.json", ()),
+    # the reference is the initial model, which the model without its adapter stays
+    "adapter": ("recipes/llama/dpo.json", ("--lora.rank=4", "--dpo.reference=adapter_off")),
     "kto_pair": ("recipes/llama/dpo.json", ("--dpo.loss=kto_pair", "--dpo.sft_weight=0.1")),
 }
 """Recipe and overrides."""
