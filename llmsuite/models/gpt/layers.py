@@ -87,6 +87,14 @@ class GPT(CausalLM):
         assert end <= self.config.max_position_embeddings, f"there are no positions up to {end}"
         return self.model.embed_tokens(input_ids) + self.model.embed_positions(paddle.arange(start, end).unsqueeze(0))
 
+    def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """As `embed`, at the positions [B, L]."""
+        return self.model.embed_tokens(input_ids) + self.model.embed_positions(positions)
+
+    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """The mask."""
+        return (mask,)
+
     def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
         """The mask."""
         return (self.ops.causal_mask(length, start + length, dtype),)
