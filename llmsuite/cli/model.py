@@ -46,7 +46,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
     from llmsuite.engine import collective
     from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
     from llmsuite.inference.generate import Generator
-    from llmsuite.inference.load import load_model, open_any
+    from llmsuite.inference.load import load_model, open_any, tokenizer_directory
     from llmsuite.inference.prompts import stop_tokens
     from llmsuite.recipe.resolve import Degrees
 
@@ -57,7 +57,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
     base = Path(args.base) if args.base else None
     config = Path(args.config) if args.config else None
     source = open_any(Path(args.model), registry.models, base, config, args.allow_pickle)
-    directory = Path(args.tokenizer) if args.tokenizer else source.path
+    directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(Path(args.model), source)
     tokenizer = TextTokenizer(directory)
     model = load_model(source, backend, args.precision, mesh)
     decoder: Decoder = ModelDecoder(model, lambda: backend.autocast(args.precision), mesh)

@@ -56,7 +56,7 @@ class Pass(nn.Layer):
         return [logits, *(tensor for pair in present for tensor in pair)]
 
 
-def export(source: ModelDirectory, target: Path, backend: DeviceBackend, precision: str = "fp32") -> Exported:
+def export(source: ModelDirectory, target: Path, backend: DeviceBackend, tokenizer: Path, precision: str = "fp32") -> Exported:
     """Write the program of a model into a new directory, with its tokenizer and config, all of it or nothing.
 
     Raises:
@@ -87,7 +87,7 @@ def export(source: ModelDirectory, target: Path, backend: DeviceBackend, precisi
             warnings.simplefilter("ignore")
             paddle.jit.save(whole, str(directory / "model"), input_spec=spec)
         write_json(directory / "config.json", source.config.to_hf())
-        copy_tokenizer(source.path, directory)
+        copy_tokenizer(tokenizer, directory)
     return exported
 
 
@@ -119,7 +119,7 @@ def read_manifest(path: Path) -> Exported:
 def _files(source: ModelDirectory) -> list[Path]:
     """Files that decide what is exported."""
     recipe = [path / "recipe.json" for path in source.path.parents[:2]]
-    return [source.path / "config.json", *source.files.paths, *(path for path in recipe if path.is_file())][:]
+    return [source.path / "config.json", *source.files.paths, *(path for path in recipe if path.is_file())]
 
 
 def _leave_as_it_is(model: Any) -> None:

@@ -25,16 +25,30 @@ def open_any(
     Raises:
         UserError: nothing there can be read; says what is missing.
     """
-    from llmsuite.checkpoint.adapter import CONFIGS, add_adapter
+    from llmsuite.checkpoint.adapter import add_adapter
+    from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
     from llmsuite.checkpoint.sources import open_source
+    from llmsuite.checkpoint.train_state import find_adapter
 
-    is_adapter = any((path / name).is_file() for name in CONFIGS)
-    if is_adapter and base is None:
-        raise UserError(f"{path}: is a LoRA adapter; name the model it belongs to with --base DIR")
-    if base is not None and not is_adapter:
-        raise UserError(f"--base: {path} is no LoRA adapter: it has neither {' nor '.join(CONFIGS)}")
-    model = open_source(base if base is not None else path, families, parameter_shapes, config, allow_pickle)
-    return add_adapter(model, path) if is_adapter else model
+    adapter = find_adapter(path)
+    if adapter is None:
+        if base is not None:
+            raise UserError(f"--base: {path} is no LoRA adapter")
+        return open_source(path, families, parameter_shapes, config, allow_pickle)
+    place = base or base_path(adapter)
+    model = open_source(place, families, parameter_shapes, config, allow_pickle)
+    if base is None:
+        check_base(adapter, Base(str(place), model.digest()))
+    return add_adapter(model, adapter)
+
+
+def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
+    """Where the tokenizer of a model lies that `open_any` has found at a path: adapters may bring one."""
+    from llmsuite.checkpoint.train_state import find_adapter
+
+    adapter = find_adapter(path)
+    has_own = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    return adapter if adapter is not None and has_own else source.path
 
 
 def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = "fp32", mesh: Any = None) -> Any:
