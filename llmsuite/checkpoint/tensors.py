@@ -172,6 +172,13 @@ def write_tensors(
     return written
 
 
+def write_file(
+    path: Path, specs: Sequence[TensorSpec], read: Callable[[str], np.ndarray], metadata: Mapping[str, str]
+) -> Written:
+    """Write one file, without an index; `read` is called once each, in the order of `specs`."""
+    return _write_file(path, specs, read, metadata, lambda num_bytes: None)
+
+
 def _write_file(
     path: Path,
     specs: Sequence[TensorSpec],

@@ -44,7 +44,15 @@ class StageSpec:
     """Imports and returns the `Stage` subclass; called where Paddle may be imported."""
     smoke: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Recipe keys that `--smoke` sets for this stage, such as the embedded data it learns from."""
+    section: str = ""
+    """What its section is called, where that is not `name`: that of another stage, whose keys it has."""
+    adapters: bool = False
+    """Whether it is for adapters only: a recipe has to set `lora.rank` then."""
     api: int = API_VERSION
+
+    @property
+    def section_name(self) -> str:
+        return self.section or self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,7 +125,7 @@ class DataFormat:
     """Value of the recipe key `data.format`."""
     help: str
     kind: str
-    """What a row becomes: "preference" for `llmsuite.data.rows.Preference`, "conversation" for `Conversation` there."""
+    """What a row becomes: "conversation", "preference", "unpaired" or "prompt"; see `llmsuite.data.rows`."""
     matches: Callable[[Mapping[str, Any]], bool]
     """Whether a row looks like this format; used for `data.format: auto`."""
     convert: Callable[[Mapping[str, Any]], Any]

