@@ -95,7 +95,13 @@ def _print_stats(plan: RunPlan, stats: FileStats) -> None:
     )
     if stats.padding is not None:
         print(f"  ends       learnt in {stats.num_ends:,} of {stats.num_samples:,} samples")
-        print(f"  padding    {stats.padding:.1%} with train.micro_batch_size {plan.recipe.train.micro_batch_size}")
+        train = plan.recipe.train
+        size = f"_tokens {train.micro_batch_tokens}" if train.micro_batch_tokens else f"_size {train.micro_batch_size}"
+        print(f"  padding    {stats.padding:.1%} with train.micro_batch{size}")
+    if stats.packed is not None:
+        is_packed = data.packing == "best_fit"
+        how = "as it is" if is_packed else "with data.packing best_fit"
+        print(f"  packing    {stats.packed[0]:,} samples that are {stats.packed[1]:.1%} full, {how}")
     quantiles = zip(("least", "median", "90%", "99%", "most"), np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1]))
     print(f"  lengths    mean {lengths.mean():.1f}, " + ", ".join(f"{name} {value:.0f}" for name, value in quantiles))
     for line in histogram(lengths):

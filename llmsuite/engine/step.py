@@ -45,7 +45,7 @@ class NonFiniteLoss(UserError):
 
 def train_step(
     step: int,
-    micro_batches: Sequence[Sequence[Any]],
+    micro_batches: Sequence[Any],
     objective: Objective | None,
     model: PipelineStage,
     optimizer: Optimizer,
@@ -59,7 +59,7 @@ def train_step(
 
     Args:
         step: counted from 1.
-        micro_batches: the samples of each micro-batch of this rank.
+        micro_batches: of this rank; each is what `objective.collate` takes: its samples.
         objective: makes batches and losses; None in the middle of a pipeline, where nobody looks at the samples.
         model: in training mode.
         optimizer: over its parameters.
@@ -227,8 +227,7 @@ def look_ahead(
                 ledger.book(objective.look_ahead(look, model, reader.at(number)))
             continue
         model.eval()
-        adapted: Any = model
-        with adapted.adapters_off() if look == "adapters_off" else contextlib.nullcontext():
+        with model.adapters_off() if look == "adapters_off" else contextlib.nullcontext():
             for action in _order(schedule, model, len(reader)):
                 if not action.forward:
                     continue

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+
 from llmsuite.checkpoint.files import sha256_of
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.read import Faults, read_rows
@@ -131,6 +133,11 @@ class Stage(abc.ABC, Generic[S]):
         states once, as `loss` does, and no graph is kept; under "batch" it does not ask the model.
         """
         raise AssertionError(f"{type(self).__name__} wants to look ahead and does not say at what")
+
+    def row_lengths(self, samples: Sequence[S]) -> np.ndarray | None:
+        """[samples, rows of each], int64: how many tokens the rows of each sample have in a batch, without padding.
+        None where all are alike, or when a stage does not tell; then samples are not dealt out by length."""
+        return None
 
     @abc.abstractmethod
     def loss(self, model: Any, batch: Batch) -> LossTerms:

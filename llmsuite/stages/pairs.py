@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from llmsuite.data.rows import Preference
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, ended
@@ -71,3 +73,7 @@ class PairStage(Stage[Pair]):
             else:
                 pairs.append(pair)
         return pairs
+
+    def row_lengths(self, samples: Sequence[Pair]) -> np.ndarray:
+        """[pairs, 2]."""
+        return np.array([[len(answer) - 1 for answer in pair.answers] for pair in samples], dtype="int64")

@@ -1,6 +1,7 @@
 """What a batch teaches, token by token: read off the arrays that the loss gets, so that it is what is trained.
 
-A stage whose batches have "input_ids", and "targets" for "positions" (or for every input), needs to do nothing for it.
+A stage whose batches have "input_ids", and "targets" for "positions" (or for every input), needs to do nothing for it;
+nor one that reads a score off "positions".
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ def taught_sequences(batch: Batch, document_end: int | None = None) -> list[Taug
 
     Without documents in the batch a row is one, unless `document_end` is the token that parts them.
     """
-    if "input_ids" not in batch or "targets" not in batch:
+    if "input_ids" not in batch or not {"positions", "targets"} & batch.keys():
         return None
-    inputs, targets = np.asarray(batch["input_ids"]), np.asarray(batch["targets"])
+    inputs = np.asarray(batch["input_ids"])
+    if "targets" not in batch:
+        return _scored(inputs, np.asarray(batch["positions"]))
+    targets = np.asarray(batch["targets"])
     num_rows, length = inputs.shape
     positions = batch.get("positions")
     if positions is None:  # every input but the padding on the right
@@ -51,6 +55,17 @@ def taught_sequences(batch: Batch, document_end: int | None = None) -> list[Taug
         at, learnt = positions[mine] - row * length, targets[mine]
         documents = None if "documents" not in batch else np.asarray(batch["documents"])[row]
         rows.append(_sequence(inputs[row], at, learnt, weights[mine], documents, document_end))
+    return rows
+
+
+def _scored(inputs: np.ndarray, positions: np.ndarray) -> list[TaughtSequence]:
+    """Where a score is learnt rather than tokens: it is read off the last one, which counts."""
+    rows = []
+    for row, position in zip(*np.divmod(positions, inputs.shape[1])):
+        ids = inputs[row, : position + 1]
+        weights = np.zeros(len(ids))
+        weights[-1] = 1
+        rows.append(TaughtSequence(ids, weights, np.zeros(len(ids), "int64")))
     return rows
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.data.loader import SampleOrder
+from llmsuite.data.loader import Dealer, SampleOrder
+from llmsuite.data.packing import best_fit
 from llmsuite.errors import UserError
 from llmsuite.stages.base import DropCounts, Stage
 from llmsuite.stages.pretrain import PretrainStage
@@ -34,6 +35,8 @@ class FileStats:
     """Samples in which an end-of-sequence token is learnt."""
     padding: float | None
     """Part of the positions of all micro-batches that is padding; None without samples of rows."""
+    packed: tuple[int, float] | None
+    """Samples when they are packed, and which part of them is filled; None where rows are not packed."""
 
 
 def file_stats(stage: Stage[Any], path: Path) -> FileStats:
@@ -46,7 +49,7 @@ def file_stats(stage: Stage[Any], path: Path) -> FileStats:
     if isinstance(stage, PretrainStage):
         lengths = stage.document_lengths(path)
         learnt = len(samples) * stage.context.recipe.data.max_length
-        return FileStats(path, None, "documents", lengths, len(samples), int(lengths.sum()), learnt, 0, None)
+        return FileStats(path, None, "documents", lengths, len(samples), int(lengths.sum()), learnt, 0, None, None)
     sizes, tokens, learnt, ends = [], [], 0, 0
     for sample in samples:
         rows = taught_sequences(stage.collate([sample]))
@@ -66,21 +69,42 @@ def file_stats(stage: Stage[Any], path: Path) -> FileStats:
         num_tokens=sum(tokens),
         num_learnt=learnt,
         num_ends=ends,
-        padding=_padding(stage, sizes),
+        padding=_padding(stage, samples, sizes),
+        packed=_packing(stage, sizes) if getattr(stage, "row_kind", "") == "conversation" else None,
     )
 
 
-def _padding(stage: Stage[Any], sizes: Sequence[Sequence[int]]) -> float:
-    """Over one pass in the order of the run."""
+def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]]) -> float:
+    """Over one pass, or as much of it as makes whole steps, with the micro-batches that the run makes."""
     recipe, multiple = stage.context.recipe, stage.context.length_multiple
-    order = SampleOrder(len(sizes), recipe.seed)
+    train, order = recipe.train, SampleOrder(len(sizes), recipe.seed)
+    by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
+    lengths = stage.row_lengths(samples) if by_length else None
+    # one data rank: what is padded hardly depends on their number
+    dealer = Dealer(
+        order,
+        train.global_batch_size,
+        train.micro_batch_size,
+        1,
+        lengths,
+        train.micro_batch_tokens if lengths is not None else None,
+        multiple,
+    )
     used = positions = 0
-    for start in range(0, len(sizes), recipe.train.micro_batch_size):
-        stop = min(start + recipe.train.micro_batch_size, len(sizes))
-        rows = [size for at in range(start, stop) for size in sizes[order.at(at)]]
-        used += sum(rows)
-        positions += -(-max(rows) // multiple) * multiple * len(rows)
+    for step in range(max(1, len(sizes) // train.global_batch_size)):
+        for picked in dealer.micro_batches(step * train.global_batch_size, 0):
+            rows = [size for at in picked for size in sizes[at]]
+            used += sum(rows)
+            positions += -(-max(rows) // multiple) * multiple * len(rows)
     return 1 - used / positions
+
+
+def _packing(stage: Stage[Any], sizes: Sequence[Sequence[int]]) -> tuple[int, float]:
+    """How many samples `best_fit` would make, and how full; of those that are packed already, as they are."""
+    capacity = stage.context.recipe.data.max_length
+    inputs = [size for rows in sizes for size in rows]
+    packs = len(inputs) if stage.context.recipe.data.packing == "best_fit" else len(best_fit(inputs, capacity))
+    return packs, sum(inputs) / (packs * capacity)
 
 
 def histogram(lengths: np.ndarray, width: int = 50, num_bins: int = 16) -> list[str]:

@@ -91,6 +91,14 @@ def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParameterShard, "copies", property(fewer))
 
 
+def factors_whole(patch: pytest.MonkeyPatch) -> None:
+    """The second factor of an adapter on a matrix that is cut by its outputs is taken for one that each rank has."""
+    from llmsuite.models.shard_plan import SECOND_FACTOR, ShardPlan
+
+    dim = ShardPlan.dim
+    patch.setattr(ShardPlan, "dim", lambda self, name: None if name.endswith(f".{SECOND_FACTOR}") else dim(self, name))
+
+
 def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:
     from llmsuite.engine.mesh import Mesh
 
