@@ -47,7 +47,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
     return [
         StageSpec(
             name="dpo",
-            help="direct preference optimisation: sigmoid, ipo, hinge",
+            help="direct preference optimisation: sigmoid, ipo, hinge, kto_pair, simpo, orpo",
             config_cls=DpoSection,
             factory=_dpo,
             smoke=preference,
@@ -135,9 +135,9 @@ def llmsuite_register_devices() -> list[DeviceSpec]:
 
 @hookimpl
 def llmsuite_register_data_formats() -> list[DataFormat]:
-    from llmsuite.data import conversations, formats
+    from llmsuite.data import conversations, formats, prompts
 
-    return [*formats.BUILTIN, *conversations.BUILTIN]
+    return [*formats.BUILTIN, *conversations.BUILTIN, *prompts.BUILTIN]
 
 
 def _write_hf(model: Any, directory: Path) -> None:

@@ -122,7 +122,7 @@ class DataFormat:
     """Value of the recipe key `data.format`."""
     help: str
     kind: str
-    """What a row becomes: "preference" for `llmsuite.data.rows.Preference`, "conversation" for `Conversation` there."""
+    """What a row becomes: "conversation", "preference", "unpaired" or "prompt"; see `llmsuite.data.rows`."""
     matches: Callable[[Mapping[str, Any]], bool]
     """Whether a row looks like this format; used for `data.format: auto`."""
     convert: Callable[[Mapping[str, Any]], Any]

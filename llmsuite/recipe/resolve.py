@@ -17,7 +17,7 @@ from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, LoadedRecipe, in_order, load
 from llmsuite.recipe.rules import RULES, Asked
-from llmsuite.recipe.schema import Recipe
+from llmsuite.recipe.schema import Recipe, TrainSection
 from llmsuite.resources import find
 
 Broken = tuple[str, str]
@@ -60,8 +60,8 @@ class RunPlan:
     """Order of the passes when pp > 1."""
     num_chunks: int
     """Parts of the model on one rank."""
-    accumulate_steps: int
-    """Micro-batches of one optimizer step on one rank."""
+    accumulate_steps: int | None
+    """Micro-batches of one optimizer step on one rank; None where that depends on their lengths."""
     weights: Path | None
     """Directory of the initial weights, None to draw them from the seed. May not exist yet: see `check_files`."""
     tokenizer: Path | None
@@ -138,13 +138,19 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
         num_chunks=recipe.parallel.num_chunks,
-        accumulate_steps=recipe.train.global_batch_size // (recipe.train.micro_batch_size * degrees.num_data_ranks),
+        accumulate_steps=_accumulate_steps(recipe.train, degrees),
         weights=weights,
         tokenizer=tokenizer,
         train_file=_data_file(recipe.data.train),
         eval_file=_data_file(recipe.data.eval) if recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),
     )
+
+
+def _accumulate_steps(train: TrainSection, degrees: Degrees) -> int | None:
+    if train.micro_batch_tokens is not None:
+        return None
+    return train.global_batch_size // (train.micro_batch_size * degrees.num_data_ranks)
 
 
 def _weights(given: str) -> Path:

@@ -178,6 +178,13 @@ def _nothing_to_shard(asked: Asked) -> Broken:
 
 def _uneven_batch(asked: Asked) -> Broken:
     train, ranks = asked.recipe.train, asked.degrees.num_data_ranks
+    if train.micro_batch_tokens is not None:
+        if train.global_batch_size % ranks:
+            yield (
+                "train.global_batch_size",
+                f"is {train.global_batch_size}; it has to be a multiple of {ranks} data ranks",
+            )
+        return
     per_pass = train.micro_batch_size * ranks
     if train.global_batch_size % per_pass and asked.num_devices % asked.fixed == 0:
         yield (
@@ -208,7 +215,14 @@ def _no_evaluation(asked: Asked) -> Broken:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
-def _no_adapters(asked: Asked) -> Broken:
+def _nothing_to_switch_off(asked: Asked) -> Broken:
+    stage = asked.recipe.stage
+    reference = getattr(getattr(asked.recipe, stage, None), "reference", None)
+    if reference == "adapter_off" and asked.recipe.lora.rank is None:
+        yield f"{stage}.reference", "is adapter_off, which takes an adapter; set lora.rank, or set it to cache"
+
+
+def _nothing_to_train(asked: Asked) -> Broken:
     if asked.needs_adapters and asked.recipe.lora.rank is None:
         yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
 
@@ -331,10 +345,16 @@ RULES = (
         _no_evaluation,
     ),
     Rule(
+        "a reference by `adapter_off` without an adapter",
+        "the reference would be what is trained",
+        ("--dpo.reference=adapter_off",),
+        _nothing_to_switch_off,
+    ),
+    Rule(
         "stage `lora` without `lora.rank`",
         "nothing would be trained",
         (),
-        _no_adapters,
+        _nothing_to_train,
     ),
 )
 """Between sections, the model's shape and the device."""

@@ -57,6 +57,14 @@ class DataSection(Section):
     cut only where a stage is told to."""
     chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
     """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
+    packing: Literal["none", "best_fit"] = "none"
+    """With "best_fit" rows are put together to samples of up to max_length tokens, in which no token sees another row
+    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stage sft."""
+    group_by_length: bool = True
+    """Deal the samples of a global batch out to micro-batches by their lengths, so that less is padded. What a step
+    learns stays the same."""
+    num_workers: NonNegativeInt = 0
+    """Threads that make batches ahead of their use; 0 to make each when it is needed."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -128,6 +136,9 @@ class TrainSection(Section):
     """Samples of one optimizer step, over all ranks."""
     micro_batch_size: PositiveInt
     """Samples of one forward pass on one rank; gradient accumulation makes up the rest."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Fill the forward passes of training up to so many tokens, padding included, rather than with a fixed number of
+    samples; micro_batch_size is then that of evaluation."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd is there to compare runs: it shows errors of scale that adamw hides."""
     learning_rate: PositiveFloat

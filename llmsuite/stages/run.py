@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmsuite.checkpoint import train_state
 from llmsuite.checkpoint.adapter_dir import check_base
 from llmsuite.checkpoint.files import lock_directory, read_json_file
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import load_template
-from llmsuite.data.loader import SampleOrder
+from llmsuite.data.loader import Dealer, SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine import collective
 from llmsuite.engine.launch import INTERRUPTED
@@ -42,7 +44,8 @@ from llmsuite.stages.saving import Saver
 # What may differ between a run and its continuation: it does not change what is learnt.
 _FREE_ON_RESUME = (
     "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine",
-    "train.log_steps", "train.eval_steps", "train.micro_batch_size",
+    "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
+    "data.group_by_length", "data.num_workers",
 )  # fmt: skip
 
 
@@ -72,6 +75,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if tokenizer is not None:
         stage = _make_stage(plan, registry, built, tokenizer, autocast)
         train_samples, eval_samples = _read(stage, plan, mesh)
+    lengths = _row_lengths(stage, plan, train_samples)
     counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
     if stage is None:  # in the middle of a pipeline a sample is a number, which nobody looks at
         train_samples, eval_samples = (range(int(count)) for count in counts)
@@ -103,6 +107,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
     # with the initial weights still in place: what a stage computes here belongs to them
     order = SampleOrder(len(train_samples), recipe.seed)
+    dealer = _dealer(plan, order, lengths)
     if stage is not None:
         num_used = min(schedule.total_steps * schedule.global_batch_size, len(train_samples))
         used = (train_samples[order.at(i)] for i in range(num_used))
@@ -168,11 +173,12 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             optimizer,
             train_samples,
             eval_samples,
-            order,
+            dealer,
             schedule,
             autocast,
             hooks,
             scale,
+            plan.stage.factory().looks(getattr(recipe, plan.stage.name)),
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once
@@ -222,7 +228,43 @@ def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], 
     if 0 < len(eval_samples) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(eval_samples)} usable samples; every data rank needs one")
+    lengths = stage.row_lengths(eval_samples) if plan.recipe.data.group_by_length and eval_samples else None
+    if lengths is not None:
+        eval_samples = [eval_samples[i] for i in np.argsort(-lengths.max(1), kind="stable")]
     return train_samples, eval_samples
+
+
+def _row_lengths(stage: Stage[Any] | None, plan: RunPlan, samples: Sequence[Any]) -> np.ndarray | None:
+    """Of the samples for training, where batches are made by them. With micro-batches by tokens also in the middle of a
+    pipeline: their number depends on the lengths."""
+    by_tokens = plan.recipe.train.micro_batch_tokens is not None
+    lengths = None
+    if stage is not None and (by_tokens or plan.recipe.data.group_by_length):
+        lengths = stage.row_lengths(samples)
+        if by_tokens and lengths is None:
+            raise UserError(
+                f"train.micro_batch_tokens: the samples of stage {plan.stage.name} are all alike, or it does not tell "
+                "their lengths; use train.micro_batch_size"
+            )
+    if by_tokens and plan.degrees.pp > 2:
+        shape = collective.from_first_rank([0, 0] if lengths is None else list(lengths.shape))
+        count, rows = (int(size) for size in shape)
+        mine = [0.0] * (count * rows) if lengths is None else lengths.reshape(-1).tolist()
+        lengths = np.array(collective.from_first_rank(mine), "int64").reshape(count, rows)
+    return lengths
+
+
+def _dealer(plan: RunPlan, order: SampleOrder, lengths: np.ndarray | None) -> Dealer:
+    train, num_ranks = plan.recipe.train, plan.degrees.num_data_ranks
+    return Dealer(
+        order,
+        train.global_batch_size,
+        train.micro_batch_size,
+        num_ranks,
+        lengths,
+        train.micro_batch_tokens,
+        _length_multiple(plan),
+    )
 
 
 def _length_multiple(plan: RunPlan) -> int:
@@ -238,7 +280,7 @@ def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
         total_steps=total,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
-        accumulate_steps=plan.accumulate_steps,
+        num_workers=plan.recipe.data.num_workers,
         pipeline=plan.schedule,
         log_steps=train.log_steps,
         eval_steps=train.eval_steps,

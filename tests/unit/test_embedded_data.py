@@ -59,7 +59,7 @@ def config() -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["make_preference", "make_tokenizer", "make_sft", "make_pretrain"])
+@pytest.mark.parametrize("name", ["make_preference", "make_tokenizer", "make_sft", "make_pretrain", "make_digits"])
 def test_files_are_current(name: str) -> None:
     assert load_script(name).main(["--check"]) == 0
 

@@ -12,7 +12,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, causal_mask
+from llmsuite.devices.ops import Ops, causal_mask, document_mask
 from llmsuite.models.blocks import ZEROS, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, linear, rotation
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.rope import magnitude
@@ -201,9 +201,13 @@ class DeepSeek(CausalLM):
         super().__init__(config, ops, [kind(config, ops) for kind in kinds], _norm(config, ops))
         self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
 
-    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+    def layer_inputs(
+        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         """Rotation and mask; the plain mask on every device, as attention is computed here."""
-        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype)
+        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, documents)
+        if documents is not None:
+            return cos, sin, document_mask(documents, dtype)
         return cos, sin, causal_mask(length, start + length, dtype)
 
 

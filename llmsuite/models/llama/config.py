@@ -155,8 +155,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_theta": 100000.0,
         "tie_word_embeddings": True,
     },
+    "digits": {
+        "vocab_size": 512,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
-"""Shapes as published in the config.json of each model."""
+"""Shapes as published in the config.json of each model; "digits" is ours, for data/digits."""
 
 SMOKE: dict[str, Any] = {
     "vocab_size": 512,
