@@ -43,7 +43,7 @@ class ParameterShard:
         Args:
             name: full parameter name.
             parameter: of the model; a distributed tensor under tensor parallel. In stage 3 it is empty afterwards.
-            mesh: this rank's place.
+            mesh: this rank's place; of a stack of experts, in the mesh of experts.
             cut_dim: dim that is cut over tp; None when every rank holds the parameter whole.
             stage: 0 to 3.
             is_tied: whether the first and the last pipeline stage both have it.
@@ -54,6 +54,8 @@ class ParameterShard:
         self._dim = cut_dim if mesh.degrees.tp > 1 else None
         local = local_value(parameter).detach()
         self.shape, self.local_shape = list(parameter.shape), list(local.shape)
+        if mesh.expert_parts > 1:
+            self.shape[0] *= mesh.expert_parts
         self._size = int(np.prod(self.local_shape, dtype="int64"))
         self._parts = mesh.degrees.sharding if stage == 3 or (stage and not is_frozen) else 1
         self._part_size = -(-self._size // self._parts)
@@ -233,7 +235,9 @@ class ParameterShard:
         return paddle.concat([flat, paddle.zeros([missing], flat.dtype)]) if missing else flat
 
     def _whole(self, local: Tensor) -> Tensor:
-        return local if self._dim is None else collective.all_gather(local, self._mesh.tensor_group, self._dim)
+        if self._dim is not None:
+            local = collective.all_gather(local, self._mesh.tensor_group, self._dim)
+        return collective.all_gather(local, self._mesh.expert_group)
 
 
 def _leaf(name: str, value: Tensor) -> EagerParamBase:

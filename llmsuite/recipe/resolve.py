@@ -6,6 +6,7 @@ Nothing after this page asks whether the recipe makes sense.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ class Degrees:
     dp: int
     sharding: int
     tp: int
+    ep: int = 1
+    """Neighbours on the data axes that share the experts; no axis of its own."""
 
     @property
     def num_ranks(self) -> int:
@@ -43,7 +46,8 @@ class Degrees:
         return self.dp * self.sharding
 
     def __str__(self) -> str:
-        return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}"
+        experts = f" ep{self.ep}" if self.ep > 1 else ""
+        return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}{experts}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +228,7 @@ def _degrees(recipe: Recipe) -> Degrees:
     dp = max(1, world // (p.tensor_parallel_degree * p.pipeline_parallel_degree * sharding))
     if p.sharding != "none" and sharding == 1:
         sharding, dp = dp, 1  # sharding without a degree of its own cuts over all data ranks
-    return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree)
+    return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree, p.expert_parallel_degree)
 
 
 def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smoke: bool = False) -> RunPlan:
@@ -275,6 +279,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
             "sharding": recipe.parallel.sharding if sharded else "none",
             "sharding_parallel_degree": degree if sharded and data % degree == 0 else 1,
+            "expert_parallel_degree": _smoke_experts(recipe, data, degree if sharded and data % degree == 0 else 1),
         },
         "engine.precision": "fp32",
         **_SMOKE_LENGTH,
@@ -295,6 +300,12 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 
 
 _SMOKE_RANKS = 8
+
+
+def _smoke_experts(recipe: Recipe, data: int, sharding: int) -> int:
+    """As many data ranks as the recipe has share the experts, as far as they are there still."""
+    ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
+    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
 
 
 def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:

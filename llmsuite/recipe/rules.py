@@ -176,6 +176,24 @@ def _nothing_to_shard(asked: Asked) -> Broken:
         yield "parallel.sharding", message
 
 
+def _no_experts(asked: Asked) -> Broken:
+    if (ep := asked.recipe.parallel.expert_parallel_degree) > 1 and not asked.cuts.experts:
+        yield "parallel.expert_parallel_degree", f"is {ep}; this family has no routed experts; remove it"
+
+
+def _uneven_experts(asked: Asked) -> Broken:
+    d, key = asked.degrees, "parallel.expert_parallel_degree"
+    if d.ep == 1 or not asked.cuts.experts or asked.num_devices % asked.fixed:
+        return
+    if d.num_data_ranks % d.ep:
+        yield key, f"is {d.ep}, which does not divide the data ranks = {d.num_data_ranks}"
+    elif d.sharding % d.ep and d.ep % d.sharding:
+        yield key, f"is {d.ep}, which neither divides the ranks of the sharding axis = {d.sharding} nor is a multiple"
+    if asked.config is not None and (count := getattr(asked.config, asked.cuts.num_experts)) % (d.ep * d.tp):
+        of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}" if d.tp > 1 else ""
+        yield key, f"is {d.ep}{of_tp}, which does not divide {asked.cuts.num_experts} = {count}"
+
+
 def _uneven_batch(asked: Asked) -> Broken:
     train, ranks = asked.recipe.train, asked.degrees.num_data_ranks
     if train.micro_batch_tokens is not None:
@@ -319,6 +337,22 @@ RULES = (
         "nothing to cut over",
         ("--launch.num_devices=4",),
         _nothing_to_shard,
+    ),
+    Rule(
+        "expert parallel with a family that has no routed experts",
+        "nothing to deal out",
+        ("--parallel.expert_parallel_degree=2",),
+        _no_experts,
+    ),
+    Rule(
+        "an expert parallel degree that does not divide the data ranks, or, with tensor parallel, the experts",
+        "ranks would have different numbers of experts, or share them with nobody",
+        (
+            "--model.family=deepseek",
+            "--model.preset=deepseek-v2-lite",
+            "--parallel.expert_parallel_degree=4",
+        ),
+        _uneven_experts,
     ),
     Rule(
         "a batch that is no multiple of micro-batch x data ranks",

@@ -89,6 +89,8 @@ class ParallelSection(Section):
     """What is cut over the sharding axis: optimizer states (1), gradients too (2), parameters too (3)."""
     sharding_parallel_degree: PositiveInt = 1
     """Ranks of the sharding axis. At 1, sharding uses the data parallel axis."""
+    expert_parallel_degree: PositiveInt = 1
+    """Data ranks (dp x sharding) that share the routed experts of a mixture, and send each other the tokens."""
     sequence_parallel: bool = False
     """Cut activations along the sequence between the tensor parallel regions."""
 

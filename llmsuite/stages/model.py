@@ -99,7 +99,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     def cut(name: str, parameter: Any) -> None:
         is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
         is_frozen = bool(factors) and name not in factors
-        shard = ParameterShard(name, parameter, mesh, cuts.dim(name), stage, is_tied, is_frozen)
+        place = mesh.of_experts if cuts.is_expert(name) else mesh
+        shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, is_tied, is_frozen)
         if name.endswith(f".{SECOND_FACTOR}"):
             shard.owned.optimize_attr["learning_rate"] = lora.lora_plus_ratio
         shards.append(shard)

@@ -168,7 +168,8 @@ def compare(runner: Runner, one: str, many: str, stem: str = "model", limit: flo
     assert last.keys() == found.keys()
     for name, value in last.items():
         rounding, change = STEPS * _ROUNDING * _norm(value), _norm(value - first[name])
-        difference = (_norm(found[name] - value) - rounding) / change
+        difference = _norm(found[name] - value) - rounding
+        difference = difference / change if change else _norm(found[name] - value)  # as it was: exactly
         result.change = max(result.change, result.check(name, difference, limit))
     slots, found = runner.weights(one, STEPS, "optimizer"), runner.weights(many, STEPS, "optimizer")
     assert slots.keys() == found.keys()

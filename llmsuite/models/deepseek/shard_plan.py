@@ -43,4 +43,6 @@ PLAN = ShardPlan(
     last=("model.norm", "lm_head"),
     last_norm="model.norm",
     problems=_problems,
+    experts="model.layers.*.mlp.experts",
+    num_experts="n_routed_experts",
 )
