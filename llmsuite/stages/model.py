@@ -59,6 +59,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
     lora, adapted = plan.recipe.lora, []
+    ratio = lora.lora_plus_ratio
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
@@ -108,7 +109,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         place = mesh.of_experts if cuts.is_expert(name) else mesh
         shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, on_two_stages, is_frozen)
         if name.endswith(f".{SECOND_FACTOR}"):
-            shard.owned.optimize_attr["learning_rate"] = lora.lora_plus_ratio
+            shard.owned.optimize_attr["learning_rate"] = ratio
         shards.append(shard)
 
     for chunk in chunks:
