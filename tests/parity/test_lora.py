@@ -27,6 +27,7 @@ RUNS: dict[str, dict[str, object]] = {
     "qwen": {"family": "qwen"},
     "gpt": {"family": "gpt"},
     "deepseek": {"family": "deepseek"},
+    "rm": {"stage": "rm"},
     "head": {"run": ('--lora.target_modules=["lm_head", "o_proj", "down_proj"]',)},
 }
 STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
@@ -50,6 +51,8 @@ STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "off pp2 tp2": ("off", 4, {**TP, **PP}, ()),
     "off stage3 static recompute": ("off", 2, _sharded(3), (STATIC, RECOMPUTE)),
     "off interleaved": ("off", 2, INTERLEAVED, ()),
+    "rm tp2 sp pp2": ("rm", 4, {**TP, **SP, **PP}, ()),
+    "rm stage3": ("rm", 2, _sharded(3), ()),
     "head tp2 sp": ("head", 2, {**TP, **SP}, ()),
     "head stage3": ("head", 2, _sharded(3), ()),
 } | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from llmsuite.engine.init import initial_values
 from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.errors import Problem, UserError
 from llmsuite.inference.load import load_model
+from llmsuite.models.head import SCORE
 from llmsuite.models.lora import LoraLinear, adapted_modules, adapters, add_adapters, is_factor
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.recipe.resolve import RunPlan
@@ -277,6 +279,36 @@ def test_plain_paddlenlp_loads_it(made: Any, capsys: pytest.CaptureFixture[str])
     theirs = LoRAModel.from_pretrained(model, str(directory / "adapter-nlp"))
     theirs.eval()
     np.testing.assert_allclose(theirs(paddle.to_tensor(IDS))[0].numpy(), logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_score_head_is_trained_and_saved_beside_the_adapters(family: str, tmp_path: Path) -> None:
+    base_of(family, tmp_path / "base")
+    spec, base = FAMILIES[family], open_model(tmp_path / "base", FAMILIES)
+    config = dataclasses.replace(base.config, head="score")
+    model = spec.factory()(config, CpuBackend().ops("fp32"))
+    modules = adapted_modules(model, spec.shard_plan or WHOLE, None)
+    assert "score" not in modules
+    add_adapters(model, modules, RANK, section().scale)
+    learnt = {n: p for n, p in model.named_parameters() if not p.stop_gradient}
+    assert {n for n in learnt if not is_factor(n)} == {SCORE}
+    for name, parameter in model.named_parameters():
+        kept = name not in learnt
+        parameter.set_value(base.read(name) if kept else initial_values(1, name, parameter.shape, 0.2))
+    values = {name: parameter.numpy() for name, parameter in learnt.items()}
+    specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
+    told = Adapters(modules, RANK, ALPHA, False, Base(None, ""), [SCORE])
+    (tmp_path / "adapter").mkdir()
+    write_adapters(tmp_path / "adapter", told, spec, config, values.__getitem__, specs)
+    saved = SavedAdapters(tmp_path / "adapter", told, spec, config)
+    assert all(saved.read(name).tobytes() == value.tobytes() for name, value in values.items())
+    np.testing.assert_array_equal(saved.read(SCORE, [slice(3, 7), slice(0, 1)]), values[SCORE][3:7])
+
+    merged = load_model(add_adapter(base, tmp_path / "adapter"), CpuBackend())
+    hidden = [m.eval() or m.hidden_states(paddle.to_tensor(IDS))[0] for m in (model, merged)]
+    ours, theirs = (m.scores(h.flatten(0, 1)).numpy() for m, h in zip((model, merged), hidden))
+    assert np.abs(ours).max() > 0.01
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("made", ["llama"], indirect=True)
