@@ -60,7 +60,7 @@ def llmsuite_register_stages():
     ("doc", "fault", "message"),
     [
         ("", "terms", "write a docstring under weight"),
-        ("Of all.", "LossTerms(-self._weight * terms.total, terms.weight)", "rise from"),
+        ("Of all.", "LossTerms(2 * terms.total.detach() - self._weight * terms.total, terms.weight)", "rise from"),
         ("Of all.", "LossTerms(self._weight * terms.total / terms.weight, 1.0)", "on two ranks"),
     ],
     ids=["undocumented", "climbing", "mean of means"],
