@@ -115,6 +115,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         config_cls=getattr(config, f"{cls}Config"),
         presets=config.PRESETS,
         smoke=config.SMOKE,
+        smoke_keeps=config.SMOKE_KEEPS,
         factory=lambda: getattr(importlib.import_module(f"{package}.layers"), cls),
         names=lambda: importlib.import_module(f"{package}.names"),
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,

@@ -73,6 +73,9 @@ class ModelFamily:
     """Published shapes by name."""
     smoke: Mapping[str, Any]
     """The tiny shape that `--smoke` trains."""
+    smoke_keeps: Sequence[str] = ()
+    """Fields of the shape that decide which code runs, such as `model_type`: `--smoke` leaves them as a recipe has
+    them. Of a field that is a size it keeps null only."""
     factory: Callable[[], type]
     """Imports and returns the `paddle.nn.Layer` subclass, built as `cls(config, ops)`; what the engine calls of it is
     `llmsuite.models.blocks.CausalLM`, which it best derives from."""

@@ -272,3 +272,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("model_type", "topk_method", "norm_topk_prob", "q_lora_rank")
+"""What of a recipe's shape says which code runs."""

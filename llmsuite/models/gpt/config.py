@@ -138,3 +138,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("tie_word_embeddings",)
+"""What of a recipe's shape says which code runs."""

@@ -137,18 +137,22 @@ _LLAMA_3_1 = {
     "eos_token_id": [128001, 128008, 128009],
 }
 
+_13B = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+}
+
+# config.json of huggingface.co/huggyllama/llama-7b and llama-13b (facebook/llama-7b and 13b with PaddleNLP),
+# meta-llama/Llama-2-7b-hf, Llama-2-13b-hf, Meta-Llama-3-8B, Llama-3.1-8B-Instruct, HuggingFaceTB/SmolLM2-135M-Instruct
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    "llama-13b": {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-    },
+    "llama-13b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, **_13B},
     "llama-2-7b": {},
+    "llama-2-13b": _13B,
+    "llama-3-8b": {**_LLAMA_3_1, "intermediate_size": 14336, "max_position_embeddings": 8192, "rope_scaling": None},
     "llama-3.1-8b": {**_LLAMA_3_1, "intermediate_size": 14336},
     "smollm2-135m": {
         "vocab_size": 49152,
@@ -188,3 +192,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("tie_word_embeddings",)
+"""What of a recipe's shape says which code runs."""

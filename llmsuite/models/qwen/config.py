@@ -193,3 +193,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("model_type", "tie_word_embeddings")
+"""What of a recipe's shape says which code runs."""
