@@ -26,11 +26,13 @@ from llmsuite.checkpoint.model_dir import copy_tokenizer
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
 from llmsuite.checkpoint.write import InTurn, Written, write_file, write_tensors
 from llmsuite.errors import UserError
+from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 from llmsuite.plugins.hookspecs import ModelFamily
 
 BASE = "base.json"
 _CONFIGS: Mapping[Layout, str] = dict(zip(("hf", "paddlenlp"), CONFIGS))
+_STORED_SCORE = f"base_model.model.{SCORE}"
 _STEMS: Mapping[Layout, str] = {"hf": "adapter_model", "paddlenlp": "peft_model"}
 
 
@@ -55,6 +57,8 @@ class Adapters:
     is_stabilised: bool
     """Whether they are scaled by alpha / sqrt(rank), not alpha / rank."""
     base: Base
+    has_head: bool = False
+    """Whether the score head of a reward model is trained and saved with them, whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +114,10 @@ def write_adapters(
         config: its shape.
         read: values of a factor by our name.
         specs: name (ours), shape and dtype of every factor, in order.
-        layout: whose names and orientation the files get.
+        layout: whose names and orientation the files get; PEFT's where there is a head.
         tokenizer: directory whose tokenizer files are copied along.
     """
+    assert layout == "hf" or not adapters.has_head, "PaddleNLP has no head in its adapters"
     by_name = {spec.name: spec for spec in specs}
     pairs = list({pair.module: pair for pair in _pairs(adapters, family, config, layout).values()}.values())
     # each is asked for once, in the order of the files, and made in the order of `specs`
@@ -132,7 +137,13 @@ def write_adapters(
             stored[name] = pair, factor
             stored_specs.append(TensorSpec(name, shape, first.dtype))
 
+    if adapters.has_head:
+        num_rows, num_columns = by_name[SCORE].shape
+        stored_specs.append(TensorSpec(_STORED_SCORE, (num_columns, num_rows), by_name[SCORE].dtype))
+
     def read_stored(name: str) -> np.ndarray:
+        if name == _STORED_SCORE:
+            return in_turn.read(SCORE).T
         pair, factor = stored[name]
         parts = [in_turn.read(f"{module}.{factor}") for module, _ in pair.members]
         value = np.concatenate(parts, 1) if factor == FIRST_FACTOR else _on_diagonal(parts, pair)
@@ -183,7 +194,8 @@ def _config(
     linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if adapters.has_head else "CAUSAL_LM",
+        "modules_to_save": ["score"] if adapters.has_head else None,
         "base_model_name_or_path": adapters.base.path,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
@@ -226,16 +238,22 @@ class SavedAdapters:
             for p in self._pairs.values()
             for factor in (FIRST_FACTOR, SECOND_FACTOR)
         }
+        wanted |= {_STORED_SCORE} if adapters.has_head else set()
         if differing := sorted(wanted.symmetric_difference(self._files.names)):
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a factor."""
+        """Shape and dtype of a factor, or of the head."""
+        if name == SCORE:
+            spec = self._files.spec(_STORED_SCORE)
+            return TensorSpec(name, spec.shape[::-1], spec.dtype)
         stored, index = self._place(name, None)
         return TensorSpec(name, tuple(part.stop - part.start for part in index), self._files.spec(stored).dtype)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A factor, or a slice of it (one slice a dim)."""
+        """A factor or the head, or a slice of it (one slice a dim)."""
+        if name == SCORE:
+            return self._files.read(_STORED_SCORE, index[::-1] if index else None).T
         stored, place = self._place(name, index)
         value = self._files.read(stored, place[::-1] if self._layout == "hf" else place)
         return value.T if self._layout == "hf" else value

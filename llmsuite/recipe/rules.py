@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import ShardPlan
 
 if TYPE_CHECKING:
@@ -246,12 +245,6 @@ def _nothing_to_train(asked: Asked) -> Broken:
         yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
 
 
-def _frozen_head(asked: Asked) -> Broken:
-    if asked.config is not None and head_of(asked.config) == "score" and asked.recipe.lora.rank is not None:
-        message = f"is {asked.recipe.lora.rank}, but an adapter has no score head, which would stay as it was drawn"
-        yield "lora.rank", f"{message}; set it to null"
-
-
 PARALLEL_RULES = (
     Rule(
         "`sequence_parallel` with tensor parallel degree 1",
@@ -390,12 +383,6 @@ RULES = (
         "the reference would be what is trained",
         ("--dpo.reference=adapter_off",),
         _nothing_to_switch_off,
-    ),
-    Rule(
-        "adapters with a reward model",
-        "the new head would be neither trained nor saved",
-        (),
-        _frozen_head,
     ),
     Rule(
         "stage `lora` without `lora.rank`",

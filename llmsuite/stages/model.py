@@ -66,9 +66,13 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
             if lora.rank is not None:
                 adapted = adapted_modules(model, cuts, lora.target_modules)
                 add_adapters(model, adapted, lora.rank, lora.scale)
+                for name, parameter in model.named_parameters():
+                    parameter.stop_gradient = parameter.stop_gradient and name != SCORE
             chunks.append(model)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
     factors = {name: shape for name, shape in shapes.items() if is_factor(name)}
+    if factors and SCORE in shapes:  # a head that nothing has been learnt with
+        factors[SCORE] = shapes[SCORE]
     count, count_of_factors = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, factors))
     bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
     if pp > 1:
@@ -95,7 +99,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     adapters = None
     if lora.rank is not None:
         read = _with_factors(read, seed)
-        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base)
+        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base, SCORE in shapes)
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
     placements = between_layers(sequence_parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,10 +156,36 @@ def test_a_language_model_gets_a_new_head(
         load_model(after, CpuBackend())
 
 
-def test_what_has_no_score_head(problems: Callable[..., list[Any]], registry: Registry) -> None:
-    rm = {"stage": "rm"}
-    (problem,) = problems({**rm, "lora.rank": 8})
-    assert problem.key == "lora.rank"
-    assert "score head" in problem.message
-    (problem,) = problems({**rm, "model.config.head": "score"})
+def test_the_head_is_no_key(problems: Callable[..., list[Any]]) -> None:
+    (problem,) = problems({"stage": "rm", "model.config.head": "score"})
     assert "unknown key" in problem.message
+
+
+def test_adapters_are_saved_with_the_head_and_resumed(
+    tmp_path: Path, registry: Registry, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(name: str, steps: int, resume: bool = False) -> Path:
+        words = (
+            f"--train.max_steps={steps}", "--data.eval=null", "--parallel={}", "--launch.num_devices=1",
+            "--lora.rank=4", f"--output_dir={tmp_path / name}", "--checkpoint.save_steps=1", "--train.warmup_ratio=0",
+            "--train.lr_schedule=constant",
+        )  # fmt: skip
+        plan = plan_run(ROOT / "recipes" / "llama" / "rm.json", words, registry, smoke=True)
+        assert run(plan, registry, resume) == 0
+        return tmp_path / name / "checkpoints" / f"step-{steps}"
+
+    whole = train("whole", 2)
+    stored = [safetensors.numpy.load_file(whole.parent / f"step-{i}" / "adapter_model.safetensors") for i in (1, 2)]
+    first, second = (found["base_model.model.score.weight"] for found in stored)
+    assert first.shape == (1, 64)
+    assert not np.array_equal(first, second), "it is trained"
+    data = json.loads((whole / "adapter_config.json").read_text())
+    assert (data["task_type"], data["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-2")
+    (tmp_path / "again" / "checkpoints" / "latest").write_text("step-1\n")
+    resumed = safetensors.numpy.load_file(train("again", 2, resume=True) / "adapter_model.safetensors")
+    assert resumed.keys() == stored[1].keys()
+    for name, value in stored[1].items():
+        np.testing.assert_array_equal(resumed[name], value)
