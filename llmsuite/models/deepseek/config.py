@@ -97,6 +97,11 @@ class DeepSeekConfig:
         return self.n_shared_experts * self.moe_intermediate_size
 
     @property
+    def has_gate_bias(self) -> bool:
+        """Whether experts are chosen with a bias."""
+        return self.model_type == "deepseek_v3"
+
+    @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
