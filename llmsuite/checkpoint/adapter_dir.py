@@ -23,7 +23,8 @@ from llmsuite.checkpoint.adapter import CONFIGS, REFUSED
 from llmsuite.checkpoint.files import read_json_file, write_json
 from llmsuite.checkpoint.layout import Layout
 from llmsuite.checkpoint.model_dir import copy_tokenizer
-from llmsuite.checkpoint.tensors import SUFFIX, InTurn, TensorFiles, TensorSpec, Written, write_file, write_tensors
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
+from llmsuite.checkpoint.write import InTurn, Written, write_file, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 from llmsuite.plugins.hookspecs import ModelFamily

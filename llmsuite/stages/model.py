@@ -30,6 +30,7 @@ from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
+from llmsuite.models.head import SCORE, is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters, is_factor
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
 from llmsuite.observe.progress import report
@@ -74,7 +75,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     count, count_of_factors = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, factors))
     bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
     if pp > 1:
-        costs, tied = layer_costs(shapes, cuts, bounds[-1], _is_tied(plan)), _is_tied(plan)
+        tied = is_tied(plan.model_config)
+        costs = layer_costs(shapes, cuts, bounds[-1], tied)
         bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
         for number, chunk in enumerate(chunks):
             keep_part(chunk, cuts, number * pp + mesh.coordinate["pp"], bounds, tied)
@@ -85,6 +87,10 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         base = Base(str(plan.weights.resolve()), source.digest())
         read = _read_from(source)
         digest.update(base.digest.encode())
+        if SCORE in shapes and SCORE not in source.names:
+            report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
+            read = _with_new_head(read, seed, plan.model_config.initializer_range)
+            digest.update(f"score of seed {seed}".encode())
     else:
         read = _draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
@@ -100,10 +106,10 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     shards: list[ParameterShard] = []
 
     def cut(name: str, parameter: Any) -> None:
-        is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
+        on_two_stages = is_tied(plan.model_config) and name == f"{cuts.embedding}.weight"
         is_frozen = bool(factors) and name not in factors
         place = mesh.of_experts if cuts.is_expert(name) else mesh
-        shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, is_tied, is_frozen)
+        shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, on_two_stages, is_frozen)
         if name.endswith(f".{SECOND_FACTOR}"):
             shard.owned.optimize_attr["learning_rate"] = lora.lora_plus_ratio
         shards.append(shard)
@@ -114,7 +120,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:
-            Gatherer(chunk, cuts, shards[num_before:], _is_tied(plan))
+            Gatherer(chunk, cuts, shards[num_before:], is_tied(plan.model_config))
         if engine.recompute == "full":
             recompute_layers(chunk, cuts, engine.recompute_every)
         elif engine.recompute == "selective":
@@ -134,10 +140,6 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         balance = ExpertBalance(chunks, cuts, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
         part.marks_padding = True
     return BuiltModel(part, trained, factors or shapes, bounds, digest.hexdigest(), adapters, balance)
-
-
-def _is_tied(plan: RunPlan) -> bool:
-    return bool(getattr(plan.model_config, "tie_word_embeddings", False))
 
 
 class WholeModel:
@@ -225,6 +227,13 @@ def _with_factors(read: ReadSlice, seed: int) -> ReadSlice:
 
 def _read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:
     return lambda name, shape, index: source.read(name, index)
+
+
+def _with_new_head(read: ReadSlice, seed: int, std: float) -> ReadSlice:
+    def read_or_draw(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        return initial_values(seed, name, shape, std, index) if name == SCORE else read(name, shape, index)
+
+    return read_or_draw
 
 
 def _draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:

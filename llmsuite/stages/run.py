@@ -43,7 +43,7 @@ from llmsuite.stages.saving import Saver
 
 # What may differ between a run and its continuation: it does not change what is learnt.
 _FREE_ON_RESUME = (
-    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine",
+    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
     "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
     "data.group_by_length", "data.num_workers",
 )  # fmt: skip
@@ -62,6 +62,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     mesh = collective.start(plan.degrees)
 
     plan.check_files(mesh.reads_data)
+    if recipe.source:
+        report(f"numbers from {recipe.source}")
     tokenizer = _load_tokenizer(plan) if mesh.reads_data else None
     built = build_model(plan, registry, backend, mesh)
     model = built.part
@@ -178,7 +180,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             autocast,
             hooks,
             scale,
-            plan.stage.factory().looks(getattr(recipe, plan.stage.name)),
+            plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
             built.balance,
         )
     except BaseException as error:
