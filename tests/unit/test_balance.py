@@ -12,6 +12,8 @@ import pytest
 from llmsuite.devices.ops import Ops
 from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.optimizer import Optimizer
+from llmsuite.engine.parallelize import fill
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.errors import UserError
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
@@ -19,6 +21,7 @@ from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Balance
 from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.schema import TrainSection
 from tests.unit import alone, many
 
 # two tokens of the first sequence choose experts 0 and 1, its third one is padding; both of the second 2
@@ -137,3 +140,27 @@ def test_evaluation_counts_nothing() -> None:
     with paddle.no_grad():  # the first pass of a layer that is computed again
         made.hidden_states(paddle.to_tensor([[5, 6, 7]]))
     assert all(float(b.load.sum()) == 0 for b, _ in balance._layers)
+
+
+def test_a_bias_is_float32_in_a_16_bit_model() -> None:
+    """Beside bfloat16 weights with float32 masters; a step of 0.001 would be lost in bfloat16."""
+    with paddle.LazyGuard():
+        made = DeepSeek(DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 2}), Ops())
+    fill(made, PLAN, alone.MESH, lambda name, shape, index: np.ones(shape, "float32"), "bfloat16")
+    shards = {name: ParameterShard(name, p, alone.MESH, None, 1) for name, p in made.named_parameters()}
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert [n for n, shard in shards.items() if not shard.has_master] == [name]
+    balance = ExpertBalance([made], PLAN, list(shards.values()), alone.MESH, 0.0, 0.001)
+    balance.begin(list, 1.0)
+    (layer,) = (b for b, _ in balance._layers)
+    for _ in range(3):
+        layer.load = paddle.to_tensor([3.0, 1, 1, 1, 1, 1, 1, 1])
+        balance.finish()
+        balance.update()
+    moved = np.float32(0.001)
+    up = np.float32(1) + moved + moved + moved
+    down = np.float32(1) - moved - moved - moved
+    np.testing.assert_array_equal(shards[name].gather_parameter().numpy(), np.array([down] + [up] * 7))
+    train = TrainSection(max_steps=1, global_batch_size=1, micro_batch_size=1, learning_rate=0.1)
+    state = {entry.name: entry.value for entry in Optimizer(list(shards.values()), train, 1).state()}
+    assert state[f"{name}/master"].numpy()[0] == down
