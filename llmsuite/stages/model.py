@@ -19,6 +19,7 @@ from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
+from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.cut import keep_part, layer_costs, owner_stage, part_bounds
 from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
@@ -53,6 +54,8 @@ class BuiltModel:
     """Changes with anything that decides the initial values; adapters change none, as they begin at zero."""
     adapters: Adapters | None
     """What there is to know of the adapters, where those are trained."""
+    balance: ExpertBalance | None
+    """Of the experts, where the family has some."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
@@ -128,8 +131,18 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters{what} on {mesh.degrees.num_ranks} x {backend.name}")
     edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
+<<<<<<< HEAD
+    trained = [shard for shard in shards if not factors or shard.name in factors]
+    balance = None
+    if cuts.gates:
+        train = plan.recipe.train
+        balance = ExpertBalance(chunks, cuts, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
+        part.marks_padding = True
+    return BuiltModel(part, trained, factors or shapes, bounds, digest.hexdigest(), adapters, balance)
+=======
     own = [shard for shard in shards if shard.name in trained]
     return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters)
+>>>>>>> main
 
 
 class WholeModel:
@@ -140,7 +153,13 @@ class WholeModel:
         owners = {n: owner_stage(n, cuts, built.bounds, mesh.degrees.pp) for n in shapes}
         mine = {s.name: s for s in optimizer.shards if owners[s.name] == mesh.coordinate["pp"]}
         self.parameters = [
-            _whole(n, shape, dtype, owners[n], mine[n].gather_parameter if n in mine else None)
+            _whole(
+                n,
+                shape,
+                "float32" if cuts.is_gate_bias(n) else dtype,
+                owners[n],
+                mine[n].gather_parameter if n in mine else None,
+            )
             for n, shape in shapes.items()
         ]
         held = {entry.name: entry for entry in optimizer.state()}
