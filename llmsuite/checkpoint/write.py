@@ -24,7 +24,7 @@ from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.checkpoint.threads import run_all
 
 MAX_FILE_BYTES = 4 << 30
-_PART_BYTES = 8 << 20
+_PART_BYTES = 4 << 20
 _MOST_PARTS = 32
 _JOURNAL = "journal.jsonl"
 
@@ -84,7 +84,7 @@ def in_files(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[Tens
 
 
 def in_parts(spec: TensorSpec, read: Callable[[Sequence[slice] | None], np.ndarray]) -> Iterator[np.ndarray]:
-    """A tensor as parts along its first dim, each read when its turn comes: of some 8 MB, or a 32nd of a large one.
+    """A tensor as parts along its first dim, each read when its turn comes: of some 4 MB, or a 32nd of a large one.
 
     The first dim may be the last one where it is read from, so small parts of a large tensor would be far from lying
     in one piece.
@@ -185,6 +185,7 @@ class TensorFile:
     def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]):
         """Write the header. The tensors are to lie in the order given."""
         self.path, self.num_left = path, len(specs)
+        self._lock = threading.Lock()
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for spec in specs:
@@ -212,7 +213,8 @@ class TensorFile:
             file.seek(start)
             for data in _bytes_of(spec, values):
                 digest.update(data)
-                _write_all(file, data)
+                with self._lock:  # the system would let others wait in a loop that burns their core
+                    _write_all(file, data)
                 at += len(data)
                 progress(len(data))
         assert at - start == spec.num_bytes, f"{spec} was announced, {at - start} bytes came"
