@@ -147,7 +147,8 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
         if model_type in family.hf_model_types:
             try:
                 config = family.config_cls.from_hf(data)
-                TypeAdapter(family.config_keys()).validate_python(dataclasses.asdict(config))
+                shape = {key: value for key, value in dataclasses.asdict(config).items() if key != "head"}
+                TypeAdapter(family.config_keys()).validate_python(shape)
             except ValidationError as error:
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
                 raise UserError(f"{path / 'config.json'}: {wrong}") from error

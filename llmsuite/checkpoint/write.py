@@ -179,6 +179,16 @@ def write_tensors(
     return written
 
 
+def write_file(
+    path: Path, specs: Sequence[TensorSpec], read: Callable[[str], Values], metadata: Mapping[str, str]
+) -> Written:
+    """Write one file, without an index; `read` is called once each, in the order of `specs`."""
+    file = TensorFile(path, specs, metadata)
+    for spec in specs:
+        file.write(spec, read(spec.name), lambda num_bytes: None)
+    return file.finish()
+
+
 class TensorFile:
     """A file that is being written: its tensors come in any order, from any thread."""
 

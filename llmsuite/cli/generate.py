@@ -13,7 +13,13 @@ from llmsuite.plugins.manager import Registry
 def add_arguments(parser: Any) -> None:
     from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-    parser.add_argument("model", type=str, help="model directory, such as RUN/checkpoints/step-60, or a run directory")
+    parser.add_argument("model", type=str, help="a model or LoRA adapter, such as RUN/checkpoints/step-60, or a run")
+    parser.add_argument(
+        "--base",
+        type=str | None,
+        default=None,
+        help="for a LoRA adapter: the model it belongs to, where it does not say",
+    )
     parser.add_argument("--prompt", type=str, action="append", required=True, help="what to say; may be repeated")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without chat template")
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=128)
@@ -31,8 +37,10 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
     start_paddle(backend, 1)
+    from llmsuite.checkpoint.adapter import add_adapter
+    from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
     from llmsuite.checkpoint.model_dir import open_model
-    from llmsuite.checkpoint.train_state import find_model
+    from llmsuite.checkpoint.train_state import find_adapter, find_model
     from llmsuite.data.chat_template import load_template
     from llmsuite.data.rows import Message
     from llmsuite.data.tokenizer import TextTokenizer
@@ -42,8 +50,19 @@ def run(args: Any, registry: Registry) -> int:
     if reason := backend.unavailable(1):
         raise UserError(f"--device {args.device}: {reason}")
     backend.activate(0)
-    path = find_model(Path(args.model))
-    source = open_model(path, registry.models)
+    path, adapter = Path(args.model), find_adapter(Path(args.model))
+    if adapter is None and args.base:
+        raise UserError(f"--base: {path} is no LoRA adapter")
+    if adapter is None:
+        path = find_model(path)
+        source = open_model(path, registry.models)
+    else:
+        base = find_model(Path(args.base) if args.base else base_path(adapter))
+        source = open_model(base, registry.models)
+        if not args.base:
+            check_base(adapter, Base(str(base), source.digest()))
+        source = add_adapter(source, adapter)
+        path = adapter if (adapter / "tokenizer_config.json").is_file() else base
     tokenizer = TextTokenizer(path)
     model = load_model(source, backend)
     stop_ids = {tokenizer.eos_id}

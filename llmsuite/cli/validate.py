@@ -27,10 +27,12 @@ def run(args: Any, registry: Registry) -> int:
             failed = True
             continue
         train = plan.recipe.train
+        each = f"{train.micro_batch_size} x {plan.accumulate_steps} micro-batches"
+        if train.micro_batch_tokens is not None:
+            each = f"micro-batches of up to {train.micro_batch_tokens} tokens"
         print(
             f"{path}: ok ({plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}; "
-            f"{train.global_batch_size} samples a step = {train.micro_batch_size} x {plan.accumulate_steps} "
-            f"micro-batches x {plan.degrees.num_data_ranks} data ranks)"
+            f"{train.global_batch_size} samples a step = {each} x {plan.degrees.num_data_ranks} data ranks)"
         )
         notes = []
         try:

@@ -67,7 +67,7 @@ def sharegpt(row: Row) -> Conversation:
             message = Message(SHAREGPT_ROLES[speaker], text)
         messages.append(message)
         learnt.append(_is_learnt(turn, where, message.role))
-    return Conversation(tuple(messages), tuple(learnt), _tools(row))
+    return Conversation(tuple(messages), tuple(learnt), tools_at(row))
 
 
 def openai(row: Row) -> Conversation:
@@ -85,7 +85,7 @@ def openai(row: Row) -> Conversation:
         content = "" if calls and turn.get("content") is None else text_at(turn, "content", where)
         messages.append(Message(role, content, calls))
         learnt.append(_is_learnt(turn, where, role))
-    return Conversation(tuple(messages), tuple(learnt), _tools(row))
+    return Conversation(tuple(messages), tuple(learnt), tools_at(row))
 
 
 def _rounds(messages: list[Message], rounds: Sequence[tuple[str, str]], flags: Sequence[bool]) -> Conversation:
@@ -150,7 +150,7 @@ def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     return tuple(found)
 
 
-def _tools(row: Row) -> str:
+def tools_at(row: Row) -> str:
     """The row's tools in the form of OpenAI, whatever way they are written."""
     tools = row.get("tools")
     if isinstance(tools, str):

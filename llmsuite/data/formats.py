@@ -68,9 +68,9 @@ def trl_preference(row: Row) -> Preference:
 
     Without "prompt", chosen and rejected are whole conversations, and the turns they share are the prompt.
     """
-    chosen, rejected = (_messages(row[key], key, "assistant") for key in ("chosen", "rejected"))
+    chosen, rejected = (messages_at(row[key], key, "assistant") for key in ("chosen", "rejected"))
     if row.get("prompt") is not None:
-        prompt = _messages(row["prompt"], "prompt", "user")
+        prompt = messages_at(row["prompt"], "prompt", "user")
     else:
         shared = 0
         while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
@@ -102,7 +102,8 @@ def _turn(value: Any, where: str, role_key: str, text_key: str) -> Message:
     return Message(role, text_at(value, text_key, where))
 
 
-def _messages(value: Any, where: str, default_role: str) -> list[Message]:
+def messages_at(value: Any, where: str, default_role: str) -> list[Message]:
+    """The turns of a list of `{"role", "content"}`, or the one of a text. Raises ValueError for anything else."""
     if isinstance(value, str):
         return [Message(default_role, value)]
     if not isinstance(value, list) or not value:

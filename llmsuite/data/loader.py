@@ -1,11 +1,20 @@
-"""Which samples make up which batch: a function of seed and position, the same for any number of ranks."""
+"""Which samples make up which batch: a function of seed and position, the same for any number of ranks; and the threads
+that make batches ahead of their use."""
 
 from __future__ import annotations
 
+import bisect
+import collections
 import functools
 import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+
+from llmsuite.errors import UserError
 
 _MOST_LISTED = 1 << 20
 """Larger permutations are not kept in memory: each number is computed where it is asked for."""
@@ -30,27 +39,158 @@ class SampleOrder:
         return int(_permutation(self.num_samples, self.seed, epoch)[offset])
 
 
-def micro_batches(
-    order: SampleOrder, position: int, num_steps: int, micro_batch_size: int, rank: int, num_ranks: int
-) -> list[list[int]]:
-    """Sample indices of each micro-batch that a data rank sees in one optimizer step.
+class Dealer:
+    """Deals global batches out to micro-batches and data ranks.
 
-    The global batch is the next num_steps * num_ranks * micro_batch_size samples, cut in this order, so its
-    content does not depend on how it is cut.
+    A global batch is the next samples of the stream, put in the order of their lengths if those are given, the longest
+    first: this order knows nothing of ranks. It is cut into micro-batches, which go to the ranks in turn. Every rank
+    gets as many, as pipelines and parameters that are gathered for each micro-batch need it.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        global_batch_size: int,
+        micro_batch_size: int,
+        num_ranks: int,
+        lengths: np.ndarray | None = None,
+        max_tokens: int | None = None,
+        length_multiple: int = 1,
+    ):
+        """
+        Args:
+            order: the stream.
+            global_batch_size: samples of a step, a multiple of the ranks; without `max_tokens` also of
+                micro_batch_size x ranks.
+            micro_batch_size: samples of a micro-batch.
+            num_ranks: data ranks.
+            lengths: [samples, rows of each], int64: the tokens of the rows that a sample takes in a batch; None to
+                keep the order of the stream.
+            max_tokens: instead of micro_batch_size, what a micro-batch may have, padding included.
+            length_multiple: rows are padded to such a length.
+
+        Raises:
+            UserError: a sample alone has more tokens than `max_tokens`.
+        """
+        self._order, self._num_ranks = order, num_ranks
+        self._num_samples, self._size, self._max_tokens = global_batch_size, micro_batch_size, max_tokens
+        self._longest = None if lengths is None else lengths.max(1)
+        if max_tokens is not None:
+            assert lengths is not None, "micro-batches by tokens need lengths"
+            assert self._longest is not None
+            self._rows, self._multiple = lengths.shape[1], length_multiple
+            most = int(self._tokens(self._longest).max())
+            if most > max_tokens:
+                raise UserError(
+                    f"train.micro_batch_tokens: is {max_tokens}, and the longest sample takes {most} with its padding; "
+                    "set it to that or more, or lower data.max_length"
+                )
+
+    def _tokens(self, longest: np.ndarray) -> np.ndarray:
+        """Of samples: all their rows padded to the longest of them and that to a multiple."""
+        return -(-longest // self._multiple) * self._multiple * self._rows
+
+    def micro_batches(self, position: int, rank: int) -> list[list[int]]:
+        """Sample indices of each micro-batch that a data rank sees in one optimizer step.
+
+        Args:
+            position: samples taken before this step.
+            rank: data rank, from 0.
+        """
+        if self._longest is None:
+            per_turn = self._num_ranks * self._size
+            starts = range(position + rank * self._size, position + self._num_samples, per_turn)
+            return [[self._order.at(start + i) for i in range(self._size)] for start in starts]
+        samples = np.array([self._order.at(position + i) for i in range(self._num_samples)])
+        samples = samples[np.argsort(-self._longest[samples], kind="stable")]
+        batch = samples.tolist()
+        if self._max_tokens is None:
+            bounds = list(range(0, len(batch) + 1, self._size))
+        else:
+            bounds = _cut(self._tokens(self._longest[samples]).tolist(), self._max_tokens, self._num_ranks)
+        return [batch[a:b] for a, b in itertools.pairwise(bounds)][rank :: self._num_ranks]
+
+
+def _cut(widths: Sequence[int], max_tokens: int, num_ranks: int) -> list[int]:
+    """Where micro-batches begin, and the end of the last one.
+
+    They are as few as fit and a multiple of the ranks, and the largest of them is as small as can be.
 
     Args:
-        order: the stream.
-        position: samples taken before this step.
-        num_steps: micro-batches a rank accumulates.
-        micro_batch_size: samples of one micro-batch on one rank.
-        rank: data rank, from 0.
-        num_ranks: data ranks.
+        widths: of the samples, descending: n of them have n times the tokens of the first one.
+        max_tokens: of a micro-batch.
+        num_ranks: data ranks; their number divides that of the samples.
     """
-    batches = []
-    for step in range(num_steps):
-        start = position + (step * num_ranks + rank) * micro_batch_size
-        batches.append([order.at(start + i) for i in range(micro_batch_size)])
-    return batches
+
+    def greedy(limit: int) -> list[int]:
+        bounds = [0]
+        while bounds[-1] < len(widths):
+            bounds.append(min(len(widths), bounds[-1] + limit // widths[bounds[-1]]))
+        return bounds
+
+    count = -(-(len(greedy(max_tokens)) - 1) // num_ranks) * num_ranks
+    # a larger limit never takes more micro-batches
+    limits = range(widths[0], max_tokens + 1)
+    best = limits[bisect.bisect_left(limits, True, key=lambda limit: len(greedy(limit)) - 1 <= count)]
+    bounds = greedy(best)
+    while len(bounds) - 1 < count:
+        sizes = [((b - a) * widths[a] if b - a > 1 else 0, -a) for a, b in itertools.pairwise(bounds)]
+        _, negated = max(sizes)
+        at = bounds.index(-negated)
+        bounds.insert(at + 1, (bounds[at] + bounds[at + 1] + 1) // 2)
+    return bounds
+
+
+class Reader(Iterator[list[Any]]):
+    """The micro-batches of each step: lists of samples; with workers, batches that threads make ahead of their use.
+
+    A context: its threads end with it, whatever happens in between.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Any],
+        steps: Iterator[list[list[int]]],
+        collate: Callable[[Sequence[Any]], Any],
+        num_workers: int,
+    ):
+        """
+        Args:
+            samples: read by index, in the threads if there are any.
+            steps: sample indices of each micro-batch of each step.
+            collate: samples to a batch.
+            num_workers: threads; at most two micro-batches a thread are made beyond those of the next step.
+        """
+        self._samples, self._steps, self._collate = samples, steps, collate
+        self._num_workers = num_workers
+        self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None
+        self._begun: collections.deque[list[Future[Any]]] = collections.deque()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def __next__(self) -> list[Any]:
+        """Of the next step. What went wrong in a thread is raised by `Future.result`."""
+        if self._pool is None:
+            return [self._read(picked) for picked in next(self._steps)]
+        while not self._begun or sum(map(len, self._begun)) - len(self._begun[0]) < 2 * self._num_workers:
+            step = next(self._steps, None)
+            if step is None:
+                break
+            self._begun.append([self._pool.submit(self._make, picked) for picked in step])
+        if not self._begun:
+            raise StopIteration
+        return self._begun.popleft()
+
+    def _read(self, picked: Sequence[int]) -> list[Any]:
+        return [self._samples[i] for i in picked]
+
+    def _make(self, picked: Sequence[int]) -> Any:
+        return self._collate(self._read(picked))
 
 
 def shuffled(number: int, size: int, name: str) -> int:

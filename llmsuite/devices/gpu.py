@@ -48,6 +48,7 @@ class GpuBackend(DeviceBackend):
             return ops.Ops(rms_norm=ops.fused_rms_norm, rotary=ops.fused_rotary, swiglu=ops.fused_swiglu)
         return ops.Ops(
             causal_mask=ops.no_mask,
+            document_mask=ops.document_ends,
             attention=ops.flash_attention,
             rms_norm=ops.fused_rms_norm,
             rotary=ops.fused_rotary,

@@ -19,8 +19,21 @@ Tensor = Any
 def causal_mask(num_queries: int, num_keys: int, dtype: Any) -> Tensor:
     """[1, 1, L, S] to be added to scores: 0 where query i may see key j (j <= i + S - L), else -1e9 (-1e4 in fp16)."""
     visible = paddle.tril(paddle.ones([num_queries, num_keys], dtype="float32"), num_keys - num_queries)
-    lowest = 1e4 if dtype == paddle.float16 else 1e9
-    return ((visible - 1.0) * lowest).astype(dtype).unsqueeze([0, 1])
+    return _added(visible, dtype).unsqueeze([0, 1])
+
+
+def document_mask(documents: Tensor, dtype: Any) -> Tensor:
+    """`causal_mask` of rows of several documents, [B, 1, L, L]: query i sees key j if documents[b, i] <= j <= i.
+
+    `documents` [B, L] says of each token where in the row its document begins.
+    """
+    at = paddle.arange(documents.shape[1], dtype=documents.dtype)
+    visible = paddle.logical_and(at <= at.unsqueeze(-1), at >= documents.unsqueeze(-1))
+    return _added(visible.astype("float32"), dtype).unsqueeze(1)
+
+
+def _added(visible: Tensor, dtype: Any) -> Tensor:
+    return ((visible - 1.0) * (1e4 if dtype == paddle.float16 else 1e9)).astype(dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -44,7 +57,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head. x [B, L, H, K]; cos, sin [1, L, 1, K / 2] (Su et al. 2021, arXiv 2104.09864)."""
+    """Rotate the halves of each head. x [B, L, H, K]; cos, sin [1, L, 1, K / 2], or with B for rows that differ
+    (Su et al. 2021, arXiv 2104.09864)."""
     first, second = paddle.split(x, 2, axis=-1)
     return paddle.concat([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -65,6 +79,8 @@ class Ops:
 
     causal_mask: Callable[[int, int, Any], Tensor | None] = causal_mask
     """Built once a forward pass and handed to every layer; None when `attention` is causal by itself."""
+    document_mask: Callable[[Tensor, Any], Tensor] = document_mask
+    """In its place for rows of several documents; in the form that `attention` takes."""
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
@@ -72,10 +88,26 @@ class Ops:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Flash attention, causal by itself. A single query sees every key, so it needs no causality."""
-    assert mask is None, "flash attention is given its causality as a flag"
+    """Flash attention, causal by itself. A single query sees every key, so it needs no causality.
+
+    A mask is what `document_ends` gives; tiles between documents are skipped (FlashMask, arXiv 2410.01359).
+    """
+    if mask is not None:
+        assert mask.dtype == paddle.int32, "flash attention is given its causality as a flag"
+        return F.flashmask_attention(q, k, v, mask, causal=True)
     output, _ = F.flash_attention.flash_attention(q, k, v, causal=q.shape[1] > 1)
     return output
+
+
+def document_ends(documents: Tensor, dtype: Any) -> Tensor:
+    """`document_mask` as flash attention takes it, [B, 1, L, 1] int32: the first row of scores that does not see a key,
+    which is where the key's document ends."""
+    length = documents.shape[1]
+    at = paddle.arange(length, dtype=documents.dtype).expand_as(documents)
+    begins = paddle.where(documents == at, at, paddle.full_like(at, length))
+    following = paddle.concat([begins[:, 1:], paddle.full_like(begins[:, :1], length)], 1)
+    ends = paddle.cummin(following.flip(1), 1)[0].flip(1)
+    return ends.astype("int32").unsqueeze([1, 3])
 
 
 def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
@@ -86,10 +118,13 @@ def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
 def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotary` in one kernel, which wants cos and sin for both halves."""
     cos, sin = (paddle.concat([t, t], axis=-1).astype(x.dtype) for t in (cos, sin))
+    shape = x.shape
+    if cos.shape[0] > 1:  # it takes one rotation for all rows: so all are made one
+        x, cos, sin = (t.reshape([1, -1, *t.shape[2:]]) for t in (x, cos, sin))
     rotated, _, _ = paddle.incubate.nn.functional.fused_rotary_position_embedding(
         x, None, None, sin=sin, cos=cos, use_neox_rotary_style=False
     )
-    return rotated
+    return rotated.reshape(shape)
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -45,6 +45,7 @@ class XpuBackend(DeviceBackend):
         # no fused RMSNorm: on XPU it comes from a package of its own, not with Paddle
         return ops.Ops(
             causal_mask=ops.no_mask,
+            document_mask=ops.document_ends,
             attention=ops.flash_attention,
             rotary=ops.fused_rotary,
             swiglu=ops.fused_swiglu,

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from llmsuite.data.loader import SampleOrder, micro_batches
+from llmsuite.data.loader import Dealer, Reader
 from llmsuite.engine import collective
+from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.engine.schedule import Kind
-from llmsuite.engine.step import Objective, evaluate, train_step
+from llmsuite.engine.step import Batch, Look, Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
 from llmsuite.observe.metrics import Window
 
@@ -27,7 +28,9 @@ class Schedule:
     total_steps: int
     global_batch_size: int
     micro_batch_size: int
-    accumulate_steps: int
+    """Of evaluation; those of training are the dealer's."""
+    num_workers: int
+    """Threads that make batches ahead of their use."""
     pipeline: Kind
     """Order of the passes where there is a pipeline."""
     log_steps: int
@@ -54,6 +57,23 @@ class Hooks:
     peak_memory_bytes: Callable[[], int]
 
 
+@dataclasses.dataclass(frozen=True)
+class _MadeAhead:
+    """The objective of micro-batches that threads make batches of."""
+
+    objective: Objective
+
+    def collate(self, samples: Any) -> Batch:
+        batch: Batch = samples.result()
+        return batch
+
+    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+        return self.objective.look_ahead(look, model, batch)
+
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        return self.objective.loss(model, batch)
+
+
 def fit(
     first_step: int,
     position: int,
@@ -62,22 +82,24 @@ def fit(
     optimizer: Optimizer,
     train_samples: Sequence[Any],
     eval_samples: Sequence[Any],
-    order: SampleOrder,
+    dealer: Dealer,
     schedule: Schedule,
     autocast: Callable[[], AbstractContextManager[Any]],
     hooks: Hooks,
     scale: LossScale | None = None,
+    looks: Sequence[Look] = (),
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
-    In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples.
+    In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples. What
+    is looked at in front of each global batch are the `looks`.
 
     Returns:
         The number of the last step done; below `total_steps` when a signal ended the run early.
     """
     mesh = collective.mesh()
     rank, num_ranks = mesh.data_rank, mesh.degrees.num_data_ranks
-    size = schedule.micro_batch_size
+    size, global_batch = schedule.micro_batch_size, schedule.global_batch_size
     mine = eval_samples[rank::num_ranks]
     eval_batches = [mine[i : i + size] for i in range(0, len(mine), size)]
     num_own, num_most = len(eval_batches), math.ceil(math.ceil(len(eval_samples) / num_ranks) / size)
@@ -85,21 +107,28 @@ def fit(
     window = Window(collective.num_ranks())
     model.train()
     step = first_step - 1
-    with StopRequest() as stop:
+    positions = range(position, position + (schedule.total_steps - step) * global_batch, global_batch)
+    dealt = (dealer.micro_batches(at, rank) for at in positions)
+    training, num_workers = objective, schedule.num_workers if objective is not None else 0
+    if objective is not None and num_workers:
+        training = _MadeAhead(objective)
+    collate = objective.collate if objective is not None else list
+    with StopRequest() as stop, Reader(train_samples, dealt, collate, num_workers) as reader:
         while step < schedule.total_steps:
             step += 1
-            picked = micro_batches(order, position, schedule.accumulate_steps, size, rank, num_ranks)
-            samples = [[train_samples[i] for i in batch] for batch in picked]
+            samples = next(reader)
             votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
-            metrics = train_step(step, samples, objective, model, optimizer, schedule.pipeline, autocast, votes, scale)
-            position += schedule.global_batch_size
+            metrics = train_step(
+                step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks
+            )
+            position += global_batch
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
             wanted = metrics.pop("save") > 0
             last = stopping or step == schedule.total_steps
 
             window.add(metrics)
             if last or step % schedule.log_steps == 0:
-                epoch = position / order.num_samples
+                epoch = position / len(train_samples)
                 memory = hooks.peak_memory_bytes()
                 rates = window.rates()
                 hooks.logged(step, {"epoch": epoch, **metrics, **rates, "peak_memory_bytes": memory})
@@ -113,7 +142,7 @@ def fit(
             if stopping:
                 break
             if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
-                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own)
+                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own, looks)
                 hooks.evaluated(step, position, metrics)
             window.leave_out(time.perf_counter() - started)
         hooks.finish()

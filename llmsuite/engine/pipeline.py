@@ -6,13 +6,15 @@ the zeros it gets there counts for nothing. So a stage's code is the same with a
 
 With the interleaved schedule a rank has several chunks of the layers. Data meets one of them: the first chunk of the
 first rank (the ids) and the last chunk of the last rank (the targets). The passes of all others only receive, run and
-send on; no loss is asked, and a rank in the middle of a pipeline knows of a batch what comes with the activations.
+send on; no loss is asked, and a rank in the middle of a pipeline knows of a batch what comes with the activations: its
+shape, and where documents begin in rows of several.
 
 Only local parts travel: a rank talks to the ranks with its own coordinate on every other axis.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -21,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 import paddle.distributed as dist
@@ -32,8 +34,10 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.parallelize import local_value
 from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
+from llmsuite.models.lora import adapters
 
 Tensor = Any
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +92,24 @@ class PipelineStage:
 
     # what a training stage calls
 
-    def hidden_states(self, input_ids: Tensor) -> tuple[Tensor, list[Any]]:
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """While active, on every rank, passes are those of the model without its adapters; nothing is copied."""
+        switched = [adapter for chunk in self.chunks for adapter in adapters(chunk)]
+        for adapter in switched:
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in switched:
+                adapter.is_on = True
+
+    def hidden_states(self, input_ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Hidden states [B, L, D] on the last stage; elsewhere zeros, once the activations are sent on.
+
+        Args:
+            input_ids: [B, L].
+            documents: for rows of several documents, as `CausalLM.hidden_states` takes it.
 
         Raises:
             UserError: under sequence parallel, L cannot be cut.
@@ -103,18 +123,21 @@ class PipelineStage:
         # outside of a schedule the passes of the other chunks are made here too
         before, after = range(self._at_data), range(self._at_data + 1, len(self.chunks))
         for chunk in () if self._in_schedule else before:
-            self._run(chunk, self._receive())
+            self._run(chunk, *self._receive())
         assert not (self._in_schedule and self._passed), "a stage's loss may ask for hidden states once"
-        given = None if self.is_first else self._receive()
+        given = None
+        if not self.is_first:
+            given, documents = self._receive()
         if given is not None and (sent := list(given.shape[:2])) != (read := list(input_ids.shape)):
             raise UserError(
                 f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
                 f"{read}; do their machines have the same data files?"
             )
-        result = self._run(self._at_data, self.model.embed(input_ids) if given is None else given)
+        x = self.model.embed(input_ids, documents=documents) if given is None else given
+        result = self._run(self._at_data, x, documents)
         self._passed = given, result
         for chunk in () if self._in_schedule else after:
-            self._run(chunk, self._receive())
+            self._run(chunk, *self._receive())
         if self.is_last:
             return self.model.finish(result), []
         return paddle.zeros([*input_ids.shape, self._hidden_size]), []
@@ -130,11 +153,21 @@ class PipelineStage:
         """
         if not self.is_last:
             return paddle.zeros([*hidden.shape[:-1], self.model.config.vocab_size])
-        logits = self.model.logits(hidden)
-        if not logits.is_dist():
-            return logits
+        return self._whole(self.model.logits(hidden))
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """As a plain tensor that every rank of the tensor parallel group has alike."""
+        if not tensor.is_dist():
+            return tensor
         whole = [dist.Replicate()]
-        return dtensor_to_local(dist.reshard(logits, self._mesh.tensor, whole), self._mesh.tensor, whole)
+        return dtensor_to_local(dist.reshard(tensor, self._mesh.tensor, whole), self._mesh.tensor, whole)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] to what a score head gives, [N] in float32, whole on every rank; zeros where the last
+        layers are not."""
+        if not self.is_last:
+            return paddle.zeros([hidden.shape[0]])
+        return self._whole(self.model.scores(hidden))
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Ids [B, L] to logits [B, L, V]."""
@@ -146,24 +179,25 @@ class PipelineStage:
         """Whether the passes of a chunk begin with ids or end in a loss."""
         return (self.is_first or self.is_last) and chunk == self._at_data
 
-    def forward(self, action: Action, loss: Callable[[], LossTerms] | None) -> LossTerms | None:
+    def forward(self, action: Action, loss: Callable[[], T] | None) -> T | None:
         """A forward pass of the schedule; in training, `backward` follows.
 
         Args:
             action: which one.
-            loss: calls `hidden_states` once; None where the chunk meets no data.
+            loss: calls `hidden_states` once; None where the chunk meets no data. In training it gives `LossTerms`.
 
         Returns:
             What `loss` gives. It is the loss on the last stage only.
         """
         self._in_schedule, self._passed = True, None
         if loss is not None:
-            terms = loss()
+            terms: T | None = loss()
             assert self._passed is not None, "the stage's loss did not ask for hidden states"
         else:
-            terms, given = None, self._receive()
-            self._passed = given, self._run(action.chunk, given)
+            terms, (given, documents) = None, self._receive()
+            self._passed = given, self._run(action.chunk, given, documents)
         if paddle.is_grad_enabled():
+            assert terms is None or isinstance(terms, LossTerms)
             total = terms.total if terms is not None and self.is_last else None
             self._waiting[action.chunk, action.micro_batch] = Pass(*self._passed, total)
         self._in_schedule, self._passed = False, None
@@ -178,7 +212,8 @@ class PipelineStage:
             assert self._edges is not None
             y = waiting.result
             gradient = self._edges.receive(local_value(y).shape, y.dtype, forward=False)
-            paddle.autograd.backward([y], [self._spread(gradient)])
+            if not y.stop_gradient:  # as in front of the first adapter
+                paddle.autograd.backward([y], [self._spread(gradient)])
         if waiting.given is not None:
             gradient = waiting.given.grad
             if gradient.is_dist() and gradient.placements != self._placements:
@@ -191,9 +226,9 @@ class PipelineStage:
         """In the middle of a pipeline, outside of a schedule: pass on what comes, until the first rank lets go."""
         self.eval()
         while (given := self._receive_or_end()) is not None:
-            self._run(0, given)
+            self._run(0, *given)
             for chunk in range(1, len(self.chunks)):
-                self._run(chunk, self._receive())
+                self._run(chunk, *self._receive())
         self.release()
         self.train()
 
@@ -202,30 +237,36 @@ class PipelineStage:
         if self._edges is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
             self._edges.send(paddle.to_tensor(_END, dtype="int64"), forward=True)
 
-    def _run(self, chunk: int, x: Tensor) -> Tensor:
+    def _run(self, chunk: int, x: Tensor, documents: Tensor | None) -> Tensor:
         """Through the layers of a chunk, and on to the next part if there is one."""
-        y, _ = self.chunks[chunk].decode(x)
+        y, _ = self.chunks[chunk].decode(x, documents=documents)
         if not (self.is_last and chunk == len(self.chunks) - 1):
             assert self._edges is not None
             local = local_value(y).detach()
-            self._edges.send(paddle.to_tensor(local.shape, dtype="int64"), forward=True)
+            # of sequences that are cut a rank sends a part, of their documents all
+            length = 0 if documents is None else documents.shape[1]
+            self._edges.send(paddle.to_tensor([*local.shape, length], dtype="int64"), forward=True)
+            if documents is not None:
+                self._edges.send(documents, forward=True)
             self._edges.send(local, forward=True)
         return y
 
-    def _receive(self) -> Tensor:
-        x = self._receive_or_end()
-        assert x is not None, "the first rank has let go in the middle of a schedule"
-        return x
+    def _receive(self) -> tuple[Tensor, Tensor | None]:
+        received = self._receive_or_end()
+        assert received is not None, "the first rank has let go in the middle of a schedule"
+        return received
 
-    def _receive_or_end(self) -> Tensor | None:
-        """Activations of the part before, whose shape comes first: it changes from micro-batch to micro-batch."""
+    def _receive_or_end(self) -> tuple[Tensor, Tensor | None] | None:
+        """Activations of the part before and the documents of their rows. Their shapes come first: they change from
+        micro-batch to micro-batch."""
         assert self._edges is not None
-        shape = self._edges.receive([len(_END)], "int64", forward=True).tolist()
-        if shape == _END:
+        *shape, length = header = self._edges.receive([len(_END)], "int64", forward=True).tolist()
+        if header == _END:
             return None
+        documents = self._edges.receive([shape[0], length], "int64", forward=True) if length else None
         x = self._spread(self._edges.receive(shape, next(iter(self.model.parameters())).dtype, forward=True))
         x.stop_gradient = not paddle.is_grad_enabled()
-        return x
+        return x, documents
 
     def _spread(self, local: Tensor) -> Tensor:
         if self._mesh.tensor is None:
@@ -233,8 +274,8 @@ class PipelineStage:
         return dtensor_from_local(local, self._mesh.tensor, self._placements).detach()
 
 
-_END = [0, 0, 0]
-"""In place of the shape of activations: none will follow."""
+_END = [0, 0, 0, 0]
+"""In place of the shape of activations, and of the length of rows of several documents: none will follow."""
 
 
 class Edges:

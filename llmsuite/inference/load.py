@@ -7,11 +7,19 @@ from typing import Any
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.errors import UserError
+from llmsuite.models.head import head_of
 from llmsuite.plugins.hookspecs import ModelFamily
 
 
 def load_model(source: ModelDirectory, backend: DeviceBackend) -> Any:
-    """Build the model on the current device in float32, in evaluation mode."""
+    """Build the model on the current device in float32, in evaluation mode.
+
+    Raises:
+        UserError: it is a reward model, which gives answers a score and none itself.
+    """
+    if head_of(source.config) == "score":
+        raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
     model = source.family.factory()(source.config, backend.ops("fp32"))
     fill_parameters(model, source)
     model.eval()

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, cross_entropy
+from llmsuite.models.head import head_of, is_tied
 
 Tensor = Any
 LayerCache = tuple[Tensor, Tensor]
@@ -119,45 +121,63 @@ class Decoder(nn.Layer):
 
 
 class CausalLM(nn.Layer):
-    """A causal language model. Parameters start at zero (norms at one): `engine.init` or a checkpoint fills them."""
+    """A causal language model, or with a score head a reward model. Parameters start at zero (norms at one):
+    `engine.init` or a checkpoint fills them."""
 
     def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
-        """`config` has vocab_size, hidden_size and tie_word_embeddings."""
+        """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head`."""
         super().__init__()
         self.config, self.ops = config, ops
         self.cross_entropy = cross_entropy
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
-        self.lm_head = None if config.tie_word_embeddings else linear(config.hidden_size, config.vocab_size)
+        scores = head_of(config) == "score"
+        self.lm_head = None if scores or is_tied(config) else linear(config.hidden_size, config.vocab_size)
+        self.score = linear(config.hidden_size, 1) if scores else None
 
-    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+    def layer_inputs(
+        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         """What every layer takes beside its input, made once a pass: such as the rotation and the mask of the
-        positions from `start`."""
+        positions from `start`, or of those in `documents`; see `hidden_states`."""
         raise NotImplementedError
 
+    def mask(self, start: int, length: int, dtype: Any, documents: Tensor | None) -> Tensor | None:
+        """What is to be seen from the positions from `start`, or in `documents`, as `ops.attention` takes it."""
+        if documents is not None:
+            return self.ops.document_mask(documents, dtype)
+        return self.ops.causal_mask(length, start + length, dtype)
+
     def hidden_states(
-        self, input_ids: Tensor, cache: list[LayerCache] | None = None
+        self, input_ids: Tensor, cache: list[LayerCache] | None = None, documents: Tensor | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
         """Input ids [B, L] to normed hidden states [B, L, D] and the cache for the next call; in training there is
         none.
 
         Positions go on from the cache. Sequences start at position 0 and are padded on the right, so that no
         token sees padding and none needs a mask of its own.
+
+        A row may hold several documents. Then `documents` [B, L] says of each token where in its row the token's
+        document begins: no token sees another document, and each begins at position 0.
         """
-        x, present = self.decode(self.embed(input_ids, _length(cache)), cache)
+        x, present = self.decode(self.embed(input_ids, _length(cache), documents), cache, documents)
         return self.finish(x), present
 
-    def embed(self, input_ids: Tensor, start: int = 0) -> Tensor:
-        """Input ids [B, L] at the positions from `start` to what the first layer takes, [B, L, D]."""
+    def embed(self, input_ids: Tensor, start: int = 0, documents: Tensor | None = None) -> Tensor:
+        """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
+        [B, L, D]."""
         return self.model.embed_tokens(input_ids)
 
     def finish(self, x: Tensor) -> Tensor:
         """What the last layer gives to normed hidden states, [B, L, D]."""
         return self.model.norm(x)
 
-    def decode(self, x: Tensor, cache: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+    def decode(
+        self, x: Tensor, cache: list[LayerCache] | None = None, documents: Tensor | None = None
+    ) -> tuple[Tensor, list[LayerCache]]:
         """Through the layers that are here, [B, L, D] to [B, L, D]; and the cache for the next call."""
         assert cache is None or not self.training, "a cache is for evaluation"
-        inputs = self.layer_inputs(_length(cache), x.shape[1], x.dtype)
+        assert cache is None or documents is None, "a cache is of one document a row"
+        inputs = self.layer_inputs(_length(cache), x.shape[1], x.dtype, documents)
         present = []
         for i, layer in enumerate(self.model.layers):
             if self.training:
@@ -169,6 +189,7 @@ class CausalLM(nn.Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V]."""
+        assert self.score is None, "a reward model says nothing; the stage's spec has to ask for a language model"
         if self.lm_head is None:
             return paddle.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
         return self.lm_head(hidden)
@@ -176,6 +197,11 @@ class CausalLM(nn.Layer):
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Hidden states [N, D] and target ids [N] to the negative log-probability of each target, [N] in float32."""
         return self.cross_entropy(self.logits(hidden).astype("float32"), targets)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] to scores [N] in float32."""
+        assert self.score is not None, "the model has no score head; the stage's spec has to ask for one"
+        return self.score(hidden).squeeze(-1).astype("float32")
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, L, V] of every position."""
@@ -186,11 +212,22 @@ def _length(cache: list[LayerCache] | None) -> int:
     return cache[0][0].shape[1] if cache else 0
 
 
-def rotation(frequencies: Sequence[float], scale: float, start: int, length: int, dtype: Any) -> tuple[Tensor, Tensor]:
-    """scale times cos and sin, [1, L, 1, K / 2], of the positions from `start`.
+def positions(documents: Tensor) -> Tensor:
+    """Of each token in its document, [B, L]; `documents` as in `CausalLM.hidden_states`."""
+    return paddle.arange(documents.shape[1], dtype=documents.dtype) - documents
+
+
+def rotation(
+    frequencies: Sequence[float], scale: float, start: int, length: int, dtype: Any, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """scale times cos and sin of the positions from `start`, [1, L, 1, K / 2], or of those in `documents`,
+    [B, L, 1, K / 2].
 
     Angles are made in float64, as positions get large.
     """
-    angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))[None, :, None, :]
+    angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))
     cos, sin = (paddle.to_tensor((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
-    return cos, sin
+    if documents is None:
+        return cos.unsqueeze([0, 2]), sin.unsqueeze([0, 2])
+    at = positions(documents)
+    return F.embedding(at, cos).unsqueeze(2), F.embedding(at, sin).unsqueeze(2)

@@ -6,6 +6,7 @@ Only data lives here: no class paths, no callables, nothing that a recipe could 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -56,6 +57,14 @@ class DataSection(Section):
     cut only where a stage is told to."""
     chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
     """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
+    packing: Literal["none", "best_fit"] = "none"
+    """With "best_fit" rows are put together to samples of up to max_length tokens, in which no token sees another row
+    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stage sft."""
+    group_by_length: bool = True
+    """Deal the samples of a global batch out to micro-batches by their lengths, so that less is padded. What a step
+    learns stays the same."""
+    num_workers: NonNegativeInt = 0
+    """Threads that make batches ahead of their use; 0 to make each when it is needed."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,6 +89,8 @@ class ParallelSection(Section):
     """What is cut over the sharding axis: optimizer states (1), gradients too (2), parameters too (3)."""
     sharding_parallel_degree: PositiveInt = 1
     """Ranks of the sharding axis. At 1, sharding uses the data parallel axis."""
+    expert_parallel_degree: PositiveInt = 1
+    """Data ranks (dp x sharding) that share the routed experts of a mixture, and send each other the tokens."""
     sequence_parallel: bool = False
     """Cut activations along the sequence between the tensor parallel regions."""
 
@@ -127,6 +138,9 @@ class TrainSection(Section):
     """Samples of one optimizer step, over all ranks."""
     micro_batch_size: PositiveInt
     """Samples of one forward pass on one rank; gradient accumulation makes up the rest."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Fill the forward passes of training up to so many tokens, padding included, rather than with a fixed number of
+    samples; micro_batch_size is then that of evaluation."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd is there to compare runs: it shows errors of scale that adamw hides."""
     learning_rate: PositiveFloat
@@ -158,6 +172,33 @@ class TrainSection(Section):
             yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
         if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
             yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear or cosine"
+
+
+@dataclasses.dataclass(kw_only=True)
+class LoraSection(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): trained instead of the model, with any stage."""
+
+    rank: PositiveInt | None = None
+    """Inner size of the adapters; null for none: the model itself is trained."""
+    alpha: PositiveFloat = 16.0
+    """Their outputs are multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
+    target_modules: list[str] | None = None
+    """Matrices that get one: patterns over the names of modules, whole or from a dot on, such as "q_proj" or
+    "layers.0.mlp.*". Default: every matrix of attention and MLP; not the routed experts."""
+    lora_plus_ratio: PositiveFloat = 1.0
+    """Learning rate of the second factor over that of the first (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.target_modules == []:
+            yield "target_modules", "is empty, so nothing would be trained; name some, or leave it out"
+
+    @property
+    def scale(self) -> float:
+        """What the outputs of the adapters are multiplied by."""
+        assert self.rank is not None
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -203,11 +244,14 @@ class Recipe(Section):
 
     stage: str
     """Name of a registered stage; `llmsuite list stages` shows them."""
+    source: str | None = None
+    """Where the numbers of this recipe are from, in a line; `llmsuite list recipes` shows it."""
     model: ModelSection
     data: DataSection
     parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
     engine: EngineSection = dataclasses.field(default_factory=EngineSection)
     train: TrainSection
+    lora: LoraSection = dataclasses.field(default_factory=LoraSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)
     device: str = "cpu"

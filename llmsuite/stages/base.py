@@ -13,16 +13,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+
 from llmsuite.checkpoint.files import sha256_of
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.read import read_rows
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.engine.loss_ledger import LossTerms
+from llmsuite.engine.loss_ledger import LossTerms, Sums
+from llmsuite.engine.step import Look
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import DataFormat
 from llmsuite.recipe.schema import Recipe
 
-__all__ = ["Batch", "LossTerms", "Stage", "StageContext"]
+__all__ = ["Batch", "Look", "LossTerms", "Stage", "StageContext", "Sums"]
 
 Batch = dict[str, Any]
 S = TypeVar("S")
@@ -77,6 +80,11 @@ class Stage(abc.ABC, Generic[S]):
         """`section` is the stage's own part of the recipe."""
         self.section, self.context = section, context
 
+    @classmethod
+    def looks(cls, section: Any) -> tuple[Look, ...]:
+        """What `look_ahead` is to be called for before each global batch is learnt from, in this order."""
+        return ()
+
     def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> list[S]:
         """Rows to samples. Counts the rows that would train nothing and leaves them out."""
         raise AssertionError(f"{type(self).__name__} has to make samples of rows, or to read files in a way of its own")
@@ -87,6 +95,20 @@ class Stage(abc.ABC, Generic[S]):
     @abc.abstractmethod
     def collate(self, samples: Sequence[S]) -> Batch:
         """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised"."""
+
+    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+        """What the loss has to know of the whole global batch, of one micro-batch of it.
+
+        The sums of all micro-batches of all ranks, divided by their weights, come into `loss` as `batch["ahead"]`; what
+        this method puts into the batch stays there too. Under "model" and "adapters_off" it asks the model for hidden
+        states once, as `loss` does, and no graph is kept; under "batch" it does not ask the model.
+        """
+        raise AssertionError(f"{type(self).__name__} wants to look ahead and does not say at what")
+
+    def row_lengths(self, samples: Sequence[S]) -> np.ndarray | None:
+        """[samples, rows of each], int64: how many tokens the rows of each sample have in a batch, without padding.
+        None where all are alike, or when a stage does not tell; then samples are not dealt out by length."""
+        return None
 
     @abc.abstractmethod
     def loss(self, model: Any, batch: Batch) -> LossTerms:

@@ -6,6 +6,7 @@ Shapes: B sequences, L length, D hidden, N tokens that have a weight.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,33 +14,64 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.data.packing import best_fit
 from llmsuite.stages.base import Batch, LossTerms
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightedTokens:
-    """One sequence."""
+    """One sequence, or several documents one behind the other."""
 
     ids: np.ndarray
     """[length], int32."""
     weights: np.ndarray
-    """[length], float32: what predicting the token from those before it counts for. The first one's is 0."""
+    """[length], float32: what predicting the token from those before it counts for. 0 where a document begins."""
+    begins: tuple[int, ...] = (0,)
+    """Where in `ids` each document begins."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Positions it takes in a row: the last token of a document is only a target."""
+        return len(self.ids) - len(self.begins)
+
+
+def pack(samples: Sequence[WeightedTokens], max_length: int) -> list[WeightedTokens]:
+    """Samples put together to such that take at most `max_length` positions; see `best_fit`."""
+    packs = []
+    for picked in best_fit([sample.num_inputs for sample in samples], max_length):
+        parts = [samples[i] for i in picked]
+        begins = itertools.accumulate((len(part.ids) for part in parts[:-1]), initial=0)
+        ids, weights = np.concatenate([p.ids for p in parts]), np.concatenate([p.weights for p in parts])
+        packs.append(WeightedTokens(ids, weights, tuple(begins)))
+    return packs
 
 
 def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int) -> Batch:
-    """Sequences to arrays, padded on the right to a multiple; the last token of each is only a target."""
-    longest = max(len(sample.ids) for sample in samples) - 1
+    """Sequences to arrays, padded on the right to a multiple; the last token of each document is only a target.
+
+    With several documents in a sequence the batch has "documents", as `CausalLM.hidden_states` takes it. The padding
+    is a document of its own then.
+    """
+    longest = max(sample.num_inputs for sample in samples)
     length = -(-longest // length_multiple) * length_multiple
     input_ids = np.full([len(samples), length], pad_id, dtype="int64")
+    documents = np.empty([len(samples), length], dtype="int64")
     positions, targets, weights = [], [], []
     for i, sample in enumerate(samples):
-        assert sample.weights[0] == 0, "nothing predicts the first token"
-        input_ids[i, : len(sample.ids) - 1] = sample.ids[:-1]
+        begins = np.array(sample.begins)
+        assert not sample.weights[begins].any(), "nothing predicts the first token of a document"
+        shift = np.arange(len(begins))  # of each document, by the last tokens of those before it
+        rows = np.diff([*(begins - shift), sample.num_inputs])
+        documents[i, : sample.num_inputs] = np.repeat(begins - shift, rows)
+        documents[i, sample.num_inputs :] = sample.num_inputs
+        input_ids[i, : sample.num_inputs] = np.delete(sample.ids, [*(begins[1:] - 1), -1])
         (learnt,) = np.nonzero(sample.weights)
-        positions.append(i * length + learnt - 1)  # a token is predicted one position before its own
+        # a token is predicted one position before its own
+        positions.append(i * length + learnt - np.searchsorted(begins, learnt, "right"))
         targets.append(sample.ids[learnt])
         weights.append(sample.weights[learnt])
-    return {
+    batch: Batch = {"documents": documents} if any(len(sample.begins) > 1 for sample in samples) else {}
+    return batch | {
         "input_ids": input_ids,
         "positions": np.concatenate(positions),
         "targets": np.concatenate(targets).astype("int64"),
@@ -55,7 +87,8 @@ def weighted_loss(model: Any, batch: Batch) -> LossTerms:
     The metric `tokens/likely` is the share of them that gets a probability above 1/2: greedy decoding picks them for
     certain, so it is a lower bound of the token accuracy, and costs no second look at the logits, which may be cut.
     """
-    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]))  # [B, L, D]
+    documents = {"documents": paddle.to_tensor(batch["documents"])} if "documents" in batch else {}
+    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **documents)  # [B, L, D]
     picked = hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)  # [N, D]
     nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
     weights = paddle.to_tensor(batch["weights"])

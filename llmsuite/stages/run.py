@@ -14,11 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmsuite.checkpoint import train_state
+from llmsuite.checkpoint.adapter_dir import check_base
 from llmsuite.checkpoint.files import lock_directory, read_json_file
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import load_template
-from llmsuite.data.loader import SampleOrder
+from llmsuite.data.loader import Dealer, SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine import collective
 from llmsuite.engine.launch import INTERRUPTED
@@ -40,8 +43,9 @@ from llmsuite.stages.saving import Saver
 
 # What may differ between a run and its continuation: it does not change what is learnt.
 _FREE_ON_RESUME = (
-    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine",
-    "train.log_steps", "train.eval_steps", "train.micro_batch_size",
+    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
+    "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
+    "data.group_by_length", "data.num_workers",
 )  # fmt: skip
 
 
@@ -58,6 +62,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     mesh = collective.start(plan.degrees)
 
     plan.check_files(mesh.reads_data)
+    if recipe.source:
+        report(f"numbers from {recipe.source}")
     tokenizer = _load_tokenizer(plan) if mesh.reads_data else None
     built = build_model(plan, registry, backend, mesh)
     model = built.part
@@ -71,6 +77,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if tokenizer is not None:
         stage = _make_stage(plan, registry, built, tokenizer, autocast)
         train_samples, eval_samples = _read(stage, plan, mesh)
+    lengths = _row_lengths(stage, plan, train_samples)
     counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
     if stage is None:  # in the middle of a pipeline a sample is a number, which nobody looks at
         train_samples, eval_samples = (range(int(count)) for count in counts)
@@ -87,7 +94,14 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         outputs[0].saved(step, path)
 
     saver = Saver(
-        plan.output_dir, recipe.checkpoint, plan.family, plan.model_config, plan.tokenizer, whole_model, saved
+        plan.output_dir,
+        recipe.checkpoint,
+        plan.family,
+        plan.model_config,
+        plan.tokenizer,
+        whole_model,
+        saved,
+        built.adapters,
     )
     loggers = _loggers(plan, registry)
     if stage is not None and (unread := plan.loaded.unread()):
@@ -95,6 +109,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
     # with the initial weights still in place: what a stage computes here belongs to them
     order = SampleOrder(len(train_samples), recipe.seed)
+    dealer = _dealer(plan, order, lengths)
     if stage is not None:
         num_used = min(schedule.total_steps * schedule.global_batch_size, len(train_samples))
         used = (train_samples[order.at(i)] for i in range(num_used))
@@ -109,7 +124,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     digest = _learning_digest(plan, built.digest, stage) if stage is not None and collective.rank() == 0 else ""
     state = _fresh(digest, recipe.seed)
     if resume:
-        state = _restore(plan, state, saver.root, registry, optimizer)
+        state = _restore(plan, state, saver.root, registry, built, optimizer)
         saver.resume(state.step)
     if state.step == schedule.total_steps:
         report(f"nothing to do: step {state.step} of {schedule.total_steps} is done")
@@ -160,11 +175,12 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             optimizer,
             train_samples,
             eval_samples,
-            order,
+            dealer,
             schedule,
             autocast,
             hooks,
             scale,
+            plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once
@@ -204,7 +220,7 @@ def _make_stage(
         length_multiple=_length_multiple(plan),
         report=report,
     )
-    stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.name), context)
+    stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.section_name), context)
     return stage
 
 
@@ -214,7 +230,43 @@ def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], 
     if 0 < len(eval_samples) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(eval_samples)} usable samples; every data rank needs one")
+    lengths = stage.row_lengths(eval_samples) if plan.recipe.data.group_by_length and eval_samples else None
+    if lengths is not None:
+        eval_samples = [eval_samples[i] for i in np.argsort(-lengths.max(1), kind="stable")]
     return train_samples, eval_samples
+
+
+def _row_lengths(stage: Stage[Any] | None, plan: RunPlan, samples: Sequence[Any]) -> np.ndarray | None:
+    """Of the samples for training, where batches are made by them. With micro-batches by tokens also in the middle of a
+    pipeline: their number depends on the lengths."""
+    by_tokens = plan.recipe.train.micro_batch_tokens is not None
+    lengths = None
+    if stage is not None and (by_tokens or plan.recipe.data.group_by_length):
+        lengths = stage.row_lengths(samples)
+        if by_tokens and lengths is None:
+            raise UserError(
+                f"train.micro_batch_tokens: the samples of stage {plan.stage.name} are all alike, or it does not tell "
+                "their lengths; use train.micro_batch_size"
+            )
+    if by_tokens and plan.degrees.pp > 2:
+        shape = collective.from_first_rank([0, 0] if lengths is None else list(lengths.shape))
+        count, rows = (int(size) for size in shape)
+        mine = [0.0] * (count * rows) if lengths is None else lengths.reshape(-1).tolist()
+        lengths = np.array(collective.from_first_rank(mine), "int64").reshape(count, rows)
+    return lengths
+
+
+def _dealer(plan: RunPlan, order: SampleOrder, lengths: np.ndarray | None) -> Dealer:
+    train, num_ranks = plan.recipe.train, plan.degrees.num_data_ranks
+    return Dealer(
+        order,
+        train.global_batch_size,
+        train.micro_batch_size,
+        num_ranks,
+        lengths,
+        train.micro_batch_tokens,
+        _length_multiple(plan),
+    )
 
 
 def _length_multiple(plan: RunPlan) -> int:
@@ -230,7 +282,7 @@ def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
         total_steps=total,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
-        accumulate_steps=plan.accumulate_steps,
+        num_workers=plan.recipe.data.num_workers,
         pipeline=plan.schedule,
         log_steps=train.log_steps,
         eval_steps=train.eval_steps,
@@ -243,7 +295,12 @@ def _fresh(recipe_sha256: str, seed: int) -> TrainState:
 
 
 def _restore(
-    plan: RunPlan, fresh: TrainState, checkpoints: Path, registry: Registry, optimizer: Optimizer
+    plan: RunPlan,
+    fresh: TrainState,
+    checkpoints: Path,
+    registry: Registry,
+    built: BuiltModel,
+    optimizer: Optimizer,
 ) -> TrainState:
     """The newest whole checkpoint, loaded; step 0 when there never was one."""
     found = -1
@@ -252,6 +309,8 @@ def _restore(
         path = train_state.find_latest(checkpoints, report)
         if path is not None:
             state = train_state.load_state(path)
+            if built.adapters is not None:
+                check_base(path, built.adapters.base)
             if state.recipe_sha256 != fresh.recipe_sha256:
                 differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
                 raise UserError(
@@ -267,7 +326,7 @@ def _restore(
         return fresh
     path = checkpoints / f"step-{found}"
     state = train_state.load_state(path)
-    restore(path, plan, registry, optimizer, collective.mesh())
+    restore(path, plan, registry, built, optimizer, collective.mesh())
     report(f"resuming from {path}")
     return state
 

@@ -6,6 +6,7 @@ rows -> text before and behind each learnt turn -> token ids with a weight of 1 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class SftStage(Stage[WeightedTokens]):
     def __init__(self, section: SftSection, context: StageContext):
         super().__init__(section, context)
         self._truncate, self._max_length = section.truncate, context.recipe.data.max_length
+        self._is_packed = context.recipe.data.packing == "best_fit"
         self._template = context.template()
 
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
@@ -98,6 +100,20 @@ class SftStage(Stage[WeightedTokens]):
         if not weights.any():
             raise Unusable(f"with no answer within data.max_length {self._max_length}")
         return WeightedTokens(ids, weights)
+
+    def read(self, path: Path) -> Sequence[WeightedTokens]:
+        """The conversations of a file, or packs of them."""
+        samples = super().read(path)
+        if not self._is_packed:
+            return samples
+        packs = language_model.pack(samples, self._max_length)
+        filled = sum(pack.num_inputs for pack in packs) / (len(packs) * self._max_length)
+        self.context.report(f"{path}: packed into {len(packs)} samples, which are {filled:.1%} full")
+        return packs
+
+    def row_lengths(self, samples: Sequence[WeightedTokens]) -> np.ndarray:
+        """[samples, 1]."""
+        return np.array([[sample.num_inputs] for sample in samples], dtype="int64")
 
     def collate(self, samples: Sequence[WeightedTokens]) -> Batch:
         """Padding on the right."""

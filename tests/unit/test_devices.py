@@ -42,7 +42,7 @@ def test_collectives_and_precisions(name: str, collectives: str, precisions: tup
     assert (BACKENDS[name].collectives, BACKENDS[name].precisions) == (collectives, precisions)
 
 
-FLASH = {"causal_mask": ops.no_mask, "attention": ops.flash_attention}
+FLASH = {"causal_mask": ops.no_mask, "document_mask": ops.document_ends, "attention": ops.flash_attention}
 ROTARY_SWIGLU = {"rotary": ops.fused_rotary, "swiglu": ops.fused_swiglu}
 RMS = {"rms_norm": ops.fused_rms_norm}
 

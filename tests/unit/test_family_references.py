@@ -18,8 +18,11 @@ import safetensors.numpy
 from llmsuite.checkpoint.model_dir import open_model, write_hf, write_model, write_paddlenlp
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.devices.ops import Ops
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.static import compile_layers
 from llmsuite.errors import UserError
 from llmsuite.inference.generate import Sampling, generate
+from llmsuite.recipe.resolve import Degrees
 from tests.unit.families import CASES, FAMILIES, REFERENCE, config_of, load, read_config, reference
 
 TOLERANCE = 1e-5
@@ -186,8 +189,7 @@ def test_layers_can_be_compiled_one_by_one(case: str) -> None:
         gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
         results.append((float(loss), gradients))
         model.clear_gradients(set_to_zero=False)
-        for layer in model.model.layers:
-            layer.states = paddle.jit.to_static(layer.states, full_graph=True)
+        compile_layers(model, FAMILIES[case.split("/")[0]].shard_plan, Mesh(Degrees(1, 1, 1, 1), 0), [])
     (loss, gradients), (compiled_loss, compiled) = results
     assert compiled_loss == pytest.approx(loss, rel=1e-6)
     assert compiled.keys() == gradients.keys()

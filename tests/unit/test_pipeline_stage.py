@@ -31,14 +31,15 @@ class Neighbours:
 
 
 class Doubling(paddle.nn.Layer):
-    """Its layers double what they get."""
+    """Its layers double what they get; where documents are told, they add where each begins."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = self.create_parameter([1], default_initializer=paddle.nn.initializer.Constant(2.0))
 
-    def decode(self, x: Any) -> tuple[Any, list[Any]]:
-        return x * self.factor, []
+    def decode(self, x: Any, documents: Any = None) -> tuple[Any, list[Any]]:
+        y = x * self.factor
+        return y if documents is None else y + documents.astype(y.dtype).unsqueeze(-1), []
 
 
 def test_a_length_that_cannot_be_cut_is_refused() -> None:
@@ -48,7 +49,7 @@ def test_a_length_that_cannot_be_cut_is_refused() -> None:
 
 
 def test_ranks_that_read_other_data_are_noticed() -> None:
-    edges: Any = Neighbours([2, 4, 1], [[[1.0]] * 4] * 2)
+    edges: Any = Neighbours([2, 4, 1, 0], [[[1.0]] * 4] * 2)
     stage = PipelineStage([Doubling()], Mesh(Degrees(2, 1, 1, 1), 1), 1, [], edges)
     with pytest.raises(
         UserError, match=r"sends a micro-batch of \[2, 4\] tokens, the last one has read one of \[2, 5\]"
@@ -57,15 +58,17 @@ def test_ranks_that_read_other_data_are_noticed() -> None:
 
 
 def test_the_middle_passes_on_until_the_first_rank_lets_go() -> None:
-    messages = ([1, 1, 2], [[[1.0, 3.0]]], [1, 2, 1], [[[5.0], [7.0]]], [0, 0, 0])
+    # the second one brings where documents begin: each token of its row is one
+    messages = ([1, 1, 2, 0], [[[1.0, 3.0]]], [1, 2, 1, 2], [[0, 1]], [[[5.0], [7.0]]], [0, 0, 0, 0])
     edges: Any = Neighbours(*messages)
     stage = PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 1), 2, [], edges)
     stage.relay()
-    assert edges.sent == [[1, 1, 2], [[[2.0, 6.0]]], [1, 2, 1], [[[10.0], [14.0]]], [0, 0, 0]]
+    passed_on = [[1, 1, 2, 0], [[[2.0, 6.0]]], [1, 2, 1, 2], [[0, 1]], [[[10.0], [15.0]]], [0, 0, 0, 0]]
+    assert edges.sent == passed_on
     # the one before the last does not tell the last one, which knows
     edges = Neighbours(*messages)
     PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 2), 2, [], edges).relay()
-    assert edges.sent[-1] == [[[10.0], [14.0]]]
+    assert edges.sent == passed_on[:-1]
 
 
 def test_a_message_that_cannot_be_sent_ends_the_rank(

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.data.indexed import CorpusWriter
-from llmsuite.data.loader import SampleOrder, micro_batches, shuffled
+from llmsuite.data.loader import Dealer, SampleOrder, shuffled
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
@@ -82,10 +82,10 @@ def test_a_large_order_is_a_function_of_position_alone() -> None:
 
 def consumed(samples: Sequence[np.ndarray], seed: int, num_ranks: int, steps: int, size: int, micro: int) -> list[str]:
     """Hashes of the samples in the order of the global batches, each made by the rank that sees it."""
-    order, hashes = SampleOrder(len(samples), seed), []
+    dealer, hashes = Dealer(SampleOrder(len(samples), seed), size, micro, num_ranks), []
     accumulate = size // (micro * num_ranks)
     for step in range(steps):
-        by_rank = [micro_batches(order, step * size, accumulate, micro, rank, num_ranks) for rank in range(num_ranks)]
+        by_rank = [dealer.micro_batches(step * size, rank) for rank in range(num_ranks)]
         for at in range(accumulate):
             for rank in range(num_ranks):
                 hashes += [hashlib.sha256(samples[i].tobytes()).hexdigest() for i in by_rank[rank][at]]

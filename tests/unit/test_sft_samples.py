@@ -39,12 +39,13 @@ def make_stage(
     template: Any = "tokenizer",
     truncate: bool = False,
     report: Callable[[str], None] = lambda text: None,
+    packing: Any = "none",
 ) -> SftStage:
     """`template` is a choice of the recipe, or a source."""
     recipe = Recipe(
         stage="sft",
         model=ModelSection(family="llama"),
-        data=DataSection(train=str(DATA / "sft" / "train.jsonl"), max_length=max_length),
+        data=DataSection(train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing),
         train=dpo_case.train_section(),
         output_dir="nothing is written",
     )

@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, linear
+from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, linear, positions
 from llmsuite.models.gpt.config import GPTConfig
 
 Tensor = Any
@@ -81,15 +81,19 @@ class GPT(CausalLM):
         positions = nn.Embedding(config.max_position_embeddings, config.hidden_size, weight_attr=ZEROS)
         self.model.embed_positions = positions
 
-    def embed(self, input_ids: Tensor, start: int = 0) -> Tensor:
-        """Input ids [B, L] at the positions from `start` to what the first layer takes, [B, L, D]."""
+    def embed(self, input_ids: Tensor, start: int = 0, documents: Tensor | None = None) -> Tensor:
+        """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
+        [B, L, D]."""
         end = start + input_ids.shape[1]
         assert end <= self.config.max_position_embeddings, f"there are no positions up to {end}"
-        return self.model.embed_tokens(input_ids) + self.model.embed_positions(paddle.arange(start, end).unsqueeze(0))
+        at = paddle.arange(start, end).unsqueeze(0) if documents is None else positions(documents)
+        return self.model.embed_tokens(input_ids) + self.model.embed_positions(at)
 
-    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+    def layer_inputs(
+        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         """The mask."""
-        return (self.ops.causal_mask(length, start + length, dtype),)
+        return (self.mask(start, length, dtype, documents),)
 
 
 def _norm(config: GPTConfig) -> nn.LayerNorm:

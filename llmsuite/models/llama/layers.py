@@ -31,7 +31,9 @@ class Llama(CausalLM):
         super().__init__(config, ops, layers, RMSNorm(config.hidden_size, config.rms_norm_eps, ops))
         self._frequencies = config.rope_frequencies()
 
-    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+    def layer_inputs(
+        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         """Rotation and mask."""
-        cos, sin = rotation(self._frequencies, 1.0, start, length, dtype)
-        return cos, sin, self.ops.causal_mask(length, start + length, dtype)
+        cos, sin = rotation(self._frequencies, 1.0, start, length, dtype, documents)
+        return cos, sin, self.mask(start, length, dtype, documents)

@@ -32,7 +32,9 @@ class Qwen(CausalLM):
         super().__init__(config, ops, layers, RMSNorm(config.hidden_size, config.rms_norm_eps, ops))
         self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
 
-    def layer_inputs(self, start: int, length: int, dtype: Any) -> tuple[Tensor | None, ...]:
+    def layer_inputs(
+        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         """Rotation and mask."""
-        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype)
-        return cos, sin, self.ops.causal_mask(length, start + length, dtype)
+        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, documents)
+        return cos, sin, self.mask(start, length, dtype, documents)
