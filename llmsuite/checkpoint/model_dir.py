@@ -230,10 +230,13 @@ def write_model(
     layout: Layout = "hf",
     tokenizer: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    rank: int = 0,
+    writers: Mapping[str, int] | None = None,
 ) -> Written:
     """Write a model into an existing directory. Returns sizes and digests for its manifest.
 
-    Each parameter is read once, in the order given: where it lies in parts on several ranks, all of them take part.
+    Each parameter is read once, in the order given: where it lies in parts on several ranks, all of them take part,
+    whoever of them writes it.
 
     Args:
         directory: where to; the caller commits it.
@@ -244,17 +247,26 @@ def write_model(
         layout: whose names and orientation the files get.
         tokenizer: directory whose tokenizer files are copied along.
         max_file_bytes: see `write_tensors`.
+        rank: who this is, where several processes write a part each.
+        writers: rank by parameter. Those that are stored as one tensor have the same.
     """
     specs = list(specs)
     arrangement = Arrangement(family, config, specs, layout)
-    in_turn = InTurn(specs, read, [name for theirs in arrangement.names for name in arrangement.parameters(theirs)])
+    writer_of = {theirs: (writers or {}).get(arrangement.parameters(theirs)[0], 0) for theirs in arrangement.names}
+    mine = [theirs for theirs in arrangement.names if writer_of[theirs] == rank]
+    in_turn = InTurn(specs, read, [name for theirs in mine for name in arrangement.parameters(theirs)])
 
     def read_stored(theirs: str) -> np.ndarray:
         return arrangement.read(theirs, in_turn.read)
 
     # "pt" and "np" are how transformers and PaddleNLP recognise the orientation of the matrices
     metadata = {"format": "pt" if layout == "hf" else "np"}
-    written = write_tensors(directory, "model", arrangement.specs, read_stored, metadata, max_file_bytes)
+    written = write_tensors(
+        directory, "model", arrangement.specs, read_stored, metadata, max_file_bytes, rank=rank, writers=writer_of
+    )
+    in_turn.finish()
+    if rank:
+        return written
     write_json(directory / "config.json", {**config.to_hf(), "torch_dtype": specs[0].dtype})
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)

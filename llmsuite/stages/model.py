@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import paddle
 
 from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.share import assign
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
@@ -139,25 +140,52 @@ class WholeModel:
 
     def __init__(self, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, dtype: str, mesh: Mesh):
         cuts, shapes = plan.family.shard_plan or WHOLE, built.shapes
+        here = mesh.coordinate["pp"]
         owners = {n: owner_stage(n, cuts, built.bounds, mesh.degrees.pp) for n in shapes}
-        mine = {s.name: s for s in optimizer.shards if owners[s.name] == mesh.coordinate["pp"]}
-        self.parameters = [
-            _whole(n, shape, dtype, owners[n], mine[n].gather_parameter if n in mine else None)
-            for n, shape in shapes.items()
+        mine = {s.name: s for s in optimizer.shards if owners[s.name] == here}
+        parameters = [
+            WholeTensor(n, shape, dtype, mine[n].gather_parameter if n in mine else None) for n, shape in shapes.items()
         ]
         held = {entry.name: entry for entry in optimizer.state()}
-        self.state = []
+        slots, slot_owners, scalars = [], {}, {}
         for name, shape in shapes.items():
             for slot in optimizer.slots:
-                entry = held[f"{name}/{slot}"] if name in mine else None
-                size = [1] if StateTensor.slot_is_scalar(slot) else shape
-                self.state.append(_whole(f"{name}/{slot}", size, "float32", owners[name], _gather(entry)))
+                full_name, is_scalar = f"{name}/{slot}", StateTensor.slot_is_scalar(slot)
+                gather = _gather(held[full_name]) if name in mine else None
+                slots.append(WholeTensor(full_name, [1] if is_scalar else shape, "float32", gather))
+                slot_owners[full_name] = owners[name]
+                if is_scalar:  # not up to date where a rank owns nothing of the parameter: the first one owns some
+                    scalars[full_name] = int(mesh.grid[owners[name]].flat[0])
+        if built.adapters is None:
+            names = plan.family.names()
+            together = {name: names.hf_tensors(name, plan.model_config).names for name in shapes}
+            self.parameters = _share_out(parameters, owners, mesh, together)
+        else:  # they go into one file
+            self.parameters = [_on_every_stage(tensor, owners[tensor.name]) for tensor in parameters]
+        self.state = [
+            dataclasses.replace(slot, writer=scalars.get(slot.name, slot.writer))
+            for slot in _share_out(slots, slot_owners, mesh, {})
+        ]
 
 
-def _whole(name: str, shape: list[int], dtype: str, owner: int, gather: Callable[[], Any] | None) -> WholeTensor:
-    return WholeTensor(
-        name, shape, dtype, lambda: collective.from_stage(gather() if gather else None, shape, dtype, owner)
-    )
+def _share_out(
+    tensors: Sequence[WholeTensor], owners: Mapping[str, int], mesh: Mesh, together: Mapping[str, Sequence[str]]
+) -> list[WholeTensor]:
+    """Each pipeline stage's tensors over its ranks: one writes a tensor, and all of the stage bring it together."""
+    writers: dict[str, int] = {}
+    for stage, ranks in enumerate(mesh.grid):
+        sizes = {tensor.name: tensor.num_bytes for tensor in tensors if owners[tensor.name] == stage}
+        writers |= assign(sizes, [int(rank) for rank in ranks.flat], together)
+    return [dataclasses.replace(tensor, writer=writers[tensor.name]) for tensor in tensors]
+
+
+def _on_every_stage(tensor: WholeTensor, owner: int) -> WholeTensor:
+    gather = tensor.gather
+
+    def gather_everywhere() -> Any:
+        return collective.from_stage(gather() if gather else None, tensor.shape, tensor.dtype, owner)
+
+    return dataclasses.replace(tensor, gather=gather_everywhere)
 
 
 def _gather(entry: StateTensor | None) -> Callable[[], Any] | None:
