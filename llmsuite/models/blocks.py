@@ -187,6 +187,42 @@ class CausalLM(nn.Layer):
                 present.append(kv)
         return x, present
 
+    def go_on(
+        self, input_ids: Tensor, padding: Tensor, cache: Sequence[LayerCache] | None
+    ) -> tuple[Tensor, list[LayerCache]]:
+        """One pass of generation over a batch that is padded on the left; shapes may be those of a static program.
+
+        Args:
+            input_ids: [B, L], what follows the cache.
+            padding: [B], how many of the first S + L columns of each row are padding, which no token sees.
+            cache: of the columns so far; None at the start.
+
+        Returns:
+            Normed hidden states [B, L, D], and the cache of S + L columns.
+        """
+        length, start = dim_size(input_ids, 1), 0 if cache is None else dim_size(cache[0][0], 1)
+        queries, keys = paddle.arange(length) + start, paddle.arange(start + length)
+        first = padding.unsqueeze(1)
+        positions = paddle.clip(queries.unsqueeze(0) - first, min=0)
+        x = self.embed_at(input_ids, positions)
+        later, padded = (keys > queries.unsqueeze(1)).unsqueeze(0), (keys < first).unsqueeze(1)
+        lowest = 1e4 if x.dtype == paddle.float16 else 1e9
+        mask = (paddle.logical_or(later, padded).astype("float32") * -lowest).astype(x.dtype).unsqueeze(1)
+        inputs = self.layer_inputs_at(positions, mask, x.dtype)
+        present = []
+        for i, layer in enumerate(self.model.layers):
+            x, kv = layer(x, *inputs, past=None if cache is None else cache[i])
+            present.append(kv)
+        return self.finish(x), present
+
+    def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """As `embed`, at the positions [B, L]."""
+        return self.model.embed_tokens(input_ids)
+
+    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """As `layer_inputs`, for positions [B, L] and a mask [B, 1, L, S] that is added to scores."""
+        raise NotImplementedError
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V]."""
         assert self.score is None, "a reward model says nothing; the stage's spec has to ask for a language model"
@@ -206,6 +242,12 @@ class CausalLM(nn.Layer):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, L, V] of every position."""
         return self.logits(self.hidden_states(input_ids)[0])
+
+
+def dim_size(x: Tensor, dim: int) -> Any:
+    """Size of a dim: a number, or in a static program that leaves it open, a tensor."""
+    size = x.shape[dim]
+    return size if size >= 0 else paddle.shape(x)[dim]
 
 
 def _length(cache: list[LayerCache] | None) -> int:
@@ -231,3 +273,10 @@ def rotation(
         return cos.unsqueeze([0, 2]), sin.unsqueeze([0, 2])
     at = positions(documents)
     return F.embedding(at, cos).unsqueeze(2), F.embedding(at, sin).unsqueeze(2)
+
+
+def rotation_at(frequencies: Sequence[float], scale: float, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
+    """`rotation` at positions [B, L]: two of [B, L, 1, K / 2]."""
+    angles = positions.astype("float64").unsqueeze([2, 3]) * paddle.to_tensor(np.asarray(frequencies, "float64"))
+    cos, sin = ((f(angles) * scale).astype("float32").astype(dtype) for f in (paddle.cos, paddle.sin))
+    return cos, sin

@@ -90,7 +90,8 @@ class RunPlan:
         if self.weights is not None and not (self.weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
         if self.tokenizer is None:
-            problems.append(self.loaded.problem("model.tokenizer", "is required when model.weights is not given"))
+            message = "is required without model.weights; add --model.tokenizer=DIR, where DIR has a tokenizer.json"
+            problems.append(self.loaded.problem("model.tokenizer", message))
         elif reads_data and self.tokenizer != self.weights and not self.tokenizer.is_dir():
             problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
         if problems:
@@ -277,7 +278,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "source": REMOVE,
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": _smoke_shape(recipe, family, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
+        "model.config": _smoke_shape(recipe, family, stage, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
@@ -312,12 +313,6 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 _SMOKE_RANKS = 8
 
 
-def _smoke_experts(recipe: Recipe, data: int, sharding: int) -> int:
-    """As many data ranks as the recipe has share the experts, as far as they are there still."""
-    ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
-    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
-
-
 def _smoke_degrees(asked: Degrees) -> Degrees:
     """At most 8 ranks: the largest degree is halved until they are, and what is cut stays cut, by 2 at least.
 
@@ -330,6 +325,12 @@ def _smoke_degrees(asked: Degrees) -> Degrees:
         axis = max(degrees, key=lambda name: degrees[name])
         degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
     return Degrees(**degrees)
+
+
+def _smoke_experts(recipe: Recipe, data: int, sharding: int) -> int:
+    """As many data ranks as the recipe has share the experts, as far as they are there still."""
+    ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
+    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
 
 
 def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
@@ -345,11 +346,11 @@ def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
     }
 
 
-def _smoke_shape(recipe: Recipe, family: ModelFamily, tp: int, parts: int) -> dict[str, Any]:
+def _smoke_shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts: int) -> dict[str, Any]:
     """The family's tiny shape, with as many heads and layers as it takes to be cut so, running the recipe's code."""
     shape = dict(family.smoke)
     weights = _weights(recipe.model.weights) if recipe.model.weights else None
-    config, _ = _model_config(recipe, family, weights)
+    config, _ = _model_config(recipe, family, weights, stage)
     for key in family.smoke_keeps if config is not None else ():
         value = getattr(config, key)
         if value is None or isinstance(value, (str, bool)):  # of a size, only that there is none

@@ -52,6 +52,9 @@ class DataSection(Section):
     """The same for evaluation; without it nothing is evaluated."""
     format: str = "auto"
     """Name of a registered data format, or "auto" to recognise it from the first row."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What a row that cannot be read does (half a line of JSON, a key that is missing, a turn of nobody): stop the run
+    before its first step, or be left out and counted by reason."""
     max_length: PositiveInt = 2048
     """Longest sequence in tokens. A row that does not fit is dropped and counted; it is
     cut only where a stage is told to."""

@@ -13,7 +13,17 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, causal_mask, document_mask
-from llmsuite.models.blocks import ZEROS, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, linear, rotation
+from llmsuite.models.blocks import (
+    ZEROS,
+    CausalLM,
+    DecoderLayer,
+    GatedMLP,
+    LayerCache,
+    RMSNorm,
+    linear,
+    rotation,
+    rotation_at,
+)
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.experts import Experts
 from llmsuite.models.rope import magnitude
@@ -188,6 +198,10 @@ class DeepSeek(CausalLM):
         if documents is not None:
             return cos, sin, document_mask(documents, dtype)
         return cos, sin, causal_mask(length, start + length, dtype)
+
+    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """Rotation and mask."""
+        return (*rotation_at(self._frequencies, self._magnitude, positions, dtype), mask)
 
 
 def _norm(config: DeepSeekConfig, ops: Ops) -> RMSNorm:
