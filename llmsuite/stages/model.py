@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import paddle
 from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.share import assign
+from llmsuite.checkpoint.sources import check_shapes, not_to_be_read
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
@@ -30,6 +31,7 @@ from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
+from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE, is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters, is_factor
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
@@ -80,12 +82,18 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
             keep_part(chunk, cuts, number * pp + mesh.coordinate["pp"], bounds, tied)
     digest = hashlib.sha256(json.dumps([engine.precision, plan.model_config.to_hf()]).encode())
     if plan.weights is not None:
-        source = open_model(plan.weights, registry.models)
+        load = plan.recipe.model.load
+        source = open_model(plan.weights, registry.models, load=load)
         report(f"loading {plan.weights} ({source.description})")
         base = Base(str(plan.weights.resolve()), source.digest())
         read = _read_from(source)
         digest.update(base.digest.encode())
-        if SCORE in shapes and SCORE not in source.names:
+        is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
+        stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}
+        if drawn := not_to_be_read(source, stored, load, report):
+            read = _first_of(drawn, _draw(chunks, seed, plan.model_config.initializer_range), read)
+            digest.update(json.dumps(["drawn", seed, sorted(drawn)]).encode())
+        if SCORE in is_new:
             report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
             read = _with_new_head(read, seed, plan.model_config.initializer_range)
             digest.update(f"score of seed {seed}".encode())
@@ -205,7 +213,9 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     if built.adapters is not None:
         values = _read_from(SavedAdapters(path, built.adapters, plan.family, plan.model_config))
     else:
-        values = _read_from(open_model(path, registry.models))
+        saved = open_model(path, registry.models)
+        check_shapes(saved, {name: tuple(shape) for name, shape in built.shapes.items()})
+        values = _read_from(saved)
     for shard in optimizer.shards:
         shard.load(read_local(shard.name, shard.shape, cuts, mesh, values))
         optimizer.to_host(shard)
@@ -213,6 +223,9 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     if not entries:
         return
     files = TensorFiles(path, "optimizer")
+    slots = {f"{name}/{slot}" for name in built.shapes for slot in optimizer.slots}
+    if differing := sorted(slots.symmetric_difference(files.names)):
+        raise UserError(f"{path}: its optimizer has other tensors than this one: {', '.join(differing)}")
 
     def read(entry: StateTensor) -> np.ndarray:
         if entry.is_scalar:
@@ -241,6 +254,10 @@ def _with_factors(read: ReadSlice, seed: int) -> ReadSlice:
 
 def _read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:
     return lambda name, shape, index: source.read(name, index)
+
+
+def _first_of(names: Collection[str], some: ReadSlice, others: ReadSlice) -> ReadSlice:
+    return lambda name, shape, index: (some if name in names else others)(name, shape, index)
 
 
 def _with_new_head(read: ReadSlice, seed: int, std: float) -> ReadSlice:
