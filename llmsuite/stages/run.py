@@ -102,6 +102,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         whole_model,
         saved,
         built.adapters,
+        recipe.launch.nnodes,
     )
     loggers = _loggers(plan, registry)
     if stage is not None and (unread := plan.loaded.unread()):
