@@ -25,7 +25,10 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--key", type=str, default="text", help="where rows have their text")
     parser.add_argument(
-        "--workers", type=PositiveInt | None, default=None, help="processes; by default one for each 8 MB, at most all"
+        "--workers",
+        type=PositiveInt | None,
+        default=None,
+        help="processes; by default one for each 8 MB, at most one a core; on up to 4 cores one, which uses them all",
     )
 
 

@@ -37,11 +37,12 @@ Tensor = Any
 
 
 class Stretches(Sequence[np.ndarray]):
-    """Consecutive tokens of a corpus in pieces of `length`, each with the token that follows; read when asked for."""
+    """Consecutive tokens of a corpus in pieces of `length`, each with the token that follows; what it gives lies in the
+    corpus, and is read where it is looked at."""
 
     def __init__(self, tokens: np.ndarray, length: int, picked: range | None = None):
         """`picked` are the numbers of the pieces, by default all that are whole."""
-        self._tokens, self._length = tokens, length
+        self._tokens, self._length = np.asarray(tokens), length  # a view: slices of a memmap take three times as long
         self._picked = range(max(0, len(tokens) - 1) // length) if picked is None else picked
 
     def __len__(self) -> int:
@@ -55,7 +56,7 @@ class Stretches(Sequence[np.ndarray]):
         if isinstance(at, slice):
             return Stretches(self._tokens, self._length, self._picked[at])
         start = self._picked[at] * self._length
-        return np.asarray(self._tokens[start : start + self._length + 1], "int64")
+        return self._tokens[start : start + self._length + 1]
 
     def spread(self, count: int) -> Stretches:
         """So many of them, at equal distances; all when there are not more."""
@@ -195,15 +196,17 @@ class PretrainStage(Stage[np.ndarray]):
 
     def collate(self, samples: Sequence[np.ndarray]) -> Batch:
         """Input and what follows each of its tokens; padding on the right where lengths must be a multiple."""
-        ids = np.stack(samples)  # [B, L + 1]
+        ids = np.stack(samples)  # [B, L + 1], as the corpus has them
         vocab_size = self.context.tokenizer.vocab_size
-        if ids.max() >= vocab_size or ids.min() < 0:
+        if ids.max() >= vocab_size or (ids.dtype.kind != "u" and ids.min() < 0):
             raise UserError(
                 f"data.train: has token {ids.max()}, and model.tokenizer knows {vocab_size}; index the text with it"
             )
-        input_ids = np.full([len(ids), self._padded], self.context.tokenizer.pad_id, "int64")
+        input_ids = np.empty([len(ids), self._padded], "int64")
         input_ids[:, : self._length] = ids[:, :-1]
-        targets = ids[:, 1:].reshape(-1)
+        if self._padded != self._length:
+            input_ids[:, self._length :] = self.context.tokenizer.pad_id
+        targets = ids[:, 1:].astype("int64").reshape(-1)
         batch = {"input_ids": input_ids, "targets": targets, "num_tokens": targets.size, "num_supervised": targets.size}
         if not self._is_masked:
             return batch
