@@ -25,8 +25,8 @@ CONFIGS = ("adapter_config.json", "lora_config.json")
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?(\.weight)?")
 _WRAPPERS = ("", "base_model.model.", "model.")
-# what changes the sum W + scale * A B, and is not implemented here
-_REFUSED = ("use_dora", "lora_use_mixer", "use_mora", "do_qat", "loftq_config", "megatron_config")
+REFUSED = ("use_dora", "lora_use_mixer", "use_mora", "do_qat", "loftq_config", "megatron_config")
+"""What changes the sum W + scale * A B, and is not implemented here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Adapted:
         config = read_json_file(config_path)
         if not isinstance(config, dict):
             raise UserError(f"{config_path}: is no JSON object")
-        if on := [key for key in _REFUSED if config.get(key)]:
+        if on := [key for key in REFUSED if config.get(key)]:
             raise UserError(
                 f"{config_path}: {', '.join(on)} is on; only plain LoRA and rank-stabilised LoRA are merged"
             )

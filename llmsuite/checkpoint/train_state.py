@@ -6,6 +6,8 @@
     manifest.json                                                 size and sha256 of every file, and of every tensor
                                                                   with shape and dtype; written last
 
+Of a run that trains adapters it has those in the place of the model, see `adapter_dir`.
+
 `checkpoints/latest` names the newest whole one, `checkpoints/best` the one with the best value of the metric that the
 recipe watches.
 """
@@ -23,9 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.adapter import CONFIGS
+from llmsuite.checkpoint.adapter_dir import Adapters, write_adapters
 from llmsuite.checkpoint.files import broken_file, committed_directory, read_json_file, write_json, write_text_atomic
 from llmsuite.checkpoint.model_dir import write_model
-from llmsuite.checkpoint.tensors import InTurn, TensorSpec, write_tensors
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.write import InTurn, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
@@ -74,6 +79,7 @@ def save(
     optimizer_state: Sequence[WholeTensor],
     tokenizer: Path | None,
     keep_last: int,
+    adapters: Adapters | None = None,
 ) -> Path:
     """Write a checkpoint; on return it is on disk, and older ones beyond `keep_last` are gone.
 
@@ -88,6 +94,7 @@ def save(
         optimizer_state: by `parameter/slot`.
         tokenizer: directory whose tokenizer is copied along.
         keep_last: how many checkpoints stay.
+        adapters: given, the parameters are theirs.
 
     Raises:
         UserError: it cannot be written; the older ones are untouched.
@@ -95,7 +102,11 @@ def save(
     final = root / f"step-{state.step}"
     manifest: dict[str, Any] = {"format": FORMAT, "step": state.step}
     with committed_directory(final, manifest) as directory:
-        written = write_model(directory, family, config, _reader(parameters), _specs(parameters), tokenizer=tokenizer)
+        read, specs = _reader(parameters), _specs(parameters)
+        if adapters is not None:
+            written = write_adapters(directory, adapters, family, config, read, specs, tokenizer=tokenizer)
+        else:
+            written = write_model(directory, family, config, read, specs, tokenizer=tokenizer)
         slots = _specs(optimizer_state)
         in_turn = InTurn(slots, _reader(optimizer_state), [spec.name for spec in slots])
         written.add(write_tensors(directory, "optimizer", slots, in_turn.read, {"format": "llmsuite"}))
@@ -209,6 +220,12 @@ def find_model(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
     return path
+
+
+def find_adapter(path: Path) -> Path | None:
+    """The directory of LoRA adapters: the one given, or of a run its newest whole checkpoint; None for a model."""
+    found = find_model(path) if is_run(path) else path
+    return found if any((found / name).is_file() for name in CONFIGS) else None
 
 
 def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -39,13 +40,17 @@ def _merge_arguments(parser: Any) -> None:
         help="a run, a checkpoint or model directory, a directory of dist.save_state_dict, PaddleNLP's "
         "model_state.tp0X_pp0Y.pdparams, or a LoRA adapter",
     )
-    parser.add_argument("--base", type=str | None, default=None, help="for an adapter: the model it belongs to")
+    parser.add_argument(
+        "--base", type=str | None, default=None, help="for an adapter: the model it belongs to, where it does not say"
+    )
     parser.add_argument("--layout", type=Literal["hf", "paddlenlp"], default="hf")
     _common_arguments(parser)
 
 
 def _convert_arguments(parser: Any) -> None:
-    parser.add_argument("source", type=str, help="a model in the HF, PaddleNLP or llmsuite layout, or a run")
+    parser.add_argument(
+        "source", type=str, help="a model in the HF, PaddleNLP or llmsuite layout, a LoRA adapter, or a run"
+    )
     parser.add_argument("--layout", type=Literal["hf", "paddlenlp"], required=True)
     _common_arguments(parser)
 
@@ -55,9 +60,11 @@ def run(args: Any, registry: Registry) -> int:
 
     start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
     from llmsuite.checkpoint.adapter import CONFIGS, add_adapter
+    from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
     from llmsuite.checkpoint.rewrite import DTYPES, Form, Rewrite
     from llmsuite.checkpoint.sources import open_source
-    from llmsuite.checkpoint.tensors import MAX_FILE_BYTES
+    from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.checkpoint.write import MAX_FILE_BYTES
     from llmsuite.inference.load import parameter_shapes
     from llmsuite.observe.progress import track_bytes
 
@@ -68,16 +75,17 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError("--fused: only PaddleNLP has fused matrices; add --layout paddlenlp")
     if args.max_shard_size and args.split_num:
         raise UserError("--split-num: contradicts --max-shard-size; give one of them")
-    is_adapter = any((source / name).is_file() for name in CONFIGS)
-    if is_adapter and not args.get("base"):
-        raise UserError(f"{source}: is a LoRA adapter; name the model it belongs to with `llmsuite merge … --base DIR`")
-    if args.get("base") and not is_adapter:
+    adapter = find_adapter(source)
+    if args.get("base") and adapter is None:
         raise UserError(f"--base: {source} is no LoRA adapter: it has neither {' nor '.join(CONFIGS)}")
     config = Path(args.config) if args.config else None
-    base = Path(args.base) if is_adapter else source
+    given = Path(args.base) if args.get("base") else None
+    base = source if adapter is None else given or base_path(adapter)
     model = open_source(base, registry.models, parameter_shapes, config, args.allow_pickle)
-    if is_adapter:
-        model = add_adapter(model, source)
+    if adapter is not None:
+        if given is None:
+            check_base(adapter, Base(str(base), model.digest()))
+        model = add_adapter(model, adapter)
     size = _num_bytes(args.max_shard_size) if args.max_shard_size else MAX_FILE_BYTES
     dtype = DTYPES[args.dtype] if args.dtype else None
     rewrite = Rewrite(model, Form(args.layout, dtype, size, args.split_num, args.fused))
@@ -89,6 +97,35 @@ def run(args: Any, registry: Registry) -> int:
         f"wrote {target}: {model.family.name}, {len(rewrite.specs)} tensors in {files} file{'s' * (files > 1)}, "
         f"{rewrite.num_bytes / 1e6:,.0f} MB of {dtypes}, {args.layout} layout"
     )
+    return 0
+
+
+def run_convert(args: Any, registry: Registry) -> int:
+    from llmsuite.checkpoint.train_state import find_adapter
+
+    adapter = find_adapter(Path(args.source))
+    return run(args, registry) if adapter is None else _convert_adapter(adapter, args, registry)
+
+
+def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
+    from llmsuite.checkpoint.adapter_dir import base_path, open_adapters, write_adapters
+    from llmsuite.checkpoint.files import committed_directory
+    from llmsuite.checkpoint.model_dir import read_config
+    from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
+
+    if idle := [key for key in ("dtype", "max_shard_size", "split_num", "fused", "allow_pickle") if args.get(key)]:
+        raise UserError(f"--{idle[0].replace('_', '-')}: {source} is a LoRA adapter, which is written as it is")
+    target = Path(args.output)
+    if target.exists():
+        raise UserError(f"{target} exists; choose another --output, or remove it first")
+    family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)
+    adapters, saved = open_adapters(source, family, config)
+    specs = [saved.spec(f"{m}.{factor}") for m in adapters.modules for factor in (FIRST_FACTOR, SECOND_FACTOR)]
+    manifest: dict[str, Any] = {"format": 1}
+    with committed_directory(target, manifest) as directory:
+        written = write_adapters(directory, adapters, family, config, saved.read, specs, args.layout, source)
+        manifest.update(dataclasses.asdict(written))
+    print(f"wrote {target}: adapters of {len(adapters.modules)} matrices of a {family.name}, {args.layout} layout")
     return 0
 
 
@@ -108,7 +145,7 @@ MERGE = Command(
 )
 CONVERT = Command(
     name="convert",
-    help="a model in another layout, dtype or number of files",
+    help="a model in another layout, dtype or number of files, or a LoRA adapter in another layout",
     add_arguments=_convert_arguments,
-    run=run,
+    run=run_convert,
 )

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmsuite.data.formats import SHAREGPT_ROLES, Row, has_keys, text_at, texts_at
+from llmsuite.data.formats import SHAREGPT_ROLES, Row, check_order, has_keys, text_at, texts_at
 from llmsuite.data.rows import ROLES, Conversation, Message, ToolCall
 from llmsuite.plugins.hookspecs import DataFormat
 
@@ -67,7 +67,8 @@ def sharegpt(row: Row) -> Conversation:
             message = Message(SHAREGPT_ROLES[speaker], text)
         messages.append(message)
         learnt.append(_is_learnt(turn, where, message.role))
-    return Conversation(tuple(messages), tuple(learnt), _tools(row))
+    check_order(messages, "conversations", len(messages) - len(turns))
+    return Conversation(tuple(messages), tuple(learnt), tools_at(row))
 
 
 def openai(row: Row) -> Conversation:
@@ -85,7 +86,8 @@ def openai(row: Row) -> Conversation:
         content = "" if calls and turn.get("content") is None else text_at(turn, "content", where)
         messages.append(Message(role, content, calls))
         learnt.append(_is_learnt(turn, where, role))
-    return Conversation(tuple(messages), tuple(learnt), _tools(row))
+    check_order(messages, "messages")
+    return Conversation(tuple(messages), tuple(learnt), tools_at(row))
 
 
 def _rounds(messages: list[Message], rounds: Sequence[tuple[str, str]], flags: Sequence[bool]) -> Conversation:
@@ -150,7 +152,7 @@ def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     return tuple(found)
 
 
-def _tools(row: Row) -> str:
+def tools_at(row: Row) -> str:
     """The row's tools in the form of OpenAI, whatever way they are written."""
     tools = row.get("tools")
     if isinstance(tools, str):

@@ -45,3 +45,21 @@ class Preference:
     prompt: tuple[Message, ...]
     chosen: str
     rejected: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Unpaired:
+    """A conversation that ends with the user, and one answer to it that is wanted or not."""
+
+    prompt: tuple[Message, ...]
+    completion: str
+    desirable: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A conversation that ends with the user, or with what a tool has said: something to answer."""
+
+    messages: tuple[Message, ...]
+    tools: str = ""
+    """As in `Conversation`."""

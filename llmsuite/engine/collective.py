@@ -127,6 +127,46 @@ def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: in
     return tensor
 
 
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    """Consecutive rows to each rank of a group, and those of all ranks to this one, in the order of the group.
+
+    Args:
+        rows: [N, D].
+        sent: rows to each rank, N together.
+        received: rows from each rank.
+        group: more than one rank; all of them call it.
+    """
+    if dist.get_backend(group) != "GLOO":
+        result = paddle.empty([sum(received), rows.shape[1]], dtype=rows.dtype)
+        dist.alltoall_single(result, rows, list(sent), list(received), group)
+        return result
+    # Gloo has none of its own, and its send waits for the receiver: in pairs, the lower rank sends first
+    outgoing, incoming = rows.split(list(sent)), [paddle.empty([n, rows.shape[1]], dtype=rows.dtype) for n in received]
+    incoming[group.rank] = outgoing[group.rank]
+    for peer in _peers(group.rank, group.nranks):
+        for sends in (group.rank < peer, group.rank > peer):
+            if sends and sent[peer]:
+                group.process_group.send(outgoing[peer].contiguous(), peer, True).wait()
+            elif not sends and received[peer]:
+                group.process_group.recv(incoming[peer], peer, True).wait()
+    return paddle.concat(incoming)
+
+
+def _peers(rank: int, num_ranks: int) -> list[int]:
+    """All others, in an order in which every rank meets the one that meets it (a round-robin tournament)."""
+    size = num_ranks + num_ranks % 2
+    rounds = []
+    for turn in range(size - 1):
+        if rank == size - 1:
+            peer = turn * size // 2 % (size - 1)
+        else:
+            peer = (turn - rank) % (size - 1)
+            peer = size - 1 if peer == rank else peer
+        if peer < num_ranks:
+            rounds.append(peer)
+    return rounds
+
+
 def all_gather(part: Tensor, group: Any, dim: int = 0) -> Tensor:
     """The parts of all ranks of a group, joined along a dim, in the order of the group."""
     if group is None:

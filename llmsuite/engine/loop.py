@@ -11,12 +11,12 @@ from typing import Any
 
 from llmsuite.data.loader import Dealer, Reader
 from llmsuite.engine import collective
-from llmsuite.engine.loss_ledger import LossTerms
+from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.engine.schedule import Kind
-from llmsuite.engine.step import Batch, Objective, evaluate, train_step
+from llmsuite.engine.step import Batch, Look, Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
 from llmsuite.observe.metrics import Window
 
@@ -67,6 +67,9 @@ class _MadeAhead:
         batch: Batch = samples.result()
         return batch
 
+    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+        return self.objective.look_ahead(look, model, batch)
+
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         return self.objective.loss(model, batch)
 
@@ -84,10 +87,12 @@ def fit(
     autocast: Callable[[], AbstractContextManager[Any]],
     hooks: Hooks,
     scale: LossScale | None = None,
+    looks: Sequence[Look] = (),
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
-    In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples.
+    In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples. What
+    is looked at in front of each global batch are the `looks`.
 
     Returns:
         The number of the last step done; below `total_steps` when a signal ended the run early.
@@ -113,7 +118,9 @@ def fit(
             step += 1
             samples = next(reader)
             votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
-            metrics = train_step(step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale)
+            metrics = train_step(
+                step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks
+            )
             position += global_batch
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
             wanted = metrics.pop("save") > 0
@@ -135,7 +142,7 @@ def fit(
             if stopping:
                 break
             if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
-                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own)
+                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own, looks)
                 hooks.evaluated(step, position, metrics)
             window.leave_out(time.perf_counter() - started)
         hooks.finish()

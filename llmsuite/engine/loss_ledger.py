@@ -15,6 +15,8 @@ from llmsuite.engine import collective
 from llmsuite.engine.parallelize import local_value
 
 Tensor = Any
+Sums = Mapping[str, tuple[Tensor | float, float]]
+"""By name a sum and its weight: what is told in the end is the one divided by the other. No graph is kept of them."""
 
 
 @dataclasses.dataclass
@@ -25,23 +27,28 @@ class LossTerms:
     """Scalar: the sum over the micro-batch of weight times loss. The engine differentiates this."""
     weight: float
     """Sum of the weights: pairs for DPO, supervised tokens for a language model."""
-    sums: Mapping[str, tuple[Tensor, float]] = dataclasses.field(default_factory=dict)
-    """Further metrics as (sum, weight), divided in the same way. Detached from the graph."""
+    sums: Sums = dataclasses.field(default_factory=dict)
+    """Further metrics, divided in the same way."""
 
 
 class LossLedger:
     """Adds up the terms of one step, or of one evaluation, over micro-batches and ranks."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, list[Tensor | float]] = {}
         self._weights: dict[str, float] = {}
         self._counts: dict[str, float] = {}
         self._votes: dict[str, float] = {}
 
     def add(self, terms: LossTerms) -> None:
         """Book one micro-batch."""
-        for name, (total, weight) in {"loss": (terms.total, terms.weight), **terms.sums}.items():
-            self._sums.setdefault(name, []).append(local_value(total.detach()))
+        self.book({"loss": (terms.total, terms.weight), **terms.sums})
+
+    def book(self, sums: Sums) -> None:
+        """Book sums of one micro-batch."""
+        for name, (total, weight) in sums.items():
+            kept = total if isinstance(total, (int, float)) else local_value(total.detach())
+            self._sums.setdefault(name, []).append(kept)
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def count(self, **numbers: int) -> None:
@@ -68,12 +75,24 @@ class LossLedger:
         weight, loss, *votes = collective.sum_over_run([*known, *self._votes.values()])
         return weight, {"loss": loss, **metrics, **dict(zip(self._votes, votes))}
 
+    def ratios(self) -> dict[str, float]:
+        """The sums of all data ranks, each divided by its weight; 0 for a weight of 0. Every rank that reads data has
+        to call it, with the same names."""
+        names = list(self._sums)
+        if not names:  # looks that only leave something in their batches
+            return {}
+        totals = collective.sum_over_data([*map(self._sum, names), *(self._weights[name] for name in names)])
+        return {n: total / weight if weight else 0.0 for n, total, weight in zip(names, totals, totals[len(names) :])}
+
+    def _sum(self, name: str) -> float:
+        parts = self._sums[name]
+        numbers, tensors = ([p for p in parts if isinstance(p, (int, float)) is plain] for plain in (True, False))
+        return sum(numbers) + (float(paddle.add_n(tensors).astype("float64")) if tensors else 0.0)
+
     def _reduce_read(self) -> tuple[float, dict[str, float]]:
         names, counts = list(self._sums), [*self._counts, *self._votes]
         totals = collective.sum_over_data(
-            [float(paddle.add_n(self._sums[name]).astype("float64")) for name in names]
-            + [self._weights[name] for name in names]
-            + list(self._counts.values()),
+            [self._sum(name) for name in names] + [self._weights[name] for name in names] + list(self._counts.values()),
             list(self._votes.values()),
         )
         sums, weights, numbers = totals[: len(names)], totals[len(names) : 2 * len(names)], totals[2 * len(names) :]

@@ -4,6 +4,9 @@ Dynamic mode keeps the two kinds of axes apart. Along `tp` tensors are distribut
 insert the communication; along the data axes every rank computes on samples of its own, and the engine adds up
 gradients and ledgers once a step. So a stage's code sees plain batches of its own length, and with tp = 1 plain
 tensors.
+
+Expert parallel takes no ranks of its own: neighbours on the data axes share the experts. For those parameters the same
+ranks are another grid, `Mesh.of_experts`, whose data axes have so many ranks fewer.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import paddle.distributed as dist
 
 from llmsuite.recipe.resolve import Degrees
 
-AXES = ("pp", "dp", "sharding", "tp")
+AXES = ("pp", "dp", "sharding", "ep", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +29,26 @@ class Mesh:
 
     degrees: Degrees
     rank: int
+    expert_parts: int = 1
+    """Size of the axis ep: above 1 in a grid of experts only."""
+    groups: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """Those made so far, by all their ranks: one of the experts may be one of the others too."""
 
     @functools.cached_property
     def grid(self) -> np.ndarray:
-        """[pp, dp, sharding, tp]: the rank at each coordinate. Neighbours along tp are neighbours on the machine."""
+        """[pp, dp, sharding, ep, tp]: the rank at each coordinate. Along tp they are neighbours on the machine."""
         d = self.degrees
-        return np.arange(d.num_ranks).reshape(d.pp, d.dp, d.sharding, d.tp)
+        return np.arange(d.num_ranks * self.expert_parts).reshape(d.pp, d.dp, d.sharding, self.expert_parts, d.tp)
+
+    @functools.cached_property
+    def of_experts(self) -> Mesh:
+        """The mesh of routed experts: along ep ranks have different ones, along dp and sharding the same."""
+        d, ep = self.degrees, self.degrees.ep
+        if ep == 1:
+            return self
+        sharding = max(1, d.sharding // ep)
+        degrees = dataclasses.replace(d, dp=d.num_data_ranks // (ep * sharding), sharding=sharding, ep=1)
+        return Mesh(degrees, self.rank, ep, self.groups)
 
     @functools.cached_property
     def coordinate(self) -> dict[str, int]:
@@ -55,7 +72,7 @@ class Mesh:
         if self.degrees.tp == 1:
             return None
         c = self.coordinate
-        ranks = self.grid[c["pp"], c["dp"], c["sharding"]]
+        ranks = self.grid[c["pp"], c["dp"], c["sharding"], c["ep"]]
         return dist.ProcessMesh([int(r) for r in ranks], dim_names=["tp"])
 
     @functools.cached_property
@@ -77,6 +94,11 @@ class Mesh:
     def sharding_group(self) -> Any:
         """Ranks the optimizer's states are cut over; None when there is one."""
         return self._group("sharding")
+
+    @functools.cached_property
+    def expert_group(self) -> Any:
+        """In a mesh of experts: the ranks that have all experts together; None when each has all."""
+        return self._group("ep")
 
     @property
     def reads_data(self) -> bool:
@@ -114,6 +136,8 @@ class Mesh:
         """Make every group now: all ranks have to make all groups, in the same order."""
         _ = self.tensor, self.tensor_group, self.data_group, self.dp_group, self.sharding_group
         _ = self.pipeline_group, self.tied_group, self.reading_group
+        experts = self.of_experts
+        _ = experts.expert_group, experts.tensor_group, experts.data_group, experts.dp_group, experts.sharding_group
 
     def rows(self, *axes: str) -> np.ndarray:
         """All ranks, those that differ in these axes only in one row, in the order of their coordinates."""
@@ -123,7 +147,11 @@ class Mesh:
 
     def _group(self, *axes: str) -> Any:
         """The group of ranks that differ from this one in these axes only."""
-        return _own_group(self.rows(*axes), self.rank)
+        rows = self.rows(*axes)
+        key = rows.shape, rows.tobytes()
+        if key not in self.groups:
+            self.groups[key] = _own_group(rows, self.rank)
+        return self.groups[key]
 
 
 def _own_group(rows: np.ndarray, rank: int) -> Any:

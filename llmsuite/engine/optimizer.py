@@ -34,7 +34,7 @@ class Optimizer:
     ):
         """
         Args:
-            shards: of every parameter of this rank.
+            shards: of every parameter of this rank that is trained.
             train: section of the recipe.
             total_steps: of the run; where the learning rate ends.
             host: given, moments and masters lie in host memory but for their update; it knows the ways there and back.

@@ -1,6 +1,6 @@
 """From a model for one card to this rank's part of it, in the order it happens:
 
-values of this rank's slices -> tensor parallel -> sequence parallel
+values of this rank's slices -> experts of several ranks -> tensor parallel -> sequence parallel
 
 The model is built without memory (`paddle.LazyGuard`), so a rank never holds more than its own slices.
 """
@@ -17,6 +17,7 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
+from llmsuite.engine.experts import share_experts
 from llmsuite.engine.mesh import Mesh
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import ShardPlan
@@ -47,6 +48,7 @@ def parallelize(
         filled: called with name and parameter as soon as a parameter has its values, before the next one has memory.
     """
     fill(model, plan, mesh, read, dtype, filled)
+    share_experts(model, plan, mesh)
     if mesh.tensor is None:
         return
     outside = between_layers(sequence_parallel)
@@ -92,7 +94,7 @@ def fill(
 
 
 def read_local(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh, read: ReadSlice) -> np.ndarray:
-    """The values of a parameter that this rank holds when nothing but tensor parallel cuts it, as float32."""
+    """The values of a parameter that this rank holds when sharding does not cut it, as float32."""
     index = own_slice(name, shape, plan, mesh)
     values = np.ascontiguousarray(read(name, shape, index), dtype="float32")
     if list(values.shape) != [part.stop - part.start for part in index]:
@@ -101,13 +103,14 @@ def read_local(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh, rea
 
 
 def own_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:
-    """The part of a whole parameter that this rank holds, one slice a dim."""
+    """The part of a whole parameter that this rank holds when sharding does not cut it, one slice a dim."""
     index = [slice(0, size) for size in shape]
-    dim = plan.dim(name)
-    if dim is not None and mesh.degrees.tp > 1:
-        size = shape[dim] // mesh.degrees.tp
-        start = mesh.coordinate["tp"] * size
-        index[dim] = slice(start, start + size)
+    dim, parts, part = plan.dim(name), mesh.degrees.tp, mesh.coordinate["tp"]
+    if plan.is_expert(name):
+        dim, parts, part = 0, mesh.degrees.ep * parts, mesh.of_experts.coordinate["ep"] * parts + part
+    if dim is not None and parts > 1:
+        size = shape[dim] // parts
+        index[dim] = slice(part * size, (part + 1) * size)
     return index
 
 

@@ -14,6 +14,7 @@ Only local parts travel: a rank talks to the ranks with its own coordinate on ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -22,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 import paddle.distributed as dist
@@ -33,8 +34,10 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.parallelize import local_value
 from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
+from llmsuite.models.lora import adapters
 
 Tensor = Any
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,18 @@ class PipelineStage:
 
     # what a training stage calls
 
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """While active, on every rank, passes are those of the model without its adapters; nothing is copied."""
+        switched = [adapter for chunk in self.chunks for adapter in adapters(chunk)]
+        for adapter in switched:
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in switched:
+                adapter.is_on = True
+
     def hidden_states(self, input_ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Hidden states [B, L, D] on the last stage; elsewhere zeros, once the activations are sent on.
 
@@ -138,11 +153,21 @@ class PipelineStage:
         """
         if not self.is_last:
             return paddle.zeros([*hidden.shape[:-1], self.model.config.vocab_size])
-        logits = self.model.logits(hidden)
-        if not logits.is_dist():
-            return logits
+        return self._whole(self.model.logits(hidden))
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """As a plain tensor that every rank of the tensor parallel group has alike."""
+        if not tensor.is_dist():
+            return tensor
         whole = [dist.Replicate()]
-        return dtensor_to_local(dist.reshard(logits, self._mesh.tensor, whole), self._mesh.tensor, whole)
+        return dtensor_to_local(dist.reshard(tensor, self._mesh.tensor, whole), self._mesh.tensor, whole)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] to what a score head gives, [N] in float32, whole on every rank; zeros where the last
+        layers are not."""
+        if not self.is_last:
+            return paddle.zeros([hidden.shape[0]])
+        return self._whole(self.model.scores(hidden))
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Ids [B, L] to logits [B, L, V]."""
@@ -154,24 +179,25 @@ class PipelineStage:
         """Whether the passes of a chunk begin with ids or end in a loss."""
         return (self.is_first or self.is_last) and chunk == self._at_data
 
-    def forward(self, action: Action, loss: Callable[[], LossTerms] | None) -> LossTerms | None:
+    def forward(self, action: Action, loss: Callable[[], T] | None) -> T | None:
         """A forward pass of the schedule; in training, `backward` follows.
 
         Args:
             action: which one.
-            loss: calls `hidden_states` once; None where the chunk meets no data.
+            loss: calls `hidden_states` once; None where the chunk meets no data. In training it gives `LossTerms`.
 
         Returns:
             What `loss` gives. It is the loss on the last stage only.
         """
         self._in_schedule, self._passed = True, None
         if loss is not None:
-            terms = loss()
+            terms: T | None = loss()
             assert self._passed is not None, "the stage's loss did not ask for hidden states"
         else:
             terms, (given, documents) = None, self._receive()
             self._passed = given, self._run(action.chunk, given, documents)
         if paddle.is_grad_enabled():
+            assert terms is None or isinstance(terms, LossTerms)
             total = terms.total if terms is not None and self.is_last else None
             self._waiting[action.chunk, action.micro_batch] = Pass(*self._passed, total)
         self._in_schedule, self._passed = False, None
@@ -186,7 +212,8 @@ class PipelineStage:
             assert self._edges is not None
             y = waiting.result
             gradient = self._edges.receive(local_value(y).shape, y.dtype, forward=False)
-            paddle.autograd.backward([y], [self._spread(gradient)])
+            if not y.stop_gradient:  # as in front of the first adapter
+                paddle.autograd.backward([y], [self._spread(gradient)])
         if waiting.given is not None:
             gradient = waiting.given.grad
             if gradient.is_dist() and gradient.placements != self._placements:

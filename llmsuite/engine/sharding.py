@@ -30,29 +30,39 @@ class ParameterShard:
     """Owns what the optimizer updates of a parameter, and carries values and gradients between it and the model."""
 
     def __init__(
-        self, name: str, parameter: Tensor, mesh: Mesh, cut_dim: int | None, stage: int, is_tied: bool = False
+        self,
+        name: str,
+        parameter: Tensor,
+        mesh: Mesh,
+        cut_dim: int | None,
+        stage: int,
+        is_tied: bool = False,
+        is_frozen: bool = False,
     ):
         """
         Args:
             name: full parameter name.
             parameter: of the model; a distributed tensor under tensor parallel. In stage 3 it is empty afterwards.
-            mesh: this rank's place.
+            mesh: this rank's place; of a stack of experts, in the mesh of experts.
             cut_dim: dim that is cut over tp; None when every rank holds the parameter whole.
             stage: 0 to 3.
             is_tied: whether the first and the last pipeline stage both have it.
+            is_frozen: whether no optimizer will get it. All that can be cut of it then is itself, in stage 3.
         """
         self.name, self.parameter, self._mesh, self._stage = name, parameter, mesh, stage
         self._is_tied = is_tied and mesh.degrees.pp > 1
         self._dim = cut_dim if mesh.degrees.tp > 1 else None
         local = local_value(parameter).detach()
         self.shape, self.local_shape = list(parameter.shape), list(local.shape)
+        if mesh.expert_parts > 1:
+            self.shape[0] *= mesh.expert_parts
         self._size = int(np.prod(self.local_shape, dtype="int64"))
-        self._parts = mesh.degrees.sharding if stage else 1
+        self._parts = mesh.degrees.sharding if stage == 3 or (stage and not is_frozen) else 1
         self._part_size = -(-self._size // self._parts)
         first = mesh.coordinate["sharding"] * self._part_size if stage else 0
         self._range = slice(min(first, self._size), min(first + self._part_size, self._size))
 
-        self.has_master = parameter.dtype != paddle.float32
+        self.has_master = parameter.dtype != paddle.float32 and not is_frozen
         part = local.flatten()[self._range].clone() if self._parts > 1 else local
         # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
         self.owned = _leaf(name, part.astype("float32") if self.has_master else part)
@@ -225,7 +235,9 @@ class ParameterShard:
         return paddle.concat([flat, paddle.zeros([missing], flat.dtype)]) if missing else flat
 
     def _whole(self, local: Tensor) -> Tensor:
-        return local if self._dim is None else collective.all_gather(local, self._mesh.tensor_group, self._dim)
+        if self._dim is not None:
+            local = collective.all_gather(local, self._mesh.tensor_group, self._dim)
+        return collective.all_gather(local, self._mesh.expert_group)
 
 
 def _leaf(name: str, value: Tensor) -> EagerParamBase:

@@ -32,7 +32,8 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
 
     Args:
         model: this rank's part, parallel already. Its layers have `states(x, *context)`: activations [B, L, D] and
-            tensors that are the same for every layer, to activations.
+            tensors that are the same for every layer, to activations. Where a part of that depends on values, they
+            have it in two halves: `attend(x, *context)`, which is compiled, of the modules in `attending`, and `feed`.
         plan: of its family.
         mesh: this rank's place.
         placements: of the activations between layers over tp.
@@ -47,8 +48,19 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
         structure = _structure(layer)
         if structure not in programs:
             programs[structure] = LayerProgram(layer, mesh, placements)
-        layer.states = programs[structure].of(layer)
+        compiled = programs[structure].of(layer)
+        layer.states = _then(compiled, layer.feed) if hasattr(layer, "attend") else compiled
     return list(programs.values())
+
+
+def _then(first: Callable[..., Tensor], second: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda x, *context: second(first(x, *context))
+
+
+def _parameters(layer: Any) -> list[tuple[str, Tensor]]:
+    """Those of what is compiled of a layer."""
+    modules = tuple(f"{module}." for module in layer.attending) if hasattr(layer, "attend") else ("",)
+    return [(name, parameter) for name, parameter in layer.named_parameters() if name.startswith(modules)]
 
 
 def _make_ring(ranks: Sequence[int]) -> None:
@@ -61,19 +73,21 @@ _FIRST_RING, _MOST_NEIGHBOURS = 1_000_000, 1024
 
 
 class LayerProgram:
-    """The training pass of one layer, for the parameters of any layer of the same structure."""
+    """The training pass of one layer, or of its first half, for the parameters of any layer of the same structure."""
 
     def __init__(self, layer: Any, mesh: Mesh, placements: list[Any]):
         modules = dict(layer.named_sublayers(include_self=True))
-        owners = [name.rpartition(".") for name, _ in layer.named_parameters()]
+        parameters = _parameters(layer)
+        owners = [name.rpartition(".") for name, _ in parameters]
         self._slots = [(modules[owner]._parameters, attribute) for owner, _, attribute in owners]
-        self._states, self._mesh, self._placements = layer.states, mesh, placements
-        self._cuts = [parameter.placements if parameter.is_dist() else [] for parameter in layer.parameters()]
+        self._states = layer.attend if hasattr(layer, "attend") else layer.states
+        self._mesh, self._placements = mesh, placements
+        self._cuts = [parameter.placements if parameter.is_dist() else [] for _, parameter in parameters]
         self.compiled = self._compile()
 
     def of(self, layer: Any) -> Callable[..., Tensor]:
         """`states` of a layer, run by this program."""
-        parameters = list(layer.parameters())
+        parameters = [parameter for _, parameter in _parameters(layer)]
 
         def states(x: Tensor, *context: Tensor | None) -> Tensor:
             if paddle.is_grad_enabled():

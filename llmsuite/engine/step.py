@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import paddle
 
 from llmsuite.engine import collective
-from llmsuite.engine.loss_ledger import LossLedger, LossTerms
+from llmsuite.engine.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
@@ -20,6 +21,9 @@ from llmsuite.engine.schedule import Action, Kind, order
 from llmsuite.errors import UserError
 
 Batch = dict[str, Any]
+Look = Literal["batch", "model", "adapters_off"]
+"""What is looked at before a global batch is learnt from: the batch alone, or a pass of the model over it as well, as
+it is or without its adapters."""
 
 
 class Objective(Protocol):
@@ -28,8 +32,11 @@ class Objective(Protocol):
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Samples to arrays. Has the integers "num_tokens" (without padding) and "num_supervised"."""
 
+    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+        """What the loss has to know of the global batch, of one micro-batch. Called when there are looks."""
+
     def loss(self, model: Any, batch: Batch) -> LossTerms:
-        """Forward pass of one micro-batch."""
+        """Forward pass of one micro-batch. After looks, `batch["ahead"]` has what they gave: sums over weights."""
 
 
 class NonFiniteLoss(UserError):
@@ -46,6 +53,7 @@ def train_step(
     autocast: Callable[[], AbstractContextManager[Any]],
     votes: Mapping[str, bool] | None = None,
     scale: LossScale | None = None,
+    looks: Sequence[Look] = (),
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
 
@@ -60,13 +68,15 @@ def train_step(
         votes: what this rank was asked, such as to stop; comes back as metrics, the number of ranks that were.
         scale: of the loss, for fp16; a step that is not finite is then skipped, and the scale lowered. The metrics
             have "loss_scale", and "skipped": 1 or 0; those that are not finite are left out.
+        looks: at the global batch before its loss, in this order; the same on every rank.
 
     Raises:
         NonFiniteLoss: before anything is updated.
     """
     ledger = LossLedger()
     ledger.vote(**(votes or {}))
-    reader_seconds = 0.0
+    reader = Reader(objective, micro_batches)
+    look_ahead(looks, reader, model, schedule, autocast)
 
     for action in _order(schedule, model, len(micro_batches)):
         if not action.forward:
@@ -76,10 +86,8 @@ def train_step(
         loss = None
         if model.meets_data(action.chunk):
             assert objective is not None
-            start = time.perf_counter()
-            batch = objective.collate(micro_batches[action.micro_batch])
+            batch = reader.take(action.micro_batch)
             ledger.count(tokens=batch["num_tokens"], supervised_tokens=batch["num_supervised"])
-            reader_seconds += time.perf_counter() - start
             loss = functools.partial(objective.loss, model, batch)
 
         with autocast():
@@ -95,7 +103,7 @@ def train_step(
         )
     metrics["grad_norm"] = optimizer.finish_gradients(weight * (1.0 if scale is None else scale.value))
     metrics["learning_rate"] = optimizer.learning_rate(step)
-    metrics["reader_seconds"] = reader_seconds
+    metrics["reader_seconds"] = reader.seconds
 
     # summed over all ranks, so that all of them stop, or none
     finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
@@ -124,6 +132,7 @@ def evaluate(
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
     num_counted: int | None = None,
+    looks: Sequence[Look] = (),
 ) -> dict[str, float]:
     """Metrics over the micro-batches of all ranks. Leaves the model in training mode.
 
@@ -134,8 +143,11 @@ def evaluate(
         schedule: order of the passes where there is a pipeline.
         autocast: makes the precision context of a forward pass.
         num_counted: micro-batches that count, at least one; those behind are there for the other ranks. None for all.
+        looks: as in `train_step`; what is evaluated takes the place of the global batch.
     """
     ledger = LossLedger()
+    reader = Reader(objective, micro_batches)
+    look_ahead(looks, reader, model, schedule, autocast, num_counted)
     model.eval()
     for action in _order(schedule, model, len(micro_batches)):
         if not action.forward:
@@ -143,13 +155,93 @@ def evaluate(
         loss = None
         if model.meets_data(action.chunk):
             assert objective is not None
-            loss = functools.partial(objective.loss, model, objective.collate(micro_batches[action.micro_batch]))
+            loss = functools.partial(objective.loss, model, reader.take(action.micro_batch))
         with autocast():
             terms = model.forward(action, loss)
         if terms is not None and (num_counted is None or action.micro_batch < num_counted):
             ledger.add(terms)
     model.train()
     return ledger.reduce()[1]
+
+
+class Reader:
+    """Makes the batch of each micro-batch, once, and takes the time."""
+
+    def __init__(self, objective: Objective | None, micro_batches: Sequence[Sequence[Any]]):
+        """`objective` makes the batches; None where nobody reads."""
+        self.objective, self._samples = objective, micro_batches
+        self._batches: dict[int, Batch] = {}
+        self.ahead: Mapping[str, float] | None = None
+        """What the looks gave; every batch that is taken has it."""
+        self.seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def at(self, number: int) -> Batch:
+        """The batch of a micro-batch, which is kept until it is taken."""
+        if number not in self._batches:
+            assert self.objective is not None
+            start = time.perf_counter()
+            self._batches[number] = self.objective.collate(self._samples[number])
+            self.seconds += time.perf_counter() - start
+        return self._batches[number]
+
+    def take(self, number: int) -> Batch:
+        """The same for the last time."""
+        batch = self.at(number)
+        del self._batches[number]
+        return batch if self.ahead is None else {**batch, "ahead": self.ahead}
+
+
+@paddle.no_grad()
+def look_ahead(
+    looks: Sequence[Look],
+    reader: Reader,
+    model: PipelineStage,
+    schedule: Kind,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    num_counted: int | None = None,
+) -> None:
+    """Ask the objective about each micro-batch, add up over micro-batches and ranks, divide, and tell the reader.
+
+    A loss that depends on the whole global batch, such as one with two terms that have weights of their own, is the
+    same however the batch is cut, when what it depends on is known before its first micro-batch.
+
+    Args:
+        looks: what is looked at.
+        reader: of the global batch.
+        model: of any mode; as many passes on every rank. Left in training mode if there were some.
+        schedule: order of the passes where there is a pipeline.
+        autocast: makes the precision context of a pass.
+        num_counted: as in `evaluate`.
+    """
+    if not looks:
+        return
+    ledger, objective = LossLedger(), reader.objective
+    counted = range(len(reader) if num_counted is None else num_counted)
+    for look in looks:
+        if look == "batch":
+            for number in counted if objective is not None else ():
+                assert objective is not None
+                ledger.book(objective.look_ahead(look, model, reader.at(number)))
+            continue
+        model.eval()
+        with model.adapters_off() if look == "adapters_off" else contextlib.nullcontext():
+            for action in _order(schedule, model, len(reader)):
+                if not action.forward:
+                    continue
+                ask = None
+                if model.meets_data(action.chunk):
+                    assert objective is not None
+                    ask = functools.partial(objective.look_ahead, look, model, reader.at(action.micro_batch))
+                with autocast():
+                    sums = model.forward(action, ask)
+                if sums is not None and action.micro_batch in counted:
+                    ledger.book(sums)
+        model.train()
+    if objective is not None:
+        reader.ahead = ledger.ratios()
 
 
 def _order(schedule: Kind, model: PipelineStage, num_micro_batches: int) -> list[Action]:

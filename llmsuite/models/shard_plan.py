@@ -7,6 +7,9 @@ import fnmatch
 from collections.abc import Callable, Iterator
 from typing import Any
 
+FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
+"""What the factors of an adapter are called, beside the `weight` of their module."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
@@ -29,10 +32,26 @@ class ShardPlan:
     """The module behind which activations are whole again under sequence parallel."""
     problems: Callable[[Any, int], Iterator[str]]
     """Why a shape (first argument) cannot be cut into so many parts."""
+    experts: str = ""
+    """Modules of routed experts (`models.experts.Experts`); none in most families. Their parameters are stacks, and
+    dim 0 is dealt over the ranks of an expert parallel group, before tp cuts what each of them has."""
+    num_experts: str = ""
+    """Key of the shape that says how many there are."""
 
     def dim(self, parameter: str) -> int | None:
-        """The dim of a parameter that is cut over tp; None when it is not."""
+        """The dim of a parameter that is cut over tp; None when it is not.
+
+        Of an adapter x A B, a matrix that is cut by its inputs cuts A, one that is cut by its outputs cuts B.
+        """
+        module, _, kind = parameter.rpartition(".")
+        if kind in (FIRST_FACTOR, SECOND_FACTOR):
+            dim = self.dim(f"{module}.weight")
+            return dim if dim == (FIRST_FACTOR, SECOND_FACTOR).index(kind) else None
         return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)
+
+    def is_expert(self, parameter: str) -> bool:
+        """Whether a parameter is a stack of routed experts."""
+        return bool(self.experts) and fnmatch.fnmatchcase(parameter, f"{self.experts}.*")
 
     def is_region(self, module: str) -> bool:
         return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.regions)

@@ -38,19 +38,40 @@ def _pretrain() -> Any:
     return PretrainStage
 
 
+def _rm() -> Any:
+    from llmsuite.stages.rm import RmStage
+
+    return RmStage
+
+
+def _kto() -> Any:
+    from llmsuite.stages.kto import KtoStage
+
+    return KtoStage
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection, PretrainSection, SftSection
+    from llmsuite.stages.sections import DpoSection, KtoSection, PretrainSection, RmSection, SftSection
 
     conversations = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
     preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
     return [
         StageSpec(
             name="dpo",
-            help="direct preference optimisation: sigmoid, ipo, hinge",
+            help="direct preference optimisation: sigmoid, ipo, hinge, kto_pair, simpo, orpo",
             config_cls=DpoSection,
             factory=_dpo,
             smoke=preference,
+        ),
+        StageSpec(
+            name="lora",
+            help="supervised fine-tuning of low-rank adapters; the section lora goes with the other stages too",
+            config_cls=SftSection,
+            section="sft",
+            adapters=True,
+            factory=_sft,
+            smoke=conversations,
         ),
         StageSpec(
             name="sft",
@@ -66,6 +87,21 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_pretrain,
             smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
         ),
+        StageSpec(
+            name="rm",
+            help="reward model: a score for each answer, learnt from pairs",
+            config_cls=RmSection,
+            factory=_rm,
+            smoke=preference,
+            head="score",
+        ),
+        StageSpec(
+            name="kto",
+            help="preference optimisation on single answers that are wanted or not: kto, apo_zero",
+            config_cls=KtoSection,
+            factory=_kto,
+            smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
+        ),
     ]
 
 
@@ -79,6 +115,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         config_cls=getattr(config, f"{cls}Config"),
         presets=config.PRESETS,
         smoke=config.SMOKE,
+        smoke_keeps=config.SMOKE_KEEPS,
         factory=lambda: getattr(importlib.import_module(f"{package}.layers"), cls),
         names=lambda: importlib.import_module(f"{package}.names"),
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
@@ -126,9 +163,9 @@ def llmsuite_register_devices() -> list[DeviceSpec]:
 
 @hookimpl
 def llmsuite_register_data_formats() -> list[DataFormat]:
-    from llmsuite.data import conversations, formats
+    from llmsuite.data import conversations, formats, prompts
 
-    return [*formats.BUILTIN, *conversations.BUILTIN]
+    return [*formats.BUILTIN, *conversations.BUILTIN, *prompts.BUILTIN]
 
 
 def _write_hf(model: Any, directory: Path) -> None:

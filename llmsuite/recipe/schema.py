@@ -6,6 +6,7 @@ Only data lives here: no class paths, no callables, nothing that a recipe could 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -51,6 +52,9 @@ class DataSection(Section):
     """The same for evaluation; without it nothing is evaluated."""
     format: str = "auto"
     """Name of a registered data format, or "auto" to recognise it from the first row."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What a row that cannot be read does (half a line of JSON, a key that is missing, a turn of nobody): stop the run
+    before its first step, or be left out and counted by reason."""
     max_length: PositiveInt = 2048
     """Longest sequence in tokens. A row that does not fit is dropped and counted; it is
     cut only where a stage is told to."""
@@ -88,6 +92,8 @@ class ParallelSection(Section):
     """What is cut over the sharding axis: optimizer states (1), gradients too (2), parameters too (3)."""
     sharding_parallel_degree: PositiveInt = 1
     """Ranks of the sharding axis. At 1, sharding uses the data parallel axis."""
+    expert_parallel_degree: PositiveInt = 1
+    """Data ranks (dp x sharding) that share the routed experts of a mixture, and send each other the tokens."""
     sequence_parallel: bool = False
     """Cut activations along the sequence between the tensor parallel regions."""
 
@@ -172,6 +178,33 @@ class TrainSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
+class LoraSection(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): trained instead of the model, with any stage."""
+
+    rank: PositiveInt | None = None
+    """Inner size of the adapters; null for none: the model itself is trained."""
+    alpha: PositiveFloat = 16.0
+    """Their outputs are multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
+    target_modules: list[str] | None = None
+    """Matrices that get one: patterns over the names of modules, whole or from a dot on, such as "q_proj" or
+    "layers.0.mlp.*". Default: every matrix of attention and MLP; not the routed experts."""
+    lora_plus_ratio: PositiveFloat = 1.0
+    """Learning rate of the second factor over that of the first (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.target_modules == []:
+            yield "target_modules", "is empty, so nothing would be trained; name some, or leave it out"
+
+    @property
+    def scale(self) -> float:
+        """What the outputs of the adapters are multiplied by."""
+        assert self.rank is not None
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(kw_only=True)
 class CheckpointSection(Section):
     """When the run is saved: after the last step, as the keys say, and when a file `save-now` appears in output_dir."""
 
@@ -214,11 +247,14 @@ class Recipe(Section):
 
     stage: str
     """Name of a registered stage; `llmsuite list stages` shows them."""
+    source: str | None = None
+    """Where the numbers of this recipe are from, in a line; `llmsuite list recipes` shows it."""
     model: ModelSection
     data: DataSection
     parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
     engine: EngineSection = dataclasses.field(default_factory=EngineSection)
     train: TrainSection
+    lora: LoraSection = dataclasses.field(default_factory=LoraSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)
     device: str = "cpu"

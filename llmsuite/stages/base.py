@@ -17,14 +17,15 @@ import numpy as np
 
 from llmsuite.checkpoint.files import sha256_of
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.read import read_rows
+from llmsuite.data.read import Faults, read_rows
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.engine.loss_ledger import LossTerms
+from llmsuite.engine.loss_ledger import LossTerms, Sums
+from llmsuite.engine.step import Look
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import DataFormat
 from llmsuite.recipe.schema import Recipe
 
-__all__ = ["Batch", "LossTerms", "Stage", "StageContext"]
+__all__ = ["Batch", "Look", "LossTerms", "Stage", "StageContext", "Sums"]
 
 Batch = dict[str, Any]
 S = TypeVar("S")
@@ -50,23 +51,47 @@ class StageContext:
 
 @dataclasses.dataclass
 class DropCounts:
-    """Rows that would train nothing, by reason."""
+    """Rows that train nothing, by reason: sound ones that are dropped, and faulty ones."""
 
     path: Path
     read: int = 0
+    """Rows that could be read."""
+    unread: int = 0
+    """Rows that could not."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+    places: Sequence[str] = ()
+    """File and line of each row that could be read."""
+    faults: Faults = dataclasses.field(default_factory=Faults)
 
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
+    def bad(self, number: int, reason: str) -> None:
+        """Row `number`, counted from 0, is faulty. Raises UserError unless such rows are skipped."""
+        self.faults.add(self.places[number] if self.places else f"{self.path}: row {number + 1}", reason)
+        self.faults.check()
+
+    @property
+    def total(self) -> int:
+        """Rows of the file, whether they could be read or not."""
+        return self.read + self.unread
+
+    @property
+    def lost(self) -> int:
+        """Rows that are not used."""
+        return sum(self.dropped.values()) + self.faults.total
+
+    def reasons(self) -> str:
+        """Why rows are not used."""
+        dropped = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
+        return "; ".join([*dropped, *filter(None, [self.faults.summary()])])
+
     def check(self, report: Callable[[str], None]) -> None:
         """Report the counts. Raises UserError when no row is left."""
-        lost = sum(self.dropped.values())
-        reasons = "; ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
-        if lost == self.read:
-            raise UserError(f"{self.path}: none of its {self.read} rows can train anything: {reasons}")
-        text = f"{self.path}: {self.read - lost} of {self.read} rows are used"
-        report(f"{text}; dropped: {reasons}" if lost else text)
+        if self.lost == self.total:
+            raise UserError(f"{self.path}: none of its {self.total} rows can train anything: {self.reasons()}")
+        text = f"{self.path}: {self.total - self.lost} of {self.total} rows are used"
+        report(f"{text}; dropped: {self.reasons()}" if self.lost else text)
 
 
 class Stage(abc.ABC, Generic[S]):
@@ -79,6 +104,11 @@ class Stage(abc.ABC, Generic[S]):
         """`section` is the stage's own part of the recipe."""
         self.section, self.context = section, context
 
+    @classmethod
+    def looks(cls, section: Any) -> tuple[Look, ...]:
+        """What `look_ahead` is to be called for before each global batch is learnt from, in this order."""
+        return ()
+
     def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> list[S]:
         """Rows to samples. Counts the rows that would train nothing and leaves them out."""
         raise AssertionError(f"{type(self).__name__} has to make samples of rows, or to read files in a way of its own")
@@ -89,6 +119,15 @@ class Stage(abc.ABC, Generic[S]):
     @abc.abstractmethod
     def collate(self, samples: Sequence[S]) -> Batch:
         """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised"."""
+
+    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+        """What the loss has to know of the whole global batch, of one micro-batch of it.
+
+        The sums of all micro-batches of all ranks, divided by their weights, come into `loss` as `batch["ahead"]`; what
+        this method puts into the batch stays there too. Under "model" and "adapters_off" it asks the model for hidden
+        states once, as `loss` does, and no graph is kept; under "batch" it does not ask the model.
+        """
+        raise AssertionError(f"{type(self).__name__} wants to look ahead and does not say at what")
 
     def row_lengths(self, samples: Sequence[S]) -> np.ndarray | None:
         """[samples, rows of each], int64: how many tokens the rows of each sample have in a batch, without padding.
@@ -113,8 +152,8 @@ class Stage(abc.ABC, Generic[S]):
         Raises UserError with the place of every fault, or when no row is usable.
         """
         data = self.context.recipe.data
-        rows = read_rows(path, self.row_kind, data.format, self.context.data_formats)
-        counts = DropCounts(path, read=len(rows))
+        rows = read_rows(path, self.row_kind, data.format, self.context.data_formats, data.on_bad_row)
+        counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
         samples = self.make_samples(rows, counts)
         counts.check(self.context.report)
         return samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
@@ -22,12 +24,14 @@ from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
-from llmsuite.engine.parallelize import between_layers, own_slice, parallelize, read_local
+from llmsuite.engine.parallelize import ReadSlice, between_layers, own_slice, parallelize, read_local
 from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
-from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.head import SCORE, is_tied
+from llmsuite.models.lora import adapted_modules, add_adapters, is_factor
+from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
 from llmsuite.observe.progress import report
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
@@ -40,27 +44,36 @@ class BuiltModel:
     part: PipelineStage
     """This rank's part."""
     shards: list[ParameterShard]
-    """What this rank's optimizer owns of each of its parameters."""
+    """What this rank's optimizer owns of each of its parameters; of adapters where there are any."""
     shapes: dict[str, list[int]]
-    """Shape of every parameter of the whole model, in the order of the layers."""
+    """Shape of every parameter that is saved, in the order of the layers: of the whole model, or of its adapters."""
     bounds: list[int]
     """Where the pipeline cuts the layers, see `part_bounds`."""
     digest: str
-    """Changes with anything that decides the initial values."""
+    """Changes with anything that decides the initial values; adapters change none, as they begin at zero."""
+    adapters: Adapters | None
+    """What there is to know of the adapters, where those are trained."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
+    lora, adapted = plan.recipe.lora, []
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
-            chunks.append(plan.family.factory()(plan.model_config, backend.ops(engine.precision)))
+            model = plan.family.factory()(plan.model_config, backend.ops(engine.precision))
+            if lora.rank is not None:
+                adapted = adapted_modules(model, cuts, lora.target_modules)
+                add_adapters(model, adapted, lora.rank, lora.scale)
+            chunks.append(model)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
-    count = sum(int(np.prod(shape)) for shape in shapes.values())
+    factors = {name: shape for name, shape in shapes.items() if is_factor(name)}
+    count, count_of_factors = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, factors))
     bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
     if pp > 1:
-        costs, tied = layer_costs(shapes, cuts, bounds[-1], _is_tied(plan)), _is_tied(plan)
+        tied = is_tied(plan.model_config)
+        costs = layer_costs(shapes, cuts, bounds[-1], tied)
         bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
         for number, chunk in enumerate(chunks):
             keep_part(chunk, cuts, number * pp + mesh.coordinate["pp"], bounds, tied)
@@ -68,11 +81,21 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     if plan.weights is not None:
         source = open_model(plan.weights, registry.models)
         report(f"loading {plan.weights} ({source.description})")
+        base = Base(str(plan.weights.resolve()), source.digest())
         read = _read_from(source)
-        digest.update(source.digest().encode())
+        digest.update(base.digest.encode())
+        if SCORE in shapes and SCORE not in source.names:
+            report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
+            read = _with_new_head(read, seed, plan.model_config.initializer_range)
+            digest.update(f"score of seed {seed}".encode())
     else:
         read = _draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
+        base = Base(None, digest.copy().hexdigest())
+    adapters = None
+    if lora.rank is not None:
+        read = _with_factors(read, seed)
+        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base)
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
     placements = between_layers(sequence_parallel)
@@ -80,8 +103,13 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     shards: list[ParameterShard] = []
 
     def cut(name: str, parameter: Any) -> None:
-        is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
-        shards.append(ParameterShard(name, parameter, mesh, cuts.dim(name), stage, is_tied))
+        on_two_stages = is_tied(plan.model_config) and name == f"{cuts.embedding}.weight"
+        is_frozen = bool(factors) and name not in factors
+        place = mesh.of_experts if cuts.is_expert(name) else mesh
+        shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, on_two_stages, is_frozen)
+        if name.endswith(f".{SECOND_FACTOR}"):
+            shard.owned.optimize_attr["learning_rate"] = lora.lora_plus_ratio
+        shards.append(shard)
 
     for chunk in chunks:
         num_before = len(shards)
@@ -89,19 +117,21 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:
-            Gatherer(chunk, cuts, shards[num_before:], _is_tied(plan))
+            Gatherer(chunk, cuts, shards[num_before:], is_tied(plan.model_config))
         if engine.recompute == "full":
             recompute_layers(chunk, cuts, engine.recompute_every)
         elif engine.recompute == "selective":
             recompute_attention(chunk, cuts)
-    report(f"{plan.family.name} with {count / 1e6:.1f}M parameters on {mesh.degrees.num_ranks} x {backend.name}")
+    what = (
+        f"{count_of_factors:,} of {count / 1e6:.1f}M parameters trained"
+        if factors
+        else f"{count / 1e6:.1f}M parameters"
+    )
+    report(f"{plan.family.name} with {what} on {mesh.degrees.num_ranks} x {backend.name}")
     edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
-    return BuiltModel(part, shards, shapes, bounds, digest.hexdigest())
-
-
-def _is_tied(plan: RunPlan) -> bool:
-    return bool(getattr(plan.model_config, "tie_word_embeddings", False))
+    trained = [shard for shard in shards if not factors or shard.name in factors]
+    return BuiltModel(part, trained, factors or shapes, bounds, digest.hexdigest(), adapters)
 
 
 class WholeModel:
@@ -141,10 +171,13 @@ def _gather(entry: StateTensor | None) -> Callable[[], Any] | None:
     return lambda: entry.shard.gather_part(entry.on_device())
 
 
-def restore(path: Path, plan: RunPlan, registry: Registry, optimizer: Optimizer, mesh: Mesh) -> None:
+def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer, mesh: Mesh) -> None:
     """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
     cuts = plan.family.shard_plan or WHOLE
-    values = _read_from(open_model(path, registry.models))
+    if built.adapters is not None:
+        values = _read_from(SavedAdapters(path, built.adapters, plan.family, plan.model_config))
+    else:
+        values = _read_from(open_model(path, registry.models))
     for shard in optimizer.shards:
         shard.load(read_local(shard.name, shard.shape, cuts, mesh, values))
         optimizer.to_host(shard)
@@ -162,11 +195,34 @@ def restore(path: Path, plan: RunPlan, registry: Registry, optimizer: Optimizer,
     optimizer.load_state(read)
 
 
-def _read_from(source: ModelDirectory) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:
+def _with_factors(read: ReadSlice, seed: int) -> ReadSlice:
+    """The values of a model, and of its adapters, which change nothing at first: A is random, B is zero.
+
+    A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP.
+    """
+
+    def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        if name.endswith(f".{FIRST_FACTOR}"):
+            return initial_values(seed, name, shape, (3 * shape[0]) ** -0.5, index)
+        if name.endswith(f".{SECOND_FACTOR}"):
+            return np.zeros([part.stop - part.start for part in index], "float32")
+        return read(name, shape, index)
+
+    return initial
+
+
+def _read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:
     return lambda name, shape, index: source.read(name, index)
 
 
-def _draw(chunks: Sequence[Any], seed: int, std: float) -> Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]:
+def _with_new_head(read: ReadSlice, seed: int, std: float) -> ReadSlice:
+    def read_or_draw(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        return initial_values(seed, name, shape, std, index) if name == SCORE else read(name, shape, index)
+
+    return read_or_draw
+
+
+def _draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
     constants = {}
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
         if parameter.ndim == 1:  # gains and biases start as their layers say

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint import train_state
+from llmsuite.checkpoint.adapter_dir import check_base
 from llmsuite.checkpoint.files import lock_directory, read_json_file
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import load_template
@@ -42,7 +43,7 @@ from llmsuite.stages.saving import Saver
 
 # What may differ between a run and its continuation: it does not change what is learnt.
 _FREE_ON_RESUME = (
-    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine",
+    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
     "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
     "data.group_by_length", "data.num_workers",
 )  # fmt: skip
@@ -61,6 +62,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     mesh = collective.start(plan.degrees)
 
     plan.check_files(mesh.reads_data)
+    if recipe.source:
+        report(f"numbers from {recipe.source}")
     tokenizer = _load_tokenizer(plan) if mesh.reads_data else None
     built = build_model(plan, registry, backend, mesh)
     model = built.part
@@ -91,7 +94,14 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         outputs[0].saved(step, path)
 
     saver = Saver(
-        plan.output_dir, recipe.checkpoint, plan.family, plan.model_config, plan.tokenizer, whole_model, saved
+        plan.output_dir,
+        recipe.checkpoint,
+        plan.family,
+        plan.model_config,
+        plan.tokenizer,
+        whole_model,
+        saved,
+        built.adapters,
     )
     loggers = _loggers(plan, registry)
     if stage is not None and (unread := plan.loaded.unread()):
@@ -114,7 +124,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     digest = _learning_digest(plan, built.digest, stage) if stage is not None and collective.rank() == 0 else ""
     state = _fresh(digest, recipe.seed)
     if resume:
-        state = _restore(plan, state, saver.root, registry, optimizer)
+        state = _restore(plan, state, saver.root, registry, built, optimizer)
         saver.resume(state.step)
     if state.step == schedule.total_steps:
         report(f"nothing to do: step {state.step} of {schedule.total_steps} is done")
@@ -170,6 +180,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             autocast,
             hooks,
             scale,
+            plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once
@@ -209,7 +220,7 @@ def _make_stage(
         length_multiple=_length_multiple(plan),
         report=report,
     )
-    stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.name), context)
+    stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.section_name), context)
     return stage
 
 
@@ -284,7 +295,12 @@ def _fresh(recipe_sha256: str, seed: int) -> TrainState:
 
 
 def _restore(
-    plan: RunPlan, fresh: TrainState, checkpoints: Path, registry: Registry, optimizer: Optimizer
+    plan: RunPlan,
+    fresh: TrainState,
+    checkpoints: Path,
+    registry: Registry,
+    built: BuiltModel,
+    optimizer: Optimizer,
 ) -> TrainState:
     """The newest whole checkpoint, loaded; step 0 when there never was one."""
     found = -1
@@ -293,6 +309,8 @@ def _restore(
         path = train_state.find_latest(checkpoints, report)
         if path is not None:
             state = train_state.load_state(path)
+            if built.adapters is not None:
+                check_base(path, built.adapters.base)
             if state.recipe_sha256 != fresh.recipe_sha256:
                 differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
                 raise UserError(
@@ -308,7 +326,7 @@ def _restore(
         return fresh
     path = checkpoints / f"step-{found}"
     state = train_state.load_state(path)
-    restore(path, plan, registry, optimizer, collective.mesh())
+    restore(path, plan, registry, built, optimizer, collective.mesh())
     report(f"resuming from {path}")
     return state
 

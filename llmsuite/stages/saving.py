@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.checkpoint import train_state
+from llmsuite.checkpoint.adapter_dir import Adapters
 from llmsuite.checkpoint.train_state import Best, TrainState
 from llmsuite.checkpoint.writer import Writer, room_for_copy
 from llmsuite.engine import collective
@@ -32,6 +33,7 @@ class Saver:
         tokenizer: Path | None,
         whole_model: Callable[[], WholeModel],
         saved: Callable[[int, Path], None],
+        adapters: Adapters | None = None,
     ):
         """
         Args:
@@ -42,10 +44,11 @@ class Saver:
             tokenizer: directory whose tokenizer is saved along.
             whole_model: what there is to save at the moment it is called.
             saved: told of each checkpoint on rank 0, in the thread that calls this object.
+            adapters: where those are all that is saved.
         """
         self.root, self._trigger = output_dir / "checkpoints", output_dir / _TRIGGER
         self._family, self._config, self._tokenizer = family, config, tokenizer
-        self._whole_model, self._saved = whole_model, saved
+        self._whole_model, self._saved, self._adapters = whole_model, saved, adapters
         self._keep_last, self._async = section.keep_last, section.async_save
         self._metric = section.best_metric
         self._highest = self._metric is not None and section.best_is == "highest"
@@ -91,9 +94,10 @@ class Saver:
         if self._async:
             parameters, slots = train_state.on_host(parameters), train_state.on_host(slots)
         family, config, tokenizer, keep = self._family, self._config, self._tokenizer, self._keep_last
+        adapters = self._adapters
 
         def write() -> None:
-            path = train_state.save(self.root, state, family, config, parameters, slots, tokenizer, keep)
+            path = train_state.save(self.root, state, family, config, parameters, slots, tokenizer, keep, adapters)
             self._done.append((state.step, path))
 
         self._writer.start(write)

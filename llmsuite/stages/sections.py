@@ -9,25 +9,87 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from llmsuite.recipe.schema import PositiveFloat, PositiveInt
+from llmsuite.recipe.schema import NonNegativeFloat, PositiveFloat, PositiveInt
 from llmsuite.recipe.section import Section
+
+_SMOOTHED = ("sigmoid", "simpo")
+_REFERENCE_FREE = ("simpo", "orpo")
 
 
 @dataclasses.dataclass(kw_only=True)
 class DpoSection(Section):
     """Direct preference optimisation: chosen answers become likelier than rejected ones."""
 
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    loss: Literal["sigmoid", "ipo", "hinge", "kto_pair", "simpo", "orpo"] = "sigmoid"
     """sigmoid: Rafailov et al. 2023 (arXiv 2305.18290); hinge: Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425);
-    ipo: Azar et al. 2023 (arXiv 2310.12036)."""
+    ipo: Azar et al. 2023 (arXiv 2310.12036); kto_pair: KTO's on pairs; without a reference model, simpo: Meng et al.
+    2024 (arXiv 2405.14734), and orpo: Hong et al. 2024 (arXiv 2403.07691)."""
     beta: PositiveFloat = 0.1
-    """How strongly the model is held to the reference; the tau of ipo."""
+    """How strongly the model is held to the reference; the tau of ipo, the lambda of orpo."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
-    """Assumed share of pairs whose labels are swapped (conservative DPO); for loss sigmoid only."""
+    """Assumed share of pairs whose labels are swapped (conservative DPO); for the losses sigmoid and simpo."""
+    gamma: NonNegativeFloat = 0.0
+    """Margin that simpo wants between the rewards of both answers."""
+    sft_weight: NonNegativeFloat = 0.0
+    """Adds so much times the mean negative log-probability of the tokens of chosen answers. orpo has it at 1 itself."""
+    reference: Literal["cache", "adapter_off", "none"] | None = None
+    """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
+    cached, or in each step from the model without its adapter, which takes `lora.rank`. Default: "none" for simpo
+    and orpo, else "cache"."""
+
+    @property
+    def reference_from(self) -> str:
+        """`reference`, with its default."""
+        return self.reference or ("none" if self.loss in _REFERENCE_FREE else "cache")
+
+    @property
+    def sft_part(self) -> float:
+        """Weight of the mean over the tokens of chosen answers."""
+        return 1.0 if self.loss == "orpo" else self.sft_weight
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.label_smoothing > 0 and self.loss != "sigmoid":
-            yield "label_smoothing", f"works with loss sigmoid only, and loss is {self.loss}; set it to 0"
+        if self.label_smoothing > 0 and self.loss not in _SMOOTHED:
+            known = " and ".join(_SMOOTHED)
+            yield "label_smoothing", f"works with loss {known} only, and loss is {self.loss}; set it to 0"
+        if self.gamma > 0 and self.loss != "simpo":
+            yield "gamma", f"is the margin of simpo, and loss is {self.loss}; set it to 0"
+        if self.sft_weight > 0 and self.loss == "orpo":
+            yield "sft_weight", "has no effect with loss orpo, which has this term with weight 1; set it to 0"
+        if self.reference in ("cache", "adapter_off") and self.loss in _REFERENCE_FREE:
+            yield "reference", f"is {self.reference}, but loss {self.loss} compares with no reference; remove it"
+        if self.reference == "none" and self.loss not in _REFERENCE_FREE:
+            free = " or ".join(_REFERENCE_FREE)
+            yield "reference", f"is none, but loss {self.loss} compares with one; set it to cache, or loss to {free}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class RmSection(Section):
+    """Reward model: a score for each answer, such that chosen answers score higher than rejected ones."""
+
+    margin: NonNegativeFloat = 0.0
+    """How much higher a chosen answer is wanted to score (Touvron et al. 2023, arXiv 2307.09288, eq. 2)."""
+    center_rewards: NonNegativeFloat = 0.0
+    """Adds so much times the square of the sum of both scores, which holds them around 0 (Eisenstein et al. 2023, arXiv
+    2312.09244)."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class KtoSection(Section):
+    """Answers that are wanted become likelier, others less likely; no pairs are needed."""
+
+    loss: Literal["kto", "apo_zero"] = "kto"
+    """kto: Ethayarajh et al. 2024 (arXiv 2402.01306); apo_zero: D'Oosterlinck et al. 2024 (arXiv 2408.06266), without
+    an estimate of the divergence from the reference."""
+    beta: PositiveFloat = 0.1
+    """How strongly the model is held to the reference."""
+    desirable_weight: PositiveFloat = 1.0
+    """What a wanted answer counts for. With more of one kind of answers, weights should make both kinds count for about
+    the same in all."""
+    undesirable_weight: PositiveFloat = 1.0
+    """What an unwanted answer counts for."""
+    reference: Literal["cache", "adapter_off"] = "cache"
+    """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
+    cached, or in each step from the model without its adapter, which takes `lora.rank`."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -55,7 +55,7 @@ class Runner:
     def weights(self, name: str, step: int, stem: str = "model") -> dict[str, np.ndarray]:
         """The parameters in a checkpoint; with the stem "optimizer" its state."""
         directory = self.directory / name / "checkpoints" / f"step-{step}"
-        files = sorted(directory.glob(f"{stem}-*.safetensors"))
+        files = sorted(directory.glob(f"{stem}*.safetensors"))
         return {k: v for file in files for k, v in safetensors.numpy.load_file(file).items()}
 
 

@@ -51,18 +51,18 @@ def positive_losses_counted(patch: pytest.MonkeyPatch) -> None:
     """What is supervised is told by `loss > 0`, and a loss of 0 falls out of the mean."""
     from llmsuite.stages import dpo
 
-    loss, preference_loss = dpo.DpoStage.loss, dpo.preference_loss
+    loss, compare = dpo.DpoStage.loss, dpo.DpoStage._compare
     latest: list[Any] = []
 
-    def noted(*args: Any) -> Any:
-        latest[:] = [preference_loss(*args)]
-        return latest[0]
+    def noted(self: Any, logps: Any, batch: Any) -> Any:
+        latest[:] = compare(self, logps, batch)
+        return tuple(latest)
 
     def counted(self: Any, model: Any, batch: Any) -> dpo.LossTerms:
         terms = loss(self, model, batch)
         return dpo.LossTerms(terms.total, float((latest[0] > 0).sum()), terms.sums)
 
-    patch.setattr(dpo, "preference_loss", noted)
+    patch.setattr(dpo.DpoStage, "_compare", noted)
     patch.setattr(dpo.DpoStage, "loss", counted)
 
 
@@ -89,6 +89,14 @@ def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
         return copies(self) // (collective.mesh().degrees.tp if whole else 1)
 
     patch.setattr(ParameterShard, "copies", property(fewer))
+
+
+def factors_whole(patch: pytest.MonkeyPatch) -> None:
+    """The second factor of an adapter on a matrix that is cut by its outputs is taken for one that each rank has."""
+    from llmsuite.models.shard_plan import SECOND_FACTOR, ShardPlan
+
+    dim = ShardPlan.dim
+    patch.setattr(ShardPlan, "dim", lambda self, name: None if name.endswith(f".{SECOND_FACTOR}") else dim(self, name))
 
 
 def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:

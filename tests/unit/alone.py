@@ -19,6 +19,7 @@ from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.step import Objective, train_step
 from llmsuite.recipe.resolve import Degrees
 from llmsuite.recipe.schema import TrainSection
+from llmsuite.stages.base import Stage
 
 MESH = Mesh(Degrees(1, 1, 1, 1), 0)
 
@@ -92,8 +93,10 @@ def step(
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
         part = PipelineStage([model], MESH, model.config.hidden_size, [], None)
-    votes = {"stop": stop}
-    return train_step(number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, votes, scale)
+    looks = objective.looks(objective.section) if isinstance(objective, Stage) else ()
+    return train_step(
+        number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, {"stop": stop}, scale, looks
+    )
 
 
 # checkpoint

@@ -19,7 +19,8 @@ from llmsuite.models.llama.config import SMOKE, LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.recipe.schema import DataSection, ModelSection, Recipe, TrainSection
 from llmsuite.stages.base import DropCounts, StageContext
-from llmsuite.stages.dpo import DpoStage, Pair
+from llmsuite.stages.dpo import DpoStage
+from llmsuite.stages.pairs import Pair
 from llmsuite.stages.sections import DpoSection
 
 DATA = Path(__file__).resolve().parents[2] / "data"

@@ -26,6 +26,13 @@ MESHES = [
         *((1, 2, 3, 1), (1, 1, 2, 2), (1, 3, 1, 2), (1, 2, 2, 2), (2, 1, 2, 2), (3, 2, 1, 1), (2, 2, 2, 2)),
     )
 ]
+EXPERT_MESHES = [
+    Degrees(pp, dp, sharding, tp, ep)
+    for pp, dp, sharding, tp, ep in (
+        *((1, 2, 1, 1, 2), (1, 1, 2, 1, 2), (1, 4, 1, 1, 2), (1, 1, 4, 1, 2), (1, 2, 2, 1, 2), (1, 2, 2, 1, 4)),
+        *((1, 3, 2, 1, 3), (1, 3, 2, 1, 6), (2, 2, 2, 2, 2), (2, 4, 1, 2, 4)),
+    )
+]
 
 
 class Group:
@@ -130,7 +137,13 @@ def _distributed(table: Table, backend: str) -> types.SimpleNamespace:
         own = np.split(add_up(tensor, group), group.nranks)[group.rank]
         part.copy_(paddle.to_tensor(own), True)
 
+    def alltoall_single(out: Any, tensor: Any, sent: list[int], received: list[int], group: Group) -> None:
+        assert [sum(sent), sum(received)] == [tensor.shape[0], out.shape[0]]
+        parts = [parts[group.rank] for parts in table.exchange(np.split(tensor.numpy(), np.cumsum(sent)[:-1]), group)]
+        assert [len(part) for part in parts] == received
+        out.copy_(paddle.to_tensor(np.concatenate(parts)), True)
+
     members: dict[str, Any] = {"all_reduce": all_reduce, "all_gather": all_gather, "get_backend": lambda group: backend}
     if backend != "GLOO":  # which has none
-        members["reduce_scatter"] = reduce_scatter
+        members |= {"reduce_scatter": reduce_scatter, "alltoall_single": alltoall_single}
     return types.SimpleNamespace(**members)

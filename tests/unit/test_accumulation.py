@@ -14,7 +14,8 @@ import pytest
 from llmsuite.engine.loss_ledger import LossTerms
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.step import evaluate
-from llmsuite.stages.dpo import DpoStage, Pair
+from llmsuite.stages.dpo import DpoStage
+from llmsuite.stages.pairs import Pair
 from tests.unit import alone, dpo_case
 
 Arrays = dict[str, np.ndarray]

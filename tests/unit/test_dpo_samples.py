@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from llmsuite.data.rows import Message, Preference
 from llmsuite.errors import UserError
-from llmsuite.stages.dpo import DpoStage, Pair
+from llmsuite.stages.dpo import DpoStage
+from llmsuite.stages.pairs import Pair
 from tests.unit import dpo_case
 
 START, EOS, PAD = 1, 2, 0  # of data/tokenizer

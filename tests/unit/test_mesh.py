@@ -10,7 +10,7 @@ import pytest
 from llmsuite.engine import mesh as module
 from llmsuite.engine.mesh import AXES, Mesh
 from llmsuite.recipe.resolve import Degrees
-from tests.unit.many import MESHES
+from tests.unit.many import EXPERT_MESHES, MESHES
 
 GROUPS = {
     "tensor_group": ("tp",),
@@ -19,7 +19,7 @@ GROUPS = {
     "sharding_group": ("sharding",),
     "pipeline_group": ("pp",),
 }
-every_mesh = pytest.mark.parametrize("degrees", MESHES, ids=str)
+every_mesh = pytest.mark.parametrize("degrees", [*MESHES, *EXPERT_MESHES], ids=str)
 
 
 def all_ranks(degrees: Degrees) -> list[Mesh]:
@@ -29,14 +29,16 @@ def all_ranks(degrees: Degrees) -> list[Mesh]:
 @every_mesh
 def test_each_rank_has_a_place_of_its_own(degrees: Degrees) -> None:
     places = [tuple(mesh.coordinate[axis] for axis in AXES) for mesh in all_ranks(degrees)]
-    sizes = [getattr(degrees, axis) for axis in AXES]
+    sizes = [1 if axis == "ep" else getattr(degrees, axis) for axis in AXES]
     # row by row: neighbours along tp, which talk most, are neighbours on the machine
     assert places == list(itertools.product(*map(range, sizes)))
 
 
 def test_places_by_hand() -> None:
-    assert Mesh(Degrees(pp=2, dp=2, sharding=2, tp=2), 13).coordinate == {"pp": 1, "dp": 1, "sharding": 0, "tp": 1}
-    assert Mesh(Degrees(pp=1, dp=2, sharding=3, tp=2), 8).coordinate == {"pp": 0, "dp": 1, "sharding": 1, "tp": 0}
+    places = {"pp": 1, "dp": 1, "sharding": 0, "ep": 0, "tp": 1}
+    assert Mesh(Degrees(pp=2, dp=2, sharding=2, tp=2), 13).coordinate == places
+    places = {"pp": 0, "dp": 1, "sharding": 1, "ep": 0, "tp": 0}
+    assert Mesh(Degrees(pp=1, dp=2, sharding=3, tp=2), 8).coordinate == places
 
 
 @every_mesh
@@ -100,3 +102,27 @@ def test_all_ranks_make_all_groups_in_the_same_order(degrees: Degrees, monkeypat
         assert made == [], "a group is made once"
     assert all(order == orders[0] for order in orders)
     assert all(len(ranks) > 1 for ranks in orders[0])
+
+
+@pytest.mark.parametrize("degrees", EXPERT_MESHES, ids=str)
+def test_neighbours_on_the_data_axes_share_the_experts(degrees: Degrees) -> None:
+    meshes = all_ranks(degrees)
+    for row in meshes[0].of_experts.rows("ep"):
+        members = [meshes[rank] for rank in row]
+        first = members[0].data_rank
+        assert first % degrees.ep == 0
+        assert [mesh.data_rank for mesh in members] == list(range(first, first + degrees.ep))
+        assert len({(mesh.coordinate["pp"], mesh.coordinate["tp"]) for mesh in members}) == 1
+    for mesh in meshes:
+        experts = mesh.of_experts
+        assert experts.coordinate["ep"] == mesh.data_rank % degrees.ep
+        assert {axis: experts.coordinate[axis] for axis in ("pp", "tp")} == {
+            axis: mesh.coordinate[axis] for axis in ("pp", "tp")
+        }
+    # those that have the same experts, and those of them that share the optimizer's state, which are on the same axis
+    for row in meshes[0].of_experts.rows("dp", "sharding"):
+        assert len({meshes[rank].data_rank % degrees.ep for rank in row}) == 1
+        assert len(row) == degrees.num_data_ranks // degrees.ep
+    for row in meshes[0].of_experts.rows("sharding"):
+        assert len({meshes[rank].coordinate["dp"] for rank in row}) == 1
+        assert len(row) == max(1, degrees.sharding // degrees.ep)

@@ -184,7 +184,7 @@ def test_the_stage_computes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         said: list[str] = []
         stage = dpo_case.stage(report=said.append, **keys)
         stage.before_training(dpo_case.model(seed=seed), some)
-        return stage._reference, said[-1].removeprefix("reference log-probabilities: ")
+        return stage._reference.known, said[-1].removeprefix("reference log-probabilities: ")
 
     first, said = fill(1, pairs[:4])
     assert said == "0 cached, 8 computed"

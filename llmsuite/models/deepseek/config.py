@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
+from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf, yarn_mscale
 
@@ -90,6 +91,8 @@ class DeepSeekConfig:
     """Kept for config.json."""
     eos_token_id: int | list[int] | None = 1
     """Kept for config.json; generation stops at it."""
+    head: Head = "language_model"
+    """What is made of the hidden states."""
 
     @property
     def shared_size(self) -> int:
@@ -166,21 +169,24 @@ class DeepSeekConfig:
         for key in ("n_group", "topk_group"):
             if values.get(key) is None:
                 values[key] = 1
-        return cls(**values)
+        return cls(**{**values, "head": read_head(data)})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
         is_v3 = self.model_type == "deepseek_v3"
-        return {
-            "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "num_key_value_heads": self.num_attention_heads,
-            "scoring_func": "sigmoid" if is_v3 else "softmax",
-            "num_nextn_predict_layers": 0,
-            **dataclasses.asdict(self),
-            "torch_dtype": "float32",
-        }
+        return with_head(
+            self,
+            {
+                "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+                "hidden_act": "silu",
+                "attention_bias": False,
+                "num_key_value_heads": self.num_attention_heads,
+                "scoring_func": "sigmoid" if is_v3 else "softmax",
+                "num_nextn_predict_layers": 0,
+                **dataclasses.asdict(self),
+                "torch_dtype": "float32",
+            },
+        )
 
 
 def _yarn(mscale: float) -> dict[str, Any]:
@@ -266,3 +272,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("model_type", "topk_method", "norm_topk_prob", "q_lora_rank")
+"""What of a recipe's shape says which code runs."""

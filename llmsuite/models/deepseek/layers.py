@@ -13,8 +13,19 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, causal_mask, document_mask
-from llmsuite.models.blocks import ZEROS, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, linear, rotation
+from llmsuite.models.blocks import (
+    ZEROS,
+    CausalLM,
+    DecoderLayer,
+    GatedMLP,
+    LayerCache,
+    RMSNorm,
+    linear,
+    rotation,
+    rotation_at,
+)
 from llmsuite.models.deepseek.config import DeepSeekConfig
+from llmsuite.models.experts import Experts
 from llmsuite.models.rope import magnitude
 
 Tensor = Any
@@ -98,8 +109,8 @@ class Gate(nn.Layer):
             attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
             self.e_score_correction_bias = self.create_parameter([self.num_experts], attr=attr)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, L, D] to the weight of each expert, [B, L, E] in float32, 0 for those that are not chosen."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, L, D] to weights, in float32, and numbers of the experts that are chosen, both [B, L, k]."""
         with paddle.amp.auto_cast(enable=False):
             logits = paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
             if self.e_score_correction_bias is None:
@@ -110,10 +121,11 @@ class Gate(nn.Layer):
                 merit = scores.detach() + self.e_score_correction_bias.astype("float32")
             if self.num_groups > 1:
                 merit = self._in_best_groups(merit)
-            weights = scores * _among_best(merit, self.num_chosen)
+            chosen = paddle.topk(merit, self.num_chosen, -1)[1]
+            weights = paddle.take_along_axis(scores, chosen, -1)
             if self.is_normed:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-            return weights * self.factor
+            return weights * self.factor, chosen
 
     def _in_best_groups(self, merit: Tensor) -> Tensor:
         """[B, L, E] with the merit of experts in other groups far below any other."""
@@ -129,53 +141,18 @@ def _among_best(values: Tensor, count: int) -> Tensor:
     return F.one_hot(paddle.topk(values, count, -1)[1], values.shape[-1]).sum(-2)
 
 
-class Stacked(nn.Layer):
-    """The same matrix of every expert, [E, inputs, outputs]."""
-
-    def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
-        super().__init__()
-        self.weight = self.create_parameter([num_experts, num_inputs, num_outputs], attr=ZEROS)
-
-
-class Experts(nn.Layer):
-    """The routed experts, each a gated MLP, computed for every token: the weights of those not chosen are 0.
-
-    So every product is one large matrix product and its cost does not depend on the choice; it is that of all experts.
-    """
-
-    def __init__(self, config: DeepSeekConfig, ops: Ops):
-        super().__init__()
-        self.swiglu = ops.swiglu
-        self.sizes = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        num_experts, hidden, width = self.sizes
-        self.gate_proj = Stacked(num_experts, hidden, width)
-        self.up_proj = Stacked(num_experts, hidden, width)
-        self.down_proj = Stacked(num_experts, width, hidden)
-
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """x [B, L, D] and weights [B, L, E] to [B, L, D]."""
-        num_experts, hidden, width = self.sizes
-        gate, up = (
-            paddle.matmul(x, part.weight.transpose([1, 0, 2]).reshape([hidden, num_experts * width]))
-            for part in (self.gate_proj, self.up_proj)
-        )
-        inner = self.swiglu(gate, up).reshape([0, 0, num_experts, width]) * weights.astype(x.dtype).unsqueeze(-1)
-        down = self.down_proj.weight.reshape([num_experts * width, hidden])
-        return paddle.matmul(inner.reshape([0, 0, num_experts * width]), down)
-
-
 class MoE(nn.Layer):
     """Routed experts, and shared ones that every token goes through."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
         self.gate = Gate(config)
-        self.experts = Experts(config, ops)
+        self.experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, ops)
         self.shared_experts = GatedMLP(config.hidden_size, config.shared_size, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        return self.experts(x, self.gate(x)) + self.shared_experts(x)
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
 
 
 class DenseLayer(DecoderLayer):
@@ -191,6 +168,18 @@ class MoELayer(DecoderLayer):
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__(_norm(config, ops), Attention(config, ops), _norm(config, ops), MoE(config, ops))
+
+    # `states` in two halves: which expert a token goes to depends on values, so the second one cannot be compiled
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """[B, L, D] to [B, L, D], by the modules in `attending`."""
+        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
+
+    attending = ("input_layernorm", "self_attn")
+
+    def feed(self, x: Tensor) -> Tensor:
+        """[B, L, D] to [B, L, D]."""
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DeepSeek(CausalLM):
@@ -209,6 +198,10 @@ class DeepSeek(CausalLM):
         if documents is not None:
             return cos, sin, document_mask(documents, dtype)
         return cos, sin, causal_mask(length, start + length, dtype)
+
+    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """Rotation and mask."""
+        return (*rotation_at(self._frequencies, self._magnitude, positions, dtype), mask)
 
 
 def _norm(config: DeepSeekConfig, ops: Ops) -> RMSNorm:

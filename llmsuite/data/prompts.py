@@ -1,0 +1,151 @@
+"""The shapes of rows with a prompt: with one answer that is wanted or not (for KTO), or alone (for generation).
+
+See `llmsuite.data.formats`. Both are read off the conversations of `llmsuite.data.conversations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llmsuite.data import conversations
+from llmsuite.data.formats import Row, check_order, has_keys, messages_at, text_at, texts_at
+from llmsuite.data.rows import Conversation, Message, Prompt, Unpaired
+from llmsuite.plugins.hookspecs import DataFormat
+
+_TAGS = ("kto_tag", "label")
+
+
+def trl_unpaired(row: Row) -> Unpaired:
+    """`{"prompt", "completion", "label": true}`; prompt and completion are text or lists of `{"role", "content"}`."""
+    prompt = messages_at(row["prompt"], "prompt", "user")
+    answer = messages_at(row["completion"], "completion", "assistant")
+    if len(answer) != 1:
+        raise ValueError(f"'completion' has {len(answer)} turns; one is needed")
+    return _unpaired([*prompt, *answer], row["label"], "label")
+
+
+def paddlenlp_unpaired(row: Row) -> Unpaired:
+    """`{"src": [...], "tgt": [...], "response": ["answer"], "sort": [1]}`: 1 for a wanted answer, 0 for an unwanted.
+
+    `src` are the user's turns, `tgt` the assistant's answers to all but the last of them; "system" is optional.
+    """
+    responses, tag = texts_at(row, "response"), row["sort"]
+    if len(responses) != 1:
+        raise ValueError(f"'response' has {len(responses)} answers; one is needed")
+    if not isinstance(tag, list) or len(tag) != 1:
+        raise ValueError(f"'sort' is {tag!r}; a list with 1 or 0 is needed")
+    return _unpaired([*_paddlenlp_turns(row, (1,)), Message("assistant", responses[0])], tag[0], "sort[0]")
+
+
+def sharegpt_unpaired(row: Row) -> Unpaired:
+    """`{"conversations": [{"from", "value"}], "kto_tag": true}`, of which the last turn is the answer; or "label"."""
+    return _of_conversation(row, conversations.sharegpt)
+
+
+def openai_unpaired(row: Row) -> Unpaired:
+    """`{"messages": [{"role", "content"}], "label": true}`, of which the last turn is the answer; or "kto_tag"."""
+    return _of_conversation(row, conversations.openai)
+
+
+def alpaca_unpaired(row: Row) -> Unpaired:
+    """`{"instruction", "input", "output", "kto_tag": true}`; or "label"."""
+    return _of_conversation(row, conversations.alpaca)
+
+
+def prompt(row: Row) -> Prompt:
+    """`{"prompt"}`: text or a list of `{"role", "content"}`; "tools" is optional."""
+    return _prompt(messages_at(row["prompt"], "prompt", "user"), conversations.tools_at(row))
+
+
+def paddlenlp_prompt(row: Row) -> Prompt:
+    """`{"src"}`: text, or the user's turns with the answers to all but the last of them in "tgt".
+
+    An answer to the last one is left out. "system" is optional.
+    """
+    return _prompt(_paddlenlp_turns(row, (0, 1)))
+
+
+def alpaca_prompt(row: Row) -> Prompt:
+    """`{"instruction", "input"}`; "history" and "system" are optional, "output" is left out."""
+    return _asked(conversations.alpaca({**row, "output": ""}))
+
+
+def sharegpt_prompt(row: Row) -> Prompt:
+    """`{"conversations": [{"from", "value"}]}`; "system" and "tools" are optional, an answer at the end is left out."""
+    return _asked(conversations.sharegpt(row))
+
+
+def openai_prompt(row: Row) -> Prompt:
+    """`{"messages": [{"role", "content"}]}`; "tools" is optional, an answer at the end is left out."""
+    return _asked(conversations.openai(row))
+
+
+def _of_conversation(row: Row, convert: Callable[[Row], Conversation]) -> Unpaired:
+    tags = [tag for tag in _TAGS if tag in row]
+    if len(tags) != 1:
+        raise ValueError(f"has {' and '.join(tags) or 'neither'} of {', '.join(_TAGS)}; one of them is needed")
+    found = convert(row)
+    if found.tools or any(message.tool_calls for message in found.messages):
+        raise ValueError("calls tools, which an answer that is wanted or not cannot")
+    return _unpaired(list(found.messages), row[tags[0]], tags[0])
+
+
+def _unpaired(messages: list[Message], tag: Any, where: str) -> Unpaired:
+    if not isinstance(tag, (bool, int)) or tag not in (0, 1):
+        raise ValueError(f"{where!r} is {tag!r}; true or false is needed")
+    if not messages or messages[-1].role != "assistant":
+        raise ValueError("the last turn is not an answer of the assistant")
+    return Unpaired(_prompt(messages[:-1]).messages, messages[-1].content, bool(tag))
+
+
+def _asked(conversation: Conversation) -> Prompt:
+    messages = list(conversation.messages)
+    if messages[-1].role == "assistant":
+        messages.pop()
+    return _prompt(messages, conversation.tools)
+
+
+def _prompt(messages: list[Message], tools: str = "") -> Prompt:
+    if not messages or messages[-1].role not in ("user", "tool"):
+        raise ValueError("the prompt does not end with a turn of the user")
+    if not messages[-1].content.strip():
+        raise ValueError("the last turn of the prompt is empty")
+    check_order(messages, "prompt")
+    return Prompt(tuple(messages), tools)
+
+
+def _paddlenlp_turns(row: Row, more: tuple[int, ...]) -> list[Message]:
+    """Up to the last of the users' turns, of which there may be so many more than answers."""
+    users, answers = texts_at(row, "src"), texts_at(row, "tgt", allow_missing=True)
+    if len(users) - len(answers) not in more:
+        needed = "one more than tgt" if more == (1,) else "as many as tgt, or one more"
+        raise ValueError(f"'src' has {len(users)} turns and 'tgt' {len(answers)}; src has {needed}")
+    messages = [Message("system", text_at(row, "system"))] if row.get("system") else []
+    for i, user in enumerate(users):
+        messages.append(Message("user", user))
+        if i < len(users) - 1:
+            messages.append(Message("assistant", answers[i]))
+    return messages
+
+
+def _with_tag(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda row: all(key in row for key in keys) and any(tag in row for tag in _TAGS)
+
+
+def _format(kind: str, convert: Callable[[Row], Any], help: str, matches: Any) -> DataFormat:
+    return DataFormat(name=convert.__name__, help=help, kind=kind, matches=matches, convert=convert)
+
+
+BUILTIN = [
+    _format("unpaired", trl_unpaired, "prompt, completion, label", has_keys("prompt", "completion", "label")),
+    _format("unpaired", paddlenlp_unpaired, "src, tgt, response, sort", has_keys("src", "response", "sort")),
+    _format("unpaired", sharegpt_unpaired, "conversations of from/value, kto_tag", _with_tag("conversations")),
+    _format("unpaired", openai_unpaired, "messages of role/content, label", _with_tag("messages")),
+    _format("unpaired", alpaca_unpaired, "instruction, input, output, kto_tag", _with_tag("instruction", "output")),
+    _format("prompt", prompt, "prompt: text or messages of role/content; tools", has_keys("prompt")),
+    _format("prompt", openai_prompt, "messages of role/content; tools", has_keys("messages")),
+    _format("prompt", sharegpt_prompt, "conversations of from/value; system, tools", has_keys("conversations")),
+    _format("prompt", alpaca_prompt, "instruction, input; history, system", has_keys("instruction")),
+    _format("prompt", paddlenlp_prompt, "src: text or list; tgt, system", has_keys("src")),
+]

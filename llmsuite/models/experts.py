@@ -1,0 +1,153 @@
+"""Routed experts for one card: each computes the tokens that were sent to it, and no others.
+
+Shapes: B batch, L length, T tokens (B x L), D hidden, E experts, F width of an expert, k experts of a token. A row is a
+token on its way to one of its experts: there are T x k of them, or N where only some of the experts are here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.autograd import PyLayer
+
+from llmsuite.devices.ops import Ops
+from llmsuite.models.blocks import ZEROS
+
+Tensor = Any
+
+
+class Stacked(nn.Layer):
+    """The same matrix of every expert, [E, inputs, outputs]."""
+
+    def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
+        super().__init__()
+        self.weight = self.create_parameter([num_experts, num_inputs, num_outputs], attr=ZEROS)
+
+
+class Experts(nn.Layer):
+    """Gated MLPs. No token is dropped, however many go to one of them."""
+
+    def __init__(self, num_experts: int, hidden_size: int, width: int, ops: Ops):
+        super().__init__()
+        self.swiglu = ops.swiglu
+        self.gate_proj = Stacked(num_experts, hidden_size, width)
+        self.up_proj = Stacked(num_experts, hidden_size, width)
+        self.down_proj = Stacked(num_experts, width, hidden_size)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """x [B, L, D], and weights and numbers of the experts of each token [B, L, k], to [B, L, D]."""
+        tokens = x.flatten(0, 1)
+        route = sort_rows(chosen.flatten(), self.gate_proj.weight.shape[0])
+        rows = self.rows(spread(tokens, route), route.counts, self.matrices())
+        return collect(rows, weights.flatten(0, 1), route).reshape(x.shape)
+
+    def matrices(self) -> list[Tensor]:
+        """The stacks of gate, up and down."""
+        return [self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight]
+
+    def rows(self, x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
+        """Rows [N, D] in the order of the experts that are here, so many of each, through them."""
+        gate, up, down = matrices
+        return grouped_matmul(self.swiglu(grouped_matmul(x, gate, counts), grouped_matmul(x, up, counts)), down, counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Which row is where once rows are sorted by expert."""
+
+    order: Tensor
+    """[N]: the place of each sorted row among all T x k, token by token."""
+    places: Tensor
+    """[T x k]: where each row is among the sorted ones; at N or beyond, nowhere here."""
+    counts: list[int]
+    """Rows of each expert."""
+
+
+def sort_rows(experts: Tensor, num_experts: int) -> Route:
+    """Sort rows by expert.
+
+    Args:
+        experts: number of the expert of each row, [T x k]; those of rows that are not wanted are `num_experts`.
+        num_experts: that are here.
+    """
+    with paddle.no_grad():
+        order = paddle.argsort(experts, stable=True)
+        counts = paddle.bincount(experts, minlength=num_experts + 1).tolist()[:num_experts]
+        return Route(order[: sum(counts)], paddle.argsort(order), counts)
+
+
+def spread(tokens: Tensor, route: Route) -> Tensor:
+    """Tokens [T, D] to sorted rows [N, D]."""
+    return _Spread.apply(tokens, route)
+
+
+def collect(rows: Tensor, weights: Tensor, route: Route) -> Tensor:
+    """Sorted rows [N, D] to the weighted sum of the rows of each token, [T, D]. weights [T, k]."""
+    parts = _Collect.apply(rows, route).reshape([*weights.shape, rows.shape[-1]])
+    return (parts * weights.astype(rows.dtype).unsqueeze(-1)).sum(1)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Consecutive rows of x [N, inputs], so many for each matrix of weight [E, inputs, outputs], to [N, outputs]."""
+    return _GroupedMatmul.apply(x, weight, list(counts))
+
+
+class _Spread(PyLayer):
+    """Both ways are gathers: a scatter that adds up depends on the order, and is slow."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, route: Route) -> Tensor:
+        ctx.route, ctx.num_tokens = route, tokens.shape[0]
+        return tokens.index_select(route.order // (route.places.shape[0] // tokens.shape[0]), 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _in_place(gradient, ctx.route).reshape([ctx.num_tokens, -1, gradient.shape[-1]]).sum(1)
+
+
+class _Collect(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return _in_place(rows, route)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.index_select(ctx.route.order, 0)
+
+
+def _in_place(rows: Tensor, route: Route) -> Tensor:
+    """Sorted rows [N, D] where they were before, [T x k, D]; zeros for those that are nowhere here."""
+    num_rows = rows.shape[0]
+    if num_rows == route.places.shape[0]:
+        return rows.index_select(route.places, 0)
+    padded = paddle.concat([rows, paddle.zeros([1, rows.shape[-1]], rows.dtype)])
+    return padded.index_select(route.places.clip(max=num_rows), 0)
+
+
+class _GroupedMatmul(PyLayer):
+    """One product an expert. All of the weight has a gradient, also the matrices that no row meets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts, ctx.wanted = counts, (not x.stop_gradient, not weight.stop_gradient)
+        groups = zip(x.split(counts), weight.unbind(0), strict=True)
+        return paddle.concat([paddle.matmul(rows, matrix) for rows, matrix in groups])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensor()
+        of_x = of_weight = None
+        gradients = gradient.split(ctx.counts)
+        if ctx.wanted[0]:
+            pairs = zip(gradients, weight.unbind(0), strict=True)
+            of_x = paddle.concat([paddle.matmul(g, matrix, transpose_y=True) for g, matrix in pairs])
+        if ctx.wanted[1]:
+            parts = zip(x.split(ctx.counts), gradients, strict=True)
+            of_weight = paddle.stack([paddle.matmul(rows, g, transpose_x=True) for rows, g in parts])
+        return of_x, of_weight

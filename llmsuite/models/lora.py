@@ -1,0 +1,86 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) on the matrices of any family, for one card.
+
+Shapes: I inputs and O outputs of a matrix, R rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from llmsuite.errors import UserError
+from llmsuite.models.blocks import ZEROS
+from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, ShardPlan
+
+Tensor = Any
+
+
+class LoraLinear(nn.Layer):
+    """x W + scale (x A) B, with the parameters of a matrix W that is not trained, and factors A [I, R] and B [R, O]."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float):
+        super().__init__()
+        self.scale, self.is_on = scale, True
+        self.weight, self.bias = linear.weight, linear.bias
+        num_inputs, num_outputs = linear.weight.shape
+        self.lora_A = self.create_parameter([num_inputs, rank], attr=ZEROS)
+        self.lora_B = self.create_parameter([rank, num_outputs], attr=ZEROS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if not self.is_on:
+            return y
+        return y + paddle.matmul(paddle.matmul(x, self.lora_A) * self.scale, self.lora_B)
+
+
+def add_adapters(model: nn.Layer, modules: Sequence[str], rank: int, scale: float) -> None:
+    """Put adapters on these modules, see `adapted_modules`, and freeze every other parameter."""
+    found = dict(model.named_sublayers(include_self=True))
+    for parameter in model.parameters():
+        parameter.stop_gradient = True
+    for name in modules:
+        owner, _, attribute = name.rpartition(".")
+        setattr(found[owner], attribute, LoraLinear(found[name], rank, scale))
+
+
+def adapters(model: nn.Layer) -> Iterator[LoraLinear]:
+    """The adapters of a model; none where `add_adapters` was not called."""
+    return (module for module in model.sublayers() if isinstance(module, LoraLinear))
+
+
+def adapted_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
+    """The matrices that get adapters: those a pattern names, without patterns all in the decoder layers.
+
+    Args:
+        model: whole, without adapters.
+        plan: of its family.
+        patterns: of `fnmatch`, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
+
+    Raises:
+        UserError: a pattern matches none.
+    """
+    known = [name for name, module in model.named_sublayers() if isinstance(module, nn.Linear)]
+    if patterns is None:
+        inside = f"{plan.layers}." if plan.layers else ""
+        return [name for name in known if name.startswith(inside) and name != "lm_head"]
+    chosen = set()
+    for pattern in patterns:
+        matching = [n for n in known if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*.{pattern}")]
+        if not matching:
+            ends = sorted({name.rpartition(".")[2] for name in known})
+            raise UserError(
+                f"lora.target_modules: {pattern!r} matches no matrix of the model; it has {', '.join(ends)}, "
+                f"with whole names such as {known[0]}"
+            )
+        chosen.update(matching)
+    return [name for name in known if name in chosen]
+
+
+def is_factor(parameter: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return parameter.endswith((f".{FIRST_FACTOR}", f".{SECOND_FACTOR}"))

@@ -1,0 +1,69 @@
+"""Experts dealt over data ranks train as in one process, with every other axis; checkpoints are of no mesh."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, run_cases
+
+RECIPE = "recipes/deepseek/dpo.json"
+# name: ranks, what is parallel, further words
+MESHES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "ep2": (2, {}, ("--train.micro_batch_size=1",)),  # micro-batches of different lengths, which travel as they are
+    "ep2 stage1 recompute": (2, {"sharding": "stage1"}, ("--engine.recompute=full",)),
+    "ep2 stage3 compiled": (2, {"sharding": "stage3"}, ("--engine.mode=to_static", "--engine.recompute=full")),
+    "ep2 tp2": (4, {"tensor_parallel_degree": 2, "sequence_parallel": True}, ()),
+    "ep2 pp2": (4, {"pipeline_parallel_degree": 2}, ("--train.micro_batch_size=1",)),
+    "ep2 of four, stage2": (4, {"sharding": "stage2"}, ("--train.micro_batch_size=1",)),
+    "ep4": (4, {"expert_parallel_degree": 4}, ()),
+}
+CONTINUED = {"ep2 stage1 recompute": "ep2 pp2"}
+"""A checkpoint of the one, and what goes on from it."""
+
+
+def _case(name: str, mesh: str, resume: bool = False) -> Case:
+    num_ranks, parallel, more = MESHES.get(mesh, (1, {"expert_parallel_degree": 1}, ("--train.micro_batch_size=8",)))
+    words = [
+        *COMMON, *OPTIMIZERS["adamw"], "--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}",
+        f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps({'expert_parallel_degree': 2, **parallel})}",
+        "--engine.recompute=none", "--train.micro_batch_size=2", *more,
+    ]  # fmt: skip
+    last = {word.partition("=")[0]: word for word in words}
+    return Case(name, num_ranks, list(last.values()), recipe=RECIPE, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs everything; what was printed of the cases that did not end well."""
+    failed = run_cases(runner, [_case(name, name) for name in ("one", *MESHES)])
+    cases = []
+    for source, target in CONTINUED.items():
+        if source not in failed:
+            name = f"{source} then {target}"
+            step = "checkpoints/step-1"
+            shutil.copytree(runner.directory / source / step, runner.directory / name / step)
+            cases.append(_case(name, target, resume=True))
+    return failed | run_cases(runner, cases)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equal_to_one_process(runner: Runner, failed: dict[str, str], mesh: str) -> None:
+    for name in ("one", mesh):
+        assert name not in failed, failed[name]
+    assert compare(runner, "one", mesh).problems == []
+
+
+@pytest.mark.parametrize("source", CONTINUED)
+def test_a_checkpoint_is_continued_on_another_mesh(runner: Runner, failed: dict[str, str], source: str) -> None:
+    name = f"{source} then {CONTINUED[source]}"
+    assert name not in failed, failed[name]
+    whole, found = runner.metrics("one")[1:], runner.metrics(name)
+    assert [record["step"] for record in found] == [record["step"] for record in whole] == [2, 3]
+    for a, b in zip(whole, found):
+        for key in ("loss", "grad_norm"):
+            assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)
