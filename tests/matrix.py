@@ -1,7 +1,7 @@
 """Every recipe, made small by `--smoke`, on its own mesh against one process.
 
-`make matrix` runs all of them and writes docs/support.json, of which docs/support.md is made; a test fails when a recipe
-is not the one that was run. With names it runs those and prints what it found:
+`make matrix` runs all of them and writes docs/support.json, of which docs/support.md is made; a test fails when a
+recipe is not the one that was run. With names it runs those and prints what it found:
 
     python -m tests.matrix llama/sft gpt/gpt-175b-pretrain
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.recipe.section import as_plain
 from tests.conftest import registry_with
 from tests.multi.conftest import ROOT, Runner
 from tests.parity.cases import LIMIT, Case, run_cases
@@ -80,9 +81,7 @@ class Entry:
             f"--model.config={json.dumps(plan.recipe.model.config, sort_keys=True)}",
         ]  # fmt: skip
         alone = plan_run(ROOT / self.path, words, registry, smoke=True).loaded.recipe
-        learnt = {
-            key: repr(alone.__dict__[key]) for key in ("stage", "model", "data", "train", "seed", plan.stage.name)
-        }
+        learnt = {key: repr(value) for key, value in as_plain(alone).items() if key != "output_dir"}
         digest = hashlib.sha256(json.dumps(learnt, sort_keys=True).encode()).hexdigest()[:16]
         return Case(f"one-{digest}", 1, words, recipe=self.path)
 

@@ -313,12 +313,6 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 _SMOKE_RANKS = 8
 
 
-def _smoke_experts(recipe: Recipe, data: int, sharding: int) -> int:
-    """As many data ranks as the recipe has share the experts, as far as they are there still."""
-    ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
-    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
-
-
 def _smoke_degrees(asked: Degrees) -> Degrees:
     """At most 8 ranks: the largest degree is halved until they are, and what is cut stays cut, by 2 at least.
 
@@ -331,6 +325,12 @@ def _smoke_degrees(asked: Degrees) -> Degrees:
         axis = max(degrees, key=lambda name: degrees[name])
         degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
     return Degrees(**degrees)
+
+
+def _smoke_experts(recipe: Recipe, data: int, sharding: int) -> int:
+    """As many data ranks as the recipe has share the experts, as far as they are there still."""
+    ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
+    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
 
 
 def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def test_degrees(plan: Plan, devices: int, degrees: tuple[int, ...], small: tupl
         parallel |= {"sharding": "stage1", "sharding_parallel_degree": sharding if dp > 1 else 1}
     changes = {"launch.num_devices": devices, "parallel": parallel, "train.global_batch_size": 2 * dp * sharding}
     found = plan(changes, smoke=True)
-    assert dataclasses.astuple(found.smoke_of) == degrees  # type: ignore[arg-type]
-    assert dataclasses.astuple(found.degrees) == small
+    assert dataclasses.astuple(found.smoke_of)[:4] == degrees  # type: ignore[arg-type]
+    assert dataclasses.astuple(found.degrees)[:4] == small
 
 
 def test_batch_is_the_same_on_any_mesh(plan: Plan) -> None:

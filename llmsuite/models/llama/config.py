@@ -146,12 +146,13 @@ _13B = {
 }
 
 # config.json of huggingface.co/huggyllama/llama-7b and llama-13b (facebook/llama-7b and 13b with PaddleNLP),
-# meta-llama/Llama-2-7b-hf, Llama-2-13b-hf, Llama-3.1-8B-Instruct, HuggingFaceTB/SmolLM2-135M-Instruct
+# meta-llama/Llama-2-7b-hf, Llama-2-13b-hf, Meta-Llama-3-8B, Llama-3.1-8B-Instruct, HuggingFaceTB/SmolLM2-135M-Instruct
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "llama-13b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, **_13B},
     "llama-2-7b": {},
     "llama-2-13b": _13B,
+    "llama-3-8b": {**_LLAMA_3_1, "intermediate_size": 14336, "max_position_embeddings": 8192, "rope_scaling": None},
     "llama-3.1-8b": {**_LLAMA_3_1, "intermediate_size": 14336},
     "smollm2-135m": {
         "vocab_size": 49152,
