@@ -109,7 +109,7 @@ def index(corpus: Path, tokenizer: Path) -> None:
 
 def loader() -> None:
     """Samples of pretraining to batches, in random order, from 40 MB of tokens that are in memory."""
-    from llmsuite.data.loader import Dealer, Reader, SampleOrder
+    from llmsuite.data.loader import Dealer, ReadAhead, SampleOrder
     from llmsuite.stages.pretrain import Stretches
 
     print("| length, micro-batch | bare memmap, samples/s | loader | part |\n|---|---|---|---|")
@@ -129,7 +129,7 @@ def loader() -> None:
 
             def ours(samples: Any = samples, stage: Any = stage, dealer: Any = dealer, count: int = count) -> None:
                 steps = (dealer.micro_batches(at, 0) for at in range(0, count, 64))
-                with Reader(samples, steps, stage.collate, 0) as reader:
+                with ReadAhead(samples, steps, stage.collate, 0) as reader:
                     for step in reader:
                         for batch in step:
                             stage.collate(batch)
