@@ -14,6 +14,7 @@ from llmsuite.cli import (
     plugins,
     run,
     schema,
+    serve,
     show,
     validate,
 )
@@ -33,6 +34,7 @@ def llmsuite_register_commands() -> list[Command]:
         data.COMMAND,
         checkpoints.COMMAND,
         generate.COMMAND,
+        serve.COMMAND,
         export.EXPORT,
         export.VERIFY,
         export.DEPLOY,
