@@ -19,15 +19,9 @@ from llmsuite.checkpoint.files import read_json_file, sha256_of, write_json
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.layout import Arrangement, Layout, hf_name
-from llmsuite.checkpoint.tensors import (
-    MAX_FILE_BYTES,
-    InTurn,
-    TensorFiles,
-    TensorSource,
-    TensorSpec,
-    Written,
-    write_tensors,
-)
+from llmsuite.checkpoint.stored import Stored
+from llmsuite.checkpoint.tensors import TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.write import MAX_FILE_BYTES, InTurn, Written, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
@@ -97,6 +91,13 @@ class ModelDirectory:
         value = self.files.read(theirs, index[::-1] if index and transposed else index)
         return value.T if transposed else value
 
+    def stored(self, name: str, transposed: bool) -> Stored | None:
+        """A parameter as it lies in a file, if it does so in one piece, [outputs, inputs] or not as is wanted."""
+        place, is_linear = self.tensors[name], self.family.names().is_linear(name)
+        if place.stacked or place.num_parts > 1 or not isinstance(self.files, TensorFiles):
+            return None
+        return self.files.stored(place.names[0]) if not is_linear or transposed == self.linears_transposed else None
+
     def _is_transposed(self, name: str) -> bool:
         return self.linears_transposed and self.family.names().is_linear(name)
 
@@ -146,7 +147,8 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
         if model_type in family.hf_model_types:
             try:
                 config = family.config_cls.from_hf(data)
-                TypeAdapter(family.config_keys()).validate_python(dataclasses.asdict(config))
+                shape = {key: value for key, value in dataclasses.asdict(config).items() if key != "head"}
+                TypeAdapter(family.config_keys()).validate_python(shape)
             except ValidationError as error:
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
                 raise UserError(f"{path / 'config.json'}: {wrong}") from error
@@ -160,14 +162,16 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     )
 
 
-def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirectory:
+def open_model(path: Path, families: Mapping[str, ModelFamily], check: bool = False) -> ModelDirectory:
     """Open a model directory and check that it holds every parameter of its model, and nothing else.
+
+    With `check` what is read is compared with its manifest.json, see `TensorFiles`.
 
     Raises:
         UserError: naming every missing or unexpected tensor.
     """
     family, config = read_config(path, families)
-    return describe_model(path, family, config, TensorFiles(path, "model"))
+    return describe_model(path, family, config, TensorFiles(path, "model", check))
 
 
 def describe_model(

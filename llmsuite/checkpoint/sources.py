@@ -44,7 +44,7 @@ def open_source(
         raise UserError(f"{path}: is not a directory")
     distcp = next((path / name for name in _DISTCP_BELOW if metadata_file(path / name)), None)
     if is_run(path) or any((path / name).is_file() for name in _SAFETENSORS):
-        model = open_model(find_model(path), families)
+        model = open_model(find_model(path), families, check=True)
     elif distcp is not None:
         place = _config_directory(distcp, config)
         family, settings = read_config(place, families)

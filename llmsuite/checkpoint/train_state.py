@@ -29,7 +29,8 @@ from llmsuite.checkpoint.adapter import CONFIGS
 from llmsuite.checkpoint.adapter_dir import Adapters, write_adapters
 from llmsuite.checkpoint.files import broken_file, committed_directory, read_json_file, write_json, write_text_atomic
 from llmsuite.checkpoint.model_dir import write_model
-from llmsuite.checkpoint.tensors import InTurn, TensorSpec, write_tensors
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.write import InTurn, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 

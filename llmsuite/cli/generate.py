@@ -1,91 +1,206 @@
-"""`llmsuite generate MODEL --prompt TEXT`: what does a model answer?"""
+"""`llmsuite generate MODEL`: what does a model answer? To prompts, to the rows of a file, or in a conversation."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 
+_ENGINES = Literal["dynamic", "static"]
+
+
+def add_model_arguments(parser: Any) -> None:
+    """What says which model is used, and on what."""
+    from jsonargparse.typing import PositiveInt
+
+    parser.add_argument(
+        "model",
+        type=str,
+        help="a run, a checkpoint or model directory of any layout, an adapter (with --base), or an exported model",
+    )
+    parser.add_argument("--base", type=str | None, default=None, help="for an adapter: the model it belongs to")
+    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not beside MODEL")
+    parser.add_argument("--tokenizer", type=str | None, default=None, help="directory of the tokenizer, if not there")
+    parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
+    parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
+    parser.add_argument(
+        "--num_devices", type=PositiveInt, default=1, help="cut the model over so many (tensor parallel)"
+    )
+    parser.add_argument("--precision", type=Literal["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument(
+        "--engine", type=_ENGINES, default="dynamic", help="static: Paddle Inference, on what `llmsuite export` wrote"
+    )
+
 
 def add_arguments(parser: Any) -> None:
-    from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
+    from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-    parser.add_argument("model", type=str, help="a model or LoRA adapter, such as RUN/checkpoints/step-60, or a run")
-    parser.add_argument(
-        "--base",
-        type=str | None,
-        default=None,
-        help="for a LoRA adapter: the model it belongs to, where it does not say",
-    )
-    parser.add_argument("--prompt", type=str, action="append", required=True, help="what to say; may be repeated")
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", type=str, action="append", help="what to say; may be repeated")
+    parser.add_argument("--input", type=str | None, default=None, help='JSON Lines of {"prompt": …} or {"messages": …}')
+    parser.add_argument("--output", type=str | None, default=None, help="JSON Lines to write; must not exist")
+    parser.add_argument("--chat", action="store_true", help="hold a conversation in the terminal")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without chat template")
+    parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
+    parser.add_argument("--system", type=str | None, default=None, help="a system turn in front of conversations")
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=128)
+    parser.add_argument("--min_new_tokens", type=NonNegativeInt, default=0)
+    parser.add_argument("--stop", type=str, action="append", help="a text that ends the answer; may be repeated")
     parser.add_argument("--temperature", type=NonNegativeFloat, default=0.0, help="0 is greedy")
     parser.add_argument("--top_k", type=NonNegativeInt, default=0, help="0 is off")
     parser.add_argument("--top_p", type=ClosedUnitInterval, default=1.0)
+    parser.add_argument("--min_p", type=ClosedUnitInterval, default=0.0)
+    parser.add_argument("--repetition_penalty", type=PositiveFloat, default=1.0, help="1 is off")
+    parser.add_argument("--frequency_penalty", type=float, default=0.0)
+    parser.add_argument("--presence_penalty", type=float, default=0.0)
     parser.add_argument("--seed", type=NonNegativeInt, default=0)
-    parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
+    parser.add_argument("--num_return_sequences", type=PositiveInt, default=1)
+    parser.add_argument("--num_beams", type=PositiveInt, default=1, help="above 1: beam search")
+    parser.add_argument("--length_penalty", type=float, default=1.0, help="of beam search")
+    parser.add_argument(
+        "--logprobs", type=NonNegativeInt | None, default=None, help="of the tokens, and so many others"
+    )
+    parser.add_argument("--batch_size", type=PositiveInt, default=8, help="answers decoded together")
+    parser.add_argument("--no_cache", action="store_true", help="read the whole text again for every token")
 
 
 def run(args: Any, registry: Registry) -> int:
+    _check(args)
+    from llmsuite.engine.launch import is_worker
+
+    if args.num_devices > 1 and not is_worker():
+        return _launch(args, registry)
+    from llmsuite.cli.model import open_generator
+    from llmsuite.inference.prompts import Prompter
+    from llmsuite.inference.sampling import Sampling
+
+    sampling = Sampling(
+        stop=tuple(args.stop or ()),
+        num_logprobs=args.logprobs,
+        **{
+            field.name: getattr(args, field.name)
+            for field in dataclasses.fields(Sampling)
+            if field.name not in ("stop", "num_logprobs")
+        },
+    )
+    opened = open_generator(args, registry, cached=not args.no_cache)
+    prompter = Prompter(opened.generator.tokenizer, None if args.raw else args.chat_template, args.system)
+    if args.chat:
+        return _chat(opened.generator, prompter, sampling)
+    prompts = prompter.read(Path(args.input)) if args.input else [prompter.text(text) for text in args.prompt]
+    answers = _answers(opened.generator, prompts, sampling, args)
+    if args.output is None:
+        for prompt, found in zip(prompts, answers):
+            if opened.speaks:
+                print("> " + str(prompt.row.get("prompt", json.dumps(prompt.row.get("messages"), ensure_ascii=False))))
+                print("\n".join(answer.text for answer in found), flush=True)
+        return 0
+    target = Path(args.output)
+    if not opened.speaks:
+        for _ in answers:  # the other ranks compute, the first one writes
+            pass
+        return 0
+    try:
+        with open(target, "x", encoding="utf-8") as file:
+            for prompt, found in zip(prompts, answers):
+                row = {**prompt.row, "answers": [_row(answer) for answer in found]}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+    except OSError as error:
+        raise UserError(f"--output {target}: cannot be written: {error.strerror}") from error
+    print(f"wrote {target}: answers to {len(prompts)} prompts")
+    return 0
+
+
+def _check(args: Any) -> None:
+    """Raises UserError for words that contradict each other."""
+    if (bool(args.prompt) + bool(args.input) + args.chat) != 1:
+        raise UserError("generate: give --prompt TEXT, --input FILE or --chat, one of them")
+    if args.output and Path(args.output).exists():
+        raise UserError(f"--output: {args.output} exists; choose another, or remove it first")
+    if args.chat and (args.num_devices > 1 or args.num_beams > 1 or args.raw or args.output):
+        raise UserError("--chat: works without --num_devices, --num_beams, --raw and --output")
+    if args.num_beams > 1 and (args.temperature or args.stop or args.logprobs is not None):
+        raise UserError("--num_beams: beam search draws nothing; leave out --temperature, --stop and --logprobs")
+    if args.num_devices > 1 and args.engine == "static":
+        raise UserError("--num_devices: an exported model runs on one device; use --engine dynamic")
+
+
+def _answers(generator: Any, prompts: Any, sampling: Any, args: Any) -> Iterator[Any]:
+    from llmsuite.inference.beam import Beams
+
+    if args.num_beams == 1:
+        ids = (prompt.ids for prompt in prompts)
+        return iter(generator.answers(ids, sampling, args.num_return_sequences, args.batch_size))
+    beams = Beams(args.num_beams, args.length_penalty, args.max_new_tokens, args.min_new_tokens)
+    return (generator.beam_answers(prompt.ids, beams, args.num_return_sequences) for prompt in prompts)
+
+
+def _row(answer: Any) -> dict[str, Any]:
+    row = {"text": answer.text, "ids": list(answer.ids), "finish_reason": answer.finish_reason}
+    if answer.score is not None:
+        row["score"] = answer.score
+    if answer.logprobs:
+        row["logprobs"] = [{"token": t.token, "logprob": t.logprob, "top": t.top} for t in answer.logprobs]
+    return row
+
+
+def _chat(generator: Any, prompter: Any, sampling: Any) -> int:
+    """Read lines from the terminal, answer each with what was said before in mind."""
+    from llmsuite.data.rows import Message
+
+    turns: list[Message] = []
+    print("Type a message; /new starts again, /quit or end of input leaves.", file=sys.stderr)
+    while True:
+        print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/quit":
+            print()
+            return 0
+        if line.strip() == "/new":
+            turns = []
+        if line.strip() in ("", "/new"):
+            continue
+        asked = [*turns, Message("user", line.strip())]
+        said = []
+        try:
+            for piece in generator.stream(prompter.turns(asked), sampling):
+                said.append(piece)
+                print(piece, end="", flush=True)
+        except UserError as error:  # no room left, or not what the template takes: the conversation so far stays
+            print(f"{error}; /new starts again", end="")
+            said = []
+        print(flush=True)
+        if said:
+            turns = [*asked, Message("assistant", "".join(said))]
+
+
+def _launch(args: Any, registry: Registry) -> int:
+    """Start the ranks that hold the parts of the model."""
     if args.device not in registry.devices:
         raise UserError(registry.unknown("device", args.device))
     backend = registry.devices[args.device].factory()
-    from llmsuite.devices.start import start_paddle
+    from llmsuite.engine.launch import launch
 
-    start_paddle(backend, 1)
-    from llmsuite.checkpoint.adapter import add_adapter
-    from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
-    from llmsuite.checkpoint.model_dir import open_model
-    from llmsuite.checkpoint.train_state import find_adapter, find_model
-    from llmsuite.data.chat_template import load_template
-    from llmsuite.data.rows import Message
-    from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.inference.generate import Sampling, generate
-    from llmsuite.inference.load import load_model
+    backend.prepare_ranks()
 
-    if reason := backend.unavailable(1):
-        raise UserError(f"--device {args.device}: {reason}")
-    backend.activate(0)
-    path, adapter = Path(args.model), find_adapter(Path(args.model))
-    if adapter is None and args.base:
-        raise UserError(f"--base: {path} is no LoRA adapter")
-    if adapter is None:
-        path = find_model(path)
-        source = open_model(path, registry.models)
-    else:
-        base = find_model(Path(args.base) if args.base else base_path(adapter))
-        source = open_model(base, registry.models)
-        if not args.base:
-            check_base(adapter, Base(str(base), source.digest()))
-        source = add_adapter(source, adapter)
-        path = adapter if (adapter / "tokenizer_config.json").is_file() else base
-    tokenizer = TextTokenizer(path)
-    model = load_model(source, backend)
-    stop_ids = {tokenizer.eos_id}
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    template = None if args.raw else load_template("tokenizer", path, tokenizer.special_tokens)
-    for prompt in args.prompt:
-        text = template.render([Message("user", prompt)], add_generation_prompt=True) if template else prompt
-        prompt_ids, longest = tokenizer.encode(text), source.config.max_position_embeddings
-        if not prompt_ids or len(prompt_ids) + args.max_new_tokens > longest:
-            raise UserError(
-                f"--prompt {prompt[:40]!r} is {len(prompt_ids)} tokens, and --max_new_tokens asks for "
-                f"{args.max_new_tokens} more; the model needs at least one and has room for {longest} together"
-            )
-        ids, shown = [], ""
-        print(f"> {prompt}")
-        for token in generate(model, prompt_ids, stop_ids, args.max_new_tokens, sampling):
-            ids.append(token)
-            whole = tokenizer.decode(ids)
-            if not whole.endswith("\ufffd"):  # half of a character: wait for the rest of its bytes
-                print(whole[len(shown) :], end="", flush=True)
-                shown = whole
-        print()
-    return 0
+    def environment(local_rank: int) -> dict[str, str]:
+        return {**backend.environment(args.num_devices), **backend.rank_environment(local_rank)}
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    with tempfile.TemporaryDirectory() as logs:
+        command = [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
+        return launch(command, args.num_devices, Path(logs), environment, write)
 
 
 COMMAND = Command(name="generate", help="let a model answer prompts", add_arguments=add_arguments, run=run)

@@ -63,8 +63,8 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
     from llmsuite.checkpoint.rewrite import DTYPES, Form, Rewrite
     from llmsuite.checkpoint.sources import open_source
-    from llmsuite.checkpoint.tensors import MAX_FILE_BYTES
     from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.checkpoint.write import MAX_FILE_BYTES
     from llmsuite.inference.load import parameter_shapes
     from llmsuite.observe.progress import track_bytes
 

@@ -1,65 +1,133 @@
-"""Generation with a key-value cache, one sequence at a time."""
+"""Answers to prompts: many in batches, one as a stream, or by beam search."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
-import paddle
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.inference.batch import Batch, Line, TokenLogprob, check_room
+from llmsuite.inference.beam import Beams, beam_search
+from llmsuite.inference.decoder import Decoder
+from llmsuite.inference.sampling import Sampling
+from llmsuite.inference.text import TextStream
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy."""
+class Answer:
+    """A finished answer."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    """Only the k likeliest tokens; 0 for all."""
-    top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability."""
-    seed: int = 0
+    text: str
+    """Without special tokens and without the stop text."""
+    ids: tuple[int, ...]
+    """Without the stop token; with the tokens of a stop text."""
+    finish_reason: str
+    """"stop": a stop token or stop text; "length": max_new_tokens."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    score: float | None = None
+    """Of beam search."""
+
+
+class Generator:
+    """A model with its tokenizer."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: TextTokenizer,
+        stop_ids: set[int] | None = None,
+        agree: Callable[[list[int]], list[int]] = lambda tokens: tokens,
+    ):
+        """
+        Args:
+            decoder: the model.
+            tokenizer: of the model.
+            stop_ids: tokens that end an answer; None for the tokenizer's end-of-sequence token.
+            agree: see `Batch`.
+        """
+        self.decoder, self.tokenizer, self._agree = decoder, tokenizer, agree
+        self.stop_ids = {tokenizer.eos_id} if stop_ids is None else stop_ids
+
+    def line(self, prompt: Sequence[int], sampling: Sampling, number: int = 0) -> Line:
+        """An answer to be made. Raises UserError when there is no room for it."""
+        check_room(prompt, sampling.max_new_tokens, self.decoder)
+        return Line(prompt, sampling, self.stop_ids, TextStream(self.tokenizer, sampling.stop), number)
+
+    def answers(
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling: Sampling,
+        num_return_sequences: int = 1,
+        batch_size: int = 8,
+    ) -> Iterator[list[Answer]]:
+        """The answers to each prompt, in the order of the prompts, which are taken in as there is room.
+
+        Args:
+            prompts: token ids.
+            sampling: how to choose; every answer is the same whatever is decoded beside it.
+            num_return_sequences: answers to each prompt.
+            batch_size: answers that are decoded together.
+
+        Raises:
+            UserError: there is no room for an answer.
+        """
+        batch, coming = Batch(self.decoder, self._agree), iter(prompts)
+        waiting: list[Line] = []
+        begun: list[list[Line]] = []  # those whose answers have not been given yet
+        while True:
+            while len(batch.lines) + len(waiting) < batch_size and (prompt := next(coming, None)) is not None:
+                begun.append([self.line(prompt, sampling, number) for number in range(num_return_sequences)])
+                waiting += [line for line in begun[-1] if not line.finished]
+            new = waiting[: batch_size - len(batch.lines)]
+            del waiting[: len(new)]
+            if new or batch.lines:
+                batch.advance(new)
+            while begun and all(line.finished for line in begun[0]):
+                yield [_answer(line) for line in begun.pop(0)]
+            if not (begun or waiting or batch.lines):
+                return
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
+        """One answer, piece by piece."""
+        batch, line = Batch(self.decoder, self._agree), self.line(prompt, sampling)
+        new = [line]
+        while not line.finished:
+            for _, said in batch.advance(new):
+                if said:
+                    yield said
+            new = []
+
+    def beam_answers(self, prompt: Sequence[int], beams: Beams, num_return_sequences: int = 1) -> list[Answer]:
+        """The best answers that beam search finds."""
+        check_room(prompt, beams.max_new_tokens, self.decoder)
+        found = beam_search(self.decoder, prompt, self.stop_ids, beams, num_return_sequences, self._agree)
+        return [
+            Answer(self.tokenizer.decode(f.ids), f.ids, "stop" if f.stopped else "length", score=f.score) for f in found
+        ]
 
 
 def generate(
-    model: Any, prompt: Sequence[int], stop_ids: set[int], max_new_tokens: int, sampling: Sampling
+    decoder: Decoder, prompt: Sequence[int], stop_ids: set[int], sampling: Sampling, number: int = 0
 ) -> Iterator[int]:
     """Yield new token ids one by one; the stop token is not among them.
 
     Args:
-        model: a causal language model with `hidden_states` and `logits`, in evaluation mode.
+        decoder: the model.
         prompt: token ids, at least one.
-        stop_ids: tokens that end the text.
-        max_new_tokens: at most so many.
-        sampling: how to choose.
+        stop_ids: tokens that end the answer.
+        sampling: how to choose; stop texts are not looked for.
+        number: see `Line`.
     """
-    random = np.random.Generator(np.random.Philox(sampling.seed))
-    ids, cache = list(prompt), None
-    for _ in range(max_new_tokens):
-        with paddle.no_grad():  # not around the yield, where the caller's code runs
-            hidden, cache = model.hidden_states(paddle.to_tensor([ids], dtype="int64"), cache)
-            logits = model.logits(hidden[:, -1]).astype("float32").numpy()[0]
-        token = choose(logits, sampling, random)
-        if token in stop_ids:
-            return
-        yield token
-        ids = [token]
+    batch, line = Batch(decoder), Line(prompt, sampling, stop_ids, number=number)
+    new = [line]
+    while not line.finished:
+        batch.advance(new)
+        new = []
+        if line.finished != "stop":
+            yield line.ids[-1]
 
 
-def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
-    """Index of the next token. logits: [V]."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    order = np.argsort(-logits, kind="stable")
-    if sampling.top_k > 0:
-        order = order[: sampling.top_k]
-    wide = logits[order].astype("float64")
-    probabilities = np.exp((wide - wide[0]) / sampling.temperature)
-    probabilities /= probabilities.sum()
-    # the smallest set that reaches top_p: the token that crosses the line belongs to it, and the likeliest always
-    before = np.cumsum(probabilities) - probabilities
-    kept = before < sampling.top_p
-    kept[0] = True
-    probabilities = np.where(kept, probabilities, 0.0)
-    return int(order[random.choice(len(order), p=probabilities / probabilities.sum())])
+def _answer(line: Line) -> Answer:
+    assert line.text is not None
+    assert line.finished is not None
+    return Answer(line.text.text, tuple(line.ids), line.finished, tuple(line.logprobs))

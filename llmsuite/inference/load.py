@@ -1,19 +1,97 @@
-"""A model from its directory, ready to answer."""
+"""A model from whatever it was saved as, ready to answer: on one device, or cut over several."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.errors import UserError
+from llmsuite.models.head import head_of
 from llmsuite.plugins.hookspecs import ModelFamily
 
 
-def load_model(source: ModelDirectory, backend: DeviceBackend) -> Any:
-    """Build the model on the current device in float32, in evaluation mode."""
-    model = source.family.factory()(source.config, backend.ops("fp32"))
-    fill_parameters(model, source)
+def open_any(
+    path: Path,
+    families: Mapping[str, ModelFamily],
+    base: Path | None = None,
+    config: Path | None = None,
+    allow_pickle: bool = False,
+) -> ModelDirectory:
+    """The model of a run, a model or checkpoint directory of any layout, or of an adapter and its base.
+
+    Raises:
+        UserError: nothing there can be read; says what is missing.
+    """
+    from llmsuite.checkpoint.adapter import add_adapter
+    from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
+    from llmsuite.checkpoint.sources import open_source
+    from llmsuite.checkpoint.train_state import find_adapter
+
+    adapter = find_adapter(path)
+    if adapter is None:
+        if base is not None:
+            raise UserError(f"--base: {path} is no LoRA adapter")
+        return open_source(path, families, parameter_shapes, config, allow_pickle)
+    place = base or base_path(adapter)
+    model = open_source(place, families, parameter_shapes, config, allow_pickle)
+    if base is None:
+        check_base(adapter, Base(str(place), model.digest()))
+    return add_adapter(model, adapter)
+
+
+def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
+    """Where the tokenizer of a model lies that `open_any` has found at a path: adapters may bring one."""
+    from llmsuite.checkpoint.train_state import find_adapter
+
+    adapter = find_adapter(path)
+    has_own = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    return adapter if adapter is not None and has_own else source.path
+
+
+def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = "fp32", mesh: Any = None) -> Any:
+    """Build the model on the current device, in evaluation mode.
+
+    Args:
+        source: where its values are; each is read, and cut, when it is its turn.
+        backend: of the device.
+        precision: of parameters and activations.
+        mesh: this rank's place, for a model that is cut over ranks (`llmsuite.engine.mesh.Mesh`).
+
+    Raises:
+        UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
+    """
+    import paddle
+
+    from llmsuite.checkpoint.sources import check_shapes
+    from llmsuite.devices.ops import causal_mask, rotary
+    from llmsuite.engine.mesh import Mesh
+    from llmsuite.engine.parallelize import parallelize
+    from llmsuite.inference.attention import grouped_attention
+    from llmsuite.models.shard_plan import WHOLE
+    from llmsuite.recipe.resolve import Degrees
+
+    if head_of(source.config) == "score":
+        raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
+    if precision not in backend.precisions:
+        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
+    mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
+    cuts = source.family.shard_plan or WHOLE
+    if problem := next(cuts.problems(source.config, mesh.degrees.tp), None):
+        raise UserError(f"--num_devices {problem}")
+    # the kernels of training know neither a padding on the left nor positions of each row
+    plain = dataclasses.replace(
+        backend.ops(precision), causal_mask=causal_mask, attention=grouped_attention, rotary=rotary
+    )
+    with paddle.LazyGuard():
+        model = source.family.factory()(source.config, plain)
+    check_shapes(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    parallelize(
+        model, cuts, mesh, lambda name, _, index: source.read(name, index), backend.parameter_dtype(precision), False
+    )
     model.eval()
     return model
 

@@ -15,6 +15,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, cross_entropy
+from llmsuite.models.head import head_of, is_tied
 
 Tensor = Any
 LayerCache = tuple[Tensor, Tensor]
@@ -120,15 +121,18 @@ class Decoder(nn.Layer):
 
 
 class CausalLM(nn.Layer):
-    """A causal language model. Parameters start at zero (norms at one): `engine.init` or a checkpoint fills them."""
+    """A causal language model, or with a score head a reward model. Parameters start at zero (norms at one):
+    `engine.init` or a checkpoint fills them."""
 
     def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
-        """`config` has vocab_size, hidden_size and tie_word_embeddings."""
+        """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head`."""
         super().__init__()
         self.config, self.ops = config, ops
         self.cross_entropy = cross_entropy
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
-        self.lm_head = None if config.tie_word_embeddings else linear(config.hidden_size, config.vocab_size)
+        scores = head_of(config) == "score"
+        self.lm_head = None if scores or is_tied(config) else linear(config.hidden_size, config.vocab_size)
+        self.score = linear(config.hidden_size, 1) if scores else None
 
     def layer_inputs(
         self, start: int, length: int, dtype: Any, documents: Tensor | None = None
@@ -153,7 +157,7 @@ class CausalLM(nn.Layer):
         token sees padding and none needs a mask of its own.
 
         A row may hold several documents. Then `documents` [B, L] says of each token where in its row the token's
-        document begins: no token sees another document, and each begins at position 0.
+        document begins, -1 of padding that is marked: no token sees another document, and each begins at position 0.
         """
         x, present = self.decode(self.embed(input_ids, _length(cache), documents), cache, documents)
         return self.finish(x), present
@@ -183,8 +187,45 @@ class CausalLM(nn.Layer):
                 present.append(kv)
         return x, present
 
+    def go_on(
+        self, input_ids: Tensor, padding: Tensor, cache: Sequence[LayerCache] | None
+    ) -> tuple[Tensor, list[LayerCache]]:
+        """One pass of generation over a batch that is padded on the left; shapes may be those of a static program.
+
+        Args:
+            input_ids: [B, L], what follows the cache.
+            padding: [B], how many of the first S + L columns of each row are padding, which no token sees.
+            cache: of the columns so far; None at the start.
+
+        Returns:
+            Normed hidden states [B, L, D], and the cache of S + L columns.
+        """
+        length, start = dim_size(input_ids, 1), 0 if cache is None else dim_size(cache[0][0], 1)
+        queries, keys = paddle.arange(length) + start, paddle.arange(start + length)
+        first = padding.unsqueeze(1)
+        positions = paddle.clip(queries.unsqueeze(0) - first, min=0)
+        x = self.embed_at(input_ids, positions)
+        later, padded = (keys > queries.unsqueeze(1)).unsqueeze(0), (keys < first).unsqueeze(1)
+        lowest = 1e4 if x.dtype == paddle.float16 else 1e9
+        mask = (paddle.logical_or(later, padded).astype("float32") * -lowest).astype(x.dtype).unsqueeze(1)
+        inputs = self.layer_inputs_at(positions, mask, x.dtype)
+        present = []
+        for i, layer in enumerate(self.model.layers):
+            x, kv = layer(x, *inputs, past=None if cache is None else cache[i])
+            present.append(kv)
+        return self.finish(x), present
+
+    def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """As `embed`, at the positions [B, L]."""
+        return self.model.embed_tokens(input_ids)
+
+    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """As `layer_inputs`, for positions [B, L] and a mask [B, 1, L, S] that is added to scores."""
+        raise NotImplementedError
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V]."""
+        assert self.score is None, "a reward model says nothing; the stage's spec has to ask for a language model"
         if self.lm_head is None:
             return paddle.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
         return self.lm_head(hidden)
@@ -193,9 +234,20 @@ class CausalLM(nn.Layer):
         """Hidden states [N, D] and target ids [N] to the negative log-probability of each target, [N] in float32."""
         return self.cross_entropy(self.logits(hidden).astype("float32"), targets)
 
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] to scores [N] in float32."""
+        assert self.score is not None, "the model has no score head; the stage's spec has to ask for one"
+        return self.score(hidden).squeeze(-1).astype("float32")
+
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, L, V] of every position."""
         return self.logits(self.hidden_states(input_ids)[0])
+
+
+def dim_size(x: Tensor, dim: int) -> Any:
+    """Size of a dim: a number, or in a static program that leaves it open, a tensor."""
+    size = x.shape[dim]
+    return size if size >= 0 else paddle.shape(x)[dim]
 
 
 def _length(cache: list[LayerCache] | None) -> int:
@@ -204,7 +256,7 @@ def _length(cache: list[LayerCache] | None) -> int:
 
 def positions(documents: Tensor) -> Tensor:
     """Of each token in its document, [B, L]; `documents` as in `CausalLM.hidden_states`."""
-    return paddle.arange(documents.shape[1], dtype=documents.dtype) - documents
+    return paddle.arange(documents.shape[1], dtype=documents.dtype) - documents.clip(min=0)
 
 
 def rotation(
@@ -221,3 +273,10 @@ def rotation(
         return cos.unsqueeze([0, 2]), sin.unsqueeze([0, 2])
     at = positions(documents)
     return F.embedding(at, cos).unsqueeze(2), F.embedding(at, sin).unsqueeze(2)
+
+
+def rotation_at(frequencies: Sequence[float], scale: float, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
+    """`rotation` at positions [B, L]: two of [B, L, 1, K / 2]."""
+    angles = positions.astype("float64").unsqueeze([2, 3]) * paddle.to_tensor(np.asarray(frequencies, "float64"))
+    cos, sin = ((f(angles) * scale).astype("float32").astype(dtype) for f in (paddle.cos, paddle.sin))
+    return cos, sin

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import RecipeError, UserError
+from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
@@ -89,7 +90,8 @@ class RunPlan:
         if self.weights is not None and not (self.weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
         if self.tokenizer is None:
-            problems.append(self.loaded.problem("model.tokenizer", "is required when model.weights is not given"))
+            message = "is required without model.weights; add --model.tokenizer=DIR, where DIR has a tokenizer.json"
+            problems.append(self.loaded.problem("model.tokenizer", message))
         elif reads_data and self.tokenizer != self.weights and not self.tokenizer.is_dir():
             problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
         if problems:
@@ -124,7 +126,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     recipe = loaded.recipe
     family = registry.models[recipe.model.family]
     weights = _weights(recipe.model.weights) if recipe.model.weights else None
-    config, rules = _model_config(recipe, family, weights)
+    config, rules = _model_config(recipe, family, weights, registry.stages[recipe.stage])
     rules += _registered_names(recipe, registry)
     degrees = _degrees(recipe)
     device = registry.devices.get(recipe.device)
@@ -175,8 +177,10 @@ def _data_file(given: str) -> Path:
     return index if not path.exists() and (index := find(f"{given}.idx")).is_file() else path
 
 
-def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> tuple[Any, list[Broken]]:
-    """The shape: of the weights when they are there, else preset and single dimensions."""
+def _model_config(
+    recipe: Recipe, family: ModelFamily, weights: Path | None, stage: StageSpec
+) -> tuple[Any, list[Broken]]:
+    """The shape: of the weights when they are there, else preset and single dimensions; the head is the stage's."""
     model = recipe.model
     given: dict[str, Any] = {}
     if model.preset is not None:
@@ -199,6 +203,9 @@ def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> 
         ]
         if differing:
             return None, [("model.weights", f"{weights} has another shape: {'; '.join(differing)}")]
+        if head_of(config) == "score" and stage.head == "language_model":
+            message = f"{weights} is a reward model, and {stage.name} trains a language model; choose the one behind it"
+            return None, [("model.weights", message)]
     elif weights is not None and model.preset is None:
         return None, [
             ("model.weights", missing_model(weights) + ". Or set model.preset to check the recipe without weights")
@@ -207,6 +214,10 @@ def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> 
         return None, [("model", "give weights, a preset or a config; one of them says how large the model is")]
     else:
         config = family.config_cls(**given)
+    if stage.head != head_of(config):
+        if not hasattr(config, "head"):
+            return None, [("model.family", f"{family.name} has no score head, which the stage {stage.name} trains")]
+        config = dataclasses.replace(config, head=stage.head)
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
 
 
@@ -267,7 +278,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "source": REMOVE,
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": _smoke_shape(recipe, family, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
+        "model.config": _smoke_shape(recipe, family, stage, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
@@ -335,11 +346,11 @@ def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
     }
 
 
-def _smoke_shape(recipe: Recipe, family: ModelFamily, tp: int, parts: int) -> dict[str, Any]:
+def _smoke_shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts: int) -> dict[str, Any]:
     """The family's tiny shape, with as many heads and layers as it takes to be cut so, running the recipe's code."""
     shape = dict(family.smoke)
     weights = _weights(recipe.model.weights) if recipe.model.weights else None
-    config, _ = _model_config(recipe, family, weights)
+    config, _ = _model_config(recipe, family, weights, stage)
     for key in family.smoke_keeps if config is not None else ():
         value = getattr(config, key)
         if value is None or isinstance(value, (str, bool)):  # of a size, only that there is none

@@ -19,6 +19,7 @@ from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
+from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.cut import keep_part, layer_costs, owner_stage, part_bounds
 from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
@@ -29,7 +30,8 @@ from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
-from llmsuite.models.lora import adapted_modules, add_adapters, is_factor
+from llmsuite.models.head import SCORE, is_tied
+from llmsuite.models.lora import adapted_modules, add_adapters, is_factor, is_trained
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
 from llmsuite.observe.progress import report
 from llmsuite.plugins.manager import Registry
@@ -52,12 +54,15 @@ class BuiltModel:
     """Changes with anything that decides the initial values; adapters change none, as they begin at zero."""
     adapters: Adapters | None
     """What there is to know of the adapters, where those are trained."""
+    balance: ExpertBalance | None
+    """Of the experts, where the family has some."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
     lora, adapted = plan.recipe.lora, []
+    ratio = lora.lora_plus_ratio
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
@@ -67,11 +72,12 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
                 add_adapters(model, adapted, lora.rank, lora.scale)
             chunks.append(model)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
-    factors = {name: shape for name, shape in shapes.items() if is_factor(name)}
-    count, count_of_factors = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, factors))
+    trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
+    count, num_trained = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, trained))
     bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
     if pp > 1:
-        costs, tied = layer_costs(shapes, cuts, bounds[-1], _is_tied(plan)), _is_tied(plan)
+        tied = is_tied(plan.model_config)
+        costs = layer_costs(shapes, cuts, bounds[-1], tied)
         bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
         for number, chunk in enumerate(chunks):
             keep_part(chunk, cuts, number * pp + mesh.coordinate["pp"], bounds, tied)
@@ -82,6 +88,10 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         base = Base(str(plan.weights.resolve()), source.digest())
         read = _read_from(source)
         digest.update(base.digest.encode())
+        if SCORE in shapes and SCORE not in source.names:
+            report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
+            read = _with_new_head(read, seed, plan.model_config.initializer_range)
+            digest.update(f"score of seed {seed}".encode())
     else:
         read = _draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
@@ -89,7 +99,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     adapters = None
     if lora.rank is not None:
         read = _with_factors(read, seed)
-        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base)
+        beside = [name for name in trained if not is_factor(name)]
+        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base, beside)
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
     placements = between_layers(sequence_parallel)
@@ -97,12 +108,12 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     shards: list[ParameterShard] = []
 
     def cut(name: str, parameter: Any) -> None:
-        is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
-        is_frozen = bool(factors) and name not in factors
+        on_two_stages = is_tied(plan.model_config) and name == f"{cuts.embedding}.weight"
+        is_frozen = name not in trained
         place = mesh.of_experts if cuts.is_expert(name) else mesh
-        shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, is_tied, is_frozen)
+        shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, on_two_stages, is_frozen)
         if name.endswith(f".{SECOND_FACTOR}"):
-            shard.owned.optimize_attr["learning_rate"] = lora.lora_plus_ratio
+            shard.owned.optimize_attr["learning_rate"] = ratio
         shards.append(shard)
 
     for chunk in chunks:
@@ -111,25 +122,27 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:
-            Gatherer(chunk, cuts, shards[num_before:], _is_tied(plan))
+            Gatherer(chunk, cuts, shards[num_before:], is_tied(plan.model_config))
         if engine.recompute == "full":
             recompute_layers(chunk, cuts, engine.recompute_every)
         elif engine.recompute == "selective":
             recompute_attention(chunk, cuts)
-    what = (
-        f"{count_of_factors:,} of {count / 1e6:.1f}M parameters trained"
-        if factors
-        else f"{count / 1e6:.1f}M parameters"
-    )
-    report(f"{plan.family.name} with {what} on {mesh.degrees.num_ranks} x {backend.name}")
+    what = "" if adapters is None else f", {num_trained:,} of them trained,"
+    report(f"{plan.family.name} with {count / 1e6:.1f}M parameters{what} on {mesh.degrees.num_ranks} x {backend.name}")
     edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
+<<<<<<< HEAD
     trained = [shard for shard in shards if not factors or shard.name in factors]
-    return BuiltModel(part, trained, factors or shapes, bounds, digest.hexdigest(), adapters)
-
-
-def _is_tied(plan: RunPlan) -> bool:
-    return bool(getattr(plan.model_config, "tie_word_embeddings", False))
+    balance = None
+    if cuts.gates:
+        train = plan.recipe.train
+        balance = ExpertBalance(chunks, cuts, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
+        part.marks_padding = True
+    return BuiltModel(part, trained, factors or shapes, bounds, digest.hexdigest(), adapters, balance)
+=======
+    own = [shard for shard in shards if shard.name in trained]
+    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters)
+>>>>>>> main
 
 
 class WholeModel:
@@ -140,7 +153,13 @@ class WholeModel:
         owners = {n: owner_stage(n, cuts, built.bounds, mesh.degrees.pp) for n in shapes}
         mine = {s.name: s for s in optimizer.shards if owners[s.name] == mesh.coordinate["pp"]}
         self.parameters = [
-            _whole(n, shape, dtype, owners[n], mine[n].gather_parameter if n in mine else None)
+            _whole(
+                n,
+                shape,
+                "float32" if cuts.is_gate_bias(n) else dtype,
+                owners[n],
+                mine[n].gather_parameter if n in mine else None,
+            )
             for n, shape in shapes.items()
         ]
         held = {entry.name: entry for entry in optimizer.state()}
@@ -211,6 +230,13 @@ def _with_factors(read: ReadSlice, seed: int) -> ReadSlice:
 
 def _read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:
     return lambda name, shape, index: source.read(name, index)
+
+
+def _with_new_head(read: ReadSlice, seed: int, std: float) -> ReadSlice:
+    def read_or_draw(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        return initial_values(seed, name, shape, std, index) if name == SCORE else read(name, shape, index)
+
+    return read_or_draw
 
 
 def _draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:

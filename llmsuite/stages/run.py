@@ -180,7 +180,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             autocast,
             hooks,
             scale,
-            plan.stage.factory().looks(getattr(recipe, plan.stage.name)),
+            plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
+            built.balance,
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once

@@ -134,7 +134,7 @@ def test_logits_are_those_of_the_source(tmp_path: Path, layout: str) -> None:
     ids = paddle.to_tensor([[5, 80, 2, 33, 1, 99, 7]])
     with paddle.no_grad():
         logits = load_model(source, CpuBackend())(ids).numpy()
-        assert np.array_equal(logits, tiny_llama.model(CONFIG)(ids).numpy())
+        assert np.abs(logits - tiny_llama.model(CONFIG)(ids).numpy()).max() <= 1e-5
     assert logits.std() > 0.1
 
 

@@ -89,6 +89,14 @@ class GPT(CausalLM):
         at = paddle.arange(start, end).unsqueeze(0) if documents is None else positions(documents)
         return self.model.embed_tokens(input_ids) + self.model.embed_positions(at)
 
+    def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """As `embed`, at the positions [B, L]."""
+        return self.model.embed_tokens(input_ids) + self.model.embed_positions(positions)
+
+    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """The mask."""
+        return (mask,)
+
     def layer_inputs(
         self, start: int, length: int, dtype: Any, documents: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:

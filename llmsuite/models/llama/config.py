@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
+from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.rope import frequencies, read_hf
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
@@ -50,6 +51,8 @@ class LlamaConfig:
     """Kept for config.json."""
     eos_token_id: int | list[int] | None = 2
     """Kept for config.json; generation stops at it."""
+    head: Head = "language_model"
+    """What is made of the hidden states."""
 
     @property
     def head_size(self) -> int:
@@ -99,20 +102,23 @@ class LlamaConfig:
         values.setdefault("num_key_value_heads", heads)
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = heads
-        return cls(**values)
+        return cls(**{**values, "head": read_head(data)})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            **dataclasses.asdict(self),
-            "head_dim": self.head_size,
-            "torch_dtype": "float32",
-        }
+        return with_head(
+            self,
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_act": "silu",
+                "attention_bias": False,
+                "mlp_bias": False,
+                **dataclasses.asdict(self),
+                "head_dim": self.head_size,
+                "torch_dtype": "float32",
+            },
+        )
 
 
 _LLAMA_3_1 = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation
+from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation, rotation_at
 from llmsuite.models.llama.config import LlamaConfig
 
 Tensor = Any
@@ -37,3 +37,7 @@ class Llama(CausalLM):
         """Rotation and mask."""
         cos, sin = rotation(self._frequencies, 1.0, start, length, dtype, documents)
         return cos, sin, self.mask(start, length, dtype, documents)
+
+    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """Rotation and mask."""
+        return (*rotation_at(self._frequencies, 1.0, positions, dtype), mask)

@@ -1,0 +1,71 @@
+"""The model that the words of a command line name, ready to answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.manager import Registry
+
+if TYPE_CHECKING:
+    from llmsuite.inference.generate import Generator
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """What `open_generator` gives."""
+
+    generator: Generator
+    speaks: bool
+    """Whether this process prints and writes: the first of those a model is cut over."""
+    path: Path
+    """Where the model was found."""
+
+
+def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened:
+    """Start Paddle and load the model.
+
+    Args:
+        args: has what `llmsuite.cli.generate.add_model_arguments` adds.
+        registry: of devices and families.
+        cached: whether to keep keys and values between tokens.
+
+    Raises:
+        UserError: there is no such model, device or precision.
+    """
+    if args.device not in registry.devices:
+        raise UserError(registry.unknown("device", args.device))
+    backend = registry.devices[args.device].factory()
+    from llmsuite.devices.start import start_paddle
+    from llmsuite.engine.launch import is_worker
+
+    start_paddle(backend, args.num_devices, join=is_worker())
+    from llmsuite.data.tokenizer import TextTokenizer
+    from llmsuite.engine import collective
+    from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
+    from llmsuite.inference.generate import Generator
+    from llmsuite.inference.load import load_model, open_any, tokenizer_directory
+    from llmsuite.inference.prompts import stop_tokens
+    from llmsuite.recipe.resolve import Degrees
+
+    if reason := backend.unavailable(args.num_devices):
+        raise UserError(f"--device {args.device}: {reason}")
+    backend.activate(collective.local_rank())
+    mesh = collective.start(Degrees(1, 1, 1, args.num_devices))
+    base = Path(args.base) if args.base else None
+    config = Path(args.config) if args.config else None
+    source = open_any(Path(args.model), registry.models, base, config, args.allow_pickle)
+    directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(Path(args.model), source)
+    tokenizer = TextTokenizer(directory)
+    model = load_model(source, backend, args.precision, mesh)
+    decoder: Decoder = ModelDecoder(model, lambda: backend.autocast(args.precision), mesh)
+    if not cached:
+        decoder = Uncached(decoder)
+
+    def agree(tokens: list[int]) -> list[int]:
+        return [int(token) for token in collective.from_first_rank([float(token) for token in tokens])]
+
+    generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), agree)
+    return Opened(generator, collective.rank() == 0, source.path)

@@ -1,0 +1,28 @@
+"""Attention of a few new queries over a long cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+
+from llmsuite.models.blocks import dim_size
+
+Tensor = Any
+
+
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As `llmsuite.devices.ops.attention`, without a copy of keys and values for each query head; runs in a static
+    program with open batch and lengths.
+
+    q [B, L, H, K]; k, v [B, S, J, K]; mask [B, 1, L, S] -> [B, L, H, K].
+    """
+    num_groups, width, length = k.shape[2], k.shape[3], dim_size(q, 1)
+    q, k, v = (x.transpose([0, 2, 1, 3]) for x in (q * width**-0.5, k, v))
+    keys = dim_size(k, 2)
+    # the queries of a group lie one behind the other: one product a group
+    scores = paddle.matmul(q.reshape([0, num_groups, -1, width]), k, transpose_y=True)
+    weights = F.softmax(scores.reshape([0, num_groups, -1, length, keys]) + mask.unsqueeze(1), -1)
+    out = paddle.matmul(weights.reshape([0, num_groups, -1, keys]), v)
+    return out.reshape([0, -1, length, width]).transpose([0, 2, 1, 3])

@@ -1,0 +1,152 @@
+"""Sequences that are decoded together. They come and go at any pass, and each is what it would be alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from llmsuite.errors import UserError
+from llmsuite.inference.decoder import Cache, Decoder, join, keep_rows
+from llmsuite.inference.sampling import Sampling, choose, forbid, generator, log_softmax, penalise
+from llmsuite.inference.text import TextStream
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """What the model gave a token it was made to choose, before penalties and temperature."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and their log-probabilities, the likeliest first."""
+
+
+class Line:
+    """One answer in the making."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: set[int],
+        text: TextStream | None = None,
+        number: int = 0,
+    ):
+        """
+        Args:
+            prompt: token ids, at least one.
+            sampling: how to choose, and when to end.
+            stop_ids: tokens that end the answer; they are not among its ids.
+            text: follows the answer, for stop texts; None to go by tokens only.
+            number: which answer to this prompt it is: each is drawn with random numbers of its own.
+        """
+        self.prompt, self.sampling, self.stop_ids, self.text = list(prompt), sampling, stop_ids, text
+        self.ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finished: FinishReason | None = None if sampling.max_new_tokens else "length"
+        self._random = generator(sampling.seed, number)
+
+    def choose(self, logits: np.ndarray) -> int:
+        """The next token. logits: [V]."""
+        wanted = penalise(logits, self.sampling, self.prompt, self.ids)
+        if len(self.ids) < self.sampling.min_new_tokens:
+            wanted = forbid(wanted, self.stop_ids)
+        return choose(wanted, self.sampling, self._random)
+
+    def take(self, token: int, logits: np.ndarray) -> str:
+        """Add what was chosen; returns the text that is certain now."""
+        if token in self.stop_ids:
+            self.finished = "stop"
+            return self.text.finish() if self.text else ""
+        self.ids.append(token)
+        if self.sampling.num_logprobs is not None:
+            self.logprobs.append(_logprob(token, logits, self.sampling.num_logprobs))
+        said = self.text.push(token) if self.text else ""
+        if self.text and self.text.stopped:
+            self.finished = "stop"
+        elif len(self.ids) == self.sampling.max_new_tokens:
+            self.finished = "length"
+            said += self.text.finish() if self.text else ""
+        return said
+
+
+def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
+    values = log_softmax(logits)
+    best = np.argsort(-values, kind="stable")[:count]
+    return TokenLogprob(token, float(values[token]), tuple((int(i), float(values[i])) for i in best))
+
+
+def check_room(prompt: Sequence[int], max_new_tokens: int, decoder: Decoder, what: str = "the prompt") -> None:
+    """Raises UserError when prompt and answer do not fit the model, or a token is none of its."""
+    if not prompt or len(prompt) + max_new_tokens > decoder.max_length:
+        raise UserError(
+            f"{what} is {len(prompt)} tokens, and max_new_tokens asks for {max_new_tokens} more; the model needs at "
+            f"least one and has room for {decoder.max_length} together"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < decoder.vocab_size:
+        raise UserError(f"{what} has token {max(prompt)}; the model's end at {decoder.vocab_size - 1}")
+
+
+class Batch:
+    """The lines that are open, and their cache."""
+
+    def __init__(self, decoder: Decoder, agree: Callable[[list[int]], list[int]] = lambda tokens: tokens):
+        """`agree`: where several ranks decode the same batch, what this one has chosen to what all of them take."""
+        self._decoder, self._agree = decoder, agree
+        self.lines: list[Line] = []
+        self._padding = np.zeros(0, "int64")
+        self._cache: Cache | None = None
+
+    def advance(self, new: Sequence[Line] = ()) -> list[tuple[Line, str]]:
+        """One pass: the first token of new lines, or without any, the next token of all.
+
+        Returns:
+            Each line that got a token and the text that became certain. Lines that are finished leave the batch.
+        """
+        if new:
+            lines, (logits, cache, padding) = list(new), self._read(new)
+            if self._cache is not None:
+                longer = cache[0].shape[1] - self._cache[0].shape[1]
+                self._padding += max(longer, 0)
+                padding = padding + max(-longer, 0)
+                cache = join(self._cache, cache)
+            self._padding = np.concatenate([self._padding, padding])
+            self.lines += lines
+        else:
+            lines = list(self.lines)
+            last = np.asarray([[line.ids[-1]] for line in lines], "int64")
+            logits, cache = self._decoder.forward(last, self._padding, self._cache)
+        self._cache = cache
+        tokens = self._agree([line.choose(row) for line, row in zip(lines, logits)])
+        said = [line.take(token, row) for line, token, row in zip(lines, tokens, logits)]
+        self.drop([line for line in lines if line.finished])
+        return list(zip(lines, said))
+
+    def _read(self, lines: Sequence[Line]) -> tuple[np.ndarray, Cache, np.ndarray]:
+        """First pass over the prompts of lines."""
+        length = max(len(line.prompt) for line in lines)
+        padding = np.asarray([length - len(line.prompt) for line in lines], "int64")
+        ids = np.zeros([len(lines), length], "int64")
+        for row, line in zip(ids, lines):
+            row[length - len(line.prompt) :] = line.prompt
+        logits, cache = self._decoder.forward(ids, padding, None)
+        return logits, cache, padding
+
+    def drop(self, gone: Sequence[Line]) -> None:
+        """Take lines out: finished ones, or those nobody waits for any more."""
+        if not gone or self._cache is None:
+            return
+        rows = [i for i, line in enumerate(self.lines) if line not in gone]
+        if len(rows) == len(self.lines):
+            return
+        self.lines = [self.lines[i] for i in rows]
+        if not rows:
+            self._cache, self._padding = None, np.zeros(0, "int64")
+            return
+        first = int(self._padding[rows].min())
+        self._cache, self._padding = keep_rows(self._cache, rows, first), self._padding[rows] - first

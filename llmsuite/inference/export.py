@@ -1,0 +1,148 @@
+"""A model as a program of Paddle Inference: model.json, model.pdiparams, and what is needed to use them.
+
+The program is one pass of generation with open batch and lengths: token ids, padding and the cache go in, the logits of
+the last column and the longer cache come out. A cache of no columns is the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.static import InputSpec
+
+from llmsuite import __version__
+from llmsuite.checkpoint.files import MANIFEST, committed_directory, read_json_file, sha256_of, write_json
+from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
+from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
+from llmsuite.errors import UserError
+from llmsuite.inference.load import load_model
+
+Tensor = Any
+FORMAT = 1
+KIND = "llmsuite static program"
+PROGRAM, PARAMETERS = "model.json", "model.pdiparams"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What the manifest of an exported model says."""
+
+    precision: str
+    cache_shapes: list[list[int]]
+    """Of each tensor of the cache, without batch and columns."""
+    source: str
+    """Where the model was."""
+    source_sha256: dict[str, str]
+    """Of each file of the model, and of the recipe of its run where there is one."""
+
+
+class Pass(nn.Layer):
+    """What becomes the program."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, padding: Tensor, cache: list[Tensor]) -> list[Tensor]:
+        """Ids [B, L], padding [B] and cache [B, S, …] to logits [B, V] in float32 and the cache of S + L columns."""
+        hidden, present = self.model.go_on(input_ids, padding, list(zip(cache[::2], cache[1::2])))
+        logits = self.model.logits(hidden[:, -1]).astype("float32")
+        return [logits, *(tensor for pair in present for tensor in pair)]
+
+
+def export(
+    source: ModelDirectory, target: Path, backend: DeviceBackend, tokenizer: Path, precision: str = "fp32"
+) -> Exported:
+    """Write the program of a model into a new directory, with its tokenizer and config, all of it or nothing.
+
+    Raises:
+        UserError: the target exists, or the device cannot run the precision.
+    """
+    if target.exists():
+        raise UserError(f"{target} exists; choose another --output, or remove it first")
+    if precision == "int8" and backend.name == "cpu":
+        raise UserError("--precision int8: Paddle 3.3.1 has no kernel for int8 weights on cpu; use fp32, or a gpu")
+    model = load_model(source, backend, "bf16" if precision == "int8" else precision)
+    if precision == "int8":
+        _quantise(model)
+    shapes = cache_shapes(model)
+    dtype = PADDLE_DTYPE["bf16" if precision == "int8" else precision]
+    spec = [
+        InputSpec([None, None], "int64", "input_ids"),
+        InputSpec([None], "int64", "padding"),
+        [InputSpec([None, None, *shape], dtype, f"cache_{i}") for i, shape in enumerate(shapes)],
+    ]
+    files = {path.name: sha256_of(path) for path in _files(source)}
+    exported = Exported(precision, shapes, str(source.path), files)
+    manifest = {"format": FORMAT, "kind": KIND, **dataclasses.asdict(exported), "llmsuite": __version__}
+    with committed_directory(target, {**manifest, "paddle": paddle.__version__}) as directory:
+        whole = Pass(model)
+        whole.eval()
+        _leave_as_it_is(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            paddle.jit.save(whole, str(directory / "model"), input_spec=spec)
+        write_json(directory / "config.json", source.config.to_hf())
+        copy_tokenizer(tokenizer, directory)
+    return exported
+
+
+def cache_shapes(model: Any) -> list[list[int]]:
+    """What one token adds to each tensor of a model's cache, found by a pass."""
+    with paddle.no_grad():
+        _, present = model.go_on(paddle.zeros([1, 1], "int64"), paddle.zeros([1], "int64"), None)
+    return [list(tensor.shape[2:]) for pair in present for tensor in pair]
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a directory holds a program that `export` wrote."""
+    return (path / PROGRAM).is_file() and (path / MANIFEST).is_file()
+
+
+def read_manifest(path: Path) -> Exported:
+    """Raises UserError when the directory holds no exported model, or one of another version."""
+    if not is_exported(path):
+        raise UserError(f"{path}: holds no exported model; make one with `llmsuite export MODEL -o {path}`")
+    manifest = read_json_file(path / MANIFEST)
+    try:
+        if (manifest["kind"], manifest["format"]) != (KIND, FORMAT):
+            raise UserError(f"{path / MANIFEST}: is of another kind or version; export the model again")
+        return Exported(**{field.name: manifest[field.name] for field in dataclasses.fields(Exported)})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path / MANIFEST}: has no {error}; export the model again") from error
+
+
+def _files(source: ModelDirectory) -> list[Path]:
+    """Files that decide what is exported."""
+    recipe = [path / "recipe.json" for path in source.path.parents[:2]]
+    return [source.path / "config.json", *source.files.paths, *(path for path in recipe if path.is_file())]
+
+
+def _leave_as_it_is(model: Any) -> None:
+    """The code of a pass depends on no tensor's values, so Paddle need not rewrite it, which takes long and would make
+    branches of what is decided by shapes."""
+    modules = {type(layer).__module__ for layer in model.sublayers(include_self=True)}
+    ours = {name for name in modules if not name.startswith("paddle.")}
+    ours |= {"llmsuite.models.blocks", "llmsuite.devices.ops", "llmsuite.inference.attention", __name__}
+    paddle.jit.ignore_module([sys.modules[name] for name in sorted(ours)])
+
+
+def _quantise(model: Any) -> None:
+    """Weights of the linear layers as int8 with a scale a column, as Paddle's kernels for GPUs take them."""
+    from paddle.nn.quant import weight_only_linear, weight_quantize
+
+    for layer in model.sublayers():
+        if isinstance(layer, nn.Linear):
+            weight, scale = weight_quantize(layer.weight, algo="weight_only_int8")
+            bias = layer.bias
+
+            def forward(x: Tensor, weight: Tensor = weight, scale: Tensor = scale, bias: Tensor = bias) -> Tensor:
+                return weight_only_linear(x, weight, bias=bias, weight_scale=scale, weight_dtype="int8")
+
+            layer.forward = forward

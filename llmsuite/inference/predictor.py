@@ -1,0 +1,74 @@
+"""An exported model on Paddle Inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from llmsuite.checkpoint.files import broken_file, read_json_file
+from llmsuite.devices.base import PADDLE_DTYPE
+from llmsuite.errors import UserError
+from llmsuite.inference.decoder import Cache
+from llmsuite.inference.export import PARAMETERS, PROGRAM, read_manifest
+
+
+class Predictor:
+    """A decoder (`llmsuite.inference.decoder.Decoder`) that runs an exported program."""
+
+    def __init__(self, directory: Path, device: str = "cpu", num_threads: int | None = None):
+        """
+        Args:
+            directory: what `llmsuite export` wrote.
+            device: "cpu", "gpu" or "xpu".
+            num_threads: on cpu; None for OMP_NUM_THREADS as it is.
+
+        Raises:
+            UserError: there is no whole exported model.
+        """
+        import os
+
+        from paddle.inference import Config, create_predictor
+
+        self.exported = read_manifest(directory)
+        if broken := broken_file(directory, check_hashes=False):
+            raise UserError(f"{broken}; export the model again")
+        config = Config(str(directory / PROGRAM), str(directory / PARAMETERS))
+        config.disable_glog_info()
+        if device == "gpu":
+            config.enable_use_gpu(512, 0)
+        elif device == "xpu":
+            config.enable_xpu()
+        else:
+            config.disable_gpu()
+            config.disable_mkldnn()  # with it, decoding one token at a time is several times slower (3.3.1)
+            config.set_cpu_math_library_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
+        config.switch_ir_optim(True)
+        config.enable_memory_optim(False)
+        self._predictor = create_predictor(config)
+        shape = read_json_file(directory / "config.json")
+        self._max_length = int(shape.get("max_position_embeddings") or shape["n_positions"])
+        self._vocab_size = int(shape["vocab_size"])
+        self._dtype = PADDLE_DTYPE["bf16" if self.exported.precision == "int8" else self.exported.precision]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self._max_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to one below this."""
+        return self._vocab_size
+
+    def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
+        """See `llmsuite.inference.decoder.Decoder`."""
+        if cache is None:
+            cache = [paddle.zeros([len(ids), 0, *shape], self._dtype) for shape in self.exported.cache_shapes]
+        logits, *present = self._run([paddle.to_tensor(ids), paddle.to_tensor(padding), *cache])
+        return np.asarray(logits.numpy()), present
+
+    def _run(self, inputs: list[Any]) -> list[Any]:
+        return list(self._predictor.run(inputs))

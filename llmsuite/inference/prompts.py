@@ -1,0 +1,124 @@
+"""Prompts from the command line, from files and from a conversation, as token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmsuite.checkpoint.files import read_json_file
+from llmsuite.data.chat_template import ChatTemplate, load_template
+from llmsuite.data.rows import ROLES, Message
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Something to be answered."""
+
+    row: dict[str, Any]
+    """As it was given: {"prompt": text} or {"messages": turns}."""
+    ids: list[int]
+
+
+class Prompter:
+    """Makes prompts for a model, through its chat template or as plain text."""
+
+    def __init__(self, tokenizer: TextTokenizer, template: str | None, system: str | None = None):
+        """
+        Args:
+            tokenizer: of the model.
+            template: "tokenizer" for the one it brings, the name of a built-in one, or None for plain text.
+            system: a turn in front of every conversation that has none.
+        """
+        self._tokenizer, self._system = tokenizer, system
+        self._template: ChatTemplate | None = None
+        if template is not None:
+            self._template = load_template(template, tokenizer.directory, tokenizer.special_tokens)
+
+    def text(self, text: str) -> Prompt:
+        """A user's turn, or without a template the text itself."""
+        if self._template is not None:
+            return Prompt({"prompt": text}, self.turns([Message("user", text)]))
+        return Prompt({"prompt": text}, self._encode(text))
+
+    def turns(self, messages: Sequence[Message], tools: str = "") -> list[int]:
+        """The ids of a conversation and the beginning of an answer."""
+        if self._template is None:
+            raise UserError('plain text is wanted and turns are given; use {"prompt": …}, or a chat template')
+        if self._system is not None and all(message.role != "system" for message in messages):
+            messages = [Message("system", self._system), *messages]
+        return self._encode(self._template.render(messages, add_generation_prompt=True, tools=tools))
+
+    def row(self, row: Any) -> Prompt:
+        """One row of a file. Raises UserError saying what is wrong with it."""
+        if isinstance(row, str):
+            row = {"prompt": row}
+        if not isinstance(row, Mapping):
+            raise UserError(f'is a {type(row).__name__}; a text, {{"prompt": …}} or {{"messages": […]}} is needed')
+        if isinstance(row.get("prompt"), str) and "messages" not in row:
+            return dataclasses.replace(self.text(row["prompt"]), row=dict(row))
+        if "prompt" in row or "messages" not in row:
+            raise UserError('has to have either "prompt", a text, or "messages", a list of turns')
+        return Prompt(dict(row), self.turns(read_messages(row["messages"])))
+
+    def read(self, path: Path) -> list[Prompt]:
+        """The rows of a JSON Lines file. Raises UserError with file and line of the first fault."""
+        try:
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: cannot be read: {error}") from error
+        prompts = []
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                prompts.append(self.row(json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}:{number}: is not a JSON line: {error}") from error
+            except UserError as error:
+                raise UserError(f"{path}:{number}: {error}") from error
+        if not prompts:
+            raise UserError(f"{path}: has no rows")
+        return prompts
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError("has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+        return self._tokenizer.encode(text)
+
+
+def read_messages(turns: Any) -> list[Message]:
+    """Turns as OpenAI has them. Raises UserError naming the first that is none."""
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise UserError("messages: has to be a list of turns, at least one")
+    messages = []
+    for number, turn in enumerate(turns):
+        role = turn.get("role") if isinstance(turn, Mapping) else None
+        content = turn.get("content") if isinstance(turn, Mapping) else None
+        if isinstance(content, list):  # parts; only those of text are known
+            parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+            content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
+        if role not in ROLES or not isinstance(content, str):
+            raise UserError(f"messages[{number}]: needs role (one of {', '.join(ROLES)}) and content, a text")
+        messages.append(Message(role, content))
+    return messages
+
+
+def stop_tokens(directory: Path, tokenizer: TextTokenizer) -> set[int]:
+    """Tokens that end an answer: the tokenizer's end of sequence, and those of generation_config.json."""
+    found = {tokenizer.eos_id}
+    path = directory / "generation_config.json"
+    if path.is_file():
+        config = read_json_file(path)
+        ids = config.get("eos_token_id") if isinstance(config, dict) else None
+        ids = ids if isinstance(ids, list) else [ids]
+        if any(i is not None and type(i) is not int for i in ids):
+            raise UserError(f"{path}: eos_token_id is {ids!r}; it has to be a number or a list of them")
+        found |= {i for i in ids if i is not None}
+    return found

@@ -1,0 +1,128 @@
+"""How the next token is chosen.
+
+Logits of one sequence go through: penalties -> forbidden tokens -> temperature -> top_k -> top_p -> min_p -> a draw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from llmsuite.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What a request asks for. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability."""
+    min_p: float = 0.0
+    """Only tokens at least so likely as this share of the likeliest one."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the answer are divided by it where positive, else multiplied (Keskar et al.
+    2019, arXiv 1909.05858)."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it is in the answer."""
+    presence_penalty: float = 0.0
+    """Taken from a token's logit once if it is in the answer."""
+    seed: int = 0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    """No stop token before so many."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are not part of it."""
+    num_logprobs: int | None = None
+    """Keep log-probabilities of the model: of the chosen token, and of so many of the likeliest; None for none."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError naming the value that cannot be."""
+        for name, is_right, what in (
+            ("temperature", 0 <= self.temperature < np.inf, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < np.inf, "above 0"),
+            ("frequency_penalty", np.isfinite(self.frequency_penalty), "a number"),
+            ("presence_penalty", np.isfinite(self.presence_penalty), "a number"),
+            ("seed", self.seed >= 0, "0 or more"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "0 or more"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+            ("stop", all(self.stop), "without an empty text"),
+            ("num_logprobs", self.num_logprobs is None or self.num_logprobs >= 0, "0 or more"),
+        ):
+            if not is_right:
+                raise UserError(f"{name}: is {getattr(self, name)!r}; it has to be {what}")
+
+
+def generator(seed: int, number: int = 0) -> np.random.Generator:
+    """The random numbers of the `number`-th answer to a prompt: its own, whatever is decoded beside it."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
+
+
+def penalise(logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
+    """Logits [V] with the penalties of what has been said; a copy when there are any."""
+    if sampling.repetition_penalty != 1:
+        said = np.unique(np.asarray([*prompt, *answer], "int64"))
+        logits = logits.copy()
+        held = logits[said]
+        logits[said] = np.where(held > 0, held / sampling.repetition_penalty, held * sampling.repetition_penalty)
+    if answer and (sampling.frequency_penalty or sampling.presence_penalty):
+        tokens, counts = np.unique(np.asarray(answer, "int64"), return_counts=True)
+        logits = logits.copy()
+        logits[tokens] -= (counts * sampling.frequency_penalty + sampling.presence_penalty).astype(logits.dtype)
+    return logits
+
+
+def forbid(logits: np.ndarray, tokens: Collection[int]) -> np.ndarray:
+    """Logits [V] with which these tokens are never chosen."""
+    logits = logits.copy()
+    logits[list(tokens)] = -np.inf
+    return logits
+
+
+def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
+    """Index of the next token. logits: [V]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    order, probabilities = distribution(logits, sampling)
+    return int(order[random.choice(len(order), p=probabilities)])
+
+
+def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that may be chosen, the likeliest first where any are cut off, and their probabilities."""
+    if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
+        return np.arange(len(logits)), _softmax(logits, sampling.temperature)
+    if 0 < sampling.top_k < len(logits):
+        # ties at the border fall to the first of them: the sort below is stable, the partition is not
+        border = np.partition(logits, len(logits) - sampling.top_k)[len(logits) - sampling.top_k]
+        candidates = np.flatnonzero(logits >= border)
+    else:
+        candidates = np.arange(len(logits))
+    order = candidates[np.argsort(-logits[candidates], kind="stable")]
+    if sampling.top_k > 0:
+        order = order[: sampling.top_k]
+    probabilities = _softmax(logits[order], sampling.temperature)
+    # the smallest set that reaches top_p: the token that crosses the line belongs to it, and the likeliest always
+    before = np.cumsum(probabilities) - probabilities
+    kept = (before < sampling.top_p) & (probabilities >= sampling.min_p * probabilities[0])
+    kept[0] = True
+    return order[kept], probabilities[kept] / probabilities[kept].sum()
+
+
+def _softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+    wide = logits.astype("float64")
+    exponents = np.exp((wide - wide.max()) / temperature)
+    return exponents / exponents.sum()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last dim, in float64."""
+    wide = logits.astype("float64")
+    wide -= wide.max(-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
