@@ -105,6 +105,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         whole_model,
         saved,
         built.adapters,
+        recipe.launch.nnodes,
     )
     loggers = _loggers(plan, registry)
     if stage is not None and (unread := plan.loaded.unread()):
@@ -184,6 +185,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             hooks,
             scale,
             plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
+            built.balance,
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once
