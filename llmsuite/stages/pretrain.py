@@ -138,6 +138,11 @@ class PretrainStage(Stage[np.ndarray]):
         """Stretches of one file."""
         return self._stretches(self._corpus(path).tokens, str(path))
 
+    def document_lengths(self, path: Path) -> np.ndarray:
+        """Tokens of each document of a file."""
+        corpus = self._corpus(path)
+        return np.diff([corpus.first_token(number) for number in range(corpus.num_documents + 1)])
+
     def digest(self, path: Path) -> str:
         """Of the tokens; with those of the other corpora."""
         digests = [self._corpus(found).digest() for found in (path, *map(self._mixed_file, self._mix))]
@@ -207,7 +212,14 @@ class PretrainStage(Stage[np.ndarray]):
         if self._padded != self._length:
             input_ids[:, self._length :] = self.context.tokenizer.pad_id
         targets = ids[:, 1:].astype("int64").reshape(-1)
-        batch = {"input_ids": input_ids, "targets": targets, "num_tokens": targets.size, "num_supervised": targets.size}
+        batch = {
+            "input_ids": input_ids,
+            "targets": targets,
+            "weight": float(targets.size),
+            "lengths": np.full(len(ids), self._length),
+            "num_tokens": targets.size,
+            "num_supervised": targets.size,
+        }
         if not self._is_masked:
             return batch
         ends = ids[:, :-1] == self.context.tokenizer.eos_id
@@ -215,7 +227,13 @@ class PretrainStage(Stage[np.ndarray]):
         documents = np.full_like(input_ids, self._length)  # the padding is one too
         documents[:, : self._length] = np.maximum.accumulate(begins, axis=1)
         weights = 1.0 - ends.reshape(-1).astype("float32")
-        return batch | {"documents": documents, "weights": weights, "num_supervised": int(weights.sum())}
+        num_supervised = int(weights.sum())
+        return batch | {
+            "documents": documents,
+            "weights": weights,
+            "weight": float(num_supervised),
+            "num_supervised": num_supervised,
+        }
 
     # loss
 
@@ -230,4 +248,4 @@ class PretrainStage(Stage[np.ndarray]):
         nll = model.token_nll(flat, paddle.to_tensor(batch["targets"]))  # [B L]
         if self._is_masked:
             nll = nll * paddle.to_tensor(batch["weights"])
-        return LossTerms(nll.sum(), float(batch["num_supervised"]))
+        return LossTerms(nll.sum(), batch["weight"])
