@@ -20,6 +20,7 @@ from llmsuite.checkpoint.layout import Arrangement, hf_name
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
 from llmsuite.errors import UserError
+from llmsuite.models.head import SCORE, head_of
 
 CONFIGS = ("adapter_config.json", "lora_config.json")
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
@@ -50,8 +51,6 @@ class Adapted:
     def __init__(self, base: ModelDirectory, directory: Path):
         """Raises UserError when it is an adapter of another kind or model."""
         self._base, self._path = base, directory
-        specs = [base.spec(name) for name in base.names]
-        self._tensors = Arrangement(base.family, base.config, specs, as_in_memory=True)
         config_path = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
         if config_path is None:
             raise UserError(f"{directory}: has neither {' nor '.join(CONFIGS)}")
@@ -68,6 +67,15 @@ class Adapted:
         if not stem:
             raise UserError(f"{directory}: has none of {', '.join(s + SUFFIX for s in _STEMS)}")
         self._files = TensorFiles(directory, stem)
+        self.config, specs = base.config, [base.spec(name) for name in base.names]
+        head = next((name for name in self._files.names if name.endswith(f".{SCORE}")), None)
+        if head is not None and head_of(base.config) == "language_model" and hasattr(base.config, "head"):
+            # a reward model that has begun as a language model
+            stored = self._files.spec(head)
+            specs = [spec for spec in specs if spec.name != "lm_head.weight"]
+            specs.append(TensorSpec(SCORE, stored.shape[::-1], specs[0].dtype))
+            self.config = dataclasses.replace(base.config, head="score")
+        self._tensors = Arrangement(base.family, self.config, specs, as_in_memory=True)
         self._factors: dict[str, Factors] = {}
         self._replaced: dict[str, str] = {}
         self._sort(config_path, config)
@@ -161,10 +169,10 @@ def add_adapter(base: ModelDirectory, directory: Path) -> ModelDirectory:
     Raises:
         UserError: the adapter is not one of this model: some tensor of it finds no home, or does not fit.
     """
-    names = base.family.names()
-    tensors = {name: names.hf_tensors(name, base.config) for name in base.names}
+    names, adapted = base.family.names(), Adapted(base, directory)
+    tensors = {name: names.hf_tensors(name, adapted.config) for name in names.parameter_names(adapted.config)}
     return dataclasses.replace(
-        base, layout="hf", tensors=tensors, files=Adapted(base, directory), linears_transposed=False
+        base, config=adapted.config, layout="hf", tensors=tensors, files=adapted, linears_transposed=False
     )
 
 

@@ -32,7 +32,14 @@ SPREADS: dict[str, tuple[int, dict[str, object], int, str]] = {
     "tp2-pp2-dp2": (8, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, 2, "dynamic"),
 }
 """Ranks, what is parallel, micro-batch size and mode."""
-POINTS = [("rm", "tp2"), ("rm, adapters", "stage3"), ("kto", "pp2"), ("kto", "dp2"), ("orpo", "dp2"), ("orpo", "static")]
+POINTS = [
+    ("rm", "tp2"),
+    ("rm, adapters", "stage3"),
+    ("kto", "pp2"),
+    ("kto", "dp2"),
+    ("orpo", "dp2"),
+    ("orpo", "static"),
+]
 
 
 def one_process(stage: str) -> Case:
