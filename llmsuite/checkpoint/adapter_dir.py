@@ -26,13 +26,11 @@ from llmsuite.checkpoint.model_dir import copy_tokenizer
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
 from llmsuite.checkpoint.write import InTurn, Written, write_file, write_tensors
 from llmsuite.errors import UserError
-from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 from llmsuite.plugins.hookspecs import ModelFamily
 
 BASE = "base.json"
 _CONFIGS: Mapping[Layout, str] = dict(zip(("hf", "paddlenlp"), CONFIGS))
-_STORED_SCORE = f"base_model.model.{SCORE}"
 _STEMS: Mapping[Layout, str] = {"hf": "adapter_model", "paddlenlp": "peft_model"}
 
 
@@ -57,8 +55,8 @@ class Adapters:
     is_stabilised: bool
     """Whether they are scaled by alpha / sqrt(rank), not alpha / rank."""
     base: Base
-    has_head: bool = False
-    """Whether the score head of a reward model is trained and saved with them, whole."""
+    beside: Sequence[str] = ()
+    """Our names of parameters that are trained whole beside them: the score head of a reward model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +112,15 @@ def write_adapters(
         config: its shape.
         read: values of a factor by our name.
         specs: name (ours), shape and dtype of every factor, in order.
-        layout: whose names and orientation the files get; PEFT's where there is a head.
+        layout: whose names and orientation the files get.
         tokenizer: directory whose tokenizer files are copied along.
     """
-    assert layout == "hf" or not adapters.has_head, "PaddleNLP has no head in its adapters"
     by_name = {spec.name: spec for spec in specs}
     pairs = list({pair.module: pair for pair in _pairs(adapters, family, config, layout).values()}.values())
     # each is asked for once, in the order of the files, and made in the order of `specs`
     in_turn = InTurn(specs, read, list(by_name))
     stored: dict[str, tuple[_Pair, str]] = {}
+    beside: dict[str, str] = {}
     stored_specs = []
     for pair in pairs:
         for factor in (FIRST_FACTOR, SECOND_FACTOR):
@@ -137,18 +135,18 @@ def write_adapters(
             stored[name] = pair, factor
             stored_specs.append(TensorSpec(name, shape, first.dtype))
 
-    if adapters.has_head:
-        num_rows, num_columns = by_name[SCORE].shape
-        stored_specs.append(TensorSpec(_STORED_SCORE, (num_columns, num_rows), by_name[SCORE].dtype))
-
     def read_stored(name: str) -> np.ndarray:
-        if name == _STORED_SCORE:
-            return in_turn.read(SCORE).T
+        if name in beside:
+            return in_turn.read(beside[name]).T
         pair, factor = stored[name]
         parts = [in_turn.read(f"{module}.{factor}") for module, _ in pair.members]
         value = np.concatenate(parts, 1) if factor == FIRST_FACTOR else _on_diagonal(parts, pair)
         return value.T if layout == "hf" else value
 
+    for ours in adapters.beside:
+        name, spec = _stored_whole(ours, layout), by_name[ours]
+        beside[name] = ours
+        stored_specs.append(TensorSpec(name, spec.shape[::-1], spec.dtype))
     metadata = {"format": "pt" if layout == "hf" else "np"}
     if layout == "hf":  # PEFT reads one file
         written = write_file(directory / f"{_STEMS[layout]}{SUFFIX}", stored_specs, read_stored, metadata)
@@ -163,6 +161,14 @@ def write_adapters(
 
 def _stored_name(module: str, factor: str, layout: Layout) -> str:
     return f"base_model.model.{module}.{factor}.weight" if layout == "hf" else f"{module}.{factor}"
+
+
+def _stored_whole(parameter: str, layout: Layout) -> str:
+    if layout == "paddlenlp":
+        raise UserError(
+            f"{parameter} was trained beside the adapters, which PaddleNLP's layout has no place for; merge"
+        )
+    return f"base_model.model.{parameter}"
 
 
 def _on_diagonal(parts: Sequence[np.ndarray], pair: _Pair) -> np.ndarray:
@@ -194,8 +200,8 @@ def _config(
     linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules}
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if adapters.has_head else "CAUSAL_LM",
-        "modules_to_save": ["score"] if adapters.has_head else None,
+        "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",
+        "modules_to_save": [name.removesuffix(".weight") for name in adapters.beside] or None,
         "base_model_name_or_path": adapters.base.path,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
@@ -233,27 +239,28 @@ class SavedAdapters:
         """Raises UserError when it has others."""
         self._pairs, self._layout = _pairs(adapters, family, config, layout), layout
         self._files, self._rank = TensorFiles(directory, _STEMS[layout]), adapters.rank
+        self._beside = set(adapters.beside)
         wanted = {
             _stored_name(p.module, factor, layout)
             for p in self._pairs.values()
             for factor in (FIRST_FACTOR, SECOND_FACTOR)
         }
-        wanted |= {_STORED_SCORE} if adapters.has_head else set()
+        wanted.update(_stored_whole(name, layout) for name in adapters.beside)
         if differing := sorted(wanted.symmetric_difference(self._files.names)):
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a factor, or of the head."""
-        if name == SCORE:
-            spec = self._files.spec(_STORED_SCORE)
-            return TensorSpec(name, spec.shape[::-1], spec.dtype)
+        """Shape and dtype of a factor."""
         stored, index = self._place(name, None)
         return TensorSpec(name, tuple(part.stop - part.start for part in index), self._files.spec(stored).dtype)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A factor or the head, or a slice of it (one slice a dim)."""
-        if name == SCORE:
-            return self._files.read(_STORED_SCORE, index[::-1] if index else None).T
+        """A factor, or what was trained beside them, or a slice of it (one slice a dim)."""
+        if name not in self._beside:
+            return self._read_factor(name, index)
+        return self._files.read(_stored_whole(name, self._layout), index[::-1] if index else None).T
+
+    def _read_factor(self, name: str, index: Sequence[slice] | None) -> np.ndarray:
         stored, place = self._place(name, index)
         value = self._files.read(stored, place[::-1] if self._layout == "hf" else place)
         return value.T if self._layout == "hf" else value

@@ -100,6 +100,13 @@ class TextTokenizer:
             return str(self._fast.decode(list(ids), skip_special_tokens=True))
         return str(self._paddlenlp.decode(list(ids), skip_special_tokens=True))
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token by itself, special ones too; what is no whole character as the vocabulary writes it."""
+        if not self._fast:
+            return [str(token) for token in self._paddlenlp.convert_ids_to_tokens(list(ids))]
+        alone = [str(self._fast.decode([token], skip_special_tokens=False)) for token in ids]
+        return [str(self._fast.id_to_token(t)) if "\ufffd" in text or not text else text for t, text in zip(ids, alone)]
+
     def digest(self) -> str:
         """sha256 over the tokenizer's files."""
         digest = hashlib.sha256()

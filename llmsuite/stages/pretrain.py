@@ -135,6 +135,11 @@ class PretrainStage(Stage[np.ndarray]):
         """Stretches of one file."""
         return self._stretches(self._corpus(path).tokens, str(path))
 
+    def document_lengths(self, path: Path) -> np.ndarray:
+        """Tokens of each document of a file."""
+        corpus = self._corpus(path)
+        return np.diff([corpus.first_token(number) for number in range(corpus.num_documents + 1)])
+
     def digest(self, path: Path) -> str:
         """Of the tokens; with those of the other corpora."""
         digests = [self._corpus(found).digest() for found in (path, *map(self._mixed_file, self._mix))]
@@ -189,7 +194,14 @@ class PretrainStage(Stage[np.ndarray]):
         input_ids = np.full([len(ids), self._padded], self.context.tokenizer.pad_id, "int64")
         input_ids[:, : self._length] = ids[:, :-1]
         targets = ids[:, 1:].reshape(-1)
-        return {"input_ids": input_ids, "targets": targets, "num_tokens": targets.size, "num_supervised": targets.size}
+        return {
+            "input_ids": input_ids,
+            "targets": targets,
+            "weight": float(targets.size),
+            "lengths": np.full(len(ids), self._length),
+            "num_tokens": targets.size,
+            "num_supervised": targets.size,
+        }
 
     # loss
 
