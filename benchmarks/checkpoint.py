@@ -310,8 +310,8 @@ def main() -> None:
             print(f"| {case} | {rate:,.0f} | {against:.2f} | {result['peak'] / 1e6:,.0f} |", flush=True)
         rounds = in_own_process("against copy", here, arguments.megabytes)
         print(
-            f"\n| {ROUNDS} rounds in turn | MB/s, median | of a plain copy, median | best | worst |\n"
-            "|---|---|---|---|---|"
+            f"\n| {ROUNDS} rounds in turn | MB/s, median | of a plain copy, median | best | worst |"
+            "\n|---|---|---|---|---|"
         )
         for name, seconds in rounds.items():
             parts = np.array(rounds["copy"]) / np.array(seconds)

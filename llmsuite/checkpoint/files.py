@@ -25,23 +25,40 @@ MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
 
 
-@contextlib.contextmanager
-def committed_directory(final: Path, manifest: dict[str, Any] | None = None) -> Iterator[Path]:
-    """A temporary directory that becomes `final` when the block ends well, and is removed when it does not.
-
-    A directory already at `final` is replaced. `manifest` is written into it last, with the size and sha256 of
-    every file under "files"; those the block has put there itself are not computed again. See `read_manifest`.
+def begin_directory(final: Path) -> None:
+    """Make the empty temporary directory of `final`, for several processes to fill.
 
     Raises:
         UserError: the disk is full, or the place cannot be written to.
     """
-    temporary = final.with_name(final.name + ".tmp")
+    with os_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if temporary_of(final).exists():
+            shutil.rmtree(temporary_of(final))
+        temporary_of(final).mkdir()
+
+
+def temporary_of(final: Path) -> Path:
+    """What a directory is called until it is complete."""
+    return final.with_name(final.name + ".tmp")
+
+
+@contextlib.contextmanager
+def committed_directory(final: Path, manifest: dict[str, Any] | None = None, is_begun: bool = False) -> Iterator[Path]:
+    """A temporary directory that becomes `final` when the block ends well, and is removed when it does not.
+
+    A directory already at `final` is replaced. `manifest` is written into it last, with the size and sha256 of
+    every file under "files"; those the block has put there itself are not computed again. See `ranges_of`. With
+    `is_begun` the caller has called `begin_directory`.
+
+    Raises:
+        UserError: the disk is full, or the place cannot be written to.
+    """
+    temporary = temporary_of(final)
     try:
-        with _os_errors(final) as outcome:
-            final.parent.mkdir(parents=True, exist_ok=True)
-            if temporary.exists():
-                shutil.rmtree(temporary)
-            temporary.mkdir()
+        with os_errors(final) as outcome:
+            if not is_begun:
+                begin_directory(final)
             yield temporary
             _commit(temporary, final, manifest or {}, outcome)
     finally:
@@ -62,7 +79,7 @@ def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> 
     """
     temporary = final.with_name(final.name + ".part")
     marker = temporary / ".content"
-    with lock_directory(temporary) as lock, _os_errors(final, f"what is done stays in {temporary}") as outcome:
+    with lock_directory(temporary) as lock, os_errors(final, f"what is done stays in {temporary}") as outcome:
         if not marker.is_file() or marker.read_text() != content:
             for path in temporary.iterdir():
                 if path.name != Path(lock.name).name:
@@ -75,7 +92,7 @@ def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def _os_errors(final: Path, otherwise: str = "nothing was changed") -> Iterator[list[str]]:
+def os_errors(final: Path, otherwise: str = "nothing was changed") -> Iterator[list[str]]:
     """Turns an OSError into a UserError that says what is there: the last text of the list it yields."""
     outcome = [otherwise]
     try:

@@ -72,11 +72,21 @@ class Rewrite:
         """Write it; on return it is whole and on disk.
 
         Raises:
-            UserError: the target exists, there is not enough room, or a value does not fit its new dtype.
+            UserError: the target exists, there is not enough room or memory, a value does not fit its new dtype, or the
+                source is not as its manifest tells.
         """
         if target.exists():
             raise UserError(f"{target} exists; choose another --output, or remove it first")
         self._check_room(target)
+        try:
+            self._write(target, progress)
+        except MemoryError as error:
+            raise UserError(
+                f"{target}: there is not enough memory for it: {error or 'none is left'}; what is done stays in "
+                f"{_unfinished(target)}"
+            ) from error
+
+    def _write(self, target: Path, progress: Callable[[int], None]) -> None:
         limit = self._max_file_bytes()
         model, form = self.model, self.form
         manifest: dict[str, Any] = {"format": FORMAT}
@@ -137,7 +147,7 @@ class Rewrite:
 
     def _check_room(self, target: Path) -> None:
         place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
-        done = target.with_name(target.name + ".part")
+        done = _unfinished(target)
         there = sum(p.stat().st_size for p in done.glob("*")) if done.is_dir() else 0
         free = shutil.disk_usage(place).free + there
         if self.num_bytes > free:
@@ -153,6 +163,10 @@ class Rewrite:
             [dataclasses.astuple(s) for s in self.specs],
         ]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _unfinished(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
 
 
 def _num_files(specs: Sequence[TensorSpec], limit: int) -> int:

@@ -110,6 +110,8 @@ class TensorFiles:
 
     def stored(self, name: str) -> Stored:
         """A tensor as it lies in its file."""
+        if name not in self._file_of:
+            raise UserError(f"{self.directory}: has no tensor {name!r}")
         found = self._header(self._file_of[name]).get(name)
         if found is None:
             path = self.directory / self._file_of[name]

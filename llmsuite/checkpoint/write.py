@@ -24,7 +24,7 @@ from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.checkpoint.threads import run_all
 
 MAX_FILE_BYTES = 4 << 30
-_PART_BYTES = 8 << 20
+_PART_BYTES = 4 << 20
 _MOST_PARTS = 32
 _JOURNAL = "journal.jsonl"
 
@@ -59,12 +59,22 @@ class InTurn:
         """A tensor, or a slice of it."""
         while name not in self._held:
             made = next(self._next)
-            self._held[made] = self._make(made)
+            self._make_next(made)
         value = self._held[name]
         self._uses[name] -= 1
         if not self._uses[name]:
             del self._held[name]
         return value if index is None else value[tuple(index)]
+
+    def finish(self) -> None:
+        """Make those that are left, for others."""
+        for made in self._next:
+            self._make_next(made)
+
+    def _make_next(self, name: str) -> None:
+        value = self._make(name)
+        if self._uses[name]:
+            self._held[name] = value
 
 
 def in_files(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
@@ -83,8 +93,19 @@ def in_files(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[Tens
     return [sorted(group, key=lambda spec: -np.dtype(spec.dtype).itemsize) for group in groups]
 
 
+def _by_writer(
+    specs: Sequence[TensorSpec], max_file_bytes: int, writers: Mapping[str, int]
+) -> list[tuple[int, list[TensorSpec]]]:
+    """The tensors of each file with the rank that writes it. Every rank comes to the same."""
+    of_rank: dict[int, list[TensorSpec]] = {}
+    for spec in specs:
+        of_rank.setdefault(writers.get(spec.name, 0), []).append(spec)
+    found = [(rank, group) for rank in sorted(of_rank) for group in in_files(of_rank[rank], max_file_bytes)]
+    return found or [(0, [])]
+
+
 def in_parts(spec: TensorSpec, read: Callable[[Sequence[slice] | None], np.ndarray]) -> Iterator[np.ndarray]:
-    """A tensor as parts along its first dim, each read when its turn comes: of some 8 MB, or a 32nd of a large one.
+    """A tensor as parts along its first dim, each read when its turn comes: of some 4 MB, or a 32nd of a large one.
 
     The first dim may be the last one where it is read from, so small parts of a large tensor would be far from lying
     in one piece.
@@ -113,6 +134,8 @@ def write_tensors(
     resumable: bool = False,
     progress: Callable[[int], None] = lambda num_bytes: None,
     threads: int = 1,
+    rank: int = 0,
+    writers: Mapping[str, int] | None = None,
 ) -> Written:
     """Write `stem-0000i-of-0000N.safetensors` and `stem.safetensors.index.json`.
 
@@ -127,12 +150,15 @@ def write_tensors(
             and that are as they were written. The caller sees to it that they are files of the same content.
         progress: is told of every number of bytes that is done.
         threads: how many tensors are read, hashed and written at the same time.
+        rank: who this is, where several processes write a part each; what is returned is of that part. The index comes
+            from rank 0.
+        writers: rank by tensor; rank 0 writes the others.
 
     Raises:
         OSError: a file cannot be written.
         UserError: a tensor that is copied is not as it was written.
     """
-    groups, done, weight_map = in_files(specs, max_file_bytes), dict[str, Written](), {}
+    groups, done, weight_map = _by_writer(specs, max_file_bytes, writers or {}), dict[str, Written](), {}
     journal, lock = _Journal(directory / _JOURNAL) if resumable else None, threading.Lock()
 
     def report(num_bytes: int) -> None:
@@ -155,9 +181,11 @@ def write_tensors(
         return task
 
     def tasks() -> Iterator[Callable[[], None]]:
-        for number, group in enumerate(groups, 1):
+        for number, (writer, group) in enumerate(groups, 1):
             path = directory / f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}"
             weight_map.update({spec.name: path.name for spec in group})
+            if writer != rank:
+                continue
             if journal and (found := journal.find(path)):
                 done[path.name] = found
                 report(sum(spec.num_bytes for spec in group))
@@ -171,9 +199,10 @@ def write_tensors(
     written = Written()
     for name in sorted(done):
         written.add(done[name])
-    index = {"metadata": {"total_size": sum(s.num_bytes for s in specs)}}
-    in_order = {spec.name: weight_map[spec.name] for spec in specs}
-    write_json(directory / f"{stem}{SUFFIX}.index.json", {**index, "weight_map": in_order})
+    if rank == 0:
+        index = {"metadata": {"total_size": sum(s.num_bytes for s in specs)}}
+        in_order = {spec.name: weight_map[spec.name] for spec in specs}
+        write_json(directory / f"{stem}{SUFFIX}.index.json", {**index, "weight_map": in_order})
     if journal:
         journal.path.unlink(missing_ok=True)
     return written
@@ -195,6 +224,7 @@ class TensorFile:
     def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]):
         """Write the header. The tensors are to lie in the order given."""
         self.path, self.num_left = path, len(specs)
+        self._lock = threading.Lock()
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for spec in specs:
@@ -222,7 +252,8 @@ class TensorFile:
             file.seek(start)
             for data in _bytes_of(spec, values):
                 digest.update(data)
-                _write_all(file, data)
+                with self._lock:  # the system would let others wait in a loop that burns their core
+                    _write_all(file, data)
                 at += len(data)
                 progress(len(data))
         assert at - start == spec.num_bytes, f"{spec} was announced, {at - start} bytes came"

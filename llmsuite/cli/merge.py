@@ -85,7 +85,7 @@ def run(args: Any, registry: Registry) -> int:
     if adapter is not None:
         if given is None:
             check_base(adapter, Base(str(base), model.digest()))
-        model = add_adapter(model, adapter)
+        model = add_adapter(model, adapter, args.allow_pickle)
     size = _num_bytes(args.max_shard_size) if args.max_shard_size else MAX_FILE_BYTES
     dtype = DTYPES[args.dtype] if args.dtype else None
     rewrite = Rewrite(model, Form(args.layout, dtype, size, args.split_num, args.fused))

@@ -40,7 +40,7 @@ def open_any(
     model = open_source(place, families, parameter_shapes, config, allow_pickle)
     if base is None:
         check_base(adapter, Base(str(place), model.digest()))
-    return add_adapter(model, adapter)
+    return add_adapter(model, adapter, allow_pickle)
 
 
 def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:

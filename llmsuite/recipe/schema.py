@@ -33,6 +33,10 @@ class ModelSection(Section):
     weights: str | None = None
     """Directory with safetensors and config.json in the HF or PaddleNLP layout. Without it the
     parameters are drawn from `seed`."""
+    load: Literal["exact", "known", "any"] = "exact"
+    """How far the weights have to fit. exact: they have the model's tensors, no more and no fewer. known: tensors the
+    model does not have are left out. any: also, what is missing or of another shape is drawn from `seed`. What is
+    left out or drawn is listed by name."""
     tokenizer: str | None = None
     """Directory with tokenizer.json and tokenizer_config.json. Default: the directory of the weights."""
     preset: str | None = None

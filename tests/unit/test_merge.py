@@ -16,6 +16,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import paddle
 import pytest
 import safetensors.numpy
 from hypothesis import given
@@ -356,6 +357,26 @@ def test_paddlenlps_layout_and_stabilised_scale(tmp_path: Path) -> None:
         assert np.allclose(merged.read(name), expected, rtol=1e-5, atol=1e-6)
         half = [slice(1, n) for n in expected.shape]
         assert np.allclose(merged.read(name, half), expected[tuple(half)], rtol=1e-5, atol=1e-6)
+
+
+def test_a_pickle_of_paddlenlp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(tmp_path / "base")
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    tensors = {}
+    for name, (a, b) in factors().items():
+        module = name.replace("model.", "llama.").removesuffix(".weight")
+        tensors |= {f"{module}.lora_A": paddle.to_tensor(a), f"{module}.lora_B": paddle.to_tensor(b)}
+    paddle.save(tensors, str(directory / "lora_model_state.pdparams"))
+    (directory / "lora_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
+    words = ["merge", str(directory), "--base", str(tmp_path / "base"), "-o", str(tmp_path / "out")]
+    assert "lora_model_state.pdparams: is a pickle. With --allow-pickle" in error(*words, capsys=capsys)
+    assert main([*words, "--allow-pickle"]) == 0
+    for name, expected in expected_sum(ALPHA / RANK).items():
+        assert np.allclose(tensors_of(tmp_path / "out")[name], expected, rtol=1e-5, atol=1e-6)
+    shutil.rmtree(tmp_path / "out")
+    (directory / "lora_model_state.pdparams").rename(directory / "lora_model_state.tp00.pdparams")
+    assert "parts of ranks; let PaddleNLP merge them first" in error(*words, "--allow-pickle", capsys=capsys)
 
 
 def test_patterns_and_saved_modules(tmp_path: Path) -> None:
