@@ -9,7 +9,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo test test-unit test-multi parity faults check docs clean
+.PHONY: demo test test-unit test-multi parity matrix faults check docs clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -36,6 +36,10 @@ test-multi: $(VENV)/test
 
 parity: $(VENV)/test
 	$(BIN)/python -m pytest tests/parity -q --write-parity-table
+
+matrix: $(VENV)/test
+	$(BIN)/python -m tests.matrix
+	$(BIN)/python docs/generate.py
 
 faults: $(VENV)/test
 	$(BIN)/python -m tests.faults

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+ROUNDS = 7
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -152,27 +153,6 @@ def merge_paddle(here: Path, config: Any) -> Callable[[], None]:
     return work
 
 
-def merge_safetensors(here: Path, config: Any) -> Callable[[], None]:
-    import paddle  # noqa: F401  (so that its memory is not counted)
-
-    from llmsuite.checkpoint.model_dir import open_model
-    from llmsuite.checkpoint.rewrite import Form, Rewrite
-    from llmsuite.plugins.builtin import llmsuite_register_models
-
-    families = {"llama": llmsuite_register_models()[0]}
-    return lambda: Rewrite(open_model(here / "llmsuite", families), Form("paddlenlp")).write(here / "rewritten")
-
-
-def merge_copy(here: Path, config: Any) -> Callable[[], None]:
-    def work() -> None:
-        (here / "copied").mkdir()
-        for path in (here / "llmsuite").glob("*.safetensors"):
-            shutil.copyfile(path, here / "copied" / path.name)
-            flush(here / "copied" / path.name)
-
-    return work
-
-
 CASES = {
     "save: llmsuite (hashed, atomic)": save_llmsuite,
     "save: paddle.save": save_paddle,
@@ -181,9 +161,46 @@ CASES = {
     "load: paddle.load": load_paddle,
     "merge: llmsuite merge (hashed, atomic)": merge_llmsuite,
     "merge: load_merged_state_dict + paddle.save": merge_paddle,
-    "merge: llmsuite merge of safetensors": merge_safetensors,
-    "merge: plain copy of the same files": merge_copy,
 }
+
+
+def against_copy(here: Path, megabytes: int) -> None:
+    """Merges of the same safetensors beside plain copies of them, in turn; prints seconds as JSON.
+
+    In turn, as the speed of a machine changes; and each removes what it has written, so that the memory the system
+    keeps files in is the same for all.
+    """
+    from llmsuite.checkpoint.rewrite import Form, Rewrite
+    from llmsuite.checkpoint.sources import open_source
+    from llmsuite.inference.load import parameter_shapes
+    from llmsuite.plugins.builtin import llmsuite_register_models
+
+    families = {"llama": llmsuite_register_models()[0]}
+
+    def source() -> Any:
+        return open_source(here / "llmsuite", families, parameter_shapes)
+
+    def copy(target: Path) -> None:
+        target.mkdir()
+        for path in (here / "llmsuite").glob("*.safetensors"):
+            shutil.copyfile(path, target / path.name)
+            flush(target / path.name)
+
+    ways = {
+        "copy": copy,
+        "merge": lambda target: Rewrite(source(), Form("paddlenlp", max_file_bytes=1 << 28)).write(target),
+        "other layout": lambda target: Rewrite(source(), Form("hf")).write(target),
+        "bf16": lambda target: Rewrite(source(), Form("paddlenlp", "bfloat16")).write(target),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS + 1):
+        for name, work in ways.items():
+            start = time.perf_counter()
+            work(here / "again")
+            if number:  # the first time what is read may not be in memory, and memory is new to the system
+                seconds[name].append(time.perf_counter() - start)
+            shutil.rmtree(here / "again")
+    print(json.dumps(seconds))
 
 
 def stall(here: Path, megabytes: int) -> None:
@@ -259,12 +276,12 @@ def measure(case: str, here: Path, megabytes: int) -> None:
     print(json.dumps({"seconds": time.perf_counter() - start, "peak": peak() - before}))
 
 
-def in_own_process(case: str, here: Path, megabytes: int) -> dict[str, float]:
+def in_own_process(case: str, here: Path, megabytes: int) -> dict[str, Any]:
     """What a case prints."""
     command = [sys.executable, __file__, "--case", case, "--directory", str(here), "--megabytes", str(megabytes)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_minloglevel": "2"}
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    result: dict[str, float] = json.loads(output.splitlines()[-1])
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
 
@@ -274,8 +291,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=None)
     parser.add_argument("--case", default=None)
     arguments = parser.parse_args()
-    if arguments.case == "stall":
-        stall(arguments.directory, arguments.megabytes)
+    if arguments.case in ("stall", "against copy"):
+        {"stall": stall, "against copy": against_copy}[arguments.case](arguments.directory, arguments.megabytes)
         return
     if arguments.case:
         measure(arguments.case, arguments.directory, arguments.megabytes)
@@ -291,8 +308,15 @@ def main() -> None:
             rate = rates[case] = arguments.megabytes / result["seconds"]
             against = rate / first.setdefault(case.partition(":")[0], rate)
             print(f"| {case} | {rate:,.0f} | {against:.2f} | {result['peak'] / 1e6:,.0f} |", flush=True)
-        part = rates["merge: llmsuite merge of safetensors"] / rates["merge: plain copy of the same files"]
-        print(f"\na merge of safetensors runs at {part:.0%} of a plain copy")
+        rounds = in_own_process("against copy", here, arguments.megabytes)
+        print(
+            f"\n| {ROUNDS} rounds in turn | MB/s, median | of a plain copy, median | best | worst |"
+            "\n|---|---|---|---|---|"
+        )
+        for name, seconds in rounds.items():
+            parts = np.array(rounds["copy"]) / np.array(seconds)
+            values = " | ".join(f"{part:.0%}" for part in (np.median(parts), parts.max(), parts.min()))
+            print(f"| {name} | {arguments.megabytes / np.median(seconds):,.0f} | {values} |", flush=True)
         result = in_own_process("stall", here, arguments.megabytes)
         waits = result["async wait"], result["synchronous wait"]
         print(f"a step waits {waits[0] * 1e3:,.0f} ms with async_save, {waits[0] / waits[1]:.0%} of the ", end="")

@@ -125,13 +125,13 @@ from llmsuite.plugins.hookspecs import StageSpec
 from llmsuite.recipe.section import Section
 
 @dataclasses.dataclass(kw_only=True)
-class KtoSection(Section):
+class SpinSection(Section):
     beta: float = 0.1
     """How much."""
 
 @llmsuite.hookimpl
 def llmsuite_register_stages():
-    return [StageSpec(name="kto", help="a third party's stage", config_cls=KtoSection, factory=object)]
+    return [StageSpec(name="spin", help="a third party's stage", config_cls=SpinSection, factory=object)]
 '''
 
 

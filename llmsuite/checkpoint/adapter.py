@@ -1,7 +1,8 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685) and the model they were trained on, read as one model.
 
 Read are the directories of HF PEFT (`adapter_config.json`, `lora_A` [rank, inputs], `lora_B` [outputs, rank]) and of
-PaddleNLP (`lora_config.json`, `lora_A` [inputs, rank], `lora_B` [rank, outputs]), as safetensors.
+PaddleNLP (`lora_config.json`, `lora_A` [inputs, rank], `lora_B` [rank, outputs]), as safetensors or as the
+`lora_model_state.pdparams` that PaddleNLP writes, a pickle that is read without running it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.files import read_json_file
+from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.layout import Arrangement, hf_name
 from llmsuite.checkpoint.model_dir import ModelDirectory
-from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
+from llmsuite.checkpoint.pdparams import PickledTensors
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
+from llmsuite.models.head import SCORE, head_of
 
 CONFIGS = ("adapter_config.json", "lora_config.json")
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
+_PICKLE = "lora_model_state.pdparams"
 _FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?(\.weight)?")
 _WRAPPERS = ("", "base_model.model.", "model.")
 REFUSED = ("use_dora", "lora_use_mixer", "use_mora", "do_qat", "loftq_config", "megatron_config")
@@ -47,7 +52,7 @@ class Adapted:
     one; matrices lie [inputs, outputs].
     """
 
-    def __init__(self, base: ModelDirectory, directory: Path):
+    def __init__(self, base: ModelDirectory, directory: Path, allow_pickle: bool):
         """Raises UserError when it is an adapter of another kind or model."""
         self._base, self._path = base, directory
         specs = [base.spec(name) for name in base.names]
@@ -62,12 +67,7 @@ class Adapted:
             raise UserError(
                 f"{config_path}: {', '.join(on)} is on; only plain LoRA and rank-stabilised LoRA are merged"
             )
-        stem = next(
-            (s for s in _STEMS if any((directory / f"{s}{SUFFIX}{e}").is_file() for e in ("", ".index.json"))), ""
-        )
-        if not stem:
-            raise UserError(f"{directory}: has none of {', '.join(s + SUFFIX for s in _STEMS)}")
-        self._files = TensorFiles(directory, stem)
+        self._files = _open_files(directory, allow_pickle)
         self._factors: dict[str, Factors] = {}
         self._replaced: dict[str, str] = {}
         self._sort(config_path, config)
@@ -155,17 +155,69 @@ class Adapted:
         return (value.astype("float32") + factors.scale * (first @ second)).astype(value.dtype)
 
 
-def add_adapter(base: ModelDirectory, directory: Path) -> ModelDirectory:
+def _with_score_head(base: ModelDirectory) -> ModelDirectory:
+    """A language model as the reward model whose score head an adapter brings."""
+    config = dataclasses.replace(base.config, head="score")
+    tensors = {name: place for name, place in base.tensors.items() if name != "lm_head.weight"}
+    shape = (1, config.hidden_size) if base.linears_transposed else (config.hidden_size, 1)
+    files = _NoHeadYet(base.files, TensorSpec(SCORE, shape, base.spec(base.names[0]).dtype))
+    return dataclasses.replace(base, config=config, tensors={**tensors, SCORE: HfTensors((SCORE,))}, files=files)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoHeadYet:
+    """Tensors of a language model, and the promise of a score head."""
+
+    files: TensorSource
+    promised: TensorSpec
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.files.names, self.promised.name]
+
+    @property
+    def paths(self) -> list[Path]:
+        return self.files.paths
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.promised if name == self.promised.name else self.files.spec(name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        assert name != self.promised.name, "the adapter has it"
+        return self.files.read(name, index)
+
+
+def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = False) -> ModelDirectory:
     """The base with an adapter added to it.
 
     Raises:
         UserError: the adapter is not one of this model: some tensor of it finds no home, or does not fit.
     """
+    if head_of(base.config) != "score" and any(
+        name.endswith(f".{SCORE}") for name in _open_files(directory, allow_pickle).names
+    ):
+        base = _with_score_head(base)
     names = base.family.names()
     tensors = {name: names.hf_tensors(name, base.config) for name in base.names}
     return dataclasses.replace(
-        base, layout="hf", tensors=tensors, files=Adapted(base, directory), linears_transposed=False
+        base, layout="hf", tensors=tensors, files=Adapted(base, directory, allow_pickle), linears_transposed=False
     )
+
+
+def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
+    stem = next((s for s in _STEMS if any((directory / f"{s}{SUFFIX}{e}").is_file() for e in ("", ".index.json"))), "")
+    if stem:
+        return TensorFiles(directory, stem, check=True)
+    if not (directory / _PICKLE).is_file():
+        if of_ranks := sorted(path.name for path in directory.glob("lora_model_state.*.pdparams")):
+            raise UserError(f"{directory}: {', '.join(of_ranks)} are parts of ranks; let PaddleNLP merge them first")
+        raise UserError(f"{directory}: has none of {', '.join([*(s + SUFFIX for s in _STEMS), _PICKLE])}")
+    if not allow_pickle:
+        raise UserError(
+            f"{directory / _PICKLE}: is a pickle. With --allow-pickle it is read by a reader that runs nothing and "
+            "refuses what is no tensor"
+        )
+    return PickledTensors([directory / _PICKLE])
 
 
 def _scale(config_path: Path, config: Mapping[str, Any], target: str, rank: int) -> float:

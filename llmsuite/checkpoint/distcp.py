@@ -1,11 +1,12 @@
 """Directories of `paddle.distributed.save_state_dict`: `N.metadata` and a `R_N.distcp` of each rank R.
 
 The metadata tells the place of every block in its tensor and the file it lies in. Both are pickles, and are read
-without running them.
+without running them. With `safetensors=True` Paddle writes `R_N.safetensors` in the place of the latter.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ import numpy as np
 
 from llmsuite.checkpoint.blocks import Block, BlockFiles, Index
 from llmsuite.checkpoint.pickled import StoredArray, read_pickle
-from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.stored import Stored, read_header
+from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.errors import UserError
 
 _METADATA = re.compile(r"(\d+)\.metadata")
@@ -61,13 +63,17 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
 
     @cache
     def shard(file: str) -> Mapping[str, Any]:
+        if file.endswith(SUFFIX):
+            return read_header(directory / file)
         content = read_pickle(directory / file)
         if not isinstance(content, dict):
             raise UserError(f"{directory / file}: is no dict of tensors")
         return content
 
-    def array(file: str, key: str) -> StoredArray:
+    def array(file: str, key: str) -> StoredArray | Stored:
         value = shard(file).get(key)
+        if isinstance(value, Stored):
+            return dataclasses.replace(value, code="BF16") if value.code == "U16" else value  # Paddle writes the bits
         value = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # with Paddle's name of it
         if not isinstance(value, StoredArray):
             raise UserError(f"{directory / file}: has no tensor {key!r}, which {path.name} promises there")
@@ -78,7 +84,7 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
         parts = [record.fields for record in metadata["state_dict_metadata"][key]]
         spec = TensorSpec(name, _whole_shape(parts), np.dtype(str(parts[0]["dtype"])).name)
         specs[name] = spec
-        pieces: dict[tuple[Any, Any], list[tuple[range, StoredArray, str]]] = {}
+        pieces: dict[tuple[Any, Any], list[tuple[range, StoredArray | Stored, str]]] = {}
         for part in parts:
             offset, shape = tuple(part["global_offset"]), tuple(part["local_shape"])
             flat = part.get("flattened_range")
@@ -86,7 +92,7 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
             found = array(file, key)
             span = range(*flat) if flat else range(math.prod(shape))
             stored = (len(span),) if flat else shape
-            if found.spec(name) != TensorSpec(name, stored, spec.dtype):
+            if _spec(found, name) != TensorSpec(name, stored, spec.dtype):
                 raise UserError(
                     f"{directory / file}: {key!r} is {found.shape} {found.code}, and not as {path.name} says"
                 )
@@ -96,6 +102,10 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
     for name in specs:
         result.add(name, blocks[name])
     return result
+
+
+def _spec(found: StoredArray | Stored, name: str) -> TensorSpec:
+    return TensorSpec(name, found.shape, found.dtype) if isinstance(found, Stored) else found.spec(name)
 
 
 def _model_names(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -122,7 +132,7 @@ def _block(
     key: str,
     offset: tuple[int, ...],
     shape: tuple[int, ...],
-    pieces: list[tuple[range, StoredArray, str]],
+    pieces: list[tuple[range, StoredArray | Stored, str]],
 ) -> Block:
     """A block that lies whole in one file, or flattened and cut over several, as sharding stage 1 of Paddle writes."""
     pieces = sorted(pieces, key=lambda piece: piece[0].start)

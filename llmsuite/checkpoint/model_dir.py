@@ -10,7 +10,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -19,18 +19,14 @@ from llmsuite.checkpoint.files import read_json_file, sha256_of, write_json
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.layout import Arrangement, Layout, hf_name
-from llmsuite.checkpoint.tensors import (
-    MAX_FILE_BYTES,
-    InTurn,
-    TensorFiles,
-    TensorSource,
-    TensorSpec,
-    Written,
-    write_tensors,
-)
+from llmsuite.checkpoint.stored import Stored
+from llmsuite.checkpoint.tensors import TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.write import MAX_FILE_BYTES, InTurn, Written, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
+Load = Literal["exact", "known", "any"]
+"""How far stored tensors have to be those of a model."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -63,6 +59,8 @@ class ModelDirectory:
     """Tensors in the files that are no parameter of the model: derived ones, or layers it does not have here."""
     linears_transposed: bool
     """Whether linear weights lie [outputs, inputs] in the files."""
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    """Tensors in the files that the model does not have; only where the caller bears with them."""
 
     @property
     def names(self) -> list[str]:
@@ -96,6 +94,13 @@ class ModelDirectory:
     def _read(self, theirs: str, index: Sequence[slice] | None, transposed: bool) -> np.ndarray:
         value = self.files.read(theirs, index[::-1] if index and transposed else index)
         return value.T if transposed else value
+
+    def stored(self, name: str, transposed: bool) -> Stored | None:
+        """A parameter as it lies in a file, if it does so in one piece, [outputs, inputs] or not as is wanted."""
+        place, is_linear = self.tensors[name], self.family.names().is_linear(name)
+        if place.stacked or place.num_parts > 1 or not isinstance(self.files, TensorFiles):
+            return None
+        return self.files.stored(place.names[0]) if not is_linear or transposed == self.linears_transposed else None
 
     def _is_transposed(self, name: str) -> bool:
         return self.linears_transposed and self.family.names().is_linear(name)
@@ -146,7 +151,8 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
         if model_type in family.hf_model_types:
             try:
                 config = family.config_cls.from_hf(data)
-                TypeAdapter(family.config_keys()).validate_python(dataclasses.asdict(config))
+                shape = {key: value for key, value in dataclasses.asdict(config).items() if key != "head"}
+                TypeAdapter(family.config_keys()).validate_python(shape)
             except ValidationError as error:
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
                 raise UserError(f"{path / 'config.json'}: {wrong}") from error
@@ -160,18 +166,31 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     )
 
 
-def open_model(path: Path, families: Mapping[str, ModelFamily]) -> ModelDirectory:
+def open_model(
+    path: Path, families: Mapping[str, ModelFamily], check: bool = False, load: Load = "exact"
+) -> ModelDirectory:
     """Open a model directory and check that it holds every parameter of its model, and nothing else.
+
+    Args:
+        path: the directory.
+        families: known model families.
+        check: whether to compare what is read with its manifest.json, see `TensorFiles`.
+        load: "known" bears with tensors that the model does not have, "any" with missing ones too.
 
     Raises:
         UserError: naming every missing or unexpected tensor.
     """
     family, config = read_config(path, families)
-    return describe_model(path, family, config, TensorFiles(path, "model"))
+    return describe_model(path, family, config, TensorFiles(path, "model", check), load=load)
 
 
 def describe_model(
-    path: Path, family: ModelFamily, config: Any, files: TensorSource, from_paddle: bool = False
+    path: Path,
+    family: ModelFamily,
+    config: Any,
+    files: TensorSource,
+    from_paddle: bool = False,
+    load: Load = "exact",
 ) -> ModelDirectory:
     """A model whose tensors lie in `files`, by the names of either layout.
 
@@ -200,16 +219,19 @@ def describe_model(
         found.pop("lm_head.weight", None)  # some writers store the tied copy
     missing = [name for name in wanted if name not in found]
     unexpected = [found[name] for name in found if name not in wanted]
-    if missing or unexpected:
+    if (missing and load != "any") or (unexpected and load == "exact"):
         parts = [
-            f"{what} {len(which)}: {', '.join(which[:5])}{' …' if len(which) > 5 else ''}"
+            f"{what} {len(which)}: {', '.join(which)}"
             for what, which in (("missing", missing), ("unexpected", unexpected))
             if which
         ]
         raise UserError(f"{path}: the tensors are not those of its config.json; {'; '.join(parts)}")
-    for name, place in tensors.items():
-        tensors[name] = dataclasses.replace(place, names=tuple(found[theirs] for theirs in place.names))
-    return ModelDirectory(path, family, config, layout, tensors, files, ignored, transposed)
+    tensors = {
+        name: dataclasses.replace(place, names=tuple(found[theirs] for theirs in place.names))
+        for name, place in tensors.items()
+        if all(theirs in found for theirs in place.names)
+    }
+    return ModelDirectory(path, family, config, layout, tensors, files, ignored, transposed, unexpected)
 
 
 def _names_in(tensors: Mapping[str, HfTensors]) -> dict[str, None]:
@@ -226,10 +248,13 @@ def write_model(
     layout: Layout = "hf",
     tokenizer: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    rank: int = 0,
+    writers: Mapping[str, int] | None = None,
 ) -> Written:
     """Write a model into an existing directory. Returns sizes and digests for its manifest.
 
-    Each parameter is read once, in the order given: where it lies in parts on several ranks, all of them take part.
+    Each parameter is read once, in the order given: where it lies in parts on several ranks, all of them take part,
+    whoever of them writes it.
 
     Args:
         directory: where to; the caller commits it.
@@ -240,17 +265,26 @@ def write_model(
         layout: whose names and orientation the files get.
         tokenizer: directory whose tokenizer files are copied along.
         max_file_bytes: see `write_tensors`.
+        rank: who this is, where several processes write a part each.
+        writers: rank by parameter. Those that are stored as one tensor have the same.
     """
     specs = list(specs)
     arrangement = Arrangement(family, config, specs, layout)
-    in_turn = InTurn(specs, read, [name for theirs in arrangement.names for name in arrangement.parameters(theirs)])
+    writer_of = {theirs: (writers or {}).get(arrangement.parameters(theirs)[0], 0) for theirs in arrangement.names}
+    mine = [theirs for theirs in arrangement.names if writer_of[theirs] == rank]
+    in_turn = InTurn(specs, read, [name for theirs in mine for name in arrangement.parameters(theirs)])
 
     def read_stored(theirs: str) -> np.ndarray:
         return arrangement.read(theirs, in_turn.read)
 
     # "pt" and "np" are how transformers and PaddleNLP recognise the orientation of the matrices
     metadata = {"format": "pt" if layout == "hf" else "np"}
-    written = write_tensors(directory, "model", arrangement.specs, read_stored, metadata, max_file_bytes)
+    written = write_tensors(
+        directory, "model", arrangement.specs, read_stored, metadata, max_file_bytes, rank=rank, writers=writer_of
+    )
+    in_turn.finish()
+    if rank:
+        return written
     write_json(directory / "config.json", {**config.to_hf(), "torch_dtype": specs[0].dtype})
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)

@@ -20,7 +20,10 @@ from llmsuite.checkpoint.files import resumable_directory, write_json
 from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
 from llmsuite.checkpoint.layout import Arrangement, Layout
 from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
-from llmsuite.checkpoint.tensors import MAX_FILE_BYTES, TensorSpec, in_parts, write_tensors
+from llmsuite.checkpoint.stored import Stored
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.threads import num_threads
+from llmsuite.checkpoint.write import MAX_FILE_BYTES, in_parts, write_tensors
 from llmsuite.errors import UserError
 
 FORMAT = 1
@@ -69,17 +72,29 @@ class Rewrite:
         """Write it; on return it is whole and on disk.
 
         Raises:
-            UserError: the target exists, there is not enough room, or a value does not fit its new dtype.
+            UserError: the target exists, there is not enough room or memory, a value does not fit its new dtype, or the
+                source is not as its manifest tells.
         """
         if target.exists():
             raise UserError(f"{target} exists; choose another --output, or remove it first")
         self._check_room(target)
+        try:
+            self._write(target, progress)
+        except MemoryError as error:
+            raise UserError(
+                f"{target}: there is not enough memory for it: {error or 'none is left'}; what is done stays in "
+                f"{_unfinished(target)}"
+            ) from error
+
+    def _write(self, target: Path, progress: Callable[[int], None]) -> None:
         limit = self._max_file_bytes()
         model, form = self.model, self.form
         manifest: dict[str, Any] = {"format": FORMAT}
         with resumable_directory(target, self._content(), manifest) as directory:
             metadata = {"format": "pt" if form.layout == "hf" else "np"}
-            written = write_tensors(directory, "model", self.specs, self._read, metadata, limit, True, progress)
+            written = write_tensors(
+                directory, "model", self.specs, self._read, metadata, limit, True, progress, num_threads()
+            )
             config = {**model.config.to_hf(), "torch_dtype": self.specs[0].dtype}
             if form.layout == "paddlenlp":
                 config["dtype"] = self.specs[0].dtype
@@ -88,8 +103,12 @@ class Rewrite:
             copy_tokenizer(model.path, directory)
             manifest.update(dataclasses.asdict(written))
 
-    def _read(self, theirs: str) -> Iterator[np.ndarray]:
+    def _read(self, theirs: str) -> Stored | Iterator[np.ndarray]:
         spec = self._by_name[theirs]
+        if theirs not in self._parts and len(pieces := self._arrangement.parameters(theirs)) == 1:
+            found = self.model.stored(pieces[0], transposed=self.form.layout == "hf")
+            if found is not None and (found.shape, found.dtype) == (spec.shape, spec.dtype):
+                return found
         return (
             self._cast(theirs, part, spec.dtype) for part in in_parts(spec, lambda index: self._stored(theirs, index))
         )
@@ -109,7 +128,7 @@ class Rewrite:
         if value.dtype.name == dtype:
             return value
         with np.errstate(over="ignore"):
-            result = value.astype("float32").astype(dtype)
+            result = value.astype("float32", copy=False).astype(dtype)
         if dtype == "float16" and not np.array_equal(np.isfinite(result), np.isfinite(value.astype("float32"))):
             raise UserError(f"{self.model.path}: {name!r} has values too large for fp16; use --dtype bf16 or fp32")
         return result
@@ -128,7 +147,7 @@ class Rewrite:
 
     def _check_room(self, target: Path) -> None:
         place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
-        done = target.with_name(target.name + ".part")
+        done = _unfinished(target)
         there = sum(p.stat().st_size for p in done.glob("*")) if done.is_dir() else 0
         free = shutil.disk_usage(place).free + there
         if self.num_bytes > free:
@@ -144,6 +163,10 @@ class Rewrite:
             [dataclasses.astuple(s) for s in self.specs],
         ]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _unfinished(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
 
 
 def _num_files(specs: Sequence[TensorSpec], limit: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from llmsuite.checkpoint.distcp import metadata_file, open_distcp
 from llmsuite.checkpoint.fused import Heads, Unfused
 from llmsuite.checkpoint.layout import Arrangement, hf_name
-from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, open_model, read_config
+from llmsuite.checkpoint.model_dir import Load, ModelDirectory, describe_model, open_model, read_config
 from llmsuite.checkpoint.pdparams import join_ranks, open_pdparams, pdparams_files
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.checkpoint.train_state import find_model, is_run
@@ -44,7 +44,7 @@ def open_source(
         raise UserError(f"{path}: is not a directory")
     distcp = next((path / name for name in _DISTCP_BELOW if metadata_file(path / name)), None)
     if is_run(path) or any((path / name).is_file() for name in _SAFETENSORS):
-        model = open_model(find_model(path), families)
+        model = open_model(find_model(path), families, check=True)
     elif distcp is not None:
         place = _config_directory(distcp, config)
         family, settings = read_config(place, families)
@@ -67,13 +67,38 @@ def open_source(
 
 def check_shapes(model: ModelDirectory, shapes: Shapes) -> None:
     """Raises UserError naming every tensor whose shape is not the one its config.json gives it."""
-    wrong = model.unlike_their_stack()
-    for name, shape in shapes.items():
-        found = model.spec(name).shape
-        if found != tuple(shape):
-            wrong.append(f"{name} is {list(found)}, config.json makes it {list(shape)}")
+    wrong = [*model.unlike_their_stack(), *misshapen(model, shapes).values()]
     if wrong:
-        raise UserError(f"{model.path}: {len(wrong)} tensors have another shape: {'; '.join(wrong[:5])}")
+        raise UserError(f"{model.path}: {len(wrong)} tensors have another shape: {'; '.join(wrong)}")
+
+
+def misshapen(model: ModelDirectory, shapes: Shapes) -> dict[str, str]:
+    """The parameters whose shape is another one, with what it is."""
+    found = {name: model.spec(name).shape for name in shapes if name in model.tensors}
+    return {
+        name: f"{name} is {list(shape)}, config.json makes it {list(shapes[name])}"
+        for name, shape in found.items()
+        if shape != tuple(shapes[name])
+    }
+
+
+def not_to_be_read(model: ModelDirectory, shapes: Shapes, load: Load, report: Callable[[str], None]) -> set[str]:
+    """The parameters that a model directory has not, or in another shape; each is reported, as is what is left out.
+
+    Raises:
+        UserError: a shape is another one, and `load` is not "any".
+    """
+    if load != "any":
+        check_shapes(model, shapes)
+    if model.left_out:
+        report(f"{model.path}: left out, as the model has no such tensors: {', '.join(model.left_out)}")
+    wrong = misshapen(model, shapes)
+    missing = [name for name in shapes if name not in model.tensors]
+    if wrong:
+        report(f"{model.path}: drawn from the seed, as the shape is another one: {'; '.join(wrong.values())}")
+    if missing:
+        report(f"{model.path}: drawn from the seed, as they are missing: {', '.join(missing)}")
+    return {*wrong, *missing}
 
 
 def _config_directory(path: Path, config: Path | None) -> Path:

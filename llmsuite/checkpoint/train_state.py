@@ -27,9 +27,18 @@ import numpy as np
 
 from llmsuite.checkpoint.adapter import CONFIGS
 from llmsuite.checkpoint.adapter_dir import Adapters, write_adapters
-from llmsuite.checkpoint.files import broken_file, committed_directory, read_json_file, write_json, write_text_atomic
+from llmsuite.checkpoint.files import (
+    begin_directory,
+    broken_file,
+    committed_directory,
+    read_json_file,
+    write_json,
+    write_text_atomic,
+)
 from llmsuite.checkpoint.model_dir import write_model
-from llmsuite.checkpoint.tensors import InTurn, TensorSpec, write_tensors
+from llmsuite.checkpoint.share import collect_notes, write_part
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.write import InTurn, Written, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
 
@@ -61,8 +70,11 @@ class WholeTensor:
     name: str
     shape: Sequence[int]
     dtype: str
-    gather: Callable[[], Any]
-    """Gives all of it, as a Paddle tensor; where it lies in parts, every rank has to call it."""
+    gather: Callable[[], Any] | None
+    """Gives all of it, as a Paddle tensor; where it lies in parts, every rank that has this calls it. None on a rank
+    that neither has a part nor writes it."""
+    writer: int = 0
+    """The rank that writes it."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,10 +91,14 @@ def save(
     tokenizer: Path | None,
     keep_last: int,
     adapters: Adapters | None = None,
-) -> Path:
-    """Write a checkpoint; on return it is on disk, and older ones beyond `keep_last` are gone.
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Path | None:
+    """Write a checkpoint, or this rank's part of it.
 
-    One rank calls this; the others call `take_part` with the same tensors at the same time.
+    Every rank calls this with the same tensors; where there are several, rank 0 has called `begin` before any of them.
+    On its return on rank 0 the checkpoint is on disk, and older ones beyond `keep_last` are gone; the others return
+    when they have done their part.
 
     Args:
         root: the `checkpoints` directory.
@@ -93,23 +109,44 @@ def save(
         optimizer_state: by `parameter/slot`.
         tokenizer: directory whose tokenizer is copied along.
         keep_last: how many checkpoints stay.
-        adapters: given, the parameters are theirs.
+        adapters: given, the parameters are theirs; rank 0 writes them.
+        rank: this one.
+        num_ranks: how many write.
+
+    Returns:
+        The checkpoint, on rank 0.
 
     Raises:
         UserError: it cannot be written; the older ones are untouched.
     """
     final = root / f"step-{state.step}"
     manifest: dict[str, Any] = {"format": FORMAT, "step": state.step}
-    with committed_directory(final, manifest) as directory:
-        read, specs = _reader(parameters), _specs(parameters)
-        if adapters is not None:
+
+    def write(directory: Path) -> Written:
+        read, specs, writers = _reader(parameters), _specs(parameters), {t.name: t.writer for t in parameters}
+        if adapters is None:
+            written = write_model(
+                directory, family, config, read, specs, tokenizer=tokenizer, rank=rank, writers=writers
+            )
+        elif rank == 0:
             written = write_adapters(directory, adapters, family, config, read, specs, tokenizer=tokenizer)
         else:
-            written = write_model(directory, family, config, read, specs, tokenizer=tokenizer)
-        slots = _specs(optimizer_state)
-        in_turn = InTurn(slots, _reader(optimizer_state), [spec.name for spec in slots])
-        written.add(write_tensors(directory, "optimizer", slots, in_turn.read, {"format": "llmsuite"}))
-        manifest.update(dataclasses.asdict(written))
+            written = Written()
+            InTurn(specs, read, []).finish()
+        slots, writers = _specs(optimizer_state), {t.name: t.writer for t in optimizer_state}
+        in_turn = InTurn(slots, _reader(optimizer_state), [n for n, writer in writers.items() if writer == rank])
+        metadata = {"format": "llmsuite"}
+        written.add(write_tensors(directory, "optimizer", slots, in_turn.read, metadata, rank=rank, writers=writers))
+        in_turn.finish()
+        return written
+
+    if rank:
+        write_part(final, rank, write)
+        return None
+    with committed_directory(final, manifest, is_begun=num_ranks > 1) as directory:
+        written = write(directory)
+        written.add(collect_notes(directory, num_ranks))
+        manifest.update(files=dict(sorted(written.files.items())), tensors=dict(sorted(written.tensors.items())))
         write_json(directory / "state.json", {"format": FORMAT, **dataclasses.asdict(state)})
     write_text_atomic(root / "latest", final.name + "\n")
     # later ones are damaged and were passed over: they must not count, or this one would be the first to go
@@ -146,13 +183,22 @@ def load_best(root: Path) -> Best | None:
     return best if (root / f"step-{best.step}").is_dir() else None
 
 
-def on_host(tensors: Sequence[WholeTensor]) -> list[WholeTensor]:
-    """The same tensors with a copy of their present values. The other ranks call `take_part` at the same time."""
+def begin(root: Path, step: int) -> None:
+    """Make the place that several ranks fill by `save`. Raises UserError when it cannot be made."""
+    begin_directory(root / f"step-{step}")
+
+
+def on_host(tensors: Sequence[WholeTensor], rank: int = 0) -> list[WholeTensor]:
+    """The same tensors, those that this rank writes with a copy of their present values. Every rank calls it."""
     held = []
     for tensor in tensors:
-        value = tensor.gather().numpy()
-        own = value if value.flags.owndata else value.copy()
-        held.append(dataclasses.replace(tensor, gather=functools.partial(_Held, own)))
+        gather = None
+        if tensor.gather is not None:
+            found = tensor.gather()
+            if tensor.writer == rank:
+                value = found.numpy()
+                gather = functools.partial(_Held, value if value.flags.owndata else value.copy())
+        held.append(dataclasses.replace(tensor, gather=gather))
     return held
 
 
@@ -164,12 +210,6 @@ class _Held:
 
     def numpy(self) -> np.ndarray:
         return self.values
-
-
-def take_part(parameters: Sequence[WholeTensor], optimizer_state: Sequence[WholeTensor]) -> None:
-    """What the ranks that do not write do during `save`: give their parts, in their order."""
-    for tensor in [*parameters, *optimizer_state]:
-        tensor.gather()
 
 
 def find_latest(root: Path, report: Callable[[str], None]) -> Path | None:
@@ -263,7 +303,10 @@ def _reader(tensors: Sequence[WholeTensor]) -> Callable[[str], np.ndarray]:
     by_name = {tensor.name: tensor for tensor in tensors}
 
     def read(name: str) -> np.ndarray:
-        value = by_name[name].gather().numpy()
+        gather = by_name[name].gather
+        if gather is None:  # others see to it
+            return np.empty(0)
+        value = gather().numpy()
         if by_name[name].dtype == "bfloat16":  # Paddle hands bfloat16 out as the bits
             import ml_dtypes
 

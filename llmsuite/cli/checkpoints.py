@@ -54,8 +54,7 @@ def _list(path: Path) -> int:
 
 
 def _verify(path: Path) -> int:
-    from llmsuite.checkpoint.files import MANIFEST, broken_file
-    from llmsuite.checkpoint.tensors import damaged_tensors
+    from llmsuite.checkpoint.files import MANIFEST, broken_file, damaged_tensors
     from llmsuite.observe.progress import track
 
     found = [path] if (path / MANIFEST).is_file() else [directory for _, directory in _steps(path)]

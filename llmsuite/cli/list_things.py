@@ -24,6 +24,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
+    rows: list[tuple[str, ...]]
     if args.what == "keys":
         rows = list(_keys(args.stage, args.family, registry))
     elif args.what == "recipes":
@@ -32,9 +33,9 @@ def run(args: Any, registry: Registry) -> int:
         kind = {"formats": "data format", "layouts": "exporter"}.get(args.what, args.what.removesuffix("s"))
         specs = registry.specs(kind)
         rows = [(name, spec.help, registry.owner(kind, name).distribution) for name, spec in specs.items()]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-    for first, second, third in rows:
-        print(f"{first:{widths[0]}}  {second:{widths[1]}}  {third}".rstrip())
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())
     return 0
 
 
@@ -49,13 +50,13 @@ def _keys(stage: str | None, family: str, registry: Registry) -> Iterator[tuple[
         yield info.dotted, info.type_text, f"{info.doc}" + ("" if in_shape else f" [{default}]")
 
 
-def _recipes() -> Iterator[tuple[str, str, str]]:
+def _recipes() -> Iterator[tuple[str, str, str, str]]:
     root = bundled("recipes")
     for path in sorted(root.glob("*/*.json")):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            yield f"recipes/{path.relative_to(root)}", "not JSON", ""
+            yield f"recipes/{path.relative_to(root)}", "not JSON", "", ""
             continue
         model = data["model"].get("weights") or data["model"].get("preset") or ""
         devices = data.get("launch", {}).get("num_devices", 1) * data.get("launch", {}).get("nnodes", 1)
@@ -63,6 +64,7 @@ def _recipes() -> Iterator[tuple[str, str, str]]:
             f"recipes/{path.relative_to(root)}",
             f"{data['stage']} of {model}",
             f"{devices} x {data.get('device', 'cpu')}",
+            data.get("source", ""),
         )
 
 

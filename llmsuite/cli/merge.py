@@ -63,8 +63,8 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
     from llmsuite.checkpoint.rewrite import DTYPES, Form, Rewrite
     from llmsuite.checkpoint.sources import open_source
-    from llmsuite.checkpoint.tensors import MAX_FILE_BYTES
     from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.checkpoint.write import MAX_FILE_BYTES
     from llmsuite.inference.load import parameter_shapes
     from llmsuite.observe.progress import track_bytes
 
@@ -85,7 +85,7 @@ def run(args: Any, registry: Registry) -> int:
     if adapter is not None:
         if given is None:
             check_base(adapter, Base(str(base), model.digest()))
-        model = add_adapter(model, adapter)
+        model = add_adapter(model, adapter, args.allow_pickle)
     size = _num_bytes(args.max_shard_size) if args.max_shard_size else MAX_FILE_BYTES
     dtype = DTYPES[args.dtype] if args.dtype else None
     rewrite = Rewrite(model, Form(args.layout, dtype, size, args.split_num, args.fused))

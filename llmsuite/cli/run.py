@@ -64,8 +64,9 @@ def run(args: Any, registry: Registry) -> int:
     if reason is not None:
         raise RecipeError([plan.loaded.problem("device", f"{backend.name}: {reason}")])
     if args.smoke:
-        was = plan.degrees
-        print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, mesh {was} on cpu", flush=True)
+        whole = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
+        mesh = f"mesh {plan.degrees} on cpu{whole}"
+        print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, {mesh}", flush=True)
     if num_ranks == 1:
         return _work(plan, registry, args.resume)
 

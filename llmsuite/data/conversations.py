@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmsuite.data.formats import SHAREGPT_ROLES, Row, has_keys, text_at, texts_at
+from llmsuite.data.formats import SHAREGPT_ROLES, Row, check_order, has_keys, text_at, texts_at
 from llmsuite.data.rows import ROLES, Conversation, Message, ToolCall
 from llmsuite.plugins.hookspecs import DataFormat
 
@@ -67,6 +67,7 @@ def sharegpt(row: Row) -> Conversation:
             message = Message(SHAREGPT_ROLES[speaker], text)
         messages.append(message)
         learnt.append(_is_learnt(turn, where, message.role))
+    check_order(messages, "conversations", len(messages) - len(turns))
     return Conversation(tuple(messages), tuple(learnt), tools_at(row))
 
 
@@ -85,6 +86,7 @@ def openai(row: Row) -> Conversation:
         content = "" if calls and turn.get("content") is None else text_at(turn, "content", where)
         messages.append(Message(role, content, calls))
         learnt.append(_is_learnt(turn, where, role))
+    check_order(messages, "messages")
     return Conversation(tuple(messages), tuple(learnt), tools_at(row))
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import io
-import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from llmsuite.data.compressed import lines, open_bytes
+from llmsuite.data.parquet import open_parquet
+from llmsuite.data.read import Faults, Parser
 from llmsuite.errors import UserError
 
 Division = Literal["blank_lines", "lines", "files"]
@@ -28,110 +26,94 @@ def kind_of(path: Path) -> str:
     return kind
 
 
-def read_documents(path: Path, division: Division, key: str) -> Iterator[tuple[str, int]]:
+def read_documents(path: Path, division: Division, key: str, faults: Faults | None = None) -> Iterator[tuple[str, int]]:
     """Each document that is not blank, and how many bytes of the file are read by then.
 
     Args:
         path: a file of one of KINDS.
         division: where a document of a .txt ends.
         key: of the text in .jsonl rows; column of .parquet.
+        faults: gets the faulty rows and lines; without it the first one is an error.
 
     Raises:
         UserError: the file or a row of it cannot be read; with the line.
     """
-    kind = kind_of(path)
+    kind, faults = kind_of(path), faults or Faults()
     if kind == ".parquet":
-        texts = _parquet(path, key)
+        texts = _parquet(path, key, faults)
     else:
-        texts = _plain(path, division) if kind == ".txt" else _json_lines(path, key)
+        texts = _plain(path, division, faults) if kind == ".txt" else _json_lines(path, key, faults)
     return ((text, done) for text, done in texts if text.strip())
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[io.TextIOBase, IO[bytes]]]:
-    """The text of a file, and the file below it, whose position says how far it is read."""
-    damaged: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)  # EOFError: a .gz that is cut short
-    with contextlib.ExitStack() as stack:
-        try:
-            raw = stack.enter_context(open(path, "rb"))
-            plain: Any = raw
-            if path.suffix == ".gz":
-                plain = stack.enter_context(gzip.GzipFile(fileobj=raw))
-            elif path.suffix == ".zst":
-                zstandard = _zstandard(path)
-                damaged += (zstandard.ZstdError,)
-                plain = stack.enter_context(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-            yield io.TextIOWrapper(plain, encoding="utf-8-sig", newline="\n"), raw
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: is not UTF-8: {error.reason}") from error
-        except damaged as error:
-            raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _zstandard(path: Path) -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UserError(f"{path}: needs the package zstandard; install it with: pip install zstandard") from error
-    return zstandard
-
-
-def _plain(path: Path, division: Division) -> Iterator[tuple[str, int]]:
-    with _opened(path) as (text, raw):
+def _plain(path: Path, division: Division, faults: Faults) -> Iterator[tuple[str, int]]:
+    with open_bytes(path) as (stream, raw):
         if division == "files":
-            yield text.read(), raw.tell()
+            yield "".join(text for _, text in _lines(stream, path, faults)), raw.tell()
             return
-        lines: list[str] = []
-        for line in text:
+        part: list[str] = []
+        for _, line in _lines(stream, path, faults):
             if division == "lines":
                 yield line.rstrip("\r\n"), raw.tell()
             elif line.strip():
-                lines.append(line)
-            elif lines:
-                yield "".join(lines).rstrip("\r\n"), raw.tell()
-                lines = []
-        yield "".join(lines).rstrip("\r\n"), raw.tell()
+                part.append(line)
+            elif part:
+                yield "".join(part).rstrip("\r\n"), raw.tell()
+                part = []
+        yield "".join(part).rstrip("\r\n"), raw.tell()
 
 
-def _json_lines(path: Path, key: str) -> Iterator[tuple[str, int]]:
-    with _opened(path) as (lines, raw):
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
+def _lines(stream: IO[bytes], path: Path, faults: Faults) -> Iterator[tuple[int, str]]:
+    """Lines of text, however long they are."""
+    for number, line in enumerate(stream, 1):
+        try:
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            _bad(faults, f"{path}:{number}", f"is not UTF-8: {error.reason}")
+
+
+def _json_lines(path: Path, key: str, faults: Faults) -> Iterator[tuple[str, int]]:
+    parser = Parser()
+    with open_bytes(path) as (stream, raw):
+        for number, line in lines(stream, path):
+            text = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
+            if not text:
                 continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}:{number}: is not a JSON line: {error}") from error
-            if not isinstance(row, dict) or key not in row:
+            row, fault = parser.line(text)
+            if fault is None and (not isinstance(row, dict) or key not in row):
                 found = f"the keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-                raise UserError(f"{path}:{number}: has no key {key!r}, which is to hold the text; it has {found}")
-            yield _checked(row[key], f"{path}:{number}: {key}"), raw.tell()
+                fault = f"has no key {key!r}, which is to hold the text; it has {found}"
+            fault = fault or _text_fault(row[key], key)
+            if fault is None:
+                yield row[key], raw.tell()
+            else:
+                _bad(faults, f"{path}:{number}", fault)
 
 
-def _parquet(path: Path, column: str) -> Iterator[tuple[str, int]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path}: needs the package pyarrow; install it with: pip install pyarrow") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                raise UserError(f"{path}: has no column {column!r}; it has {', '.join(file.schema_arrow.names)}")
-            size, total, row = path.stat().st_size, file.metadata.num_rows, 0
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield _checked(text, f"{path}: row {row}: {column}"), size * row // total
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+def _parquet(path: Path, column: str, faults: Faults) -> Iterator[tuple[str, int]]:
+    with open_parquet(path) as file:
+        if column not in file.schema_arrow.names:
+            raise UserError(f"{path}: has no column {column!r}; it has {', '.join(file.schema_arrow.names)}")
+        size, total, row = path.stat().st_size, file.metadata.num_rows, 0
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                if fault := _text_fault(text, column):
+                    _bad(faults, f"{path}: row {row}", fault)
+                else:
+                    yield text, size * row // total
 
 
-def _checked(text: Any, where: str) -> str:
+def _bad(faults: Faults, where: str, fault: str) -> None:
+    faults.add(where, fault)
+    faults.check()
+
+
+def _text_fault(text: Any, key: str) -> str | None:
     if not isinstance(text, str):
-        raise UserError(f"{where}: is a {type(text).__name__}, not text")
+        return f"{key!r} is a {type(text).__name__}, not text"
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: has half of a surrogate pair, which is no text") from error
-    return text
+    except UnicodeEncodeError:
+        return f"{key!r} has half of a surrogate pair, which is no text"
+    return None

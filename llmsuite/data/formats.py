@@ -88,6 +88,7 @@ def _preference(prompt: Sequence[Message], chosen: Message, rejected: Message) -
             raise ValueError(f"{key!r} is said by {answer.role!r}, not by the assistant")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         raise ValueError("the prompt does not end with a turn of the user")
+    check_order(prompt, "prompt")
     return Preference(tuple(prompt), chosen.content, rejected.content)
 
 
@@ -109,6 +110,27 @@ def messages_at(value: Any, where: str, default_role: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where!r} is neither text nor a list of turns")
     return [_turn(turn, f"{where}[{i}]", "role", "content") for i, turn in enumerate(value)]
+
+
+_BEFORE = {
+    "system": (None,),
+    "user": (None, "system", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+
+
+def check_order(messages: Sequence[Message], where: str, first: int = 0) -> None:
+    """Raises ValueError unless each turn follows one it can: answers what a user or a tool has said, and so on.
+
+    `where` names the list the turns are from, which begins with number `first` of them.
+    """
+    before: str | None = None
+    for i, message in enumerate(messages):
+        if before not in _BEFORE[message.role]:
+            place = f"behind one of the {before}" if before else "at the beginning"
+            raise ValueError(f"the turns are out of order: '{where}[{i - first}]' of the {message.role} is {place}")
+        before = message.role
 
 
 def text_at(row: Row, key: str, where: str = "") -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmsuite.data import conversations
-from llmsuite.data.formats import Row, has_keys, messages_at, text_at, texts_at
+from llmsuite.data.formats import Row, check_order, has_keys, messages_at, text_at, texts_at
 from llmsuite.data.rows import Conversation, Message, Prompt, Unpaired
 from llmsuite.plugins.hookspecs import DataFormat
 
@@ -111,6 +111,7 @@ def _prompt(messages: list[Message], tools: str = "") -> Prompt:
         raise ValueError("the prompt does not end with a turn of the user")
     if not messages[-1].content.strip():
         raise ValueError("the last turn of the prompt is empty")
+    check_order(messages, "prompt")
     return Prompt(tuple(messages), tools)
 
 

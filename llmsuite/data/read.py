@@ -1,55 +1,127 @@
-"""Rows from JSON and JSON Lines files, with the place of every fault."""
+"""Rows from files, with the place of every fault: JSON Lines, JSON lists (both also compressed), Parquet."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from llmsuite.data.compressed import PACKED, lines, open_bytes
+from llmsuite.data.parquet import open_parquet
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import DataFormat
 
+OnBadRow = Literal["error", "skip"]
+KINDS = (".json", ".jsonl", ".parquet")
 _MAX_REPORTED = 10
+_PARQUET_ROWS = 1024
 
 
-def read_rows(path: Path, kind: str, name: str, formats: Mapping[str, DataFormat]) -> list[Any]:
+class Faults:
+    """Rows that cannot be read: they stop the run, or are counted by reason, as `data.on_bad_row` says."""
+
+    def __init__(self, on_bad_row: OnBadRow = "error"):
+        self.skips = on_bad_row == "skip"
+        self.counts: dict[str, int] = {}
+        self._first: dict[str, str] = {}
+        self._messages: list[str] = []
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def add(self, where: str, reason: str) -> None:
+        """Note the fault of a row."""
+        # what is counted together: without the details, which differ from row to row
+        kind = re.sub(r"(?<![\w-])\d+", "N", re.split(r": |; | \(", reason)[0]) if self.skips else reason
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self._first.setdefault(kind, where)
+        if len(self._messages) < _MAX_REPORTED:
+            self._messages.append(f"{where}: {reason}")
+
+    def check(self) -> None:
+        """Raises UserError with the first faults, unless they are to be skipped."""
+        if self._messages and not self.skips:
+            more = f"\nand {self.total - _MAX_REPORTED} more" if self.total > _MAX_REPORTED else ""
+            raise UserError("\n".join(self._messages) + more)
+
+    def summary(self) -> str:
+        """Such as "3 that cannot be read: is not a JSON line (3, first at rows.jsonl:7)"."""
+        reasons = (f"{kind} ({count}, first at {self._first[kind]})" for kind, count in sorted(self.counts.items()))
+        return f"{self.total} that cannot be read: {', '.join(reasons)}"
+
+
+class Rows(list[Any]):
+    """Converted rows, with the place of each and what could not be converted."""
+
+    def __init__(self, faults: Faults):
+        super().__init__()
+        self.places: list[str] = []
+        """File and line of each row, such as "train.jsonl:7"."""
+        self.faults = faults
+
+
+def read_rows(
+    path: Path, kind: str, name: str, formats: Mapping[str, DataFormat], on_bad_row: OnBadRow = "error"
+) -> Rows:
     """All rows of a file, converted.
 
     Args:
-        path: `.json` with a list of objects, or one object a line.
+        path: a file of one of KINDS, perhaps with .gz or .zst behind it; a directory for all of those in it. Any other
+            name is read as JSON Lines.
         kind: what the stage needs, such as "preference".
         name: a format's name, or "auto" to take the first one that matches the first row.
         formats: the registered formats.
+        on_bad_row: "skip" to leave faulty rows out and count them.
 
     Raises:
-        UserError: with file, line and reason of the first faulty rows; or no format fits.
+        UserError: with file, line and reason of the first faulty rows; or no format fits, or the rest of a file cannot
+            be read, or there are no rows.
     """
     chosen: DataFormat | None = None if name == "auto" else formats[name]
     if chosen is not None and chosen.kind != kind:
         raise UserError(f"data.format: {name} gives {chosen.kind} rows; this stage learns from {kind} rows")
-    rows, faults = [], []
-    for where, raw in _raw_rows(path):
-        if not isinstance(raw, Mapping):
-            faults.append(f"{where}: is a {type(raw).__name__}, not an object")
-            continue
-        if fault := _text_fault(raw):
-            faults.append(f"{where}: {fault}")
-            continue
-        if chosen is None:
-            chosen = _recognise(raw, where, kind, formats)
-        try:
-            rows.append(chosen.convert(raw))
-        except KeyError as error:
-            faults.append(f"{where}: has no key {error}; {chosen.name} needs: {chosen.help}")
-        except ValueError as error:
-            faults.append(f"{where}: {error}")
-    if faults:
-        more = f"\nand {len(faults) - _MAX_REPORTED} more" if len(faults) > _MAX_REPORTED else ""
-        raise UserError("\n".join(faults[:_MAX_REPORTED]) + more)
+    rows = Rows(Faults(on_bad_row))
+    for file in data_files(path):
+        for where, raw, fault in raw_rows(file):
+            if fault is None and not isinstance(raw, Mapping):
+                fault = f"is a {type(raw).__name__}, not an object"
+            if fault is None:
+                fault = _text_fault(raw)
+            if fault is None:
+                try:
+                    chosen = chosen or _recognise(raw, where, kind, formats)
+                    rows.append(chosen.convert(raw))
+                    rows.places.append(where)
+                except KeyError as error:
+                    assert chosen is not None
+                    fault = f"has no key {error}; {chosen.name} needs: {chosen.help}"
+                except ValueError as error:
+                    fault = str(error)
+            if fault is not None:
+                rows.faults.add(where, fault)
+    rows.faults.check()
     if not rows:
-        raise UserError(f"{path}: has no rows")
+        skipped = f": {rows.faults.summary()}" if rows.faults.total else ""
+        raise UserError(f"{path}: has no rows{skipped}")
     return rows
+
+
+def data_files(path: Path) -> list[Path]:
+    """The file, or the files of data in a directory, by name. Raises UserError when there are none."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.is_file() and unpacked_suffix(file) in KINDS)
+    if not found:
+        raise UserError(f"{path}: cannot be read: is a directory without {', '.join(KINDS)} files")
+    return found
+
+
+def unpacked_suffix(path: Path) -> str:
+    """Of a name, without what says how it is compressed."""
+    return (path.with_suffix("") if path.suffix in PACKED else path).suffix
 
 
 def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[str, DataFormat]) -> DataFormat:
@@ -64,7 +136,7 @@ def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[s
 def _text_fault(row: Mapping[str, Any]) -> str | None:
     """What no tokenizer would take, though JSON can say it."""
     try:
-        json.dumps(row, ensure_ascii=False).encode()
+        json.dumps(row, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         return "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
     except RecursionError:
@@ -72,27 +144,120 @@ def _text_fault(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
+    """The place of each row, what it is, and the fault for which it could not be parsed, or None.
+
+    Raises:
+        UserError: what follows cannot be read: the file is damaged, or its list is no JSON.
+    """
+    kind = unpacked_suffix(path)
+    if kind == ".parquet":
+        return _parquet(path)
+    return _list(path) if kind == ".json" else _lines(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any, str | None]]:
+    parser = Parser()
+    with open_bytes(path) as (stream, _):
+        for number, line in lines(stream, path):
+            if row := (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip():
+                yield f"{path}:{number}", *parser.line(row)
+
+
+def _list(path: Path) -> Iterator[tuple[str, Any, str | None]]:
+    with open_bytes(path) as (stream, _):
+        data = stream.read()
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: is not UTF-8: {error.reason}") from error
-    if path.suffix == ".json":
+        number = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
+    parser, at, line = Parser(), _skip(text, 0), 1
+    if not text.startswith("[", at):
+        row, _ = parser.whole(text, path, at, 1)
+        raise UserError(f"{path}: is a {type(row).__name__}, not a list of rows")
+    count, done, at = 0, 0, _skip(text, at + 1)
+    while not (count == 0 and text.startswith("]", at)):
+        count += 1
+        line, done = line + text.count("\n", done, at), at
+        row, fault, at = parser.at(text, at, path, line)
+        yield f"{path}:{line}: row {count}", row, fault
+        at = _skip(text, at)
+        if text.startswith("]", at):
+            break
+        if not text.startswith(",", at):
+            line += text.count("\n", done, at)
+            raise UserError(f"{path}:{line}: is not JSON: ',' or ']' is missing behind row {count}")
+        at = _skip(text, at + 1)
+    if rest := text[at + 1 :].strip():
+        line += text.count("\n", done, at + 1)
+        raise UserError(f"{path}:{line}: is not JSON: there is more behind the list: {rest[:20]!r}")
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _skip(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+class Parser:
+    """Strict JSON: no key twice and no NaN. Such a fault is of its row alone and does not lose the place."""
+
+    def __init__(self) -> None:
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
+        self._fault: str | None = None
+
+    def line(self, line: bytes) -> tuple[Any, str | None]:
+        """The row of a line, or its fault."""
         try:
-            rows = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: is not JSON: {error}") from error
-        if not isinstance(rows, list):
-            raise UserError(f"{path}: is a {type(rows).__name__}, not a list of rows")
-        yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows, 1))
-        return
-    for number, row in enumerate(text.split("\n"), 1):
-        if not row.strip():
-            continue
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            return None, f"is not UTF-8: {error.reason}"
+        self._fault = None
         try:
-            yield f"{path}:{number}", json.loads(row)
+            return self._decoder.decode(text), self._fault
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: is not a JSON line: {error}") from error
+            return None, f"is not a JSON line: {error}"
+
+    def at(self, text: str, start: int, path: Path, line: int) -> tuple[Any, str | None, int]:
+        """The row that begins there, its fault, and where it ends. Raises UserError when it is no JSON."""
+        self._fault = None
+        try:
+            row, end = self._decoder.raw_decode(text, start)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, json.JSONDecodeError):
+                line = error.lineno
+            raise UserError(f"{path}:{line}: is not JSON: {error}") from error
+        return row, self._fault, end
+
+    def whole(self, text: str, path: Path, start: int, line: int) -> tuple[Any, str | None]:
+        """As `at`, of all that is there."""
+        row, fault, end = self.at(text, start, path, line)
+        if text[end:].strip():
+            line = text.count("\n", 0, _skip(text, end)) + 1
+            raise UserError(f"{path}:{line}: is not JSON: there is more behind it; one row a line is called .jsonl")
+        return row, fault
+
+    def _object(self, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in found if names.count(name) > 1)
+            self._fault = f"has the key {twice!r} twice"
+        return found
+
+    def _constant(self, name: str) -> float:
+        self._fault = f"has {name}, which is no JSON"
+        return float(name)
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any, str | None]]:
+    with open_parquet(path) as file:
+        number = 0
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row, None

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from llmsuite.data.loader import Dealer, Reader
+from llmsuite.data.loader import Dealer, ReadAhead
 from llmsuite.engine import collective
+from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
@@ -88,6 +89,7 @@ def fit(
     hooks: Hooks,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
+    balance: ExpertBalance | None = None,
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
@@ -113,13 +115,13 @@ def fit(
     if objective is not None and num_workers:
         training = _MadeAhead(objective)
     collate = objective.collate if objective is not None else list
-    with StopRequest() as stop, Reader(train_samples, dealt, collate, num_workers) as reader:
+    with StopRequest() as stop, ReadAhead(train_samples, dealt, collate, num_workers) as reader:
         while step < schedule.total_steps:
             step += 1
             samples = next(reader)
             votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
             metrics = train_step(
-                step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks
+                step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks, balance
             )
             position += global_batch
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step

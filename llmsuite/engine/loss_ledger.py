@@ -79,6 +79,8 @@ class LossLedger:
         """The sums of all data ranks, each divided by its weight; 0 for a weight of 0. Every rank that reads data has
         to call it, with the same names."""
         names = list(self._sums)
+        if not names:  # looks that only leave something in their batches
+            return {}
         totals = collective.sum_over_data([*map(self._sum, names), *(self._weights[name] for name in names)])
         return {n: total / weight if weight else 0.0 for n, total, weight in zip(names, totals, totals[len(names) :])}
 

@@ -10,6 +10,7 @@ from typing import Any
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
+from llmsuite.models.head import head_of
 from llmsuite.plugins.hookspecs import ModelFamily
 
 
@@ -39,7 +40,7 @@ def open_any(
     model = open_source(place, families, parameter_shapes, config, allow_pickle)
     if base is None:
         check_base(adapter, Base(str(place), model.digest()))
-    return add_adapter(model, adapter)
+    return add_adapter(model, adapter, allow_pickle)
 
 
 def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
@@ -61,7 +62,7 @@ def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = 
         mesh: this rank's place, for a model that is cut over ranks (`llmsuite.engine.mesh.Mesh`).
 
     Raises:
-        UserError: the device does not have this precision, or the shape cannot be cut so.
+        UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
     """
     import paddle
 
@@ -73,6 +74,8 @@ def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = 
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.recipe.resolve import Degrees
 
+    if head_of(source.config) == "score":
+        raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
     if precision not in backend.precisions:
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)

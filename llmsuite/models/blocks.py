@@ -15,6 +15,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, cross_entropy
+from llmsuite.models.head import head_of, is_tied
 
 Tensor = Any
 LayerCache = tuple[Tensor, Tensor]
@@ -120,15 +121,18 @@ class Decoder(nn.Layer):
 
 
 class CausalLM(nn.Layer):
-    """A causal language model. Parameters start at zero (norms at one): `engine.init` or a checkpoint fills them."""
+    """A causal language model, or with a score head a reward model. Parameters start at zero (norms at one):
+    `engine.init` or a checkpoint fills them."""
 
     def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
-        """`config` has vocab_size, hidden_size and tie_word_embeddings."""
+        """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head`."""
         super().__init__()
         self.config, self.ops = config, ops
         self.cross_entropy = cross_entropy
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
-        self.lm_head = None if config.tie_word_embeddings else linear(config.hidden_size, config.vocab_size)
+        scores = head_of(config) == "score"
+        self.lm_head = None if scores or is_tied(config) else linear(config.hidden_size, config.vocab_size)
+        self.score = linear(config.hidden_size, 1) if scores else None
 
     def layer_inputs(
         self, start: int, length: int, dtype: Any, documents: Tensor | None = None
@@ -153,7 +157,7 @@ class CausalLM(nn.Layer):
         token sees padding and none needs a mask of its own.
 
         A row may hold several documents. Then `documents` [B, L] says of each token where in its row the token's
-        document begins: no token sees another document, and each begins at position 0.
+        document begins, -1 of padding that is marked: no token sees another document, and each begins at position 0.
         """
         x, present = self.decode(self.embed(input_ids, _length(cache), documents), cache, documents)
         return self.finish(x), present
@@ -221,6 +225,7 @@ class CausalLM(nn.Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V]."""
+        assert self.score is None, "a reward model says nothing; the stage's spec has to ask for a language model"
         if self.lm_head is None:
             return paddle.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
         return self.lm_head(hidden)
@@ -228,6 +233,11 @@ class CausalLM(nn.Layer):
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Hidden states [N, D] and target ids [N] to the negative log-probability of each target, [N] in float32."""
         return self.cross_entropy(self.logits(hidden).astype("float32"), targets)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] to scores [N] in float32."""
+        assert self.score is not None, "the model has no score head; the stage's spec has to ask for one"
+        return self.score(hidden).squeeze(-1).astype("float32")
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, L, V] of every position."""
@@ -246,7 +256,7 @@ def _length(cache: list[LayerCache] | None) -> int:
 
 def positions(documents: Tensor) -> Tensor:
     """Of each token in its document, [B, L]; `documents` as in `CausalLM.hidden_states`."""
-    return paddle.arange(documents.shape[1], dtype=documents.dtype) - documents
+    return paddle.arange(documents.shape[1], dtype=documents.dtype) - documents.clip(min=0)
 
 
 def rotation(

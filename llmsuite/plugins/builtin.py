@@ -38,9 +38,21 @@ def _pretrain() -> Any:
     return PretrainStage
 
 
+def _rm() -> Any:
+    from llmsuite.stages.rm import RmStage
+
+    return RmStage
+
+
+def _kto() -> Any:
+    from llmsuite.stages.kto import KtoStage
+
+    return KtoStage
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection, PretrainSection, SftSection
+    from llmsuite.stages.sections import DpoSection, KtoSection, PretrainSection, RmSection, SftSection
 
     conversations = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
     preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
@@ -75,6 +87,21 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_pretrain,
             smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
         ),
+        StageSpec(
+            name="rm",
+            help="reward model: a score for each answer, learnt from pairs",
+            config_cls=RmSection,
+            factory=_rm,
+            smoke=preference,
+            head="score",
+        ),
+        StageSpec(
+            name="kto",
+            help="preference optimisation on single answers that are wanted or not: kto, apo_zero",
+            config_cls=KtoSection,
+            factory=_kto,
+            smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
+        ),
     ]
 
 
@@ -88,6 +115,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         config_cls=getattr(config, f"{cls}Config"),
         presets=config.PRESETS,
         smoke=config.SMOKE,
+        smoke_keeps=config.SMOKE_KEEPS,
         factory=lambda: getattr(importlib.import_module(f"{package}.layers"), cls),
         names=lambda: importlib.import_module(f"{package}.names"),
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pluggy
 
@@ -44,6 +44,9 @@ class StageSpec:
     """Imports and returns the `Stage` subclass; called where Paddle may be imported."""
     smoke: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Recipe keys that `--smoke` sets for this stage, such as the embedded data it learns from."""
+    head: Literal["language_model", "score"] = "language_model"
+    """What the model gives: logits, or one score (`model.scores`). A score head is drawn from the seed when the weights
+    are those of a language model."""
     section: str = ""
     """What its section is called, where that is not `name`: that of another stage, whose keys it has."""
     adapters: bool = False
@@ -64,11 +67,15 @@ class ModelFamily:
     help: str
     config_cls: Any
     """Frozen dataclass of the shape; every field has a docstring. It has `from_hf(dict)` and `to_hf() -> dict`
-    for config.json, and `problems()` for rules between its fields."""
+    for config.json, and `problems()` for rules between its fields. A field `head` is no key of recipes but
+    what `StageSpec.head` says; without one the family has no score head (`llmsuite.models.head`)."""
     presets: Mapping[str, Mapping[str, Any]]
     """Published shapes by name."""
     smoke: Mapping[str, Any]
     """The tiny shape that `--smoke` trains."""
+    smoke_keeps: Sequence[str] = ()
+    """Fields of the shape that decide which code runs, such as `model_type`: `--smoke` leaves them as a recipe has
+    them. Of a field that is a size it keeps null only."""
     factory: Callable[[], type]
     """Imports and returns the `paddle.nn.Layer` subclass, built as `cls(config, ops)`; what the engine calls of it is
     `llmsuite.models.blocks.CausalLM`, which it best derives from."""
@@ -95,7 +102,7 @@ class ModelFamily:
         from llmsuite.recipe.keys import field_docs
 
         hints = typing.get_type_hints(self.config_cls, include_extras=True)
-        fields = {f.name: hints[f.name] for f in dataclasses.fields(self.config_cls)}
+        fields = {f.name: hints[f.name] for f in dataclasses.fields(self.config_cls) if f.name != "head"}
         make_typed_dict: Any = TypedDict  # a type checker knows it with literal fields only
         keys = make_typed_dict("ModelConfig", fields, total=False)
         keys.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import RecipeError, UserError
+from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
@@ -72,23 +73,26 @@ class RunPlan:
     train_file: Path
     eval_file: Path | None
     output_dir: Path
+    smoke_of: Degrees | None = None
+    """With `--smoke`, the degrees the recipe asks for."""
 
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
-    def check_files(self, reads_data: bool = True) -> None:
+    def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
         """Raises RecipeError naming every file this process needs that is not there, and how to get it."""
         problems = []
         data = (("data.train", self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
         for key, path in data:
-            if path is not None and not path.is_file():
+            if path is not None and not path.exists():
                 problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
-        if self.weights is not None and not (self.weights / "config.json").is_file():
+        if loads_model and self.weights is not None and not (self.weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
         if self.tokenizer is None:
-            problems.append(self.loaded.problem("model.tokenizer", "is required when model.weights is not given"))
-        elif reads_data and self.tokenizer != self.weights and not self.tokenizer.is_dir():
+            message = "is required without model.weights; add --model.tokenizer=DIR, where DIR has a tokenizer.json"
+            problems.append(self.loaded.problem("model.tokenizer", message))
+        elif reads_data and not (loads_model and self.tokenizer == self.weights) and not self.tokenizer.is_dir():
             problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
         if problems:
             raise RecipeError(problems)
@@ -122,7 +126,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     recipe = loaded.recipe
     family = registry.models[recipe.model.family]
     weights = _weights(recipe.model.weights) if recipe.model.weights else None
-    config, rules = _model_config(recipe, family, weights)
+    config, rules = _model_config(recipe, family, weights, registry.stages[recipe.stage])
     rules += _registered_names(recipe, registry)
     degrees = _degrees(recipe)
     device = registry.devices.get(recipe.device)
@@ -173,8 +177,10 @@ def _data_file(given: str) -> Path:
     return index if not path.exists() and (index := find(f"{given}.idx")).is_file() else path
 
 
-def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> tuple[Any, list[Broken]]:
-    """The shape: of the weights when they are there, else preset and single dimensions."""
+def _model_config(
+    recipe: Recipe, family: ModelFamily, weights: Path | None, stage: StageSpec
+) -> tuple[Any, list[Broken]]:
+    """The shape: of the weights when they are there, else preset and single dimensions; the head is the stage's."""
     model = recipe.model
     given: dict[str, Any] = {}
     if model.preset is not None:
@@ -197,14 +203,21 @@ def _model_config(recipe: Recipe, family: ModelFamily, weights: Path | None) -> 
         ]
         if differing:
             return None, [("model.weights", f"{weights} has another shape: {'; '.join(differing)}")]
+        if head_of(config) == "score" and stage.head == "language_model":
+            message = f"{weights} is a reward model, and {stage.name} trains a language model; choose the one behind it"
+            return None, [("model.weights", message)]
     elif weights is not None and model.preset is None:
         return None, [
             ("model.weights", missing_model(weights) + ". Or set model.preset to check the recipe without weights")
         ]
-    elif not given:
+    elif not given and model.preset is None:
         return None, [("model", "give weights, a preset or a config; one of them says how large the model is")]
     else:
         config = family.config_cls(**given)
+    if stage.head != head_of(config):
+        if not hasattr(config, "head"):
+            return None, [("model.family", f"{family.name} has no score head, which the stage {stage.name} trains")]
+        config = dataclasses.replace(config, head=stage.head)
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
 
 
@@ -239,9 +252,10 @@ def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smo
     """
     # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
     loaded = load(path, overrides, registry, layers=[("--smoke", _SMOKE_LENGTH)] if smoke else ())
-    if smoke:
-        loaded = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
-    return resolve(loaded, registry)
+    if not smoke:
+        return resolve(loaded, registry)
+    small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
+    return dataclasses.replace(resolve(small, registry), smoke_of=_degrees(loaded.recipe))
 
 
 _SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
@@ -251,23 +265,20 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     """What `--smoke` changes: tiny shape, embedded data, CPU processes, a few steps.
 
     Stage, loss, schedule of the learning rate and strategy stay as the recipe has them; degrees are cut down to what
-    makes 8 processes, data ranks first.
+    makes 8 processes (`_smoke_degrees`).
     """
     recipe = loaded.recipe
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
-    world = recipe.launch.num_devices * recipe.launch.nnodes
-    parallel = recipe.parallel
-    tp = min(parallel.tensor_parallel_degree, _SMOKE_RANKS)
-    pp = min(parallel.pipeline_parallel_degree, _SMOKE_RANKS // tp)
-    fixed = parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree
-    data = min(max(1, world // fixed), _SMOKE_RANKS // (tp * pp))
+    small = _smoke_degrees(_degrees(recipe))
+    tp, pp, data = small.tp, small.pp, small.num_data_ranks
     sharded = recipe.parallel.sharding != "none" and data > 1
-    degree = recipe.parallel.sharding_parallel_degree
+    degree = small.sharding if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1 else 1
     micro = min(recipe.train.micro_batch_size, 4)
     return {
+        "source": REMOVE,
         "model.weights": REMOVE,
         "model.preset": REMOVE,
-        "model.config": _smoke_shape(family, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
+        "model.config": _smoke_shape(recipe, family, stage, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
         "model.tokenizer": "data/tokenizer",
         "data.max_length": 256,
         "data.format": "auto",
@@ -278,8 +289,8 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             **_smoke_pipeline(recipe, pp),
             "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
             "sharding": recipe.parallel.sharding if sharded else "none",
-            "sharding_parallel_degree": degree if sharded and data % degree == 0 else 1,
-            "expert_parallel_degree": _smoke_experts(recipe, data, degree if sharded and data % degree == 0 else 1),
+            "sharding_parallel_degree": degree if sharded else 1,
+            "expert_parallel_degree": _smoke_experts(recipe, data, degree if sharded else 1),
         },
         "engine.precision": "fp32",
         **_SMOKE_LENGTH,
@@ -302,6 +313,20 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 _SMOKE_RANKS = 8
 
 
+def _smoke_degrees(asked: Degrees) -> Degrees:
+    """At most 8 ranks: the largest degree is halved until they are, and what is cut stays cut, by 2 at least.
+
+    Of equal ones dp goes first, then sharding, pp, tp; with all four at 2, dp is given up. The tiny shapes and their
+    batch can be cut by powers of two only, but for the pipeline.
+    """
+    degrees = {axis: 1 << getattr(asked, axis).bit_length() - 1 for axis in ("dp", "sharding")}
+    degrees |= {"pp": asked.pp, "tp": 1 << asked.tp.bit_length() - 1}
+    while math.prod(degrees.values()) > _SMOKE_RANKS:
+        axis = max(degrees, key=lambda name: degrees[name])
+        degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
+    return Degrees(**degrees)
+
+
 def _smoke_experts(recipe: Recipe, data: int, sharding: int) -> int:
     """As many data ranks as the recipe has share the experts, as far as they are there still."""
     ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
@@ -321,9 +346,15 @@ def _smoke_pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
     }
 
 
-def _smoke_shape(family: ModelFamily, tp: int, parts: int) -> dict[str, Any]:
-    """The family's tiny shape, with as many heads and layers as it takes to be cut so."""
+def _smoke_shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts: int) -> dict[str, Any]:
+    """The family's tiny shape, with as many heads and layers as it takes to be cut so, running the recipe's code."""
     shape = dict(family.smoke)
+    weights = _weights(recipe.model.weights) if recipe.model.weights else None
+    config, _ = _model_config(recipe, family, weights, stage)
+    for key in family.smoke_keeps if config is not None else ():
+        value = getattr(config, key)
+        if value is None or isinstance(value, (str, bool)):  # of a size, only that there is none
+            shape[key] = value
     for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):
         if key in shape:
             shape[key] = max(shape[key], least)

@@ -33,6 +33,10 @@ class ModelSection(Section):
     weights: str | None = None
     """Directory with safetensors and config.json in the HF or PaddleNLP layout. Without it the
     parameters are drawn from `seed`."""
+    load: Literal["exact", "known", "any"] = "exact"
+    """How far the weights have to fit. exact: they have the model's tensors, no more and no fewer. known: tensors the
+    model does not have are left out. any: also, what is missing or of another shape is drawn from `seed`. What is
+    left out or drawn is listed by name."""
     tokenizer: str | None = None
     """Directory with tokenizer.json and tokenizer_config.json. Default: the directory of the weights."""
     preset: str | None = None
@@ -52,6 +56,9 @@ class DataSection(Section):
     """The same for evaluation; without it nothing is evaluated."""
     format: str = "auto"
     """Name of a registered data format, or "auto" to recognise it from the first row."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What a row that cannot be read does (half a line of JSON, a key that is missing, a turn of nobody): stop the run
+    before its first step, or be left out and counted by reason."""
     max_length: PositiveInt = 2048
     """Longest sequence in tokens. A row that does not fit is dropped and counted; it is
     cut only where a stage is told to."""
@@ -161,6 +168,11 @@ class TrainSection(Section):
     """Term in the denominator of the Adam update."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null switches clipping off."""
+    expert_balance_loss: NonNegativeFloat = 0.0
+    """Factor of the sequence-wise loss of dealing tokens unevenly over experts (`aux_loss_alpha` of DeepSeek-V2, 0.001;
+    of V3, 0.0001); 0 for none."""
+    expert_bias_rate: NonNegativeFloat = 0.0
+    """By how much the bias of each expert is moved after a step, towards even loads (DeepSeek-V3: 0.001)."""
     eval_steps: PositiveInt | None = None
     """Evaluate every so many steps, and after the last. Default: only after the last."""
     log_steps: PositiveInt = 1
@@ -193,6 +205,9 @@ class LoraSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
             yield "target_modules", "is empty, so nothing would be trained; name some, or leave it out"
+        for field in dataclasses.fields(self) if self.rank is None else ():
+            if getattr(self, field.name) != field.default:
+                yield field.name, "has no effect while rank is null; set that too, or remove it"
 
     @property
     def scale(self) -> float:
@@ -244,6 +259,8 @@ class Recipe(Section):
 
     stage: str
     """Name of a registered stage; `llmsuite list stages` shows them."""
+    source: str | None = None
+    """Where the numbers of this recipe are from, in a line; `llmsuite list recipes` shows it."""
     model: ModelSection
     data: DataSection
     parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)

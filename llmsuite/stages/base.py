@@ -17,7 +17,7 @@ import numpy as np
 
 from llmsuite.checkpoint.files import sha256_of
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.read import read_rows
+from llmsuite.data.read import Faults, read_rows
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.step import Look
@@ -51,23 +51,50 @@ class StageContext:
 
 @dataclasses.dataclass
 class DropCounts:
-    """Rows that would train nothing, by reason."""
+    """Rows that train nothing, by reason: sound ones that are dropped, and faulty ones."""
 
     path: Path
     read: int = 0
+    """Rows that could be read."""
+    unread: int = 0
+    """Rows that could not."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+    cut: int = 0
+    """Rows of which only the beginning is used."""
+    places: Sequence[str] = ()
+    """File and line of each row that could be read."""
+    faults: Faults = dataclasses.field(default_factory=Faults)
 
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
+    def bad(self, number: int, reason: str) -> None:
+        """Row `number`, counted from 0, is faulty. Raises UserError unless such rows are skipped."""
+        self.faults.add(self.places[number] if self.places else f"{self.path}: row {number + 1}", reason)
+        self.faults.check()
+
+    @property
+    def total(self) -> int:
+        """Rows of the file, whether they could be read or not."""
+        return self.read + self.unread
+
+    @property
+    def lost(self) -> int:
+        """Rows that are not used."""
+        return sum(self.dropped.values()) + self.faults.total
+
+    def reasons(self) -> list[str]:
+        """Why rows are not used, with the number of rows each."""
+        dropped = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
+        return [*dropped, self.faults.summary()] if self.faults.total else dropped
+
     def check(self, report: Callable[[str], None]) -> None:
         """Report the counts. Raises UserError when no row is left."""
-        lost = sum(self.dropped.values())
-        reasons = "; ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
-        if lost == self.read:
-            raise UserError(f"{self.path}: none of its {self.read} rows can train anything: {reasons}")
-        text = f"{self.path}: {self.read - lost} of {self.read} rows are used"
-        report(f"{text}; dropped: {reasons}" if lost else text)
+        reasons = "; ".join(self.reasons())
+        if self.lost == self.total:
+            raise UserError(f"{self.path}: none of its {self.total} rows can train anything: {reasons}")
+        text = f"{self.path}: {self.total - self.lost} of {self.total} rows are used"
+        report(f"{text}; dropped: {reasons}" if self.lost else text)
 
 
 class Stage(abc.ABC, Generic[S]):
@@ -79,6 +106,8 @@ class Stage(abc.ABC, Generic[S]):
     def __init__(self, section: Any, context: StageContext):
         """`section` is the stage's own part of the recipe."""
         self.section, self.context = section, context
+        self.counts: dict[Path, DropCounts] = {}
+        """Of the files that were read."""
 
     @classmethod
     def looks(cls, section: Any) -> tuple[Look, ...]:
@@ -94,7 +123,11 @@ class Stage(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def collate(self, samples: Sequence[S]) -> Batch:
-        """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised"."""
+        """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised".
+
+        For models with experts it may say more: "lengths" [B], what of each row is no padding, else padding counts in
+        their loads; and "weight", that of the batch's loss, without which there can be no loss of their balance.
+        """
 
     def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
         """What the loss has to know of the whole global batch, of one micro-batch of it.
@@ -128,8 +161,9 @@ class Stage(abc.ABC, Generic[S]):
         Raises UserError with the place of every fault, or when no row is usable.
         """
         data = self.context.recipe.data
-        rows = read_rows(path, self.row_kind, data.format, self.context.data_formats)
-        counts = DropCounts(path, read=len(rows))
+        rows = read_rows(path, self.row_kind, data.format, self.context.data_formats, data.on_bad_row)
+        counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
         samples = self.make_samples(rows, counts)
+        self.counts[path] = counts
         counts.check(self.context.report)
         return samples

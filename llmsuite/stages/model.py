@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ import paddle
 
 from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.share import assign
+from llmsuite.checkpoint.sources import check_shapes, not_to_be_read
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
+from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.cut import keep_part, layer_costs, owner_stage, part_bounds
 from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
@@ -29,7 +32,9 @@ from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
-from llmsuite.models.lora import adapted_modules, add_adapters, is_factor
+from llmsuite.errors import UserError
+from llmsuite.models.head import SCORE, is_tied
+from llmsuite.models.lora import adapted_modules, add_adapters, is_factor, is_trained
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
 from llmsuite.observe.progress import report
 from llmsuite.plugins.manager import Registry
@@ -52,12 +57,15 @@ class BuiltModel:
     """Changes with anything that decides the initial values; adapters change none, as they begin at zero."""
     adapters: Adapters | None
     """What there is to know of the adapters, where those are trained."""
+    balance: ExpertBalance | None
+    """Of the experts, where the family has some."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
     lora, adapted = plan.recipe.lora, []
+    ratio = lora.lora_plus_ratio
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
@@ -67,21 +75,32 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
                 add_adapters(model, adapted, lora.rank, lora.scale)
             chunks.append(model)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
-    factors = {name: shape for name, shape in shapes.items() if is_factor(name)}
-    count, count_of_factors = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, factors))
+    trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
+    count, num_trained = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, trained))
     bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
     if pp > 1:
-        costs, tied = layer_costs(shapes, cuts, bounds[-1], _is_tied(plan)), _is_tied(plan)
+        tied = is_tied(plan.model_config)
+        costs = layer_costs(shapes, cuts, bounds[-1], tied)
         bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
         for number, chunk in enumerate(chunks):
             keep_part(chunk, cuts, number * pp + mesh.coordinate["pp"], bounds, tied)
     digest = hashlib.sha256(json.dumps([engine.precision, plan.model_config.to_hf()]).encode())
     if plan.weights is not None:
-        source = open_model(plan.weights, registry.models)
+        load = plan.recipe.model.load
+        source = open_model(plan.weights, registry.models, load=load)
         report(f"loading {plan.weights} ({source.description})")
         base = Base(str(plan.weights.resolve()), source.digest())
         read = _read_from(source)
         digest.update(base.digest.encode())
+        is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
+        stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}
+        if drawn := not_to_be_read(source, stored, load, report):
+            read = _first_of(drawn, _draw(chunks, seed, plan.model_config.initializer_range), read)
+            digest.update(json.dumps(["drawn", seed, sorted(drawn)]).encode())
+        if SCORE in is_new:
+            report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
+            read = _with_new_head(read, seed, plan.model_config.initializer_range)
+            digest.update(f"score of seed {seed}".encode())
     else:
         read = _draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
@@ -89,7 +108,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     adapters = None
     if lora.rank is not None:
         read = _with_factors(read, seed)
-        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base)
+        beside = [name for name in trained if not is_factor(name)]
+        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base, beside)
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
     placements = between_layers(sequence_parallel)
@@ -97,12 +117,12 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     shards: list[ParameterShard] = []
 
     def cut(name: str, parameter: Any) -> None:
-        is_tied = _is_tied(plan) and name == f"{cuts.embedding}.weight"
-        is_frozen = bool(factors) and name not in factors
+        on_two_stages = is_tied(plan.model_config) and name == f"{cuts.embedding}.weight"
+        is_frozen = name not in trained
         place = mesh.of_experts if cuts.is_expert(name) else mesh
-        shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, is_tied, is_frozen)
+        shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, on_two_stages, is_frozen)
         if name.endswith(f".{SECOND_FACTOR}"):
-            shard.owned.optimize_attr["learning_rate"] = lora.lora_plus_ratio
+            shard.owned.optimize_attr["learning_rate"] = ratio
         shards.append(shard)
 
     for chunk in chunks:
@@ -111,25 +131,22 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:
-            Gatherer(chunk, cuts, shards[num_before:], _is_tied(plan))
+            Gatherer(chunk, cuts, shards[num_before:], is_tied(plan.model_config))
         if engine.recompute == "full":
             recompute_layers(chunk, cuts, engine.recompute_every)
         elif engine.recompute == "selective":
             recompute_attention(chunk, cuts)
-    what = (
-        f"{count_of_factors:,} of {count / 1e6:.1f}M parameters trained"
-        if factors
-        else f"{count / 1e6:.1f}M parameters"
-    )
-    report(f"{plan.family.name} with {what} on {mesh.degrees.num_ranks} x {backend.name}")
+    what = "" if adapters is None else f", {num_trained:,} of them trained,"
+    report(f"{plan.family.name} with {count / 1e6:.1f}M parameters{what} on {mesh.degrees.num_ranks} x {backend.name}")
     edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
-    trained = [shard for shard in shards if not factors or shard.name in factors]
-    return BuiltModel(part, trained, factors or shapes, bounds, digest.hexdigest(), adapters)
-
-
-def _is_tied(plan: RunPlan) -> bool:
-    return bool(getattr(plan.model_config, "tie_word_embeddings", False))
+    own = [shard for shard in shards if shard.name in trained]
+    balance = None
+    if cuts.gates:
+        train = plan.recipe.train
+        balance = ExpertBalance(chunks, cuts, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
+        part.marks_padding = True
+    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters, balance)
 
 
 class WholeModel:
@@ -137,25 +154,55 @@ class WholeModel:
 
     def __init__(self, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, dtype: str, mesh: Mesh):
         cuts, shapes = plan.family.shard_plan or WHOLE, built.shapes
+        here = mesh.coordinate["pp"]
         owners = {n: owner_stage(n, cuts, built.bounds, mesh.degrees.pp) for n in shapes}
-        mine = {s.name: s for s in optimizer.shards if owners[s.name] == mesh.coordinate["pp"]}
-        self.parameters = [
-            _whole(n, shape, dtype, owners[n], mine[n].gather_parameter if n in mine else None)
+        mine = {s.name: s for s in optimizer.shards if owners[s.name] == here}
+        parameters = [
+            WholeTensor(
+                n, shape, "float32" if cuts.is_gate_bias(n) else dtype, mine[n].gather_parameter if n in mine else None
+            )
             for n, shape in shapes.items()
         ]
         held = {entry.name: entry for entry in optimizer.state()}
-        self.state = []
+        slots, slot_owners, scalars = [], {}, {}
         for name, shape in shapes.items():
             for slot in optimizer.slots:
-                entry = held[f"{name}/{slot}"] if name in mine else None
-                size = [1] if StateTensor.slot_is_scalar(slot) else shape
-                self.state.append(_whole(f"{name}/{slot}", size, "float32", owners[name], _gather(entry)))
+                full_name, is_scalar = f"{name}/{slot}", StateTensor.slot_is_scalar(slot)
+                gather = _gather(held[full_name]) if name in mine else None
+                slots.append(WholeTensor(full_name, [1] if is_scalar else shape, "float32", gather))
+                slot_owners[full_name] = owners[name]
+                if is_scalar:  # not up to date where a rank owns nothing of the parameter: the first one owns some
+                    scalars[full_name] = int(mesh.grid[owners[name]].flat[0])
+        if built.adapters is None:
+            names = plan.family.names()
+            together = {name: names.hf_tensors(name, plan.model_config).names for name in shapes}
+            self.parameters = _share_out(parameters, owners, mesh, together)
+        else:  # they go into one file
+            self.parameters = [_on_every_stage(tensor, owners[tensor.name]) for tensor in parameters]
+        self.state = [
+            dataclasses.replace(slot, writer=scalars.get(slot.name, slot.writer))
+            for slot in _share_out(slots, slot_owners, mesh, {})
+        ]
 
 
-def _whole(name: str, shape: list[int], dtype: str, owner: int, gather: Callable[[], Any] | None) -> WholeTensor:
-    return WholeTensor(
-        name, shape, dtype, lambda: collective.from_stage(gather() if gather else None, shape, dtype, owner)
-    )
+def _share_out(
+    tensors: Sequence[WholeTensor], owners: Mapping[str, int], mesh: Mesh, together: Mapping[str, Sequence[str]]
+) -> list[WholeTensor]:
+    """Each pipeline stage's tensors over its ranks: one writes a tensor, and all of the stage bring it together."""
+    writers: dict[str, int] = {}
+    for stage, ranks in enumerate(mesh.grid):
+        sizes = {tensor.name: tensor.num_bytes for tensor in tensors if owners[tensor.name] == stage}
+        writers |= assign(sizes, [int(rank) for rank in ranks.flat], together)
+    return [dataclasses.replace(tensor, writer=writers[tensor.name]) for tensor in tensors]
+
+
+def _on_every_stage(tensor: WholeTensor, owner: int) -> WholeTensor:
+    gather = tensor.gather
+
+    def gather_everywhere() -> Any:
+        return collective.from_stage(gather() if gather else None, tensor.shape, tensor.dtype, owner)
+
+    return dataclasses.replace(tensor, gather=gather_everywhere)
 
 
 def _gather(entry: StateTensor | None) -> Callable[[], Any] | None:
@@ -175,7 +222,9 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     if built.adapters is not None:
         values = _read_from(SavedAdapters(path, built.adapters, plan.family, plan.model_config))
     else:
-        values = _read_from(open_model(path, registry.models))
+        saved = open_model(path, registry.models)
+        check_shapes(saved, {name: tuple(shape) for name, shape in built.shapes.items()})
+        values = _read_from(saved)
     for shard in optimizer.shards:
         shard.load(read_local(shard.name, shard.shape, cuts, mesh, values))
         optimizer.to_host(shard)
@@ -183,6 +232,9 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     if not entries:
         return
     files = TensorFiles(path, "optimizer")
+    slots = {f"{name}/{slot}" for name in built.shapes for slot in optimizer.slots}
+    if differing := sorted(slots.symmetric_difference(files.names)):
+        raise UserError(f"{path}: its optimizer has other tensors than this one: {', '.join(differing)}")
 
     def read(entry: StateTensor) -> np.ndarray:
         if entry.is_scalar:
@@ -211,6 +263,17 @@ def _with_factors(read: ReadSlice, seed: int) -> ReadSlice:
 
 def _read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:
     return lambda name, shape, index: source.read(name, index)
+
+
+def _first_of(names: Collection[str], some: ReadSlice, others: ReadSlice) -> ReadSlice:
+    return lambda name, shape, index: (some if name in names else others)(name, shape, index)
+
+
+def _with_new_head(read: ReadSlice, seed: int, std: float) -> ReadSlice:
+    def read_or_draw(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        return initial_values(seed, name, shape, std, index) if name == SCORE else read(name, shape, index)
+
+    return read_or_draw
 
 
 def _draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:

@@ -22,7 +22,7 @@ _TRIGGER = "save-now"
 
 
 class Saver:
-    """The checkpoints of one run. Every rank makes one and calls the same methods; rank 0 writes."""
+    """The checkpoints of one run. Every rank makes one and calls the same methods; each writes a part."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class Saver:
         whole_model: Callable[[], WholeModel],
         saved: Callable[[int, Path], None],
         adapters: Adapters | None = None,
+        num_machines: int = 1,
     ):
         """
         Args:
@@ -45,10 +46,12 @@ class Saver:
             whole_model: what there is to save at the moment it is called.
             saved: told of each checkpoint on rank 0, in the thread that calls this object.
             adapters: where those are all that is saved.
+            num_machines: of the run; they share what is copied to the host.
         """
         self.root, self._trigger = output_dir / "checkpoints", output_dir / _TRIGGER
         self._family, self._config, self._tokenizer = family, config, tokenizer
         self._whole_model, self._saved, self._adapters = whole_model, saved, adapters
+        self._num_machines = num_machines
         self._keep_last, self._async = section.keep_last, section.async_save
         self._metric = section.best_metric
         self._highest = self._metric is not None and section.best_is == "highest"
@@ -80,25 +83,27 @@ class Saver:
         self.finish()
         self._last_saved = state.step
         whole = self._whole_model()
-        if collective.rank() == 0:
-            self._write(state, whole)
-        else:
-            train_state.take_part(whole.parameters, whole.state)
-        collective.barrier()
-
-    def _write(self, state: TrainState, whole: WholeModel) -> None:
+        rank, num_ranks = collective.rank(), collective.num_ranks()
+        if num_ranks > 1:
+            if rank == 0:
+                train_state.begin(self.root, state.step)
+            collective.barrier()
         parameters, slots = whole.parameters, whole.state
-        if self._async and not room_for_copy(sum(t.num_bytes for t in [*parameters, *slots])):
+        # of all ranks on this machine, and that may be all
+        if self._async and not room_for_copy(sum(t.num_bytes for t in [*parameters, *slots]) // self._num_machines):
             report("checkpoint.async_save: a copy does not fit into memory; training waits until it is written")
             self._async, self._writer = False, Writer(in_background=False)
         if self._async:
-            parameters, slots = train_state.on_host(parameters), train_state.on_host(slots)
+            parameters, slots = train_state.on_host(parameters, rank), train_state.on_host(slots, rank)
         family, config, tokenizer, keep = self._family, self._config, self._tokenizer, self._keep_last
         adapters = self._adapters
 
         def write() -> None:
-            path = train_state.save(self.root, state, family, config, parameters, slots, tokenizer, keep, adapters)
-            self._done.append((state.step, path))
+            path = train_state.save(
+                self.root, state, family, config, parameters, slots, tokenizer, keep, adapters, rank, num_ranks
+            )
+            if path is not None:
+                self._done.append((state.step, path))
 
         self._writer.start(write)
         self._tell()

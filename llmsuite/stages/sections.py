@@ -34,7 +34,7 @@ class DpoSection(Section):
     """Adds so much times the mean negative log-probability of the tokens of chosen answers. orpo has it at 1 itself."""
     reference: Literal["cache", "adapter_off", "none"] | None = None
     """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
-    cached, or in each step from the model without its adapter, which takes a section `lora`. Default: "none" for simpo
+    cached, or in each step from the model without its adapter, which takes `lora.rank`. Default: "none" for simpo
     and orpo, else "cache"."""
 
     @property
@@ -89,7 +89,7 @@ class KtoSection(Section):
     """What an unwanted answer counts for."""
     reference: Literal["cache", "adapter_off"] = "cache"
     """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
-    cached, or in each step from the model without its adapter, which takes a section `lora`."""
+    cached, or in each step from the model without its adapter, which takes `lora.rank`."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -116,6 +116,9 @@ class PretrainSection(Section):
     """What parts the documents of a .txt; an indexed corpus knows its own."""
     key: str = "text"
     """Where the rows of .jsonl and .parquet have their text."""
+    document_mask: bool = False
+    """Where a sample holds several documents, let no token see another one than its own, begin the positions of each
+    at 0, and do not learn its first token, which nothing of it predicts."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.split is None:

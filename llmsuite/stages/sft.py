@@ -35,16 +35,18 @@ class SftStage(Stage[WeightedTokens]):
         self._template = context.template()
 
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
-        """The conversations that fit. Raises UserError with the row that the chat template cannot say."""
+        """The conversations that fit. Raises UserError with the line that the chat template cannot say."""
         turns: list[list[tuple[str, str]]] = []
-        for number, row in enumerate(rows, 1):
+        said: list[Conversation] = []
+        for number, row in enumerate(rows):
             try:
                 turns.append(self._template.learnt_turns(row) if _answers(row) else [])
+                said.append(row)
             except UserError as error:
-                raise UserError(f"{counts.path}: row {number}: {error}") from error
+                counts.bad(number, str(error))
         ids = iter(self.context.tokenizer.encode_batch([text for row in turns for turn in row for text in turn]))
-        samples, num_cut = [], 0
-        for row, texts in zip(rows, turns):
+        samples = []
+        for row, texts in zip(said, turns):
             encoded = [(next(ids), next(ids)) for _ in texts]
             try:
                 if not _answers(row):
@@ -52,12 +54,12 @@ class SftStage(Stage[WeightedTokens]):
                 sample = self._join(texts, encoded)
                 if len(sample.ids) > self._max_length:
                     sample = self._cut(sample)
-                    num_cut += 1
+                    counts.cut += 1
                 samples.append(sample)
             except Unusable as reason:
                 counts.drop(str(reason))
-        if num_cut:
-            self.context.report(f"{counts.path}: {num_cut} rows are cut to data.max_length {self._max_length}")
+        if counts.cut:
+            self.context.report(f"{counts.path}: {counts.cut} rows are cut to data.max_length {self._max_length}")
         return samples
 
     def _join(self, texts: Sequence[tuple[str, str]], encoded: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:

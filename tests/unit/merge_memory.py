@@ -81,16 +81,16 @@ def merge(source: Path, target: Path, limit: int) -> subprocess.CompletedProcess
 
 
 def _merge_here(source: Path, target: Path, limit: int) -> int:
-    """Merge in this process, with private memory limited to what it has now and `limit` bytes."""
+    """Merge in this process, with its address space limited to what it has now and `limit` bytes."""
     words = ["--layout", "paddlenlp", "--dtype", "bf16"]
     tiny = target.with_name("tiny")  # the first merge imports Paddle and all else
     tiny_llama.write(tiny)
     assert main(["merge", str(tiny), "-o", f"{tiny}-merged", *words]) == 0
     lines = Path("/proc/self/status").read_text().splitlines()
-    now = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (now + limit, now + limit))
+    now = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmSize:"))
+    resource.setrlimit(resource.RLIMIT_AS, (now + limit, now + limit))
     try:
-        np.ones(2 * limit, "uint8")  # not quite as much: a thread that ends gives its stack back
+        np.ones(limit + (64 << 20), "uint8")  # some more: what was freed may be used again
     except MemoryError:  # as it should be
         return main(["merge", str(source), "-o", str(target), *words])
     raise AssertionError("more than the limit can be had")

@@ -68,7 +68,7 @@ def test_a_garbled_manifest_is_a_fault(whole: Path, text: str) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_a_fault(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> str:
+    def fail(path: Path, start: int, end: int) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("llmsuite.checkpoint.files.sha256_of", fail)

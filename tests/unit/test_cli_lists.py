@@ -123,11 +123,11 @@ def test_plugins_list_and_info(run: Run) -> None:
         ["builtin", "llmsuite (built in)", "ok"],
         ["commands", "llmsuite (built in)", "ok"],
     ]
-    assert "stage sft, stage pretrain, model llama, model qwen, model gpt, model deepseek, device cpu" in out
+    assert "stage pretrain, stage rm, stage kto, model llama, model qwen, model gpt, model deepseek, device cpu" in out
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
     assert "entry point   llmsuite.plugins.builtin\n" in out
-    assert "provides      stage dpo, stage sft, stage pretrain, model llama" in out
+    assert "provides      stage dpo, stage sft, stage pretrain, stage rm, stage kto, model llama" in out
     assert "llmsuite_register_stages" in out
     assert out.endswith("status        ok\n")
     assert run("plugins", "info", "x") == (2, "", "no plugin is called 'x'; there are: builtin, commands\n")
@@ -136,12 +136,12 @@ def test_plugins_list_and_info(run: Run) -> None:
 
 def test_third_party_stage(run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path]) -> None:
     site.install("third-party")
-    path = str(write_recipe({"stage": "kto", "kto": {"beta": 0.2}}))
-    assert re.search("^kto +a third party's stage ", run_with_plugins("list", "stages")[1], re.MULTILINE)
+    path = str(write_recipe({"stage": "spin", "spin": {"beta": 0.2}}))
+    assert re.search("^spin +a third party's stage ", run_with_plugins("list", "stages")[1], re.MULTILINE)
     assert "third-party 1.0\n" in run_with_plugins("list", "stages")[1]
-    assert "third_party  third-party 1.0  ok  stage kto\n" in run_with_plugins("plugins", "list")[1]
+    assert "third_party  third-party 1.0  ok  stage spin\n" in run_with_plugins("plugins", "list")[1]
     assert run_with_plugins("validate", path)[0] == 0
-    assert "kto.beta" in run_with_plugins("list", "keys", "--stage", "kto")[1]
+    assert "spin.beta" in run_with_plugins("list", "keys", "--stage", "spin")[1]
     assert len(json.loads(run_with_plugins("schema")[1])["anyOf"]) >= 2
 
 
@@ -150,14 +150,14 @@ def test_no_plugins(
 ) -> None:
     site.install("third-party")
     monkeypatch.setenv(ALLOW_LIST, "third_party")  # restored after the test: the option sets it for child processes
-    path = str(write_recipe({"stage": "kto"}))
+    path = str(write_recipe({"stage": "spin"}))
     assert run_with_plugins("validate", path)[0] == 0
     for words in (["--no-plugins", "validate", path], ["validate", path, "--no-plugins"]):
         monkeypatch.setenv(ALLOW_LIST, "third_party")
         code, out, err = run_with_plugins(*words)
         assert (code, out) == (2, "")
         registered = ", ".join(STAGES)
-        assert f"stage: no stage is called 'kto'; registered: {registered}. {ALLOW_LIST} allows no plugins" in err
+        assert f"stage: no stage is called 'spin'; registered: {registered}. {ALLOW_LIST} allows no plugins" in err
 
 
 def test_broken_plugin(run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path]) -> None:
@@ -168,14 +168,14 @@ def test_broken_plugin(run_with_plugins: Run, site: PluginSite, write_recipe: Ca
     assert "    RuntimeError: no licence\n" in out
     assert "RuntimeError: no licence" in run_with_plugins("plugins", "info", "broken_package")[1]
     assert run_with_plugins("validate", str(write_recipe()))[0] == 0
-    code, _, err = run_with_plugins("validate", str(write_recipe({"stage": "kto"})))
+    code, _, err = run_with_plugins("validate", str(write_recipe({"stage": "spin"})))
     assert code == 2
     assert "Plugins that failed to load may bring it: broken_package (RuntimeError: no licence)" in err
 
 
 def test_two_plugins_of_one_name(run_with_plugins: Run, site: PluginSite) -> None:
     site.install("first-package", entry_points="same = {module}")
-    site.install("second-package", STAGE_PLUGIN.replace('"kto"', '"orpo"'), "same = {module}")
+    site.install("second-package", STAGE_PLUGIN.replace('"spin"', '"orpo"'), "same = {module}")
     out = run_with_plugins("plugins", "info", "same")[1]
     assert "distribution  first-package 1.0\n" in out
     assert "distribution  second-package 1.0\n" in out

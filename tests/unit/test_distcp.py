@@ -50,6 +50,23 @@ def test_the_model_of_a_save_in_one_process(saved: Path, tmp_path: Path) -> None
     assert open_(saved, config=tmp_path).names
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_form_with_safetensors(tmp_path: Path, dtype: str) -> None:
+    values = tiny_llama.values()
+    state = {tiny_llama.to_paddlenlp(name): paddle.to_tensor(value).astype(dtype) for name, value in values.items()}
+    dist.save_state_dict(state, str(tmp_path), safetensors=True)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["0_0.safetensors"]
+    model = open_(tmp_path)
+    for name in model.names:
+        expected = values[name].astype(dtype)
+        assert model.read(name).dtype.name == dtype
+        assert model.read(name).tobytes() == expected.tobytes()
+    (tmp_path / "0_0.safetensors").write_bytes((tmp_path / "0_0.safetensors").read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"0_0\.safetensors: is not a readable safetensors file"):
+        open_(tmp_path)
+
+
 def with_metadata(directory: Path, change: Callable[[Metadata], None]) -> None:
     """Change metadata we have written ourselves."""
     path = directory / "0.metadata"

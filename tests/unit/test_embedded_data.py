@@ -59,7 +59,9 @@ def config() -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["make_preference", "make_tokenizer", "make_sft", "make_pretrain", "make_digits"])
+@pytest.mark.parametrize(
+    "name", ["make_preference", "make_tokenizer", "make_sft", "make_unpaired", "make_pretrain", "make_digits"]
+)
 def test_files_are_current(name: str) -> None:
     assert load_script(name).main(["--check"]) == 0
 
@@ -68,7 +70,7 @@ def test_check_notices_missing_and_changed_files(
     preference: ModuleType, make_tokenizer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # in this order: the others are made from the rows
-    for script in (preference, make_tokenizer, load_script("make_sft")):
+    for script in (preference, make_tokenizer, load_script("make_sft"), load_script("make_unpaired")):
         monkeypatch.setattr(script, "HERE", tmp_path)
         assert script.main(["--check"]) == 1
         assert script.main([]) == 0

@@ -65,8 +65,8 @@ def test_unknown_names_hide_nothing_and_cause_nothing(problems: Problems, tmp_pa
 
 
 def test_section_of_an_unknown_stage_may_be_right(problems: Problems) -> None:
-    assert [p.key for p in problems({"stage": "kto", "kto": {"beta": 1}})] == ["stage"]
-    assert [p.key for p in problems({"stage": "kto", "orpo": {"beta": 1}})] == ["stage", "orpo"]
+    assert [p.key for p in problems({"stage": "spin", "spin": {"beta": 1}})] == ["stage"]
+    assert [p.key for p in problems({"stage": "spin", "orpo": {"beta": 1}})] == ["stage", "orpo"]
 
 
 def test_stage_that_is_no_text(problems: Problems) -> None:

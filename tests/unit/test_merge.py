@@ -16,19 +16,22 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import paddle
 import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.checkpoint import rewrite as rewrite_module
-from llmsuite.checkpoint import tensors as tensors_module
+from llmsuite.checkpoint import write as write_module
 from llmsuite.checkpoint.adapter import add_adapter
-from llmsuite.checkpoint.files import broken_file
+from llmsuite.checkpoint.files import broken_file, sha256_of
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.rewrite import Form, Rewrite
+from llmsuite.checkpoint.sources import open_source
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
+from llmsuite.inference.load import parameter_shapes
 from tests.unit import tiny_llama
 from tests.unit.tiny_llama import CONFIG, FAMILIES, TOKENIZER
 
@@ -49,7 +52,7 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 def test_there_and_back_is_bit_equal(
     tmp_path: Path, config: Any, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensors_module, "_PART_BYTES", part_bytes)  # so that tensors are read in parts
+    monkeypatch.setattr(write_module, "_PART_BYTES", part_bytes)  # so that tensors are read in parts
     expected = tiny_llama.write(tmp_path / "a", config, tokenizer=TOKENIZER)
     forms = [
         Form("paddlenlp"),
@@ -211,6 +214,7 @@ import sys, time
 from pathlib import Path
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.rewrite import Form, Rewrite
+from llmsuite.checkpoint.sources import open_source
 from tests.unit.tiny_llama import FAMILIES
 Rewrite(open_model(Path(sys.argv[1]), FAMILIES), Form("paddlenlp", max_file_bytes=3000)).write(
     Path(sys.argv[2]), lambda num_bytes: time.sleep(0.05))
@@ -236,13 +240,13 @@ def test_kill_9_and_again_skips_what_is_done(tmp_path: Path, monkeypatch: pytest
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     written = []
-    original = tensors_module._write_file
+    original = write_module.TensorFile
 
     def write_file(path: Path, *rest: Any) -> Any:
         written.append(path.name)
         return original(path, *rest)
 
-    monkeypatch.setattr(tensors_module, "_write_file", write_file)
+    monkeypatch.setattr(write_module, "TensorFile", write_file)
     model = open_model(tmp_path / "a", FAMILIES)
     Rewrite(model, Form("paddlenlp", max_file_bytes=3000)).write(target)
     assert same(tensors_of(target), expected)
@@ -355,6 +359,26 @@ def test_paddlenlps_layout_and_stabilised_scale(tmp_path: Path) -> None:
         assert np.allclose(merged.read(name, half), expected[tuple(half)], rtol=1e-5, atol=1e-6)
 
 
+def test_a_pickle_of_paddlenlp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(tmp_path / "base")
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    tensors = {}
+    for name, (a, b) in factors().items():
+        module = name.replace("model.", "llama.").removesuffix(".weight")
+        tensors |= {f"{module}.lora_A": paddle.to_tensor(a), f"{module}.lora_B": paddle.to_tensor(b)}
+    paddle.save(tensors, str(directory / "lora_model_state.pdparams"))
+    (directory / "lora_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
+    words = ["merge", str(directory), "--base", str(tmp_path / "base"), "-o", str(tmp_path / "out")]
+    assert "lora_model_state.pdparams: is a pickle. With --allow-pickle" in error(*words, capsys=capsys)
+    assert main([*words, "--allow-pickle"]) == 0
+    for name, expected in expected_sum(ALPHA / RANK).items():
+        assert np.allclose(tensors_of(tmp_path / "out")[name], expected, rtol=1e-5, atol=1e-6)
+    shutil.rmtree(tmp_path / "out")
+    (directory / "lora_model_state.pdparams").rename(directory / "lora_model_state.tp00.pdparams")
+    assert "parts of ranks; let PaddleNLP merge them first" in error(*words, "--allow-pickle", capsys=capsys)
+
+
 def test_patterns_and_saved_modules(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path / "base")
     head = np.full((19, 24), 0.5, "float32")
@@ -398,3 +422,65 @@ def test_an_adapter_of_a_wider_model_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_wants_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--base DIR" in error("merge", str(write_peft(tmp_path / "a")), "-o", str(tmp_path / "b"), capsys=capsys)
     assert os.listdir(tmp_path) == ["a"]
+
+
+# sources that are not as they were written
+
+
+def test_a_damaged_source_is_named_and_nothing_is_made_of_it(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path / "a", tokenizer=TOKENIZER)
+    source = tmp_path / "b"
+    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf")).write(source)
+    manifest = json.loads((source / "manifest.json").read_text())
+    tensor = "model.layers.1.mlp.up_proj.weight"
+    file, entry = next((k.split(":")[0], e) for k, e in manifest["tensors"].items() if k.endswith(f":{tensor}"))
+    for name, at, words in [
+        (file, entry["start"] + entry["size"] - 1, [file, repr(tensor), "sha256 that manifest.json tells"]),
+        (file, 30, [file, "sha256 that manifest.json tells"]),
+        ("config.json", 12, ["config.json does not have the sha256"]),
+        ("tokenizer.json", 100, ["tokenizer.json does not have the sha256"]),
+    ]:
+        whole = (source / name).read_bytes()
+        # neither the header's length nor the form of JSON
+        (source / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        for form in (Form("hf"), Form("paddlenlp"), Form("hf", "bfloat16"), Form("paddlenlp", fused=True)):
+            with pytest.raises(UserError) as caught:
+                Rewrite(open_source(source, FAMILIES, parameter_shapes), form).write(tmp_path / "c")
+            assert all(word in str(caught.value) for word in words), str(caught.value)
+            assert not (tmp_path / "c").exists()
+        (source / name).write_bytes(whole)
+    (source / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match=r"manifest\.json: has no sizes"):
+        open_source(source, FAMILIES, parameter_shapes)
+    (source / "manifest.json").unlink()  # as in directories that others have written
+    Rewrite(open_source(source, FAMILIES, parameter_shapes), Form("paddlenlp")).write(tmp_path / "c")
+    assert same(tensors_of(tmp_path / "c"), tensors_of(tmp_path / "a"))
+
+
+def test_a_manifest_with_a_hash_of_each_whole_file(tmp_path: Path) -> None:
+    """As llmsuite wrote it before."""
+    tiny_llama.write(tmp_path / "a")
+    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf")).write(tmp_path / "b")
+    manifest = json.loads((tmp_path / "b/manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        manifest["files"][name] = {"size": entry["size"], "sha256": sha256_of(tmp_path / "b" / name)}
+    for entry in manifest["tensors"].values():
+        del entry["start"]
+    (tmp_path / "b/manifest.json").write_text(json.dumps(manifest))
+    assert broken_file(tmp_path / "b") is None
+    open_source(tmp_path / "b", FAMILIES, parameter_shapes)
+    file = next((tmp_path / "b").glob("*.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert str(file) in (broken_file(tmp_path / "b") or "")
+    with pytest.raises(UserError, match="does not have the sha256"):
+        open_source(tmp_path / "b", FAMILIES, parameter_shapes)
+
+
+def test_a_manifest_that_leaves_bytes_out(tmp_path: Path) -> None:
+    tiny_llama.write(tmp_path / "a")
+    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf")).write(tmp_path / "b")
+    manifest = json.loads((tmp_path / "b/manifest.json").read_text())
+    manifest["tensors"].pop(sorted(manifest["tensors"])[1])
+    (tmp_path / "b/manifest.json").write_text(json.dumps(manifest))
+    assert "does not tell of every byte of model-00001" in (broken_file(tmp_path / "b") or "")

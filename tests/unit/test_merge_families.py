@@ -13,7 +13,7 @@ import paddle.distributed as dist
 import pytest
 import safetensors.numpy
 
-from llmsuite.checkpoint import tensors as tensors_module
+from llmsuite.checkpoint import write as write_module
 from llmsuite.checkpoint.adapter import add_adapter
 from llmsuite.checkpoint.layout import Arrangement
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
@@ -53,7 +53,7 @@ def has_paddlenlp(case: str) -> bool:
 
 @pytest.fixture(params=[1 << 25, 100], ids=["whole", "in parts"])
 def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors_module, "_PART_BYTES", request.param)
+    monkeypatch.setattr(write_module, "_PART_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("part_bytes")

@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model, write_hf, write_paddlenlp
+from llmsuite.checkpoint.sources import not_to_be_read
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 from tests.unit import tiny_llama
@@ -129,8 +130,31 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path, hf: dict[str, 
 
 def test_many_missing_tensors_are_counted(tmp_path: Path, hf: dict[str, np.ndarray]) -> None:
     kept = {name: value for name, value in hf.items() if ".layers.1." not in name}
-    with pytest.raises(UserError, match=r"missing 9: (model\S+, ){4}model\S+ …$"):
+    with pytest.raises(UserError, match=r"missing 9: (model\S+, ){8}model\S+$"):
         open_model(rewrite(tmp_path / "model", kept), FAMILIES)
+
+
+def test_who_bears_with_other_tensors_learns_their_names(tmp_path: Path, hf: dict[str, np.ndarray]) -> None:
+    hf["model.layers.2.mlp.up_proj.weight"] = np.zeros(1, "float32")
+    path = rewrite(tmp_path / "model", hf)
+    told: list[str] = []
+    model = open_model(path, FAMILIES, load="known")
+    shapes = {name: model.spec(name).shape for name in model.names}
+    assert not_to_be_read(model, shapes, "known", told.append) == set()
+    assert told == [f"{path}: left out, as the model has no such tensors: model.layers.2.mlp.up_proj.weight"]
+    gone, other = hf.pop("model.norm.weight"), "model.layers.0.mlp.up_proj.weight"
+    assert gone is not None
+    hf[other] = hf[other][:-1]
+    path = rewrite(tmp_path / "model", hf)
+    with pytest.raises(UserError, match=r"missing 1: model\.norm\.weight; unexpected 1: model\.layers\.2"):
+        open_model(path, FAMILIES, load="known")
+    model = open_model(path, FAMILIES, load="any")
+    told.clear()
+    assert not_to_be_read(model, shapes, "any", told.append) == {"model.norm.weight", other}
+    assert "as they are missing: model.norm.weight" in told[2]
+    assert f"as the shape is another one: {other} is [24, 19], config.json makes it [24, 20]" in told[1]
+    with pytest.raises(UserError, match=r"1 tensors have another shape"):
+        not_to_be_read(model, shapes, "exact", told.append)
 
 
 def test_derived_tensors_are_ignored(tmp_path: Path, hf: dict[str, np.ndarray]) -> None:

@@ -17,7 +17,7 @@ from llmsuite.plugins.manager import ALLOW_LIST, PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import STAGE_PLUGIN, STAGES, PluginSite, registry_with
 
-BOTH = "stage 'kto' is registered by both first-package 1.0 and second-package 1.0; uninstall one, or name the plugins"
+BOTH = "stage 'spin' is registered by both first-package 1.0 and second-package 1.0; uninstall one, or name the plugins"
 
 
 class Loggers:
@@ -32,7 +32,7 @@ class Loggers:
 
 
 def test_name_that_is_built_in(site: PluginSite, plan: Callable[..., Any], write_recipe: Callable[..., Path]) -> None:
-    site.install("first-package", STAGE_PLUGIN.replace('"kto"', '"dpo"'), "impostor = {module}")
+    site.install("first-package", STAGE_PLUGIN.replace('"spin"', '"dpo"'), "impostor = {module}")
     registry = load_plugins(builtin, commands)
     (info,) = [info for info in registry.plugins if info.name == "impostor"]
     assert info.error is not None
@@ -46,12 +46,12 @@ def test_two_third_parties(site: PluginSite, write_recipe: Callable[..., Path]) 
     site.install("first-package", entry_points="a_stage = {module}")
     registry = load_plugins(builtin, commands)
     plugins = {info.name: info for info in registry.plugins}
-    assert "kto" not in registry.stages
+    assert "spin" not in registry.stages
     assert plugins["a_stage"].provides == plugins["b_stage"].provides == []
     assert BOTH in str(plugins["b_stage"].error)
-    assert BOTH in registry.unknown("stage", "kto")
+    assert BOTH in registry.unknown("stage", "spin")
     with pytest.raises(RecipeError) as caught:
-        plan_run(write_recipe({"stage": "kto", "kto": {}}), [], registry)
+        plan_run(write_recipe({"stage": "spin", "spin": {}}), [], registry)
     assert [(p.key, p.message[: len(BOTH)]) for p in caught.value.problems] == [("stage", BOTH)]
     plan_run(write_recipe(), [], registry)
 
@@ -63,8 +63,8 @@ def test_the_allow_list_settles_it(
     site.install("first-package", entry_points="a_stage = {module}")
     monkeypatch.setenv(ALLOW_LIST, "b_stage")
     registry = load_plugins(builtin, commands)
-    assert registry.owner("stage", "kto").distribution == "second-package 1.0"
-    plan_run(write_recipe({"stage": "kto"}), [], registry)
+    assert registry.owner("stage", "spin").distribution == "second-package 1.0"
+    plan_run(write_recipe({"stage": "spin"}), [], registry)
 
 
 def test_a_third_claim_does_not_succeed_either() -> None:
@@ -90,11 +90,11 @@ def test_names_of_different_kinds_do_not_clash() -> None:
 
 def test_two_plugins_of_one_name_both_work(site: PluginSite) -> None:
     site.install("first-package", entry_points="same = {module}")
-    site.install("second-package", STAGE_PLUGIN.replace('"kto"', '"orpo"'), "same = {module}")
-    site.install("third-package", STAGE_PLUGIN.replace('"kto"', '"simpo"'), "builtin = {module}")
+    site.install("second-package", STAGE_PLUGIN.replace('"spin"', '"orpo"'), "same = {module}")
+    site.install("third-package", STAGE_PLUGIN.replace('"spin"', '"simpo"'), "builtin = {module}")
     registry = load_plugins(builtin, commands)
     assert [info.error for info in registry.plugins if info.name in ("same", "builtin")] == [None] * 4
-    assert set(registry.stages) == {*STAGES, "kto", "orpo", "simpo"}
+    assert set(registry.stages) == {*STAGES, "spin", "orpo", "simpo"}
 
 
 @pytest.mark.parametrize("value", ["llmsuite.plugins.builtin", "first_package"])
@@ -105,7 +105,7 @@ def test_one_module_registered_twice(site: PluginSite, value: str) -> None:
     assert plugins["a_stage"].error is None
     assert str(plugins["b_again"].error).startswith(f"{value} is registered already, as plugin ")
     # the first one is whole: its hooks are called
-    assert {"dpo", "kto"} <= set(registry.stages)
+    assert {"dpo", "spin"} <= set(registry.stages)
     assert registry.pm.is_registered(plugins["a_stage"].plugin)
     assert registry.pm.is_registered(builtin)
 

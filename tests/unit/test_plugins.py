@@ -39,13 +39,13 @@ def test_working_plugin(site: PluginSite, write_recipe: Callable[..., Any]) -> N
     registry, plugins = load(site)
     info = plugins["stages"]
     assert (info.error, info.distribution, info.value) == (None, "third-party 1.0", "third_party")
-    assert info.provides == ["stage kto"]
+    assert info.provides == ["stage spin"]
     assert info.hooks == ["llmsuite_register_stages"]
-    assert registry.owner("stage", "kto") is info
-    plan = plan_run(write_recipe({"stage": "kto", "kto": {"beta": 0.2}}), [], registry)
-    assert plan.recipe.kto.beta == 0.2  # type: ignore[attr-defined]
-    with pytest.raises(RecipeError, match=r"kto\.betta: unknown key; did you mean 'beta'"):
-        plan_run(write_recipe({"stage": "kto", "kto": {"betta": 1}}), [], registry)
+    assert registry.owner("stage", "spin") is info
+    plan = plan_run(write_recipe({"stage": "spin", "spin": {"beta": 0.2}}), [], registry)
+    assert plan.recipe.spin.beta == 0.2  # type: ignore[attr-defined]
+    with pytest.raises(RecipeError, match=r"spin\.betta: unknown key; did you mean 'beta'"):
+        plan_run(write_recipe({"stage": "spin", "spin": {"betta": 1}}), [], registry)
 
 
 def test_an_object_can_be_a_plugin(site: PluginSite) -> None:
@@ -55,16 +55,16 @@ def test_an_object_can_be_a_plugin(site: PluginSite) -> None:
     site.install("third-party", f"{methods}\nplugin = Plugin()\n", "own = {module}:plugin")
     registry, plugins = load(site)
     assert plugins["own"].error is None
-    assert "kto" in registry.stages
+    assert "spin" in registry.stages
 
 
 def test_function_of_another_name(site: PluginSite) -> None:
     marked = STAGE_PLUGIN.replace("hookimpl", 'hookimpl(specname="llmsuite_register_stages")')
     site.install("third-party", marked.replace(BEFORE, "def stages"))
-    assert "kto" in load(site)[0].stages
+    assert "spin" in load(site)[0].stages
 
 
-SPEC = 'StageSpec(name="kto"'
+SPEC = 'StageSpec(name="spin"'
 BROKEN = {
     "import": ("import json\nraise RuntimeError('no licence')", "RuntimeError: no licence"),
     "syntax": ("def (", "SyntaxError"),
@@ -83,7 +83,8 @@ BROKEN = {
     "empty": ("import llmsuite", "it has no function marked with @llmsuite.hookimpl"),
     "newer contract": (
         STAGE_PLUGIN.replace(SPEC, f"{SPEC}, api=2"),
-        "stage 'kto' needs version 2 of the plugin contract, this llmsuite has 1; install a newer llmsuite or an older",
+        "stage 'spin' needs version 2 of the plugin contract, this llmsuite has 1; install a newer llmsuite or an "
+        "older",
     ),
     "raises": (STAGE_PLUGIN.replace("return [", "1 / 0; return ["), "ZeroDivisionError: division by zero"),
     "exits": (STAGE_PLUGIN.replace("return [", "raise SystemExit(4); return ["), "SystemExit: 4"),
@@ -92,17 +93,17 @@ BROKEN = {
         STAGE_PLUGIN.replace("return [", "return (").replace(")]", "))"),
         "returned a StageSpec; it has",
     ),
-    "returns names": (STAGE_PLUGIN.replace("return [", 'return ["kto", '), "returned a list with a str; it has to"),
+    "returns names": (STAGE_PLUGIN.replace("return [", 'return ["spin", '), "returned a list with a str; it has to"),
     "returns other specs": (
         STAGE_PLUGIN.replace("register_stages", "register_models"),
         "llmsuite_register_models returned a list with a StageSpec; it has to return a list of ModelFamily",
     ),
-    "registers twice": (STAGE_PLUGIN.replace("return [", "return 2 * ["), "it registers stage 'kto' twice"),
-    "name is a key": (STAGE_PLUGIN.replace('"kto"', '"train"'), "a stage cannot be called 'train'"),
-    "name is no key": (STAGE_PLUGIN.replace('"kto"', '"k-to"'), "a stage cannot be called 'k-to'"),
+    "registers twice": (STAGE_PLUGIN.replace("return [", "return 2 * ["), "it registers stage 'spin' twice"),
+    "name is a key": (STAGE_PLUGIN.replace('"spin"', '"train"'), "a stage cannot be called 'train'"),
+    "name is no key": (STAGE_PLUGIN.replace('"spin"', '"s-pin"'), "a stage cannot be called 's-pin'"),
     "section is none": (
-        STAGE_PLUGIN.replace("config_cls=KtoSection", "config_cls=dict"),
-        "config_cls of stage 'kto' has to be a dataclass derived from llmsuite.recipe.section.Section",
+        STAGE_PLUGIN.replace("config_cls=SpinSection", "config_cls=dict"),
+        "config_cls of stage 'spin' has to be a dataclass derived from llmsuite.recipe.section.Section",
     ),
 }
 
@@ -111,7 +112,7 @@ BROKEN = {
 def test_broken_plugin(site: PluginSite, write_recipe: Callable[..., Any], case: str) -> None:
     code, error = BROKEN[case]
     site.install("broken-package", code, "aaa = {module}")  # comes first, as names are sorted
-    site.install("good-package", STAGE_PLUGIN.replace('"kto"', '"orpo"'), "good = {module}")
+    site.install("good-package", STAGE_PLUGIN.replace('"spin"', '"orpo"'), "good = {module}")
     registry, plugins = load(site)
     info = plugins["aaa"]
     assert info.error is not None
@@ -121,12 +122,12 @@ def test_broken_plugin(site: PluginSite, write_recipe: Callable[..., Any], case:
     assert implementations(registry) & site.modules == {"good_package"}
     assert plugins["good"].error is None
     assert set(registry.stages) >= {"dpo", "orpo"}
-    assert "kto" not in registry.stages
+    assert "spin" not in registry.stages
     plan_run(write_recipe(), [], registry)
     recipe_schema(registry)
     # who asks for what it may have brought is told
-    message = registry.unknown("stage", "kto")
-    assert message.startswith(f"no stage is called 'kto'; registered: {', '.join(sorted([*STAGES, 'orpo']))}")
+    message = registry.unknown("stage", "spin")
+    assert message.startswith(f"no stage is called 'spin'; registered: {', '.join(sorted([*STAGES, 'orpo']))}")
     assert f"Plugins that failed to load may bring it: aaa ({info.error.strip().splitlines()[-1]})" in message
 
 
@@ -147,12 +148,12 @@ def test_entry_point_that_names_nothing(site: PluginSite, value: str) -> None:
 
 
 def test_allow_list(site: PluginSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kto", "orpo", "simpo"):
-        site.install(f"{name}-package", STAGE_PLUGIN.replace('"kto"', f'"{name}"'), f"{name} = {{module}}")
+    for name in ("spin", "orpo", "simpo"):
+        site.install(f"{name}-package", STAGE_PLUGIN.replace('"spin"', f'"{name}"'), f"{name} = {{module}}")
     for allowed, expected in {
         "orpo": {"orpo"},
-        "kto, simpo": {"kto", "simpo"},
-        "kto,unheard_of": {"kto"},
+        "spin, simpo": {"spin", "simpo"},
+        "spin,unheard_of": {"spin"},
         "": set(),
         " ": set(),
     }.items():
@@ -161,12 +162,12 @@ def test_allow_list(site: PluginSite, monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(plugins) == expected
         assert set(registry.stages) == {*STAGES, *expected}
         assert [info.distribution for info in registry.plugins[:2]] == [BUILTIN, BUILTIN]
-    assert registry.unknown("stage", "kto").endswith(f". {ALLOW_LIST} allows no plugins")
+    assert registry.unknown("stage", "spin").endswith(f". {ALLOW_LIST} allows no plugins")
     monkeypatch.setenv(ALLOW_LIST, "orpo")
-    assert registry.unknown("stage", "kto").endswith(f". {ALLOW_LIST} allows only orpo")
+    assert registry.unknown("stage", "spin").endswith(f". {ALLOW_LIST} allows only orpo")
     monkeypatch.delenv(ALLOW_LIST)
-    assert set(load(site)[1]) == {"kto", "orpo", "simpo"}
-    assert "allows" not in registry.unknown("stage", "kto")
+    assert set(load(site)[1]) == {"spin", "orpo", "simpo"}
+    assert "allows" not in registry.unknown("stage", "spin")
 
 
 def test_plugin_that_is_not_allowed_is_not_imported(site: PluginSite, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,11 @@ REFUSED: list[tuple[Convert, dict[str, Any], str]] = [
     (paddlenlp_unpaired, {**PADDLENLP, "tgt": ["a"]}, "'src' has 1 turns and 'tgt' 1; src has one more than tgt"),
     (sharegpt_unpaired, {**SHAREGPT, "label": True}, "has kto_tag and label of kto_tag, label; one of them is needed"),
     (sharegpt_unpaired, {**SHAREGPT, "conversations": said("Hi?")}, "the last turn is not an answer"),
-    (sharegpt_unpaired, {**SHAREGPT, "conversations": said("Hi?", "Bye.")[1:]}, "does not end with a turn of the user"),
+    (
+        sharegpt_unpaired,
+        {**SHAREGPT, "conversations": said("Hi?", "Bye.")[1:]},
+        "'conversations[0]' of the assistant is at the beginning",
+    ),
     (sharegpt_unpaired, {**SHAREGPT, "tools": [ADD]}, "calls tools"),
     (openai_unpaired, {"messages": turns(ASK, BYE)}, "has neither of kto_tag, label"),
     (openai_unpaired, {**OPENAI, "messages": []}, "'messages' is not a list of turns"),
@@ -123,8 +127,12 @@ REFUSED: list[tuple[Convert, dict[str, Any], str]] = [
     (prompt, {"prompt": turns(ASK, SAY)}, "the prompt does not end with a turn of the user"),
     (paddlenlp_prompt, {"src": []}, "the prompt does not end with a turn of the user"),
     (paddlenlp_prompt, {"src": ["a", "b", "c"], "tgt": ["a"]}, "src has as many as tgt, or one more"),
-    (openai_prompt, {"messages": turns(SAY)}, "the prompt does not end with a turn of the user"),
-    (sharegpt_prompt, {"conversations": said("Hi?", "Hello.", "And?")[1:2]}, "does not end with a turn of the user"),
+    (openai_prompt, {"messages": turns(SYSTEM)}, "the prompt does not end with a turn of the user"),
+    (
+        sharegpt_prompt,
+        {"conversations": said("Hi?", "Hello.")[1:], "system": "a"},
+        "'conversations[0]' of the assistant is",
+    ),
 ]
 
 

@@ -105,22 +105,25 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, content: str | bytes, li
     ("content", "words"),
     [
         ("", ["is not JSON", "line 1 column 1"]),
+        (f"[{LINE} {LINE}]", ["is not JSON: ',' or ']' is missing behind row 1"]),
+        (f"[{LINE}] 1", ["is not JSON: there is more behind the list: '1'"]),
         ("[]", ["has no rows"]),
         ("{}", ["is a dict, not a list of rows"]),
         ('"text"', ["is a str, not a list of rows"]),
         (f"[{LINE},", ["is not JSON", "line 1 column"]),
-        (f"{LINE}\n{LINE}\n", ["is not JSON: Extra data: line 2 column 1"]),
+        (f"{LINE}\n{LINE}\n", ["is not JSON: there is more behind it; one row a line is called .jsonl"]),
         ("[" * 100_000, ["is not JSON", "recursion"]),
         (f"[{LINE}, 3]", ["row 2: is a int, not an object"]),
         (f'[{LINE}, {{"prompt": 1, "chosen": "a", "rejected": "b"}}]', ["row 2: 'prompt' is neither text"]),
         (f'[{LINE},\n{{"a": "\\udc12"}}]', ["row 2: has half of a surrogate pair"]),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_a_fault_in_a_json_list_is_named_with_its_row(tmp_path: Path, content: str, words: list[str]) -> None:
     path = write(tmp_path, content, "rows.json")
     message = refusal(path)
-    assert message.startswith(f"{path}: ")
+    line = 2 if "\n" in content else 1
+    assert message.startswith(f"{path}: " if "list of rows" in message or "no rows" in message else f"{path}:{line}: ")
     for word in words:
         assert word in message
 
@@ -145,7 +148,7 @@ def test_a_nested_row_is_read_or_refused_at_any_depth(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "absent.jsonl: cannot be read: No such file" in refusal(tmp_path / "absent.jsonl")
-    assert "cannot be read: Is a directory" in refusal(tmp_path)
+    assert "cannot be read: is a directory without .json, .jsonl, .parquet files" in refusal(tmp_path)
 
 
 def test_ten_faults_are_shown_and_the_rest_counted(tmp_path: Path) -> None:

@@ -40,12 +40,15 @@ def make_stage(
     truncate: bool = False,
     report: Callable[[str], None] = lambda text: None,
     packing: Any = "none",
+    on_bad_row: Any = "error",
 ) -> SftStage:
     """`template` is a choice of the recipe, or a source."""
     recipe = Recipe(
         stage="sft",
         model=ModelSection(family="llama"),
-        data=DataSection(train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing),
+        data=DataSection(
+            train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing, on_bad_row=on_bad_row
+        ),
         train=dpo_case.train_section(),
         output_dir="nothing is written",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,8 +31,12 @@ def test_every_recipe_has_a_smoke_run(
     plan = plan_run(recipe, [], registry, smoke=True)
     plan.check_files()
     assert plan.device.name == "cpu"
-    assert plan.model_config == plan.family.config_cls(**plan.family.smoke)
     assert plan.weights is None
+    shape, whole = plan.model_config, plan_run(recipe, [], registry).model_config
+    assert shape.hidden_size == plan.family.smoke["hidden_size"]
+    for key in plan.family.smoke_keeps:
+        small, large = getattr(shape, key), getattr(whole, key)
+        assert small == large or (type(small) is int and type(large) is int)
 
 
 def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
@@ -50,15 +55,40 @@ def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
 
 def test_size(recipe: Path, registry: Registry) -> None:
     whole, small = (plan_run(recipe, [], registry, smoke) for smoke in (False, True))
-    # no more processes than 8, data ranks are the first to go, and what is cut otherwise stays cut
-    tp, pp = whole.degrees.tp, whole.degrees.pp
-    assert (small.degrees.tp, small.degrees.pp) == (tp, pp)
-    assert small.degrees.num_data_ranks == min(whole.degrees.num_data_ranks, 8 // (tp * pp))
+    assert small.smoke_of == whole.degrees
+    assert small.degrees.num_ranks == min(8, whole.degrees.num_ranks)
+    for axis in ("pp", "sharding", "tp"):  # what is cut stays cut
+        assert (getattr(small.degrees, axis) > 1) == (getattr(whole.degrees, axis) > 1)
     assert small.recipe.train.max_steps <= 8  # type: ignore[operator]
     assert small.recipe.data.max_length <= small.model_config.max_position_embeddings
     assert small.recipe.train.micro_batch_size <= 4
     samples = small.recipe.train.micro_batch_size * small.accumulate_steps * small.degrees.num_data_ranks
     assert samples == small.recipe.train.global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("devices", "degrees", "small"),  # pp, dp, sharding, tp
+    [
+        (8, (2, 1, 2, 2), (2, 1, 2, 2)),
+        (16, (1, 1, 16, 1), (1, 1, 8, 1)),
+        (128, (16, 1, 1, 8), (2, 1, 1, 4)),
+        (2048, (16, 1, 32, 4), (2, 1, 2, 2)),
+        (16, (2, 2, 2, 2), (2, 1, 2, 2)),  # four axes do not fit
+        (64, (2, 16, 2, 1), (2, 2, 2, 1)),
+        (3, (1, 3, 1, 1), (1, 2, 1, 1)),  # a batch of eight is not cut by three
+        (6, (6, 1, 1, 1), (6, 1, 1, 1)),
+        (12, (12, 1, 1, 1), (6, 1, 1, 1)),
+    ],
+)
+def test_degrees(plan: Plan, devices: int, degrees: tuple[int, ...], small: tuple[int, ...]) -> None:
+    pp, dp, sharding, tp = degrees
+    parallel: dict[str, object] = {"tensor_parallel_degree": tp, "pipeline_parallel_degree": pp}
+    if sharding > 1:
+        parallel |= {"sharding": "stage1", "sharding_parallel_degree": sharding if dp > 1 else 1}
+    changes = {"launch.num_devices": devices, "parallel": parallel, "train.global_batch_size": 2 * dp * sharding}
+    found = plan(changes, smoke=True)
+    assert dataclasses.astuple(found.smoke_of)[:4] == degrees  # type: ignore[arg-type]
+    assert dataclasses.astuple(found.degrees)[:4] == small
 
 
 def test_batch_is_the_same_on_any_mesh(plan: Plan) -> None:
@@ -90,13 +120,6 @@ def test_a_pipeline_stays_what_it_is(
     for key, value in kept.items():
         assert as_plain(small.recipe.parallel)[key] == value
     assert small.model_config.num_hidden_layers == layers
-
-
-def test_what_is_no_pipeline_any_more_has_no_schedule(plan: Plan) -> None:
-    """Eight tensor parallel ranks leave no room for one."""
-    parallel = {"tensor_parallel_degree": 8, "pipeline_parallel_degree": 2, **INTERLEAVED}
-    small = plan({"launch.num_devices": 16, "parallel": parallel}, smoke=True)
-    assert (small.degrees.tp, small.degrees.pp, small.num_chunks) == (8, 1, 1)
 
 
 def test_overrides_lie_over_it(plan: Plan) -> None:

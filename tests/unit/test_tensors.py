@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from llmsuite.checkpoint.files import committed_directory
-from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec, write_tensors
+from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
+from llmsuite.checkpoint.write import write_tensors
 from llmsuite.errors import UserError
 
 DTYPES = ["float32", "float16", "bfloat16", "int64", "int32", "float64"]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
+from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf, yarn_mscale
 
@@ -90,11 +91,18 @@ class DeepSeekConfig:
     """Kept for config.json."""
     eos_token_id: int | list[int] | None = 1
     """Kept for config.json; generation stops at it."""
+    head: Head = "language_model"
+    """What is made of the hidden states."""
 
     @property
     def shared_size(self) -> int:
         """Width of the MLP that is the shared experts."""
         return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def has_gate_bias(self) -> bool:
+        """Whether experts are chosen with a bias."""
+        return self.model_type == "deepseek_v3"
 
     @property
     def attention_scale(self) -> float:
@@ -161,31 +169,42 @@ class DeepSeekConfig:
         if data.get("num_key_value_heads") not in (None, heads):
             raise UserError(f"config.json: num_key_value_heads is not num_attention_heads = {heads}")
         values = {key: value for key, value in data.items() if key in fields}
-        values["rope_theta"], values["rope_scaling"] = read_hf(data, cls.rope_theta)
+        values["rope_theta"], scaling = read_hf(data, cls.rope_theta)
+        if isinstance(scaling, Mapping) and "type" in scaling:  # the older name; there may be both
+            kind = scaling.get("rope_type", scaling["type"])
+            scaling = {"rope_type": kind, **{k: v for k, v in scaling.items() if k not in ("type", "rope_type")}}
+        values["rope_scaling"] = scaling
         values.setdefault("topk_method", "noaux_tc" if is_v3 else "greedy")
         for key in ("n_group", "topk_group"):
             if values.get(key) is None:
                 values[key] = 1
-        return cls(**values)
+        return cls(**{**values, "head": read_head(data)})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
-        is_v3 = self.model_type == "deepseek_v3"
-        return {
-            "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "num_key_value_heads": self.num_attention_heads,
-            "scoring_func": "sigmoid" if is_v3 else "softmax",
-            "num_nextn_predict_layers": 0,
-            **dataclasses.asdict(self),
-            "torch_dtype": "float32",
-        }
+        is_v3, scaling = self.model_type == "deepseek_v3", self.rope_scaling
+        if scaling is not None:
+            kind = scaling.get("rope_type", scaling.get("type"))
+            scaling = {**scaling, "rope_type": kind, "type": kind}  # PaddleNLP looks for the older name
+        return with_head(
+            self,
+            {
+                "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+                "hidden_act": "silu",
+                "attention_bias": False,
+                "num_key_value_heads": self.num_attention_heads,
+                "scoring_func": "sigmoid" if is_v3 else "softmax",
+                "num_nextn_predict_layers": 0,
+                **dataclasses.asdict(self),
+                "rope_scaling": scaling,
+                "torch_dtype": "float32",
+            },
+        )
 
 
 def _yarn(mscale: float) -> dict[str, Any]:
     return {
-        "type": "yarn",
+        "rope_type": "yarn",
         "factor": 40,
         "original_max_position_embeddings": 4096,
         "beta_fast": 32,
@@ -266,3 +285,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("model_type", "topk_method", "norm_topk_prob", "q_lora_rank")
+"""What of a recipe's shape says which code runs."""

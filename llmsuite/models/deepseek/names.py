@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.deepseek.config import DeepSeekConfig
+from llmsuite.models.head import SCORE, head_parameters
 
 _MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")
@@ -34,13 +35,12 @@ def parameter_names(config: DeepSeekConfig) -> Iterator[str]:
         else:
             yield from (f"{layer}.mlp.{part}" for part in _MLP)
     yield "model.norm.weight"
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight"
+    yield from head_parameters(config)
 
 
 def is_linear(name: str) -> bool:
     """Whether HF stores this parameter transposed, as [outputs, inputs]; of stacked ones, each of them."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".mlp.gate.weight", "lm_head.weight"))
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".mlp.gate.weight", "lm_head.weight", SCORE))
 
 
 def hf_tensors(name: str, config: DeepSeekConfig) -> HfTensors:

@@ -40,9 +40,11 @@ PLAN = ShardPlan(
     regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
     layers="model.layers",
     first=("model.embed_tokens",),
-    last=("model.norm", "lm_head"),
+    last=("model.norm", "lm_head", "score"),
     last_norm="model.norm",
     problems=_problems,
     experts="model.layers.*.mlp.experts",
     num_experts="n_routed_experts",
+    gates="model.layers.*.mlp.gate",
+    gate_bias="e_score_correction_bias",
 )

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Gt, Le
 
 from llmsuite.errors import UserError
+from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
@@ -58,6 +59,8 @@ class GPTConfig:
     """Kept for config.json."""
     eos_token_id: int | list[int] | None = 50256
     """Kept for config.json; generation stops at it."""
+    head: Head = "language_model"
+    """What is made of the hidden states."""
 
     @property
     def head_size(self) -> int:
@@ -85,17 +88,20 @@ class GPTConfig:
         activation = data.get("activation_function", _ACTIVATIONS[0])
         if activation not in _ACTIVATIONS:
             raise UserError(f"config.json: activation_function is {activation!r}; the gpt family has gelu_new only")
-        return cls(**{ours: data[key] for ours, key in theirs.items() if key in data})
+        return cls(**{**{ours: data[key] for ours, key in theirs.items() if key in data}, "head": read_head(data)})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers reads."""
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "activation_function": _ACTIVATIONS[0],
-            **{_HF_KEYS.get(key, key): value for key, value in dataclasses.asdict(self).items()},
-            "torch_dtype": "float32",
-        }
+        return with_head(
+            self,
+            {
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+                "activation_function": _ACTIVATIONS[0],
+                **{_HF_KEYS.get(key, key): value for key, value in dataclasses.asdict(self).items()},
+                "torch_dtype": "float32",
+            },
+        )
 
 
 def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
@@ -132,3 +138,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("tie_word_embeddings",)
+"""What of a recipe's shape says which code runs."""

@@ -1,7 +1,7 @@
 """What a GPT parameter is called in an HF model. Imports no Paddle.
 
 Our names are those of the other families. HF keeps q, k and v in one matrix, and every matrix but the output
-projection as [inputs, outputs], as we do.
+projection and the score as [inputs, outputs], as we do.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.gpt.config import GPTConfig
+from llmsuite.models.head import SCORE, head_parameters
 
 _HF_TOP = {"model.embed_tokens": "wte", "model.embed_positions": "wpe", "model.norm": "ln_f"}
 _HF_LAYER = {
@@ -32,13 +33,12 @@ def parameter_names(config: GPTConfig) -> Iterator[str]:
     for i in range(config.num_hidden_layers):
         yield from (f"model.layers.{i}.{part}.{kind}" for part in _HF_LAYER for kind in ("weight", "bias"))
     yield from ("model.norm.weight", "model.norm.bias", "model.embed_positions.weight")
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight"
+    yield from head_parameters(config)
 
 
 def is_linear(name: str) -> bool:
     """Whether HF stores this parameter transposed, as [outputs, inputs]."""
-    return name == "lm_head.weight"
+    return name in ("lm_head.weight", SCORE)
 
 
 def hf_tensors(name: str, config: GPTConfig) -> HfTensors:
@@ -58,7 +58,7 @@ def from_hf(name: str, config: GPTConfig) -> str | None:
     """The full name of a tensor in an HF file, where `transformer.` may be missing; None for one that is not learnt."""
     if _IGNORED.fullmatch(name):
         return None
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+    return name if name.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{name}"
 
 
 def paddlenlp_prefix(config: GPTConfig) -> str | None:

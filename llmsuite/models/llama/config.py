@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
+from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.rope import frequencies, read_hf
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
@@ -50,6 +51,8 @@ class LlamaConfig:
     """Kept for config.json."""
     eos_token_id: int | list[int] | None = 2
     """Kept for config.json; generation stops at it."""
+    head: Head = "language_model"
+    """What is made of the hidden states."""
 
     @property
     def head_size(self) -> int:
@@ -99,20 +102,23 @@ class LlamaConfig:
         values.setdefault("num_key_value_heads", heads)
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = heads
-        return cls(**values)
+        return cls(**{**values, "head": read_head(data)})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            **dataclasses.asdict(self),
-            "head_dim": self.head_size,
-            "torch_dtype": "float32",
-        }
+        return with_head(
+            self,
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_act": "silu",
+                "attention_bias": False,
+                "mlp_bias": False,
+                **dataclasses.asdict(self),
+                "head_dim": self.head_size,
+                "torch_dtype": "float32",
+            },
+        )
 
 
 _LLAMA_3_1 = {
@@ -131,18 +137,22 @@ _LLAMA_3_1 = {
     "eos_token_id": [128001, 128008, 128009],
 }
 
+_13B = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+}
+
+# config.json of huggingface.co/huggyllama/llama-7b and llama-13b (facebook/llama-7b and 13b with PaddleNLP),
+# meta-llama/Llama-2-7b-hf, Llama-2-13b-hf, Meta-Llama-3-8B, Llama-3.1-8B-Instruct, HuggingFaceTB/SmolLM2-135M-Instruct
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    "llama-13b": {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-    },
+    "llama-13b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, **_13B},
     "llama-2-7b": {},
+    "llama-2-13b": _13B,
+    "llama-3-8b": {**_LLAMA_3_1, "intermediate_size": 14336, "max_position_embeddings": 8192, "rope_scaling": None},
     "llama-3.1-8b": {**_LLAMA_3_1, "intermediate_size": 14336},
     "smollm2-135m": {
         "vocab_size": 49152,
@@ -182,3 +192,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("tie_word_embeddings",)
+"""What of a recipe's shape says which code runs."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmsuite.checkpoint.hf_tensors import HfTensors
+from llmsuite.models.head import SCORE, head_parameters
 from llmsuite.models.llama.config import LlamaConfig
 
 _GGUF_LAYER = {
@@ -34,13 +35,12 @@ def parameter_names(config: LlamaConfig) -> Iterator[str]:
     for i in range(config.num_hidden_layers):
         yield from (f"model.layers.{i}.{part}.weight" for part in _GGUF_LAYER.values())
     yield "model.norm.weight"
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight"
+    yield from head_parameters(config)
 
 
 def is_linear(name: str) -> bool:
     """Whether HF stores this parameter transposed, as [outputs, inputs]."""
-    return name.endswith(("_proj.weight", "lm_head.weight"))
+    return name.endswith(("_proj.weight", "lm_head.weight", SCORE))
 
 
 def hf_tensors(name: str, config: LlamaConfig) -> HfTensors:

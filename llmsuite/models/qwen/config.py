@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
+from llmsuite.models.head import Head, read_head, with_head
 from llmsuite.models.hf_config import check_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf
 
@@ -57,6 +58,8 @@ class QwenConfig:
     """Kept for config.json."""
     eos_token_id: int | list[int] | None = 151645
     """Kept for config.json; generation stops at it."""
+    head: Head = "language_model"
+    """What is made of the hidden states."""
 
     @property
     def head_size(self) -> int:
@@ -107,7 +110,7 @@ class QwenConfig:
         heads = values.get("num_attention_heads", cls.num_attention_heads)
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = heads
-        return cls(**values)
+        return cls(**{**values, "head": read_head(data)})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
@@ -116,13 +119,16 @@ class QwenConfig:
             del shape["head_dim"]
         else:
             shape |= {"head_dim": self.head_size, "attention_bias": False}
-        return {
-            "architectures": [f"{self.model_type.title()}ForCausalLM"],
-            "hidden_act": "silu",
-            "use_sliding_window": False,
-            **shape,
-            "torch_dtype": "float32",
-        }
+        return with_head(
+            self,
+            {
+                "architectures": [f"{self.model_type.title()}ForCausalLM"],
+                "hidden_act": "silu",
+                "use_sliding_window": False,
+                **shape,
+                "torch_dtype": "float32",
+            },
+        )
 
 
 def _qwen2_5(
@@ -187,3 +193,5 @@ SMOKE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("model_type", "tie_word_embeddings")
+"""What of a recipe's shape says which code runs."""

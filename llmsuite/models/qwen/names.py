@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from llmsuite.checkpoint.hf_tensors import HfTensors
+from llmsuite.models.head import SCORE, head_parameters
 from llmsuite.models.qwen.config import QwenConfig
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
@@ -29,13 +30,12 @@ def parameter_names(config: QwenConfig) -> Iterator[str]:
         yield f"{layer}.post_attention_layernorm.weight"
         yield from (f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
     yield "model.norm.weight"
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight"
+    yield from head_parameters(config)
 
 
 def is_linear(name: str) -> bool:
     """Whether HF stores this parameter transposed, as [outputs, inputs]."""
-    return name.endswith(("_proj.weight", "lm_head.weight"))
+    return name.endswith(("_proj.weight", "lm_head.weight", SCORE))
 
 
 def hf_tensors(name: str, config: QwenConfig) -> HfTensors:

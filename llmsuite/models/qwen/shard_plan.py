@@ -30,7 +30,7 @@ PLAN = ShardPlan(
     regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
     layers="model.layers",
     first=("model.embed_tokens",),
-    last=("model.norm", "lm_head"),
+    last=("model.norm", "lm_head", "score"),
     last_norm="model.norm",
     problems=_problems,
 )

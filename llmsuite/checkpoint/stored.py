@@ -1,0 +1,166 @@
+"""Tensors as they lie in a safetensors file: the header is read and checked, the values when they are asked for.
+
+The package safetensors maps a whole file to read one tensor of it. Here no more is mapped or read than what is asked
+for, so that files may be larger than the memory a process is allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (teaches numpy what bfloat16 is)
+import numpy as np
+
+from llmsuite.errors import UserError
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+_OTHER_SIZES = {
+    "U8": 1,
+    "I8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "U32": 4,
+    "U64": 8,
+    "C64": 8,
+}
+_LONGEST_HEADER = 100_000_000  # as in the package safetensors
+_CHUNK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    name: str
+    path: Path
+    code: str
+    """Its dtype as the header has it."""
+    shape: tuple[int, ...]
+    start: int
+    """Where in the file it begins."""
+    size: int
+    """In bytes."""
+    sha256: str | None = None
+    """What it was written with, where that is known."""
+
+    @property
+    def dtype(self) -> str:
+        """NumPy's name. Raises UserError for one that no parameter has."""
+        if self.code not in DTYPES:
+            raise UserError(f"{self.path}: {self.name!r} has dtype {self.code}; supported: {', '.join(DTYPES)}")
+        return DTYPES[self.code]
+
+    def chunks(self) -> Iterator[memoryview]:
+        """All of its bytes, 1 MB at a time. Each is overwritten when the next one comes.
+
+        Raises:
+            UserError: the file cannot be read, or has become shorter.
+        """
+        buffer = memoryview(bytearray(min(_CHUNK, self.size)))
+        with _readable(self.path), open(self.path, "rb", buffering=0) as file:
+            at, end = self.start, self.start + self.size
+            while at < end:
+                part = buffer[: end - at]
+                count = os.preadv(file.fileno(), [part], at)
+                if not count:
+                    raise UserError(f"{self.path}: ends at byte {at:,}, within {self.name!r}")
+                yield part[:count]
+                at += count
+
+    def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
+        """Its values, or those of a slice (one a dim, none empty). Raises as `chunks`."""
+        dtype = np.dtype(self.dtype)
+        if index and self.size and any(s.indices(n)[:2] != (0, n) for s, n in zip(index[1:], self.shape[1:])):
+            with _readable(self.path):
+                mapped: Any = np.memmap(self.path, "uint8", "r", self.start, (self.size,))
+                return np.array(mapped.view(dtype).reshape(self.shape)[tuple(index)])
+        first, last, _ = index[0].indices(self.shape[0]) if index else (0, 0, 1)
+        shape = (last - first, *self.shape[1:]) if index else self.shape
+        row = math.prod(self.shape[1:]) * dtype.itemsize
+        part = dataclasses.replace(self, start=self.start + first * row, size=math.prod(shape) * dtype.itemsize)
+        result = np.empty(shape, dtype)
+        target, at = memoryview(result.reshape(-1).view("uint8")), 0  # type: ignore[arg-type]
+        for chunk in part.chunks():
+            target[at : at + len(chunk)] = chunk
+            at += len(chunk)
+        return result
+
+    def check(self) -> None:
+        """Compare the values with the sha256 they were written with. Raises UserError when they are others."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks():
+            digest.update(chunk)
+        self.compare(digest.hexdigest())
+
+    def compare(self, sha256: str) -> None:
+        """As `check`, with what the caller has found."""
+        if self.sha256 not in (None, sha256):
+            raise UserError(
+                f"{self.path}: {self.name!r} does not have the sha256 that manifest.json tells: the file is damaged; "
+                "nothing was made of it"
+            )
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """What a safetensors file holds, in the order of the header.
+
+    Raises:
+        UserError: it cannot be read, or the header is none, or lies about where the tensors are.
+    """
+    with _readable(path), open(path, "rb", buffering=0) as file:
+        size, start = os.fstat(file.fileno()).st_size, file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
+            raise _unreadable(path, "it ends within its header")
+        text = file.read(length)
+    try:
+        header = json.loads(text.decode())
+        header.pop("__metadata__", None)
+        found = [_entry(path, 8 + length, name, entry) for name, entry in header.items()]
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise _unreadable(path, f"its header is none: {error!r}") from error
+    end = 8 + length
+    for tensor in sorted(found, key=lambda tensor: (tensor.start, tensor.size)):
+        if tensor.start != end:
+            raise _unreadable(path, f"{tensor.name!r} does not begin where the tensor before it ends")
+        end += tensor.size
+    if end != size:
+        raise _unreadable(path, f"by its header it has {end:,} bytes, there are {size:,}")
+    return {tensor.name: tensor for tensor in found}
+
+
+def _entry(path: Path, data: int, name: str, entry: Any) -> Stored:
+    """A tensor of a header; raises one of the errors that damaged JSON leads to."""
+    code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"{name!r} has no dtype, shape and offsets")
+    itemsize = np.dtype(DTYPES[code]).itemsize if code in DTYPES else _OTHER_SIZES.get(code)
+    if end < begin or (itemsize is not None and math.prod(shape) * itemsize != end - begin):
+        raise ValueError(f"{name!r} is {shape} of {code}, which are not {end - begin:,} bytes")
+    return Stored(name, path, code, tuple(shape), data + begin, end - begin)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    except ValueError as error:  # a name that none can have
+        raise _unreadable(path, str(error)) from error
+
+
+def _unreadable(path: Path, why: str) -> UserError:
+    return UserError(f"{path}: is not a readable safetensors file: {why}")

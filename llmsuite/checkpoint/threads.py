@@ -1,0 +1,70 @@
+"""Several threads for what lets go of Python's lock: hashing, reading and writing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+_MOST = 8  # beyond that the disk is what one waits for
+
+
+def num_threads() -> int:
+    """As many as this process has cores, within reason."""
+    return min(len(os.sched_getaffinity(0)), _MOST) if hasattr(os, "sched_getaffinity") else 1
+
+
+def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
+    """Run tasks, begun in their order, in so many threads: this one and others, or fewer where no more can be had.
+
+    After one that fails no other is begun, and its error is raised here.
+    """
+    todo, lock = iter(tasks), threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while True:
+            try:
+                with lock:
+                    task = None if errors else next(todo, None)
+                if task is None:
+                    return
+                task()
+            except BaseException as error:  # raised again in the thread that has called
+                errors.append(error)
+
+    others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
+    started = []
+    try:
+        for thread in others:
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # there is no memory for its stack
+        pass
+    try:
+        work()
+        for thread in started:
+            thread.join()
+    except BaseException as error:  # Ctrl-C while waiting
+        errors.append(error)
+        for thread in started:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """As `map`, with several items under way at once; what comes out is in order."""
+    todo, threads = list(items), num_threads()
+    for first in range(0, len(todo), 8 * threads):
+        group = todo[first : first + 8 * threads]
+        results: dict[int, R] = {}
+
+        def task(at: int, item: T, results: dict[int, R] = results) -> Callable[[], None]:
+            return lambda: results.__setitem__(at, function(item))
+
+        run_all((task(at, item) for at, item in enumerate(group)), threads)
+        yield from (results[at] for at in range(len(group)))

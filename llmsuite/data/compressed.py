@@ -1,0 +1,85 @@
+"""Files as bytes, whether compressed or not, with a guard against those that unpack to far more than text does."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from llmsuite.errors import UserError
+
+PACKED = (".gz", ".zst")
+_MOST_RATIO = 100
+"""Text is packed to a tenth or so; a bomb to a thousandth."""
+_ALWAYS_FINE = 64 << 20
+MOST_LINE = 64 << 20
+"""Bytes of a line. Longer ones are no row but another kind of file."""
+
+
+@contextlib.contextmanager
+def open_bytes(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The unpacked bytes of a file, and the file below, whose position says how far it is read.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or unpacks to more than 100 times its size; also while it is read.
+    """
+    damaged: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)  # EOFError: a .gz that is cut short
+    with contextlib.ExitStack() as stack:
+        try:
+            raw = stack.enter_context(open(path, "rb"))
+            plain: Any = raw
+            if path.suffix == ".gz":
+                plain = stack.enter_context(gzip.GzipFile(fileobj=raw))
+            elif path.suffix == ".zst":
+                zstandard = _zstandard(path)
+                damaged += (zstandard.ZstdError,)
+                plain = stack.enter_context(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+            if plain is not raw:
+                plain = io.BufferedReader(_Guarded(plain, path), 1 << 20)
+            yield plain, raw
+        except damaged as error:
+            raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each line with its number. Raises UserError at one beyond MOST_LINE."""
+    number = 0
+    while line := stream.readline(MOST_LINE + 1):
+        number += 1
+        if len(line) > MOST_LINE:
+            raise UserError(f"{path}:{number}: is longer than {MOST_LINE >> 20} MiB, so it is no row of data")
+        yield number, line
+
+
+class _Guarded(io.RawIOBase):
+    """Unpacked bytes, counted."""
+
+    def __init__(self, plain: Any, path: Path):
+        self._plain, self._path, self._done = plain, path, 0
+        self._most = max(_ALWAYS_FINE, _MOST_RATIO * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._plain.read(len(buffer))
+        self._done += len(piece)
+        if self._done > self._most:
+            raise UserError(
+                f"{self._path}: unpacks to more than {_MOST_RATIO} times its size, as no text does; "
+                "if it is meant so, unpack it first"
+            )
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(f"{path}: needs the package zstandard; install it with: pip install zstandard") from error
+    return zstandard

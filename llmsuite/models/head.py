@@ -1,0 +1,58 @@
+"""What stands behind the decoder: the output projection of a language model, or one score. Imports no Paddle.
+
+A shape that can have either has a field `head`. Which one it is says the stage, not the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from llmsuite.errors import UserError
+
+Head = Literal["language_model", "score"]
+SCORE = "score.weight"
+_SCORING = "ForSequenceClassification"
+
+
+def head_of(config: Any) -> Head:
+    """The head of a shape."""
+    return getattr(config, "head", "language_model")
+
+
+def is_tied(config: Any) -> bool:
+    """Whether logits are made with the embedding."""
+    return bool(getattr(config, "tie_word_embeddings", False)) and head_of(config) == "language_model"
+
+
+def head_parameters(config: Any) -> Iterator[str]:
+    """The names of the head's parameters: HF's, and ours."""
+    if head_of(config) == "score":
+        yield SCORE
+    elif not is_tied(config):
+        yield "lm_head.weight"
+
+
+def read_head(data: Mapping[str, Any]) -> Head:
+    """The head of HF's config.json.
+
+    Raises:
+        UserError: its model gives several scores.
+    """
+    architectures = data.get("architectures")
+    if not isinstance(architectures, list) or not any(str(name).endswith(_SCORING) for name in architectures):
+        return "language_model"
+    labels = data.get("id2label")
+    count = data.get("num_labels", len(labels) if isinstance(labels, Mapping) else 2)  # 2 is HF's default
+    if count != 1:
+        raise UserError(f"config.json: {architectures[0]} has {count} labels; a score head with one is supported")
+    return "score"
+
+
+def with_head(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """HF's config.json of a language model as that of the same with the head of `config`."""
+    result = {key: value for key, value in data.items() if key != "head"}
+    if head_of(config) == "score":
+        name = result["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        result |= {"architectures": [name + _SCORING], "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    return result

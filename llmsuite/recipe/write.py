@@ -1,0 +1,32 @@
+"""A recipe as text: one section a line where it fits, one key a line where it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_WIDTH = 120
+
+
+def recipe_text(data: Mapping[str, Any]) -> str:
+    """Plain data as the recipes that come with llmsuite are written."""
+    lines = [f"  {json.dumps(key)}: {_value(key, value)}" for key, value in data.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _value(key: str, value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict) or len(key) + len(text) + len('  "": ,') <= _WIDTH:
+        return _shorter_numbers(text)
+    lines = [f"    {json.dumps(k)}: {_shorter_numbers(json.dumps(v, ensure_ascii=False))}" for k, v in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n  }"
+
+
+_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|(?<=e-)0(?=\d)')
+
+
+def _shorter_numbers(text: str) -> str:
+    """3e-05 as 3e-5, outside of texts."""
+    return _EXPONENT.sub(lambda match: match[0] if match[0] != "0" else "", text)

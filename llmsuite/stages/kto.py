@@ -1,0 +1,175 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306): answers that are wanted, and others.
+
+rows -> token ids of prompt and answer -> log-ratios of the answers to the reference model -> loss against z, what the
+model gives unrelated answers more than the reference does: an estimate of the divergence of both
+
+z is of the whole global batch. It is looked at before the first micro-batch is learnt from, in a pass of its own
+without a graph, so that neither micro-batches nor ranks change it. The unrelated answer to a prompt is that of another
+row, always the same.
+
+Shapes: A answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from llmsuite.data.rows import Unpaired
+from llmsuite.stages.answers import Answer, answer_logps, collate, ended
+from llmsuite.stages.base import Batch, DropCounts, Look, LossTerms, Stage, StageContext, Sums
+from llmsuite.stages.preference_losses import apo_zero, kto
+from llmsuite.stages.reference import Reference
+from llmsuite.stages.sections import KtoSection
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """An answer that is wanted or not."""
+
+    answer: Answer
+    desirable: bool
+    unrelated: Answer | None
+    """The answer of another row to this prompt; None when none fits."""
+
+
+class KtoStage(Stage[Judged]):
+    """Makes wanted answers likelier and others less likely."""
+
+    row_kind = "unpaired"
+
+    def __init__(self, section: KtoSection, context: StageContext):
+        super().__init__(section, context)
+        self._kind, self._beta = section.loss, section.beta
+        self._weights = np.array([section.undesirable_weight, section.desirable_weight], dtype="float32")
+        self._takes_reference = section.reference
+        self._max_length = context.recipe.data.max_length
+        self._template = context.template()
+        self._reference = Reference(context, context.recipe.train.micro_batch_size)
+
+    @classmethod
+    def looks(cls, section: KtoSection) -> tuple[Look, ...]:
+        """At the reference, and at how far the model is from it."""
+        looks: list[Look] = ["adapters_off"] if section.reference == "adapter_off" else []
+        return (*looks, "model") if section.loss == "kto" else tuple(looks)
+
+    # data
+
+    def make_samples(self, rows: Sequence[Unpaired], counts: DropCounts) -> list[Judged]:
+        """Answers that fit. Nothing is ever cut: a cut answer would not learn to end."""
+        kept = [row for row in rows if row.completion.strip()]
+        for _ in range(len(rows) - len(kept)):
+            counts.drop("with an empty answer")
+        texts = [text for row in kept for text in self._template.split(row.prompt, row.completion)]
+        ids, eos = self.context.tokenizer.encode_batch(texts), self.context.tokenizer.eos_id
+        judged = []
+        for i, row in enumerate(kept):
+            answer = Answer(ids[2 * i], ended(ids[2 * i + 1], eos))
+            if not answer.prompt:
+                counts.drop("with a prompt of no tokens (nothing would predict the answer)")
+            elif answer.ids.count(eos) > 1:
+                counts.drop("with the end-of-sequence token inside an answer")
+            elif len(answer) > self._max_length:
+                counts.drop(f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)")
+            else:
+                judged.append((answer, row.desirable))
+        if self._kind == "apo_zero":
+            return [Judged(*pair, None) for pair in judged]
+        unrelated = unrelated_answers([answer for answer, _ in judged], self._max_length)
+        return [Judged(*pair, other) for pair, other in zip(judged, unrelated)]
+
+    def row_lengths(self, samples: Sequence[Judged]) -> np.ndarray:
+        """[answers, 1]; [answers, 2] with the answers that z is made of."""
+        both = self._kind == "kto"
+        rows = [[s.answer, s.unrelated or s.answer] if both else [s.answer] for s in samples]
+        return np.array([[len(answer) - 1 for answer in row] for row in rows], dtype="int64")
+
+    def collate(self, samples: Sequence[Judged]) -> Batch:
+        """The answers, and under "unrelated" what z is made of."""
+        answers = [sample.answer for sample in samples]
+        # where there is none, something that counts for nothing: other ranks may wait for a pass
+        others = [sample.unrelated or sample.answer for sample in samples] if self._kind == "kto" else []
+        batch = self._collate(answers)
+        batch["desirable"] = np.array([sample.desirable for sample in samples], dtype="float32")
+        if others:
+            counts = np.array([sample.unrelated is not None for sample in samples], dtype="float32")
+            batch["unrelated"] = {**self._collate(others), "counts": counts}
+        if self._takes_reference == "adapter_off":
+            batch["all"] = self._collate([*answers, *others])
+        return batch
+
+    def _collate(self, answers: Sequence[Answer]) -> Batch:
+        batch = collate(answers, self.context.tokenizer.pad_id, self.context.length_multiple)
+        if self._takes_reference == "cache" and self._reference.known:
+            batch["reference"] = self._reference.of(answers)
+        return batch
+
+    # what is known before a step
+
+    def before_training(self, model: Any, samples: Iterable[Judged]) -> None:
+        """Log-probabilities under the initial model."""
+        if self._takes_reference == "cache":
+            self._reference.compute(model, _answers(samples))
+
+    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+        """The reference of these answers, or what z is the mean of."""
+        if look == "adapters_off":
+            logps, num_answers = answer_logps(model, batch["all"]).numpy(), len(batch["input_ids"])
+            batch["reference"] = logps[:num_answers]
+            if self._kind == "kto":
+                batch["unrelated"]["reference"] = logps[num_answers:]
+            return {}
+        unrelated = batch["unrelated"]
+        ratios = answer_logps(model, unrelated) - paddle.to_tensor(unrelated["reference"])
+        return {"kl": ((ratios * paddle.to_tensor(unrelated["counts"])).sum(), float(unrelated["counts"].sum()))}
+
+    # loss
+
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        """Sum over the answers; every answer weighs 1, whatever the weight of its kind, as in the paper."""
+        ratios = answer_logps(model, batch) - paddle.to_tensor(batch["reference"])
+        desirable = paddle.to_tensor(batch["desirable"])
+        rewards, num_answers, num_desirable = (self._beta * ratios).detach(), len(ratios), batch["desirable"].sum()
+        sums: dict[str, tuple[Any, float]] = {
+            "rewards/desirable": ((rewards * desirable).sum(), float(num_desirable)),
+            "rewards/undesirable": ((rewards * (1 - desirable)).sum(), float(num_answers - num_desirable)),
+        }
+        if self._kind == "kto":
+            kl = max(0.0, batch["ahead"]["kl"])
+            sums["kl"] = kl * num_answers, float(num_answers)
+            losses = kto(ratios, desirable, self._beta, kl)
+        else:
+            losses = apo_zero(ratios, desirable, self._beta)
+        weights = paddle.to_tensor(self._weights[batch["desirable"].astype("int64")])
+        return LossTerms((losses * weights).sum(), float(num_answers), sums)
+
+
+def unrelated_answers(answers: Sequence[Answer], max_length: int) -> list[Answer | None]:
+    """For the prompt of each answer the next answer to another prompt that fits, looking on from the first behind the
+    last; None when there is none among the next thousand."""
+    found: list[Answer | None] = []
+    for i, answer in enumerate(answers):
+        others = (answers[(i + step) % len(answers)] for step in range(1, min(len(answers), _FURTHEST + 1)))
+        fitting = (
+            other
+            for other in others
+            if other.prompt != answer.prompt and len(answer.prompt) + len(other.ids) <= max_length
+        )
+        other = next(fitting, None)
+        found.append(None if other is None else Answer(answer.prompt, other.ids))
+    return found
+
+
+_FURTHEST = 1000
+
+
+def _answers(samples: Iterable[Judged]) -> Iterator[Answer]:
+    """Everything that the reference has to know."""
+    for sample in samples:
+        yield sample.answer
+        if sample.unrelated is not None:
+            yield sample.unrelated

@@ -1,0 +1,161 @@
+"""Every recipe, made small by `--smoke`, on its own mesh against one process.
+
+`make matrix` runs all of them and writes docs/support.json, of which docs/support.md is made; a test fails when a
+recipe is not the one that was run. With names it runs those and prints what it found:
+
+    python -m tests.matrix llama/sft gpt/gpt-175b-pretrain
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.recipe.section import as_plain
+from tests.conftest import registry_with
+from tests.multi.conftest import ROOT, Runner
+from tests.parity.cases import LIMIT, Case, run_cases
+
+REPORT = ROOT / "docs" / "support.json"
+STEPS = 3
+MODES = ("dynamic", "to_static")
+# as the recipes, but small steps of AdamW's denominator and of a rate that moves; tests/parity/cases.py says why
+_COMMON = (
+    f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.warmup_ratio=0", "--train.adam_epsilon=1e-2",
+    "--train.log_steps=1", "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null",
+)  # fmt: skip
+_RATE = {False: "--train.learning_rate=3e-3", True: "--train.learning_rate=0.1"}
+"""Of models and of adapters, which start with gradients that are small before such an epsilon."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A recipe in one of the two modes."""
+
+    recipe: str
+    """`family/name`."""
+    mode: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe.replace('/', '-')}-{self.mode}"
+
+    @property
+    def path(self) -> str:
+        return f"recipes/{self.recipe}.json"
+
+    def plan(self, registry: Registry) -> RunPlan:
+        return plan_run(ROOT / self.path, self.words(registry), registry, smoke=True)
+
+    def common(self, registry: Registry) -> list[str]:
+        stage = json.loads((ROOT / self.path).read_text(encoding="utf-8"))["stage"]
+        return [*_COMMON, _RATE[registry.stages[stage].adapters]]
+
+    def words(self, registry: Registry) -> list[str]:
+        return [*self.common(registry), "--train.micro_batch_size=1", f"--engine.mode={self.mode}"]
+
+    def digest(self, registry: Registry) -> str:
+        """Of what is run: the keys that the recipe, `--smoke` and this file give, and their values."""
+        loaded = self.plan(registry).loaded
+        given: dict[str, Any] = {}
+        for key in sorted(loaded.given):
+            value: Any = loaded.recipe
+            for part in key:
+                value = value[part] if isinstance(value, dict) else value.__dict__[part]
+            given[".".join(key)] = value
+        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+
+    def many(self, registry: Registry) -> Case:
+        """On its own mesh."""
+        return Case(self.name, self.plan(registry).degrees.num_ranks, self.words(registry), recipe=self.path)
+
+    def one(self, registry: Registry) -> Case:
+        """The same model and batch in one process; equal ones of several recipes are one case."""
+        plan = self.plan(registry)
+        words = [
+            *self.common(registry), "--train.micro_batch_size=8", "--launch.num_devices=1", "--parallel={}", "--engine={}",
+            f"--model.config={json.dumps(plan.recipe.model.config, sort_keys=True)}",
+        ]  # fmt: skip
+        alone = plan_run(ROOT / self.path, words, registry, smoke=True).loaded.recipe
+        learnt = {key: repr(value) for key, value in as_plain(alone).items() if key != "output_dir"}
+        digest = hashlib.sha256(json.dumps(learnt, sort_keys=True).encode()).hexdigest()[:16]
+        return Case(f"one-{digest}", 1, words, recipe=self.path)
+
+
+def entries(registry: Registry) -> list[Entry]:
+    """Each recipe in its own mode; those with the short name of a stage in both."""
+    found = []
+    for path in sorted((ROOT / "recipes").glob("*/*.json")):
+        recipe = f"{path.parent.name}/{path.stem}"
+        own = str(json.loads(path.read_text(encoding="utf-8")).get("engine", {}).get("mode", "dynamic"))
+        found += [Entry(recipe, mode) for mode in (MODES if path.stem in registry.stages else (own,))]
+    return found
+
+
+def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dict[str, Any]]:
+    """Run entries and what they are compared with; returns a record of each."""
+    chosen = list(chosen)
+    ones = {entry: entry.one(registry) for entry in chosen}
+    cases = {case.name: case for case in ones.values()}
+    failed = run_cases(runner, [*cases.values(), *(entry.many(registry) for entry in chosen)])
+    records = []
+    for entry in chosen:
+        plan = entry.plan(registry)
+        record = {
+            "recipe": entry.recipe,
+            "mode": entry.mode,
+            "family": plan.family.name,
+            "stage": plan.stage.name,
+            "digest": entry.digest(registry),
+            "asked": str(plan.smoke_of),
+            "mesh": str(plan.degrees),
+        }
+        printed = failed.get(ones[entry].name) or failed.get(entry.name)
+        if printed is not None:
+            record |= {"passed": False, "problem": printed.strip().splitlines()[-1][:300]}
+        else:
+            record |= _compared(runner, ones[entry].name, entry.name)
+        records.append(record)
+    return records
+
+
+def _compared(runner: Runner, one: str, many: str) -> dict[str, Any]:
+    """The largest relative difference of loss and gradient norm in any step."""
+    expected, found = runner.metrics(one), runner.metrics(many)
+    if [len(expected), len(found)] != [STEPS, STEPS]:
+        return {"passed": False, "problem": f"{len(expected)} and {len(found)} steps were recorded"}
+    if not expected[-1]["loss"] < expected[0]["loss"]:
+        return {"passed": False, "problem": "nothing was learnt, so nothing was compared"}
+    keys = ("loss", "grad_norm")
+    found_by = {key: [abs(b[key] / a[key] - 1) for a, b in zip(expected, found, strict=True)] for key in keys}
+    if not all(difference <= LIMIT for values in found_by.values() for difference in values):  # NaN is none either
+        return {"passed": False, "problem": f"differs by {json.dumps(found_by)}"}
+    return {**{key: max(values) for key, values in found_by.items()}, "passed": True}
+
+
+def main(names: list[str]) -> int:
+    """Run all entries and write the report, or those of some recipes; 1 when one does not pass."""
+    registry = registry_with()
+    chosen = [entry for entry in entries(registry) if not names or entry.recipe in names]
+    with tempfile.TemporaryDirectory() as directory:
+        records = run(Runner(Path(directory)), chosen, registry)
+    for record in records:
+        found = record.get("problem") or f"loss {record['loss']:.1e}, grad_norm {record['grad_norm']:.1e}"
+        print(f"{'ok  ' if record['passed'] else 'FAIL'} {record['recipe']} {record['mode']} {record['mesh']}: {found}")
+    if not names:
+        report = {"limit": LIMIT, "steps": STEPS, "paddle": importlib.metadata.version("paddlepaddle")}
+        REPORT.write_text(json.dumps({**report, "runs": records}, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(record["passed"] for record in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

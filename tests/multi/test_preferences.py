@@ -1,0 +1,91 @@
+"""Reward models, KTO and losses of DPO that depend on the whole batch: on any mesh equal to one process.
+
+`tests/parity/test_preferences.py` has each stage on every mesh; here each is on two.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, run_cases
+
+STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "rm": ("recipes/llama/rm.json", ("--rm.margin=0.5",)),
+    "kto": ("recipes/llama/kto.json", ("--kto.undesirable_weight=1.5",)),
+    "orpo": ("recipes/llama/orpo.json", ()),
+    # the reference is the initial model, which the model without its adapter stays
+    "dpo, adapters": ("recipes/llama/dpo.json", ("--lora.rank=4", "--dpo.reference=adapter_off")),
+    "rm, adapters": ("recipes/llama/rm.json", ("--lora.rank=4",)),
+    "kto_pair": ("recipes/llama/dpo.json", ("--dpo.loss=kto_pair", "--dpo.sft_weight=0.1")),
+}
+"""Recipe and overrides."""
+SPREADS: dict[str, tuple[int, dict[str, object], int, str]] = {
+    "dp2": (2, {}, 1, "dynamic"),
+    "tp2": (2, {"tensor_parallel_degree": 2, "sequence_parallel": True}, 4, "dynamic"),
+    "pp2": (2, {"pipeline_parallel_degree": 2}, 2, "dynamic"),
+    "stage3": (2, {"sharding": "stage3"}, 2, "dynamic"),
+    "static": (2, {"tensor_parallel_degree": 2}, 4, "to_static"),
+    "pp4": (4, {"pipeline_parallel_degree": 4}, 4, "dynamic"),
+    "tp2-pp2-dp2": (8, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, 2, "dynamic"),
+}
+"""Ranks, what is parallel, micro-batch size and mode."""
+POINTS = [
+    ("rm", "tp2"),
+    ("rm, adapters", "stage3"),
+    ("kto", "pp2"),
+    ("kto", "dp2"),
+    ("orpo", "dp2"),
+    ("orpo", "static"),
+]
+
+
+def one_process(stage: str) -> Case:
+    """The run the others are compared with."""
+    words = ["--parallel={}", "--launch.num_devices=1", "--train.micro_batch_size=8", "--engine.recompute=none"]
+    saved = ["--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}"]
+    return _case(stage, stage, 1, [*words, *saved])
+
+
+def many_processes(stage: str, spread: str) -> Case:
+    ranks, parallel, micro, mode = SPREADS[spread]
+    words = [
+        f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}", f"--train.micro_batch_size={micro}",
+        f"--engine.mode={mode}", "--checkpoint.save_steps=null",
+    ]  # fmt: skip
+    return _case(f"{stage} {spread}", stage, ranks, words)
+
+
+def _case(name: str, stage: str, ranks: int, words: list[str]) -> Case:
+    recipe, more = STAGES[stage]
+    return Case(name, ranks, [*COMMON, *OPTIMIZERS["sgd"], *more, *words], recipe=recipe)
+
+
+def run_points(runner: Runner, points: list[tuple[str, str]]) -> dict[str, str]:
+    """Run stages on meshes, and in one process; see `run_cases`."""
+    ones = [one_process(stage) for stage in dict(points)]
+    return run_cases(runner, [*ones, *(many_processes(*point) for point in points)])
+
+
+def check(runner: Runner, failed: dict[str, str], stage: str, spread: str) -> None:
+    """Compare a stage on a mesh with one process."""
+    many = many_processes(stage, spread).name
+    for name in (stage, many):
+        assert name not in failed, failed[name]
+    stem = "adapter_model" if "adapters" in stage else "model"
+    assert compare(runner, stage, many, stem, falls=stage != "kto").problems == []
+    if stage == "kto":  # whose estimate of how far the model is from where it began has to be tried
+        assert runner.metrics(stage)[-1]["kl"] > 0.1
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs all points; what was printed of those that did not end well."""
+    return run_points(runner, POINTS)
+
+
+@pytest.mark.parametrize(("stage", "spread"), POINTS)
+def test_equals_one_process(runner: Runner, failed: dict[str, str], stage: str, spread: str) -> None:
+    check(runner, failed, stage, spread)
