@@ -38,7 +38,8 @@ def add_arguments(parser: Any) -> None:
         "--workers",
         type=PositiveInt | None,
         default=None,
-        help="index: processes; by default one for each 8 MB, at most all",
+        help="index: processes; by default one for each 8 MB, at most one a core; on up to 4 cores one, which uses "
+        "them all",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ class TextTokenizer:
         pad = self.special_tokens.get("pad_token")
         return self.token_id(pad) if pad else self.eos_id
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Ids run from 0 to one below this."""
         return self._fast.get_vocab_size() if self._fast else len(self._paddlenlp)
