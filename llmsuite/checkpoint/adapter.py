@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.files import read_json_file
+from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.layout import Arrangement, hf_name
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.pdparams import PickledTensors
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
+from llmsuite.models.head import SCORE, head_of
 
 CONFIGS = ("adapter_config.json", "lora_config.json")
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
@@ -153,12 +155,48 @@ class Adapted:
         return (value.astype("float32") + factors.scale * (first @ second)).astype(value.dtype)
 
 
+def _with_score_head(base: ModelDirectory) -> ModelDirectory:
+    """A language model as the reward model whose score head an adapter brings."""
+    config = dataclasses.replace(base.config, head="score")
+    tensors = {name: place for name, place in base.tensors.items() if name != "lm_head.weight"}
+    shape = (1, config.hidden_size) if base.linears_transposed else (config.hidden_size, 1)
+    files = _NoHeadYet(base.files, TensorSpec(SCORE, shape, base.spec(base.names[0]).dtype))
+    return dataclasses.replace(base, config=config, tensors={**tensors, SCORE: HfTensors((SCORE,))}, files=files)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoHeadYet:
+    """Tensors of a language model, and the promise of a score head."""
+
+    files: TensorSource
+    promised: TensorSpec
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.files.names, self.promised.name]
+
+    @property
+    def paths(self) -> list[Path]:
+        return self.files.paths
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.promised if name == self.promised.name else self.files.spec(name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        assert name != self.promised.name, "the adapter has it"
+        return self.files.read(name, index)
+
+
 def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = False) -> ModelDirectory:
     """The base with an adapter added to it.
 
     Raises:
         UserError: the adapter is not one of this model: some tensor of it finds no home, or does not fit.
     """
+    if head_of(base.config) != "score" and any(
+        name.endswith(f".{SCORE}") for name in _open_files(directory, allow_pickle).names
+    ):
+        base = _with_score_head(base)
     names = base.family.names()
     tensors = {name: names.hf_tensors(name, base.config) for name in base.names}
     return dataclasses.replace(

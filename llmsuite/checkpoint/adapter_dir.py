@@ -55,6 +55,8 @@ class Adapters:
     is_stabilised: bool
     """Whether they are scaled by alpha / sqrt(rank), not alpha / rank."""
     base: Base
+    beside: Sequence[str] = ()
+    """Our names of parameters that are trained whole beside them: the score head of a reward model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,7 @@ def write_adapters(
     # each is asked for once, in the order of the files, and made in the order of `specs`
     in_turn = InTurn(specs, read, list(by_name))
     stored: dict[str, tuple[_Pair, str]] = {}
+    beside: dict[str, str] = {}
     stored_specs = []
     for pair in pairs:
         for factor in (FIRST_FACTOR, SECOND_FACTOR):
@@ -133,11 +136,17 @@ def write_adapters(
             stored_specs.append(TensorSpec(name, shape, first.dtype))
 
     def read_stored(name: str) -> np.ndarray:
+        if name in beside:
+            return in_turn.read(beside[name]).T
         pair, factor = stored[name]
         parts = [in_turn.read(f"{module}.{factor}") for module, _ in pair.members]
         value = np.concatenate(parts, 1) if factor == FIRST_FACTOR else _on_diagonal(parts, pair)
         return value.T if layout == "hf" else value
 
+    for ours in adapters.beside:
+        name, spec = _stored_whole(ours, layout), by_name[ours]
+        beside[name] = ours
+        stored_specs.append(TensorSpec(name, spec.shape[::-1], spec.dtype))
     metadata = {"format": "pt" if layout == "hf" else "np"}
     if layout == "hf":  # PEFT reads one file
         written = write_file(directory / f"{_STEMS[layout]}{SUFFIX}", stored_specs, read_stored, metadata)
@@ -152,6 +161,14 @@ def write_adapters(
 
 def _stored_name(module: str, factor: str, layout: Layout) -> str:
     return f"base_model.model.{module}.{factor}.weight" if layout == "hf" else f"{module}.{factor}"
+
+
+def _stored_whole(parameter: str, layout: Layout) -> str:
+    if layout == "paddlenlp":
+        raise UserError(
+            f"{parameter} was trained beside the adapters, which PaddleNLP's layout has no place for; merge"
+        )
+    return f"base_model.model.{parameter}"
 
 
 def _on_diagonal(parts: Sequence[np.ndarray], pair: _Pair) -> np.ndarray:
@@ -183,7 +200,8 @@ def _config(
     linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",
+        "modules_to_save": [name.removesuffix(".weight") for name in adapters.beside] or None,
         "base_model_name_or_path": adapters.base.path,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
@@ -221,11 +239,13 @@ class SavedAdapters:
         """Raises UserError when it has others."""
         self._pairs, self._layout = _pairs(adapters, family, config, layout), layout
         self._files, self._rank = TensorFiles(directory, _STEMS[layout]), adapters.rank
+        self._beside = set(adapters.beside)
         wanted = {
             _stored_name(p.module, factor, layout)
             for p in self._pairs.values()
             for factor in (FIRST_FACTOR, SECOND_FACTOR)
         }
+        wanted.update(_stored_whole(name, layout) for name in adapters.beside)
         if differing := sorted(wanted.symmetric_difference(self._files.names)):
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
 
@@ -235,7 +255,12 @@ class SavedAdapters:
         return TensorSpec(name, tuple(part.stop - part.start for part in index), self._files.spec(stored).dtype)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A factor, or a slice of it (one slice a dim)."""
+        """A factor, or what was trained beside them, or a slice of it (one slice a dim)."""
+        if name not in self._beside:
+            return self._read_factor(name, index)
+        return self._files.read(_stored_whole(name, self._layout), index[::-1] if index else None).T
+
+    def _read_factor(self, name: str, index: Sequence[slice] | None) -> np.ndarray:
         stored, place = self._place(name, index)
         value = self._files.read(stored, place[::-1] if self._layout == "hf" else place)
         return value.T if self._layout == "hf" else value

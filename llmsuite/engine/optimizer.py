@@ -119,7 +119,8 @@ class Optimizer:
                     shard.set_gradient(gradient)
             # slots are made in the first step; counted afresh, their names are the same for all optimizers of a process
             with paddle.utils.unique_name.guard():
-                self._paddle.step()
+                if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
+                    self._paddle.step()
             for shard in group:
                 shard.owned.clear_gradient(False)
                 shard.publish()

@@ -15,6 +15,7 @@ from paddle import nn
 
 from llmsuite.errors import UserError
 from llmsuite.models.blocks import ZEROS
+from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, ShardPlan
 
 Tensor = Any
@@ -39,10 +40,10 @@ class LoraLinear(nn.Layer):
 
 
 def add_adapters(model: nn.Layer, modules: Sequence[str], rank: int, scale: float) -> None:
-    """Put adapters on these modules, see `adapted_modules`, and freeze every other parameter."""
+    """Put adapters on these modules, see `adapted_modules`, and freeze what is not trained with them."""
     found = dict(model.named_sublayers(include_self=True))
-    for parameter in model.parameters():
-        parameter.stop_gradient = True
+    for name, parameter in model.named_parameters():
+        parameter.stop_gradient = parameter.stop_gradient or not is_trained(name)
     for name in modules:
         owner, _, attribute = name.rpartition(".")
         setattr(found[owner], attribute, LoraLinear(found[name], rank, scale))
@@ -64,7 +65,8 @@ def adapted_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | 
     Raises:
         UserError: a pattern matches none.
     """
-    known = [name for name, module in model.named_sublayers() if isinstance(module, nn.Linear)]
+    linear = (name for name, module in model.named_sublayers() if isinstance(module, nn.Linear))
+    known = [name for name in linear if not is_trained(f"{name}.weight")]
     if patterns is None:
         inside = f"{plan.layers}." if plan.layers else ""
         return [name for name in known if name.startswith(inside) and name != "lm_head"]
@@ -79,6 +81,11 @@ def adapted_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | 
             )
         chosen.update(matching)
     return [name for name in known if name in chosen]
+
+
+def is_trained(parameter: str) -> bool:
+    """Whether a parameter of a model with adapters is trained: theirs are, and a score head, which no model brings."""
+    return is_factor(parameter) or parameter == SCORE
 
 
 def is_factor(parameter: str) -> bool:

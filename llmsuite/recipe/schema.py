@@ -200,6 +200,9 @@ class LoraSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
             yield "target_modules", "is empty, so nothing would be trained; name some, or leave it out"
+        for field in dataclasses.fields(self) if self.rank is None else ():
+            if getattr(self, field.name) != field.default:
+                yield field.name, "has no effect while rank is null; set that too, or remove it"
 
     @property
     def scale(self) -> float:

@@ -33,7 +33,7 @@ from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
 from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE, is_tied
-from llmsuite.models.lora import adapted_modules, add_adapters, is_factor
+from llmsuite.models.lora import adapted_modules, add_adapters, is_factor, is_trained
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
 from llmsuite.observe.progress import report
 from llmsuite.plugins.manager import Registry
@@ -62,6 +62,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
     lora, adapted = plan.recipe.lora, []
+    ratio = lora.lora_plus_ratio
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
@@ -71,8 +72,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
                 add_adapters(model, adapted, lora.rank, lora.scale)
             chunks.append(model)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
-    factors = {name: shape for name, shape in shapes.items() if is_factor(name)}
-    count, count_of_factors = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, factors))
+    trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
+    count, num_trained = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, trained))
     bounds, pp = [0, plan.model_config.num_hidden_layers], mesh.degrees.pp
     if pp > 1:
         tied = is_tied(plan.model_config)
@@ -104,7 +105,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     adapters = None
     if lora.rank is not None:
         read = _with_factors(read, seed)
-        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base)
+        beside = [name for name in trained if not is_factor(name)]
+        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, base, beside)
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
     placements = between_layers(sequence_parallel)
@@ -113,11 +115,11 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
 
     def cut(name: str, parameter: Any) -> None:
         on_two_stages = is_tied(plan.model_config) and name == f"{cuts.embedding}.weight"
-        is_frozen = bool(factors) and name not in factors
+        is_frozen = name not in trained
         place = mesh.of_experts if cuts.is_expert(name) else mesh
         shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, on_two_stages, is_frozen)
         if name.endswith(f".{SECOND_FACTOR}"):
-            shard.owned.optimize_attr["learning_rate"] = lora.lora_plus_ratio
+            shard.owned.optimize_attr["learning_rate"] = ratio
         shards.append(shard)
 
     for chunk in chunks:
@@ -131,16 +133,12 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
             recompute_layers(chunk, cuts, engine.recompute_every)
         elif engine.recompute == "selective":
             recompute_attention(chunk, cuts)
-    what = (
-        f"{count_of_factors:,} of {count / 1e6:.1f}M parameters trained"
-        if factors
-        else f"{count / 1e6:.1f}M parameters"
-    )
-    report(f"{plan.family.name} with {what} on {mesh.degrees.num_ranks} x {backend.name}")
+    what = "" if adapters is None else f", {num_trained:,} of them trained,"
+    report(f"{plan.family.name} with {count / 1e6:.1f}M parameters{what} on {mesh.degrees.num_ranks} x {backend.name}")
     edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
-    trained = [shard for shard in shards if not factors or shard.name in factors]
-    return BuiltModel(part, trained, factors or shapes, bounds, digest.hexdigest(), adapters)
+    own = [shard for shard in shards if shard.name in trained]
+    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters)
 
 
 class WholeModel:

@@ -17,7 +17,8 @@ STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kto": ("recipes/llama/kto.json", ("--kto.undesirable_weight=1.5",)),
     "orpo": ("recipes/llama/orpo.json", ()),
     # the reference is the initial model, which the model without its adapter stays
-    "adapter": ("recipes/llama/dpo.json", ("--lora.rank=4", "--dpo.reference=adapter_off")),
+    "dpo, adapters": ("recipes/llama/dpo.json", ("--lora.rank=4", "--dpo.reference=adapter_off")),
+    "rm, adapters": ("recipes/llama/rm.json", ("--lora.rank=4",)),
     "kto_pair": ("recipes/llama/dpo.json", ("--dpo.loss=kto_pair", "--dpo.sft_weight=0.1")),
 }
 """Recipe and overrides."""
@@ -31,7 +32,14 @@ SPREADS: dict[str, tuple[int, dict[str, object], int, str]] = {
     "tp2-pp2-dp2": (8, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, 2, "dynamic"),
 }
 """Ranks, what is parallel, micro-batch size and mode."""
-POINTS = [("rm", "tp2"), ("rm", "stage3"), ("kto", "pp2"), ("kto", "dp2"), ("orpo", "dp2"), ("orpo", "static")]
+POINTS = [
+    ("rm", "tp2"),
+    ("rm, adapters", "stage3"),
+    ("kto", "pp2"),
+    ("kto", "dp2"),
+    ("orpo", "dp2"),
+    ("orpo", "static"),
+]
 
 
 def one_process(stage: str) -> Case:
@@ -66,7 +74,8 @@ def check(runner: Runner, failed: dict[str, str], stage: str, spread: str) -> No
     many = many_processes(stage, spread).name
     for name in (stage, many):
         assert name not in failed, failed[name]
-    assert compare(runner, stage, many, falls=stage != "kto").problems == []
+    stem = "adapter_model" if "adapters" in stage else "model"
+    assert compare(runner, stage, many, stem, falls=stage != "kto").problems == []
     if stage == "kto":  # whose estimate of how far the model is from where it began has to be tried
         assert runner.metrics(stage)[-1]["kl"] > 0.1
 

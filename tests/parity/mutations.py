@@ -91,12 +91,20 @@ def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParameterShard, "copies", property(fewer))
 
 
-def factors_whole(patch: pytest.MonkeyPatch) -> None:
-    """The second factor of an adapter on a matrix that is cut by its outputs is taken for one that each rank has."""
-    from llmsuite.models.shard_plan import SECOND_FACTOR, ShardPlan
+def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
+    """Of an adapter's first factor that is cut over tp, every rank begins with the part of the first one."""
+    from llmsuite.engine import parallelize
+    from llmsuite.models.shard_plan import FIRST_FACTOR
 
-    dim = ShardPlan.dim
-    patch.setattr(ShardPlan, "dim", lambda self, name: None if name.endswith(f".{SECOND_FACTOR}") else dim(self, name))
+    own_slice = parallelize.own_slice
+
+    def first_slice(name: str, *of_parameter: Any) -> list[slice]:
+        index = own_slice(name, *of_parameter)
+        if not name.endswith(f".{FIRST_FACTOR}"):
+            return index
+        return [slice(0, part.stop - part.start) for part in index]
+
+    patch.setattr(parallelize, "own_slice", first_slice)
 
 
 def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:
@@ -116,6 +124,7 @@ MUTATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
         replicated_counted_twice,
     )
 }
+OF_ADAPTERS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {"factor_of_first_rank": factor_of_first_rank}
 
 
 @contextlib.contextmanager
@@ -123,5 +132,5 @@ def mutated(name: str | None) -> Iterator[None]:
     """While active, an error is in; none for None."""
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
-            MUTATIONS[name](patch)
+            {**MUTATIONS, **OF_ADAPTERS}[name](patch)
         yield

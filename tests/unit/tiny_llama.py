@@ -40,7 +40,13 @@ def values(config: LlamaConfig = CONFIG, seed: int = 0, dtype: str = "float32") 
     kv_width = config.head_size * config.num_key_value_heads
     d, f = config.hidden_size, config.intermediate_size
     linears = {"q_proj": (d, width), "k_proj": (d, kv_width), "v_proj": (d, kv_width), "o_proj": (width, d)}
-    linears |= {"gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d), "lm_head": (d, config.vocab_size)}
+    linears |= {
+        "gate_proj": (d, f),
+        "up_proj": (d, f),
+        "down_proj": (f, d),
+        "lm_head": (d, config.vocab_size),
+        "score": (d, 1),
+    }
     result = {}
     for name in names.parameter_names(config):
         part = name.split(".")[-2]

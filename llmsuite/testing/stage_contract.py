@@ -1,0 +1,200 @@
+"""What every stage promises, as one assertion: its keys are documented and checked, it learns, a resumed run is the run
+that was never stopped, and two ranks are one.
+
+A tiny model is trained on the CPU by the command line, in processes of its own, as a user would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.cli import commands
+from llmsuite.errors import RecipeError
+from llmsuite.plugins import builtin
+from llmsuite.plugins.hookspecs import StageSpec
+from llmsuite.plugins.manager import Registry, load_plugins
+from llmsuite.recipe.keys import field_docs
+from llmsuite.recipe.resolve import plan_run
+
+STEPS, SAVED_STEP = 4, 2
+LIMIT = 1e-6
+"""Largest relative difference between one rank and two, in float32."""
+_OF_THE_MACHINE = (
+    "avg_reader_cost", "avg_batch_cost", "steps_per_second", "ips_total", "ips", "peak_memory_bytes",
+)  # fmt: skip
+
+
+def assert_stage_contract(stage: str, directory: Path, keys: Mapping[str, Any] | None = None) -> None:
+    """Raise AssertionError, saying what it breaks, unless a registered stage keeps the contract. Takes about half a
+    minute.
+
+    Args:
+        stage: its name.
+        directory: empty, for what the runs write, such as pytest's `tmp_path`.
+        keys: dotted keys of the recipe and their values, over a small recipe: at least "data.train", unless the stage
+            has it in its `smoke`. Its samples should be a few hundred at most, as all are evaluated.
+    """
+    registry = load_plugins(builtin, commands)
+    assert stage in registry.stages, registry.unknown("stage", stage)
+    spec = registry.stages[stage]
+    path = directory / "recipe.json"
+    path.write_text(json.dumps(_recipe(spec, registry, keys or {}), indent=1), encoding="utf-8")
+    _check_schema(spec, registry, path)
+    one, again, two = (directory / name for name in ("one", "again", "two"))
+    _run(path, one, ["--checkpoint.save_steps=2"])
+    _check_learning(one)
+    _stop_at_saved_step(one, again)
+    _run(path, again, ["--checkpoint.save_steps=2", "--resume"])
+    _check_resumed(one, again)
+    _run(path, two, ["--launch.num_devices=2", "--train.micro_batch_size=2", "--data.eval=null"])
+    _check_ranks(one, two)
+
+
+def _recipe(spec: StageSpec, registry: Registry, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A tiny run with SGD, which shows errors of scale, that is evaluated on what it learns from."""
+    given = {**spec.smoke, **keys}
+    assert "data.train" in given, f"stage {spec.name} brings no data; give keys={{'data.train': FILE}}"
+    given["data.eval"] = given["data.train"]
+    family = registry.models["llama"]
+    recipe: dict[str, Any] = {
+        "stage": spec.name,
+        "model": {
+            "family": family.name,
+            "tokenizer": "data/tokenizer",
+            "config": {**family.smoke, "num_hidden_layers": 2},
+        },
+        "data": {"max_length": 128},
+        "train": {
+            "max_steps": STEPS, "global_batch_size": 16, "micro_batch_size": 8, "eval_steps": SAVED_STEP,
+            "optimizer": "sgd", "learning_rate": 0.05, "lr_schedule": "constant",
+        },
+        "output_dir": "one",
+    }  # fmt: skip
+    if spec.adapters:
+        recipe["lora"] = {"rank": 4}
+    for dotted, value in given.items():
+        *sections, key = dotted.split(".")
+        node = recipe
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = str(value) if isinstance(value, Path) else value
+    return recipe
+
+
+# what is checked
+
+
+def _check_schema(spec: StageSpec, registry: Registry, path: Path) -> None:
+    section: Any = spec.config_cls
+    docs = field_docs(section)
+    silent = [field.name for field in dataclasses.fields(section) if not docs.get(field.name, "").strip()]
+    assert not silent, f"{spec.config_cls.__name__}: write a docstring under {', '.join(silent)}"
+    assert spec.help.strip(), "StageSpec.help is empty"
+    plan_run(path, [], registry)
+    unknown = f"{spec.section_name}.no_such_key"
+    assert unknown in _refused(path, [f"--{unknown}=1"], registry), f"{unknown} is not refused"
+    checked = _python(["-c", _VALIDATE, str(path)], path.parent)
+    assert checked.returncode != 3, "the plugin imports Paddle where a recipe is only checked"
+    assert checked.returncode == 0, checked.stdout
+
+
+_VALIDATE = """
+import sys
+from llmsuite.cli.main import main
+sys.exit(main(["validate", sys.argv[1]]) or 3 * ("paddle" in sys.modules))
+"""
+
+
+def _refused(path: Path, words: Sequence[str], registry: Registry) -> list[str]:
+    """The keys that are wrong in a recipe."""
+    try:
+        plan_run(path, words, registry)
+    except RecipeError as error:
+        return [problem.key for problem in error.problems]
+    return []
+
+
+def _check_learning(one: Path) -> None:
+    evaluated = [record["eval/loss"] for record in _metrics(one) if "eval/loss" in record]
+    assert len(evaluated) == STEPS // SAVED_STEP, f"{len(evaluated)} evaluations"
+    first, last = evaluated
+    assert first is not None, "the loss of the evaluation is not a number"
+    assert last is not None, "the loss of the evaluation is not a number"
+    assert last < first, f"two steps make the loss of the rows that are learnt rise from {first} to {last}"
+
+
+def _check_resumed(one: Path, again: Path) -> None:
+    whole, resumed = ([_of_the_model(record) for record in _metrics(run)] for run in (one, again))
+    assert resumed == whole, f"a resumed run differs:\n{resumed}\ninstead of\n{whole}"
+    expected, found = _tensors(one), _tensors(again)
+    differing = [name for name, value in expected.items() if not np.array_equal(found[name], value)]
+    assert not differing, f"after a resumed run these differ: {', '.join(differing)}"
+
+
+def _check_ranks(one: Path, two: Path) -> None:
+    alone, together = ([r for r in _metrics(run) if "loss" in r] for run in (one, two))
+    for a, b in zip(alone, together, strict=True):
+        for key in ("tokens", "supervised_tokens", "loss", "grad_norm"):
+            assert math.isclose(a[key], b[key], rel_tol=LIMIT), (
+                f"step {a['step']}: {key} is {b[key]} on two ranks and {a[key]} on one. The sums of `loss` may not be "
+                "divided in the stage, nor depend on what else is in the micro-batch"
+            )
+    expected, found = _tensors(one), _tensors(two)
+    for name, value in expected.items():
+        off = float(np.linalg.norm(found[name] - value)) / (float(np.linalg.norm(value)) or 1.0)
+        assert off <= LIMIT, f"{name} differs by {off:.1e} between two ranks and one"
+
+
+# runs
+
+
+def _run(recipe: Path, output: Path, words: Sequence[str]) -> None:
+    command = ["-m", "llmsuite", "run", str(recipe), f"--output_dir={output}", *words]
+    done = _python(command, recipe.parent)
+    assert done.returncode == 0, f"llmsuite run {' '.join(words)}: exit code {done.returncode}\n{done.stdout}"
+
+
+def _python(words: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache")}
+    return subprocess.run(
+        [sys.executable, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def _stop_at_saved_step(one: Path, again: Path) -> None:
+    """Make a run look as if it had been stopped after it was saved for the first time."""
+    shutil.copytree(one, again)
+    shutil.rmtree(again / "checkpoints" / f"step-{STEPS}")
+    (again / "checkpoints" / "latest").write_text(f"step-{SAVED_STEP}\n")
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _of_the_model(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in _OF_THE_MACHINE}
+
+
+def _tensors(run: Path) -> dict[str, np.ndarray]:
+    """What the last checkpoint has, the optimizer's state too."""
+    import safetensors.numpy
+
+    files = sorted((run / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))
+    return {f"{file.name}: {k}": v for file in files for k, v in safetensors.numpy.load_file(file).items()}

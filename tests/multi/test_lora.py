@@ -1,0 +1,80 @@
+"""Adapters change no number on any strategy; checkpoints hold them alone, and go from one mesh to another."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.parity.cases import GRADIENT_LIMIT, STEPS, Case, compare, run_cases
+from tests.parity.lora import case
+
+STEM = "adapter_model"
+TP, PP, SP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}, {"sequence_parallel": True}
+INTERLEAVED = {**PP, "pipeline_schedule": "interleaved"}
+STATIC, RECOMPUTE = "--engine.mode=to_static", "--engine.recompute=full"
+ADAMW = {"optimizer": "adamw"}
+TIED = {"run": ("--model.config.tie_word_embeddings=true",)}
+# of which the first part of a pipeline has none
+SOME = {"run": ('--lora.target_modules=["layers.2.*", "layers.3.mlp.up_proj"]', "--lora.rslora=true")}
+PREFERENCE = {"stage": "dpo"}
+
+ONES = {
+    "sft": case("sft", words=("--train.micro_batch_size=8",)),
+    "adamw": case("adamw", words=("--train.micro_batch_size=8",), **ADAMW),
+    "tied": case("tied", words=("--train.micro_batch_size=8",), **TIED),
+    "some": case("some", words=("--train.micro_batch_size=8",), **SOME),
+    "dpo": case("dpo", words=("--train.micro_batch_size=8",), **PREFERENCE),
+}
+MANY: dict[str, tuple[str, Case]] = {
+    "tp2, sequence parallel, recompute": ("sft", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,))),
+    "tp2, static": ("sft", case("tp-static", 2, TP, (STATIC,))),
+    "pp2 interleaved, tied": ("tied", case("pp-tied", 2, INTERLEAVED, **TIED)),
+    "pp2, some": ("some", case("pp-some", 2, PP, **SOME)),
+    "stage2": ("adamw", case("stage2", 2, {"sharding": "stage2"}, **ADAMW)),
+    "stage3, static, recompute": ("adamw", case("stage3", 2, {"sharding": "stage3"}, (STATIC, RECOMPUTE), **ADAMW)),
+    "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
+}
+MUTANT = case("mutant", 2, TP, mutation="factor_of_first_rank")
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs everything; what was printed of the cases that did not end well."""
+    failed = run_cases(runner, [*ONES.values(), *(many for _, many in MANY.values()), MUTANT])
+    # what one process has left in the middle, continued there and on another mesh
+    cases = []
+    for name, num_ranks, parallel in (("again", 1, {}), ("on-two", 2, {**TP, **SP})):
+        checkpoint = runner.directory / "adamw" / "checkpoints" / "step-1"
+        shutil.copytree(checkpoint, runner.directory / name / "checkpoints" / "step-1")
+        words = ("--train.micro_batch_size=8",)
+        cases.append(case(name, num_ranks, parallel, words, resume=True, **ADAMW))
+    return failed | run_cases(runner, cases)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], name: str) -> None:
+    one, many = MANY[name]
+    assert one not in failed, failed[one]
+    assert many.name not in failed, failed[many.name]
+    # a second factor begins at zero: it is nothing but a sum of gradients, and has no more digits than those
+    assert compare(runner, one, many.name, STEM, GRADIENT_LIMIT).problems == []
+
+
+def test_a_factor_that_is_cut_wrongly_is_noticed(runner: Runner, failed: dict[str, str]) -> None:
+    assert not {"sft", MUTANT.name} & failed.keys(), failed
+    found = compare(runner, "sft", MUTANT.name, STEM, GRADIENT_LIMIT)
+    assert found.problems != []
+    assert max(found.metrics, found.change) > 1e-3, "not by the error alone"
+
+
+def test_a_checkpoint_is_continued_bit_by_bit_and_on_another_mesh(runner: Runner, failed: dict[str, str]) -> None:
+    assert not {"adamw", "again", "on-two"} & failed.keys(), failed
+    for stem in (STEM, "optimizer"):
+        whole, again, on_two = (runner.weights(name, STEPS, stem) for name in ("adamw", "again", "on-two"))
+        assert whole.keys() == again.keys() == on_two.keys()
+        for name, value in whole.items():
+            assert value.tobytes() == again[name].tobytes(), name
+            assert abs(on_two[name] - value).max() <= 1e-5 * abs(value).max(), name
+    assert not list((runner.directory / "adamw").glob("checkpoints/*/model*")), "the base was saved"

@@ -1,0 +1,77 @@
+"""Every built-in stage keeps the contract that third parties test theirs by; stages that break it are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.testing import assert_stage_contract
+from tests.conftest import STAGES, PluginSite
+
+# keys that make a short run of a stage whose embedded data are many
+SMALLER: Mapping[str, Mapping[str, Any]] = {"pretrain": {"pretrain.max_eval_samples": 64, "pretrain.mix": {}}}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_built_in_stage_keeps_the_contract(stage: str, tmp_path: Path) -> None:
+    assert_stage_contract(stage, tmp_path, SMALLER.get(stage))
+
+
+BROKEN = '''
+import dataclasses
+import llmsuite
+from llmsuite.plugins.hookspecs import StageSpec
+from llmsuite.recipe.section import Section
+
+@dataclasses.dataclass(kw_only=True)
+class BrokenSection(Section):
+    weight: float = 1.0
+    """DOC"""
+
+def stage():
+    from llmsuite.stages.base import LossTerms
+    from llmsuite.stages.sft import SftStage
+
+    class Broken(SftStage):
+        row_kind = "conversation"
+
+        def __init__(self, section, context):
+            from llmsuite.stages.sections import SftSection
+            super().__init__(SftSection(), context)
+            self._weight = section.weight
+
+        def loss(self, model, batch):
+            terms = super().loss(model, batch)
+            return FAULT
+
+    return Broken
+
+@llmsuite.hookimpl
+def llmsuite_register_stages():
+    smoke = {"data.train": "data/sft/train.jsonl"}
+    return [StageSpec(name="broken", help="for tests", config_cls=BrokenSection, factory=stage, smoke=smoke)]
+'''
+
+
+@pytest.mark.parametrize(
+    ("doc", "fault", "message"),
+    [
+        ("", "terms", "write a docstring under weight"),
+        ("Of all.", "LossTerms(2 * terms.total.detach() - self._weight * terms.total, terms.weight)", "rise from"),
+        ("Of all.", "LossTerms(self._weight * terms.total / terms.weight, 1.0)", "on two ranks"),
+    ],
+    ids=["undocumented", "climbing", "mean of means"],
+)
+def test_a_broken_stage_is_found_out(
+    doc: str, fault: str, message: str, tmp_path: Path, site: PluginSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install("broken", BROKEN.replace("DOC", doc).replace("FAULT", fault))
+    monkeypatch.setenv("PYTHONPATH", f"{site.directory}:{Path(__file__).resolve().parents[2]}")
+    monkeypatch.setenv("LLMSUITE_PLUGINS", "broken")
+    directory = tmp_path / "runs"
+    directory.mkdir()
+    with pytest.raises(AssertionError, match=message):
+        assert_stage_contract("broken", directory)

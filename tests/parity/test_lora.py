@@ -1,0 +1,91 @@
+"""Adapters on more strategies and of every family, against one process. Long; `make parity` runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.multi.test_lora import ADAMW, INTERLEAVED, PP, PREFERENCE, RECOMPUTE, SOME, SP, STATIC, STEM, TIED, TP
+from tests.parity.cases import GRADIENT_LIMIT, Case, compare, run_cases
+from tests.parity.lora import case
+
+OFF = {"stage": "dpo", "run": ("--dpo.reference=adapter_off",)}
+SELECTIVE, OFFLOAD = "--engine.recompute=selective", "--engine.offload_optimizer=true"
+
+
+def _sharded(stage: int, degree: int = 1) -> dict[str, object]:
+    return {"sharding": f"stage{stage}", "sharding_parallel_degree": degree}
+
+
+RUNS: dict[str, dict[str, object]] = {
+    "sft": {},
+    "adamw": ADAMW,
+    "tied": TIED,
+    "some": SOME,
+    "dpo": PREFERENCE,
+    "off": OFF,
+    "qwen": {"family": "qwen"},
+    "gpt": {"family": "gpt"},
+    "deepseek": {"family": "deepseek"},
+    "rm": {"stage": "rm"},
+    "head": {"run": ('--lora.target_modules=["lm_head", "o_proj", "down_proj"]',)},
+}
+STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
+    "tp4": ("sft", 4, {"tensor_parallel_degree": 4}, ()),
+    "dp2": ("sft", 2, {}, ()),
+    "tp2 sp static": ("sft", 2, {**TP, **SP}, (STATIC,)),
+    "tp2 sp static recompute": ("sft", 2, {**TP, **SP}, (STATIC, RECOMPUTE)),
+    "tp2 selective": ("sft", 2, TP, (SELECTIVE,)),
+    "pp4": ("sft", 4, {"pipeline_parallel_degree": 4}, ()),
+    "pp2 FThenB recompute": ("sft", 2, {**PP, "pipeline_schedule": "FThenB"}, (RECOMPUTE,)),
+    "tp2 sp pp2 dp2": ("sft", 8, {**TP, **SP, **PP}, ()),
+    "tp2 pp2 stage2": ("adamw", 8, {**TP, **PP, **_sharded(2)}, ()),
+    "tp2 pp2 stage3 recompute": ("adamw", 8, {**TP, **PP, **_sharded(3)}, (RECOMPUTE,)),
+    "tp2 stage3 static": ("adamw", 4, {**TP, **_sharded(3)}, (STATIC,)),
+    "stage1 of 2 on 4, offload": ("adamw", 4, _sharded(1, 2), (OFFLOAD,)),
+    "tied interleaved tp2": ("tied", 4, {**TP, **INTERLEAVED}, ()),
+    "tied stage3 pp2": ("tied", 4, {**PP, **_sharded(3)}, ()),
+    "some pp4": ("some", 4, {"pipeline_parallel_degree": 4}, ()),
+    "some tp2 sp stage3": ("some", 4, {**TP, **SP, **_sharded(3)}, ()),
+    "dpo tp2 pp2": ("dpo", 4, {**TP, **PP}, ()),
+    "off pp2 tp2": ("off", 4, {**TP, **PP}, ()),
+    "off stage3 static recompute": ("off", 2, _sharded(3), (STATIC, RECOMPUTE)),
+    "off interleaved": ("off", 2, INTERLEAVED, ()),
+    "rm tp2 sp pp2": ("rm", 4, {**TP, **SP, **PP}, ()),
+    "rm stage3": ("rm", 2, _sharded(3), ()),
+    "head tp2 sp": ("head", 2, {**TP, **SP}, ()),
+    "head stage3": ("head", 2, _sharded(3), ()),
+} | {
+    f"{family} {name}": (family, num_ranks, parallel, words)
+    for family in ("qwen", "gpt", "deepseek")
+    for name, num_ranks, parallel, words in (
+        ("tp2 sp", 2, {**TP, **SP}, ()),
+        ("tp2 sp pp2 static", 4, {**TP, **SP, **PP}, (STATIC,)),
+        ("tp2 stage3 recompute", 4, {**TP, **_sharded(3)}, (RECOMPUTE,)),
+    )
+}
+
+
+def _one(run: str) -> Case:
+    return case(f"one {run}", words=("--train.micro_batch_size=8",), **RUNS[run])  # type: ignore[arg-type]
+
+
+def _many(name: str) -> Case:
+    run, num_ranks, parallel, words = STRATEGIES[name]
+    return case(name, num_ranks, parallel, words, **RUNS[run])  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs everything; what was printed of the cases that did not end well."""
+    return run_cases(runner, [*map(_one, RUNS), *map(_many, STRATEGIES)])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], name: str) -> None:
+    one, many = _one(STRATEGIES[name][0]).name, _many(name).name
+    assert one not in failed, failed[one]
+    assert many not in failed, failed[many]
+    found = compare(runner, one, many, STEM, GRADIENT_LIMIT)
+    print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
+    assert found.problems == []

@@ -1,0 +1,366 @@
+"""Low-rank adapters: on which matrices, what they compute, that nothing else is trained, and how they lie on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.checkpoint.adapter import add_adapter
+from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters, open_adapters, read_base, write_adapters
+from llmsuite.checkpoint.fill import fill_parameters
+from llmsuite.checkpoint.model_dir import open_model, write_model
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.cli.main import main
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.engine.init import initial_values
+from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.errors import Problem, UserError
+from llmsuite.inference.load import load_model
+from llmsuite.models.head import SCORE
+from llmsuite.models.lora import LoraLinear, adapted_modules, adapters, add_adapters, is_factor
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.schema import LoraSection, TrainSection
+from tests.unit import alone
+from tests.unit.families import FAMILIES, tiny
+
+RANK, ALPHA = 3, 5.0
+IDS = np.array([[1, 7, 11, 3, 2], [4, 4, 9, 0, 5]])
+# q, k and v of GPT lie in one matrix: all of them in the first layer, one of them in the second
+TARGETS = {"gpt": ["layers.0.*", "layers.1.self_attn.v_proj", "layers.1.mlp.up_proj"]}
+
+
+def section(**keys: Any) -> LoraSection:
+    return LoraSection(**{"rank": RANK, "alpha": ALPHA, **keys})
+
+
+def base_of(family: str, directory: Path) -> None:
+    """A model of the smoke shape on disk, with parameters that tell tokens apart."""
+    spec = FAMILIES[family]
+    config = spec.config_cls(**spec.smoke)
+    shapes = {name: list(p.shape) for name, p in tiny(family).named_parameters()}
+    values = {name: initial_values(0, name, s, 0.15) + (len(s) == 1) for name, s in shapes.items()}
+    specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
+    directory.mkdir()
+    write_model(directory, spec, config, values.__getitem__, specs)
+
+
+def adapted(family: str, directory: Path, lora: LoraSection) -> tuple[Any, list[str]]:
+    """The live model of a directory with random adapters, and the modules that have one."""
+    assert lora.rank is not None
+    model = load_model(open_model(directory, FAMILIES), CpuBackend())
+    modules = adapted_modules(model, FAMILIES[family].shard_plan or WHOLE, lora.target_modules)
+    add_adapters(model, modules, lora.rank, lora.scale)
+    for name, parameter in model.named_parameters():
+        if is_factor(name):
+            parameter.set_value(initial_values(1, name, parameter.shape, 0.2))
+    model.eval()
+    return model, modules
+
+
+def factors_of(model: Any) -> dict[str, np.ndarray]:
+    return {name: parameter.numpy() for name, parameter in model.named_parameters() if is_factor(name)}
+
+
+def write(directory: Path, model: Any, modules: list[str], lora: LoraSection, base: Path, **options: Any) -> Adapters:
+    assert lora.rank is not None
+    opened, values = open_model(base, FAMILIES), factors_of(model)
+    told = Adapters(modules, lora.rank, lora.alpha, lora.rslora, Base(str(base), opened.digest()))
+    specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
+    directory.mkdir()
+    write_adapters(directory, told, opened.family, opened.config, values.__getitem__, specs, **options)
+    return told
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of each family: name, directory, the live model with adapters, its modules, section, logits."""
+    family, directory = request.param, tmp_path_factory.mktemp("adapters")
+    base_of(family, directory / "base")
+    lora = section(target_modules=TARGETS.get(family), rslora=family == "qwen")
+    model, modules = adapted(family, directory / "base", lora)
+    told = write(directory / "adapter", model, modules, lora, directory / "base")
+    return family, directory, model, told, model(paddle.to_tensor(IDS)).numpy()
+
+
+# on which matrices
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_by_default_every_matrix_of_attention_and_mlp_has_one(family: str) -> None:
+    model, plan = tiny(family), FAMILIES[family].shard_plan
+    assert plan is not None
+    chosen = adapted_modules(model, plan, None)
+    assert "lm_head" not in chosen
+    matrices = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.ndim == 2 and n.startswith(plan.layers)}
+    assert matrices - set(chosen) == {n for n in matrices if n.endswith(".gate")}, "but for what chooses experts"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [("q_proj", 4), ("layers.1.*", 7), ("*.self_attn.[qk]_proj", 8), ("model.layers.0.mlp.up_proj", 1), ("lm_head", 1)],
+)
+def test_a_pattern_names_whole_names_or_their_last_words(pattern: str, count: int) -> None:
+    assert len(adapted_modules(tiny("llama"), FAMILIES["llama"].shard_plan, [pattern])) == count  # type: ignore[arg-type]
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    message = r"lora.target_modules: 'query' matches no matrix of the model; it has down_proj, .*model.layers.0"
+    with pytest.raises(UserError, match=message):
+        adapted_modules(tiny("llama"), FAMILIES["llama"].shard_plan, ["q_proj", "query"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_matrix_that_is_cut_cuts_one_factor(family: str) -> None:
+    plan = FAMILIES[family].shard_plan
+    assert plan is not None
+    dims = {None: (None, None), 0: (0, None), 1: (None, 1)}
+    for name in adapted_modules(tiny(family), plan, None):
+        assert (plan.dim(f"{name}.lora_A"), plan.dim(f"{name}.lora_B")) == dims[plan.dim(f"{name}.weight")], name
+
+
+# what they compute
+
+
+def test_one_adapter_by_hand() -> None:
+    linear = paddle.nn.Linear(2, 2)
+    linear.weight.set_value(np.array([[1, 0], [0, 1]], "f4"))
+    linear.bias.set_value(np.array([10, 20], "f4"))
+    adapter = LoraLinear(linear, 1, 0.5)
+    adapter.lora_A.set_value(np.array([[1], [2]], "f4"))
+    adapter.lora_B.set_value(np.array([[4, 6]], "f4"))
+    x = paddle.to_tensor([[1.0, 1.0]])
+    assert adapter(x).tolist() == [[1 + 10 + 0.5 * 3 * 4, 1 + 20 + 0.5 * 3 * 6]]
+    adapter.is_on = False
+    assert adapter(x).tolist() == [[11, 21]]
+
+
+def test_scale() -> None:
+    assert section().scale == ALPHA / RANK
+    assert section(rslora=True).scale == ALPHA / math.sqrt(RANK)
+
+
+def test_adapters_off_is_the_base(made: Any) -> None:
+    _, directory, model, _, logits = made
+    stage = PipelineStage([model], alone.MESH, model.config.hidden_size, [], None)
+    base = load_model(open_model(directory / "base", FAMILIES), CpuBackend())(paddle.to_tensor(IDS)).numpy()
+    assert np.abs(logits - base).max() > 0.1
+    with stage.adapters_off():
+        assert stage(paddle.to_tensor(IDS)).numpy().tobytes() == base.tobytes()
+    assert stage(paddle.to_tensor(IDS)).numpy().tobytes() == logits.tobytes()
+
+
+def test_nothing_but_factors_gets_a_gradient(made: Any) -> None:
+    model = made[2]
+    model(paddle.to_tensor(IDS)).square().sum().backward()
+    got = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert got == {name for name, _ in model.named_parameters() if is_factor(name)} != set()
+    assert len(got) == 2 * len(list(adapters(model)))
+    model.clear_gradients()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_second_factor_learns_faster(optimizer: Any) -> None:
+    ratio, rate = 4.0, 0.01
+    parameters = {name: paddle.create_parameter([2, 2], "float32") for name in ("x.lora_A", "x.lora_B")}
+    before = {name: parameter.numpy() for name, parameter in parameters.items()}
+    train = TrainSection(max_steps=1, global_batch_size=1, micro_batch_size=1, learning_rate=rate, optimizer=optimizer)
+    made = alone.optimizer(parameters, train, 1)
+    made.shards[1].owned.optimize_attr["learning_rate"] = ratio
+    for parameter in parameters.values():
+        (parameter * 0.1).sum().backward()
+    made.finish_gradients(1.0)
+    made.step(1)
+    moved = [np.abs(before[name] - parameters[name].numpy()).max() for name in parameters]
+    assert moved[0] == pytest.approx(rate * (0.1 if optimizer == "sgd" else 1.0), rel=1e-4)
+    assert moved[1] == pytest.approx(ratio * moved[0], rel=1e-4)
+
+
+# on disk
+
+
+def test_base_and_adapter_make_the_same_logits(made: Any) -> None:
+    _, directory, _, _, logits = made
+    merged = load_model(add_adapter(open_model(directory / "base", FAMILIES), directory / "adapter"), CpuBackend())
+    np.testing.assert_allclose(merged(paddle.to_tensor(IDS)).numpy(), logits, rtol=0, atol=1e-5)
+
+
+def test_what_was_written_is_read(made: Any) -> None:
+    family, directory, model, told, _ = made
+    saved = SavedAdapters(directory / "adapter", told, FAMILIES[family], model.config)
+    for name, value in factors_of(model).items():
+        assert saved.spec(name).shape == value.shape
+        assert saved.read(name).tobytes() == value.tobytes(), name
+        rows, columns = (slice(n // 3, n - n // 3) for n in value.shape)
+        np.testing.assert_array_equal(saved.read(name, [rows, columns]), value[rows, columns])
+    assert read_base(directory / "adapter") == told.base
+
+
+def test_names_and_shapes_are_those_of_peft(made: Any) -> None:
+    family, directory, model, _, _ = made
+    config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
+    tensors = safetensors.numpy.load_file(directory / "adapter" / "adapter_model.safetensors")
+    assert config["r"] == RANK
+    assert config["fan_in_fan_out"] == (family == "gpt")
+    hidden = model.config.hidden_size
+    if family != "gpt":
+        assert (config["rank_pattern"], config["alpha_pattern"]) == ({}, {})
+        name = "o_proj" if family == "deepseek" else "q_proj"
+        first = tensors[f"base_model.model.model.layers.0.self_attn.{name}.lora_A.weight"]
+        assert first.shape[0] == RANK
+        return
+    a, b = (tensors[f"base_model.model.transformer.h.0.attn.c_attn.lora_{k}.weight"] for k in "AB")
+    assert (a.shape, b.shape) == ((3 * RANK, hidden), (3 * hidden, 3 * RANK))
+    alone_a, alone_b = (tensors[f"base_model.model.transformer.h.1.attn.c_attn.lora_{k}.weight"] for k in "AB")
+    assert (alone_a.shape, alone_b.shape) == ((RANK, hidden), (3 * hidden, RANK))
+    assert not alone_b[: 2 * hidden].any(), "q and k of the second layer have none"
+    (pattern,) = config["rank_pattern"]
+    assert pattern == r"transformer\.h\.0\.attn\.c_attn"
+    assert (config["rank_pattern"][pattern], config["alpha_pattern"][pattern]) == (3 * RANK, 3 * ALPHA)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.booleans(), st.sets(st.sampled_from("qkv"), min_size=1), st.integers(0, 99))
+def test_several_in_one_are_the_same_sum(
+    tmp_path_factory: pytest.TempPathFactory, rank: int, rslora: bool, parts: set[str], seed: int
+) -> None:
+    """Of any of q, k and v of a GPT: scale x A B of what is written is what each of them adds."""
+    spec = FAMILIES["gpt"]
+    config = spec.config_cls(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
+    modules = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv" if part in parts]
+    random = np.random.default_rng(seed)
+    shapes = {f"{m}.{factor}": s for m in modules for factor, s in (("lora_A", (4, rank)), ("lora_B", (rank, 4)))}
+    values = {name: random.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
+    told = Adapters(modules, rank, ALPHA, rslora, Base(None, ""))
+    directory = tmp_path_factory.mktemp("gpt")
+    specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
+    write_adapters(directory, told, spec, config, values.__getitem__, specs)
+    tensors = safetensors.numpy.load_file(directory / "adapter_model.safetensors")
+    a, b = (tensors[f"base_model.model.transformer.h.0.attn.c_attn.lora_{k}.weight"].T for k in "AB")
+    settings_ = json.loads((directory / "adapter_config.json").read_text())
+    alpha, whole_rank = (
+        next(iter(settings_[key].values()), settings_[default])
+        for key, default in (("alpha_pattern", "lora_alpha"), ("rank_pattern", "r"))
+    )
+    found = (alpha / (math.sqrt(whole_rank) if rslora else whole_rank)) * (a @ b)
+    scale = ALPHA / (math.sqrt(rank) if rslora else rank)
+    for number, part in enumerate("qkv"):
+        name = f"model.layers.0.self_attn.{part}_proj"
+        wanted = scale * (values[f"{name}.lora_A"] @ values[f"{name}.lora_B"]) if part in parts else np.zeros([4, 4])
+        np.testing.assert_allclose(found[:, 4 * number : 4 * number + 4], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("made", ["llama", "deepseek"], indirect=True)
+def test_plain_paddlenlp_loads_it(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    family, directory, _, told, logits = made
+    for source in ("adapter", "base"):
+        words = ["convert", str(directory / source), "-o", str(directory / f"{source}-nlp"), "--layout", "paddlenlp"]
+        assert main(words) == 0, capsys.readouterr().err
+    back, _ = open_adapters(
+        directory / "adapter-nlp", FAMILIES[family], open_model(directory / "base", FAMILIES).config
+    )
+    assert back == told
+    if family == "deepseek":  # whose model does not run on this Paddle
+        return
+    from paddlenlp.peft import LoRAModel
+    from paddlenlp.transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(directory / "base-nlp"), dtype="float32")
+    theirs = LoRAModel.from_pretrained(model, str(directory / "adapter-nlp"))
+    theirs.eval()
+    np.testing.assert_allclose(theirs(paddle.to_tensor(IDS))[0].numpy(), logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_score_head_is_trained_and_saved_beside_the_adapters(family: str, tmp_path: Path) -> None:
+    base_of(family, tmp_path / "base")
+    spec, base = FAMILIES[family], open_model(tmp_path / "base", FAMILIES)
+    config = dataclasses.replace(base.config, head="score")
+    model = spec.factory()(config, CpuBackend().ops("fp32"))
+    modules = adapted_modules(model, spec.shard_plan or WHOLE, None)
+    assert "score" not in modules
+    add_adapters(model, modules, RANK, section().scale)
+    learnt = {n: p for n, p in model.named_parameters() if not p.stop_gradient}
+    assert {n for n in learnt if not is_factor(n)} == {SCORE}
+    for name, parameter in model.named_parameters():
+        kept = name not in learnt
+        parameter.set_value(base.read(name) if kept else initial_values(1, name, parameter.shape, 0.2))
+    values = {name: parameter.numpy() for name, parameter in learnt.items()}
+    specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
+    told = Adapters(modules, RANK, ALPHA, False, Base(None, ""), [SCORE])
+    (tmp_path / "adapter").mkdir()
+    write_adapters(tmp_path / "adapter", told, spec, config, values.__getitem__, specs)
+    saved = SavedAdapters(tmp_path / "adapter", told, spec, config)
+    assert all(saved.read(name).tobytes() == value.tobytes() for name, value in values.items())
+    np.testing.assert_array_equal(saved.read(SCORE, [slice(3, 7), slice(0, 1)]), values[SCORE][3:7])
+
+    source = add_adapter(base, tmp_path / "adapter")
+    merged = spec.factory()(source.config, CpuBackend().ops("fp32"))
+    fill_parameters(merged, source)
+    hidden = [m.hidden_states(paddle.to_tensor(IDS))[0] for m in (model.eval(), merged.eval())]
+    ours, theirs = (m.scores(h.flatten(0, 1)).numpy() for m, h in zip((model, merged), hidden))
+    assert np.abs(ours).max() > 0.01
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("made", ["llama"], indirect=True)
+def test_a_changed_base_is_refused(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, model, told, _ = made
+    base = tmp_path / "base"
+    base_of("llama", base)
+    write(tmp_path / "adapter", model, list(told.modules), section(), base)
+    assert main(["merge", str(tmp_path / "adapter"), "-o", str(tmp_path / "merged")]) == 0
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
+    capsys.readouterr()
+    for words in (["merge", "-o", str(tmp_path / "again")], ["generate", "--prompt", "x"]):
+        assert main([words[0], str(tmp_path / "adapter"), *words[1:]]) == 2
+        assert "its adapters were trained on" in capsys.readouterr().err
+    # whoever names a base answers for it
+    assert main(["merge", str(tmp_path / "adapter"), "--base", str(base), "-o", str(tmp_path / "again")]) == 0
+
+
+# recipes
+
+
+def test_the_stage_is_sft_and_needs_a_rank(
+    plan: Callable[..., RunPlan], problems: Callable[..., list[Problem]]
+) -> None:
+    lora = {"stage": "lora", "sft.truncate": True}
+    (problem,) = problems(lora)
+    assert (problem.key, problem.message[:7]) == ("lora.rank", "is null")
+    planned = plan({**lora, "lora.rank": 4})
+    assert planned.stage.factory() is plan({"stage": "sft"}).stage.factory()
+    recipe: Any = planned.recipe
+    assert recipe.sft.truncate is True
+
+
+@pytest.mark.parametrize("stage", ["dpo", "sft", "pretrain"])
+def test_any_stage_takes_adapters(plan: Callable[..., RunPlan], stage: str) -> None:
+    assert plan({"stage": stage, "lora.rank": 4, "lora.target_modules": ["q_proj"]}).recipe.lora.rank == 4
+    assert plan({"stage": stage}).recipe.lora.rank is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "message"),
+    [
+        ({"alpha": 8.0}, "lora.alpha", "has no effect while rank is null"),
+        ({"rank": 4, "target_modules": []}, "lora.target_modules", "is empty"),
+        ({"rank": 0}, "lora.rank", "expected integer > 0 or null, found 0"),
+    ],
+)
+def test_what_is_refused(problems: Callable[..., list[Problem]], keys: Any, key: str, message: str) -> None:
+    (problem,) = problems({f"lora.{name}": value for name, value in keys.items()})
+    assert problem.key == key
+    assert message in problem.message
