@@ -11,6 +11,7 @@ from typing import Any
 
 from llmsuite.data.loader import Dealer, Reader
 from llmsuite.engine import collective
+from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
@@ -88,6 +89,7 @@ def fit(
     hooks: Hooks,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
+    balance: ExpertBalance | None = None,
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
@@ -119,7 +121,7 @@ def fit(
             samples = next(reader)
             votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
             metrics = train_step(
-                step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks
+                step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks, balance
             )
             position += global_batch
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step

@@ -83,7 +83,8 @@ def fill(
 ) -> None:
     """Give every parameter its values, a slice at a time; under tensor parallel it becomes a distributed tensor."""
     for name, parameter in model.named_parameters():
-        local = paddle.to_tensor(read_local(name, parameter.shape, plan, mesh, read)).astype(dtype)
+        local = paddle.to_tensor(read_local(name, parameter.shape, plan, mesh, read))
+        local = local if plan.is_gate_bias(name) else local.astype(dtype)
         if mesh.tensor is None:
             parameter._set_impl(local)
         else:

@@ -67,6 +67,9 @@ class PipelineStage:
         self._hidden_size = hidden_size
         self.is_first, self.is_last = mesh.coordinate["pp"] == 0, mesh.coordinate["pp"] == mesh.degrees.pp - 1
         self._at_data = 0 if self.is_first else len(self.chunks) - 1
+        self.marks_padding = False
+        """Whether layers want to know which tokens are padding; those of a step are marked then."""
+        self._lengths: Any = None
         self._in_schedule = False
         self._passed: tuple[Tensor | None, Tensor] | None = None
         self._waiting: dict[tuple[int, int], Pass] = {}
@@ -133,6 +136,8 @@ class PipelineStage:
                 f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
                 f"{read}; do their machines have the same data files?"
             )
+        if given is None and self._lengths is not None:
+            documents = _marked(documents, self._lengths, input_ids.shape)
         x = self.model.embed(input_ids, documents=documents) if given is None else given
         result = self._run(self._at_data, x, documents)
         self._passed = given, result
@@ -179,17 +184,19 @@ class PipelineStage:
         """Whether the passes of a chunk begin with ids or end in a loss."""
         return (self.is_first or self.is_last) and chunk == self._at_data
 
-    def forward(self, action: Action, loss: Callable[[], T] | None) -> T | None:
+    def forward(self, action: Action, loss: Callable[[], T] | None, lengths: Any = None) -> T | None:
         """A forward pass of the schedule; in training, `backward` follows.
 
         Args:
             action: which one.
             loss: calls `hidden_states` once; None where the chunk meets no data. In training it gives `LossTerms`.
+            lengths: of the rows without padding, [B]; None when the stage does not say.
 
         Returns:
             What `loss` gives. It is the loss on the last stage only.
         """
         self._in_schedule, self._passed = True, None
+        self._lengths = lengths if self.marks_padding else None
         if loss is not None:
             terms: T | None = loss()
             assert self._passed is not None, "the stage's loss did not ask for hidden states"
@@ -200,7 +207,7 @@ class PipelineStage:
             assert terms is None or isinstance(terms, LossTerms)
             total = terms.total if terms is not None and self.is_last else None
             self._waiting[action.chunk, action.micro_batch] = Pass(*self._passed, total)
-        self._in_schedule, self._passed = False, None
+        self._in_schedule, self._passed, self._lengths = False, None, None
         return terms
 
     def backward(self, action: Action, scale: float = 1.0) -> None:
@@ -272,6 +279,13 @@ class PipelineStage:
         if self._mesh.tensor is None:
             return local
         return dtensor_from_local(local, self._mesh.tensor, self._placements).detach()
+
+
+def _marked(documents: Tensor | None, lengths: Any, shape: Sequence[int]) -> Tensor:
+    """Documents [B, L] with -1 for what is behind the length of each row."""
+    documents = paddle.zeros(shape, dtype="int64") if documents is None else documents
+    is_padding = paddle.arange(shape[1]) >= paddle.to_tensor(lengths).unsqueeze(-1)
+    return paddle.where(is_padding, paddle.full_like(documents, -1), documents)
 
 
 _END = [0, 0, 0, 0]

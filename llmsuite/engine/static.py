@@ -33,7 +33,7 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
     Args:
         model: this rank's part, parallel already. Its layers have `states(x, *context)`: activations [B, L, D] and
             tensors that are the same for every layer, to activations. Where a part of that depends on values, they
-            have it in two halves: `attend(x, *context)`, which is compiled, of the modules in `attending`, and `feed`.
+            have it in two halves: `attend`, which is compiled, of the modules in `attending`, and `feed`.
         plan: of its family.
         mesh: this rank's place.
         placements: of the activations between layers over tp.
@@ -53,8 +53,8 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
     return list(programs.values())
 
 
-def _then(first: Callable[..., Tensor], second: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    return lambda x, *context: second(first(x, *context))
+def _then(first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, *context: second(first(x, *context), *context)
 
 
 def _parameters(layer: Any) -> list[tuple[str, Tensor]]:
@@ -155,9 +155,12 @@ _EVERY_LAYER_HAS = frozenset(vars(nn.Layer()))
 def _structure(layer: Any) -> Hashable:
     """What of a layer decides its program: everything but the values of its parameters."""
     modules = []
+    compiled = tuple(layer.attending) if hasattr(layer, "attend") else ("",)
     for name, module in layer.named_sublayers(include_self=True):
+        if name and not f"{name}.".startswith(tuple(f"{part}." if part else part for part in compiled)):
+            continue
         settings = sorted((key, value) for key, value in vars(module).items() if key not in _EVERY_LAYER_HAS)
         hooks = len(module._forward_pre_hooks), len(module._forward_post_hooks)
         plain = tuple((key, value if isinstance(value, Hashable) else id(value)) for key, value in settings)
         modules.append((name, type(module), hooks, plain))
-    return tuple(modules), tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
+    return tuple(modules), tuple((name, tuple(p.shape), p.dtype) for name, p in _parameters(layer))

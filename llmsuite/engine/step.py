@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import paddle
 
 from llmsuite.engine import collective
+from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
@@ -30,7 +31,8 @@ class Objective(Protocol):
     """What the engine needs of a stage."""
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Samples to arrays. Has the integers "num_tokens" (without padding) and "num_supervised"."""
+        """Samples to arrays. Has the integers "num_tokens" (without padding) and "num_supervised"; may have "lengths",
+        what of each row is no padding, [B], and "weight", that of the loss."""
 
     def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
         """What the loss has to know of the global batch, of one micro-batch. Called when there are looks."""
@@ -54,6 +56,7 @@ def train_step(
     votes: Mapping[str, bool] | None = None,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
+    balance: ExpertBalance | None = None,
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
 
@@ -69,6 +72,7 @@ def train_step(
         scale: of the loss, for fp16; a step that is not finite is then skipped, and the scale lowered. The metrics
             have "loss_scale", and "skipped": 1 or 0; those that are not finite are left out.
         looks: at the global batch before its loss, in this order; the same on every rank.
+        balance: of the experts, where the model has some.
 
     Raises:
         NonFiniteLoss: before anything is updated.
@@ -77,21 +81,23 @@ def train_step(
     ledger.vote(**(votes or {}))
     reader = Reader(objective, micro_batches)
     look_ahead(looks, reader, model, schedule, autocast)
+    if balance is not None:
+        balance.begin(reader.all, 1.0 if scale is None else scale.value)
 
     for action in _order(schedule, model, len(micro_batches)):
         if not action.forward:
             # gradients of the sum: nothing is divided before all of it is there
             model.backward(action, 1.0 if scale is None else scale.value)
             continue
-        loss = None
+        loss = lengths = None
         if model.meets_data(action.chunk):
             assert objective is not None
             batch = reader.take(action.micro_batch)
             ledger.count(tokens=batch["num_tokens"], supervised_tokens=batch["num_supervised"])
-            loss = functools.partial(objective.loss, model, batch)
+            loss, lengths = functools.partial(objective.loss, model, batch), batch.get("lengths")
 
         with autocast():
-            terms = model.forward(action, loss)
+            terms = model.forward(action, loss, lengths)
         if terms is not None:
             assert not model.is_last or not terms.total.stop_gradient, "the stage's loss hangs on no parameter"
             ledger.add(terms)
@@ -102,6 +108,8 @@ def train_step(
             f"step {step}: nothing in its {len(micro_batches)} micro-batches is supervised; look at the rows"
         )
     metrics["grad_norm"] = optimizer.finish_gradients(weight * (1.0 if scale is None else scale.value))
+    if balance is not None:
+        metrics |= balance.finish()
     metrics["learning_rate"] = optimizer.learning_rate(step)
     metrics["reader_seconds"] = reader.seconds
 
@@ -111,6 +119,8 @@ def train_step(
         metrics |= {"loss_scale": scale.value, "skipped": 0.0 if finite else 1.0}
     if finite:
         optimizer.step(step)
+        if balance is not None:
+            balance.update()
         if scale is not None:
             scale.grow()
         return metrics
@@ -186,6 +196,10 @@ class Reader:
             self._batches[number] = self.objective.collate(self._samples[number])
             self.seconds += time.perf_counter() - start
         return self._batches[number]
+
+    def all(self) -> list[Batch]:
+        """The batches of all micro-batches; none where nobody reads."""
+        return [] if self.objective is None else [self.at(number) for number in range(len(self))]
 
     def take(self, number: int) -> Batch:
         """The same for the last time."""

@@ -157,7 +157,7 @@ class CausalLM(nn.Layer):
         token sees padding and none needs a mask of its own.
 
         A row may hold several documents. Then `documents` [B, L] says of each token where in its row the token's
-        document begins: no token sees another document, and each begins at position 0.
+        document begins, -1 of padding that is marked: no token sees another document, and each begins at position 0.
         """
         x, present = self.decode(self.embed(input_ids, _length(cache), documents), cache, documents)
         return self.finish(x), present
@@ -256,7 +256,7 @@ def _length(cache: list[LayerCache] | None) -> int:
 
 def positions(documents: Tensor) -> Tensor:
     """Of each token in its document, [B, L]; `documents` as in `CausalLM.hidden_states`."""
-    return paddle.arange(documents.shape[1], dtype=documents.dtype) - documents
+    return paddle.arange(documents.shape[1], dtype=documents.dtype) - documents.clip(min=0)
 
 
 def rotation(

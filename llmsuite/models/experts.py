@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import paddle
+import paddle.nn.functional as F
 from paddle import nn
 from paddle.autograd import PyLayer
 
@@ -53,6 +54,68 @@ class Experts(nn.Layer):
         """Rows [N, D] in the order of the experts that are here, so many of each, through them."""
         gate, up, down = matrices
         return grouped_matmul(self.swiglu(grouped_matmul(x, gate, counts), grouped_matmul(x, up, counts)), down, counts)
+
+
+class Balance:
+    """What a gate has dealt out in a step, and the loss of doing so unevenly."""
+
+    def __init__(self) -> None:
+        self.factor = 0.0
+        """What the gradient of the loss is multiplied by; 0 for no loss."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was counted."""
+        self.load: Tensor = paddle.zeros([])
+        """[E]: tokens of each expert."""
+        self.loss: Tensor = paddle.zeros([])
+        """Sum over sequences."""
+
+    def count(self, weights: Tensor, chosen: Tensor, scores: Tensor, counted: Tensor | None) -> Tensor:
+        """Book the choice of a micro-batch. Gradients of what is given back are those of the loss as well.
+
+        The loss of a sequence of T tokens is the sum over experts of f P: f is E / (k T) times its tokens, P the mean
+        of its part of the scores (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
+
+        Args:
+            weights: of the experts of each token, [B, L, k].
+            chosen: their numbers.
+            scores: of all experts, [B, L, E].
+            counted: 1 for tokens, 0 for padding, [B, L]; None when there is none.
+        """
+        num_experts, num_chosen = scores.shape[-1], chosen.shape[-1]
+        picked = F.one_hot(chosen, num_experts).sum(-2)  # [B, L, E]
+        tokens = paddle.full([1, 1], float(chosen.shape[1]))
+        if counted is not None:
+            picked, tokens = picked * counted.unsqueeze(-1), counted.sum(1, keepdim=True).clip(min=1.0)
+        of_sequence = picked.sum(1).detach()  # [B, E]
+        self.load = self.load + of_sequence.sum(0)
+        if not self.factor:
+            return weights
+        parts = scores / scores.sum(-1, keepdim=True)
+        if counted is not None:
+            parts = parts * counted.unsqueeze(-1)
+        loss = (of_sequence * (num_experts / num_chosen) / tokens * (parts.sum(1) / tokens)).sum()
+        self.loss = self.loss + loss.detach()
+        return _WithLoss.apply(weights, loss, self.factor)
+
+
+class _WithLoss(PyLayer):
+    """The first argument; behind it the second one is differentiated too, times a factor.
+
+    So a layer's own loss needs no way to the end of the model, over other pipeline stages and out of recomputed layers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(loss)
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensor()
+        return gradient, paddle.ones_like(loss) * ctx.factor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,11 @@ class ShardPlan:
     dim 0 is dealt over the ranks of an expert parallel group, before tp cuts what each of them has."""
     num_experts: str = ""
     """Key of the shape that says how many there are."""
+    gates: str = ""
+    """Modules that choose among them. They have `balance`, a `models.experts.Balance` in training."""
+    gate_bias: str = ""
+    """Parameter of a gate that counts for the choice only, in the shapes whose `has_gate_bias` is true. It lies in
+    float32 whatever the precision: what it is moved by is small."""
 
     def dim(self, parameter: str) -> int | None:
         """The dim of a parameter that is cut over tp; None when it is not.
@@ -52,6 +57,10 @@ class ShardPlan:
     def is_expert(self, parameter: str) -> bool:
         """Whether a parameter is a stack of routed experts."""
         return bool(self.experts) and fnmatch.fnmatchcase(parameter, f"{self.experts}.*")
+
+    def is_gate_bias(self, parameter: str) -> bool:
+        """Whether a parameter is the bias of a gate."""
+        return bool(self.gate_bias) and fnmatch.fnmatchcase(parameter, f"{self.gates}.{self.gate_bias}")
 
     def is_region(self, module: str) -> bool:
         return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.regions)

@@ -194,6 +194,19 @@ def _uneven_experts(asked: Asked) -> Broken:
         yield key, f"is {d.ep}{of_tp}, which does not divide {asked.cuts.num_experts} = {count}"
 
 
+def _no_balance(asked: Asked) -> Broken:
+    train = asked.recipe.train
+    for key in ("expert_balance_loss", "expert_bias_rate"):
+        if getattr(train, key) and not asked.cuts.gates:
+            yield f"train.{key}", f"is {getattr(train, key)}; this family has no routed experts; set it to 0"
+    if not train.expert_bias_rate or not asked.cuts.gates or asked.config is None:
+        return
+    if not asked.config.has_gate_bias:
+        yield "train.expert_bias_rate", "has no effect: experts of this shape are chosen without a bias; set it to 0"
+    elif asked.recipe.lora.rank is not None:
+        yield "train.expert_bias_rate", "moves a bias of the model, of which adapters change nothing; set it to 0"
+
+
 def _uneven_batch(asked: Asked) -> Broken:
     train, ranks = asked.recipe.train, asked.degrees.num_data_ranks
     if train.micro_batch_tokens is not None:
@@ -353,6 +366,12 @@ RULES = (
             "--parallel.expert_parallel_degree=4",
         ),
         _uneven_experts,
+    ),
+    Rule(
+        "keys that balance experts with a family that has none, or none with a bias, or with adapters",
+        "nothing to balance",
+        ("--train.expert_bias_rate=0.001",),
+        _no_balance,
     ),
     Rule(
         "a batch that is no multiple of micro-batch x data ranks",

@@ -168,6 +168,11 @@ class TrainSection(Section):
     """Term in the denominator of the Adam update."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null switches clipping off."""
+    expert_balance_loss: NonNegativeFloat = 0.0
+    """Factor of the sequence-wise loss of dealing tokens unevenly over experts (`aux_loss_alpha` of DeepSeek-V2, 0.001;
+    of V3, 0.0001); 0 for none."""
+    expert_bias_rate: NonNegativeFloat = 0.0
+    """By how much the bias of each expert is moved after a step, towards even loads (DeepSeek-V3: 0.001)."""
     eval_steps: PositiveInt | None = None
     """Evaluate every so many steps, and after the last. Default: only after the last."""
     log_steps: PositiveInt = 1

@@ -58,6 +58,7 @@ def collate(answers: Sequence[Answer], pad_id: int, length_multiple: int) -> Bat
         "positions": np.concatenate(positions),
         "targets": np.concatenate(targets).astype("int64"),
         "owners": np.concatenate(owners),
+        "lengths": np.array([len(answer) - 1 for answer in answers]),
         "num_tokens": sum(map(len, answers)),
         "num_supervised": sum(len(answer.ids) for answer in answers),
     }

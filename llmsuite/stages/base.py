@@ -118,7 +118,11 @@ class Stage(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def collate(self, samples: Sequence[S]) -> Batch:
-        """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised"."""
+        """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised".
+
+        For models with experts it may say more: "lengths" [B], what of each row is no padding, else padding counts in
+        their loads; and "weight", that of the batch's loss, without which there can be no loss of their balance.
+        """
 
     def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
         """What the loss has to know of the whole global batch, of one micro-batch of it.

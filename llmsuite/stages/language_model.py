@@ -76,6 +76,8 @@ def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int
         "positions": np.concatenate(positions),
         "targets": np.concatenate(targets).astype("int64"),
         "weights": np.concatenate(weights).astype("float32"),
+        "weight": float(np.concatenate(weights).astype("float32").sum(dtype="float64")),
+        "lengths": np.array([sample.num_inputs for sample in samples]),
         "num_tokens": sum(len(sample.ids) for sample in samples),
         "num_supervised": sum(map(len, targets)),
     }
@@ -92,6 +94,6 @@ def weighted_loss(model: Any, batch: Batch) -> LossTerms:
     picked = hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)  # [N, D]
     nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
     weights = paddle.to_tensor(batch["weights"])
-    weight = float(batch["weights"].sum(dtype="float64"))
+    weight = batch["weight"]
     likely = (nll.detach() < math.log(2.0)).astype("float32")
     return LossTerms((nll * weights).sum(), weight, {"tokens/likely": ((likely * weights).sum(), weight)})

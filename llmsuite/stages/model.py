@@ -21,6 +21,7 @@ from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
+from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.cut import keep_part, layer_costs, owner_stage, part_bounds
 from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
@@ -56,6 +57,8 @@ class BuiltModel:
     """Changes with anything that decides the initial values; adapters change none, as they begin at zero."""
     adapters: Adapters | None
     """What there is to know of the adapters, where those are trained."""
+    balance: ExpertBalance | None
+    """Of the experts, where the family has some."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
@@ -138,7 +141,12 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
     own = [shard for shard in shards if shard.name in trained]
-    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters)
+    balance = None
+    if cuts.gates:
+        train = plan.recipe.train
+        balance = ExpertBalance(chunks, cuts, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
+        part.marks_padding = True
+    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters, balance)
 
 
 class WholeModel:
@@ -150,7 +158,13 @@ class WholeModel:
         owners = {n: owner_stage(n, cuts, built.bounds, mesh.degrees.pp) for n in shapes}
         mine = {s.name: s for s in optimizer.shards if owners[s.name] == here}
         parameters = [
-            WholeTensor(n, shape, dtype, mine[n].gather_parameter if n in mine else None) for n, shape in shapes.items()
+            WholeTensor(
+                n,
+                shape,
+                "float32" if cuts.is_gate_bias(n) else dtype,
+                mine[n].gather_parameter if n in mine else None,
+            )
+            for n, shape in shapes.items()
         ]
         held = {entry.name: entry for entry in optimizer.state()}
         slots, slot_owners, scalars = [], {}, {}

@@ -189,7 +189,14 @@ class PretrainStage(Stage[np.ndarray]):
         input_ids = np.full([len(ids), self._padded], self.context.tokenizer.pad_id, "int64")
         input_ids[:, : self._length] = ids[:, :-1]
         targets = ids[:, 1:].reshape(-1)
-        return {"input_ids": input_ids, "targets": targets, "num_tokens": targets.size, "num_supervised": targets.size}
+        return {
+            "input_ids": input_ids,
+            "targets": targets,
+            "weight": float(targets.size),
+            "lengths": np.full(len(ids), self._length),
+            "num_tokens": targets.size,
+            "num_supervised": targets.size,
+        }
 
     # loss
 

@@ -182,6 +182,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             hooks,
             scale,
             plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
+            built.balance,
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once

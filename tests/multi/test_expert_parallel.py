@@ -1,4 +1,7 @@
-"""Experts dealt over data ranks train as in one process, with every other axis; checkpoints are of no mesh."""
+"""Experts dealt over data ranks train as in one process, with every other axis; checkpoints are of no mesh.
+
+The loss and the bias against uneven loads are on.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,22 @@ import json
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, run_cases
+from tests.parity.cases import COMMON, OPTIMIZERS, RECIPES, STEPS, Case, compare, run_cases
 
-RECIPE = "recipes/deepseek/dpo.json"
 # name: ranks, what is parallel, further words
 MESHES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "ep2": (2, {}, ("--train.micro_batch_size=1",)),  # micro-batches of different lengths, which travel as they are
     "ep2 stage1 recompute": (2, {"sharding": "stage1"}, ("--engine.recompute=full",)),
     "ep2 stage3 compiled": (2, {"sharding": "stage3"}, ("--engine.mode=to_static", "--engine.recompute=full")),
+    "interleaved": (
+        2,
+        {"pipeline_parallel_degree": 2, "pipeline_schedule": "interleaved", "expert_parallel_degree": 1},
+        (),
+    ),
     "ep2 tp2": (4, {"tensor_parallel_degree": 2, "sequence_parallel": True}, ()),
     "ep2 pp2": (4, {"pipeline_parallel_degree": 2}, ("--train.micro_batch_size=1",)),
     "ep2 of four, stage2": (4, {"sharding": "stage2"}, ("--train.micro_batch_size=1",)),
@@ -31,10 +39,11 @@ def _case(name: str, mesh: str, resume: bool = False) -> Case:
     words = [
         *COMMON, *OPTIMIZERS["adamw"], "--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}",
         f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps({'expert_parallel_degree': 2, **parallel})}",
-        "--engine.recompute=none", "--train.micro_batch_size=2", *more,
+        "--engine.recompute=none", "--train.micro_batch_size=2", "--model.family=deepseek",
+        "--train.expert_balance_loss=0.3", "--train.expert_bias_rate=0.01", *more,
     ]  # fmt: skip
     last = {word.partition("=")[0]: word for word in words}
-    return Case(name, num_ranks, list(last.values()), recipe=RECIPE, resume=resume)
+    return Case(name, num_ranks, list(last.values()), recipe=RECIPES["tokens"], resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +65,19 @@ def test_equal_to_one_process(runner: Runner, failed: dict[str, str], mesh: str)
     for name in ("one", mesh):
         assert name not in failed, failed[name]
     assert compare(runner, "one", mesh).problems == []
+    for a, b in zip(runner.metrics("one"), runner.metrics(mesh), strict=True):
+        for key in ("experts/max_load", "experts/balance_loss"):
+            assert a[key] > 1
+            assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)
+
+
+def test_biases_are_moved(runner: Runner, failed: dict[str, str]) -> None:
+    weights = runner.weights("one", STEPS)
+    biases = [value for name, value in weights.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3
+    for bias in biases:
+        assert set(np.round(bias * 100, 4)) <= {-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0}
+        assert np.abs(bias).max() > 0
 
 
 @pytest.mark.parametrize("source", CONTINUED)

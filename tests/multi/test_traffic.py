@@ -40,7 +40,7 @@ RUNS = {
 PARTS = {
     "qwen": lambda kind: (kind, "qwen heads"),
     "gpt": lambda kind: (kind if kind == "compiled tensor parallel" else f"gpt {kind}",),
-    "deepseek": lambda kind: (f"deepseek {kind}",),
+    "deepseek": lambda kind: (f"deepseek {kind}", "deepseek balance"),
 }
 RUNS |= {
     f"{family}, {kind}": (
@@ -106,7 +106,7 @@ def test_experts_of_two_ranks_exchange_rows_and_no_parameters(runs: Runner) -> N
         found, (batch, length, _) = _record(runs, EXPERTS, rank)
         expected: Traffic = collections.Counter(("all_reduce", shape) for shape in reduced)
         sizes: dict[str, Any] = {"E": 8, "D": HIDDEN, "rows": "rows"}
-        for part in ("anywhere", "deepseek expert parallel"):
+        for part in ("anywhere", "deepseek balance", "deepseek expert parallel"):
             for what, shape, _, count, _, _ in BUDGET[part]:
                 expected[what, tuple(sizes[size] if size in sizes else int(size) for size in shape.split())] += count
         rows = {key: count for key, count in found.items() if key[0] == "send"}

@@ -52,6 +52,8 @@ class TokenStage(Stage[tuple[list[int], list[int]]]):
             "input_ids": ids,
             "positions": np.concatenate(positions),
             "targets": targets,
+            "weight": float(len(targets)),
+            "lengths": np.array([len(prompt) + len(answer) - 1 for prompt, answer in samples]),
             "num_tokens": tokens,
             "num_supervised": len(targets),
         }

@@ -71,7 +71,7 @@ class AnyModel:
     def meets_data(self, chunk: int) -> bool:
         return True
 
-    def forward(self, action: Action, loss: Callable[[], LossTerms]) -> LossTerms:
+    def forward(self, action: Action, loss: Callable[[], LossTerms], lengths: Any = None) -> LossTerms:
         terms = loss()
         self._totals[action.micro_batch] = terms.total
         return terms

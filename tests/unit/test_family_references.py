@@ -242,6 +242,15 @@ def copy_with(case: str, directory: Path, tensors: dict[str, np.ndarray], **conf
     return directory
 
 
+def test_the_kind_of_a_rope_scaling_has_the_name_that_each_reader_looks_for() -> None:
+    """HF's `rope_type`, and `type` as PaddleNLP has it and DeepSeek's own files."""
+    config = config_of("deepseek/v2_lite")
+    written = config.to_hf()["rope_scaling"]
+    assert (written["rope_type"], written["type"]) == ("yarn", "yarn")
+    older = {key: value for key, value in written.items() if key != "rope_type"}
+    assert type(config).from_hf({**config.to_hf(), "rope_scaling": older}) == config
+
+
 def test_layers_that_predict_further_tokens_are_left_out_and_told_of(tmp_path: Path) -> None:
     extra = {
         name: np.ones([2, 2], "float32") for name in ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight")

@@ -100,6 +100,11 @@ class DeepSeekConfig:
         return self.n_shared_experts * self.moe_intermediate_size
 
     @property
+    def has_gate_bias(self) -> bool:
+        """Whether experts are chosen with a bias."""
+        return self.model_type == "deepseek_v3"
+
+    @property
     def attention_scale(self) -> float:
         """What scores are multiplied by."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
@@ -164,7 +169,11 @@ class DeepSeekConfig:
         if data.get("num_key_value_heads") not in (None, heads):
             raise UserError(f"config.json: num_key_value_heads is not num_attention_heads = {heads}")
         values = {key: value for key, value in data.items() if key in fields}
-        values["rope_theta"], values["rope_scaling"] = read_hf(data, cls.rope_theta)
+        values["rope_theta"], scaling = read_hf(data, cls.rope_theta)
+        if isinstance(scaling, Mapping) and "type" in scaling:  # the older name; there may be both
+            kind = scaling.get("rope_type", scaling["type"])
+            scaling = {"rope_type": kind, **{k: v for k, v in scaling.items() if k not in ("type", "rope_type")}}
+        values["rope_scaling"] = scaling
         values.setdefault("topk_method", "noaux_tc" if is_v3 else "greedy")
         for key in ("n_group", "topk_group"):
             if values.get(key) is None:
@@ -173,7 +182,10 @@ class DeepSeekConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
-        is_v3 = self.model_type == "deepseek_v3"
+        is_v3, scaling = self.model_type == "deepseek_v3", self.rope_scaling
+        if scaling is not None:
+            kind = scaling.get("rope_type", scaling.get("type"))
+            scaling = {**scaling, "rope_type": kind, "type": kind}  # PaddleNLP looks for the older name
         return with_head(
             self,
             {
@@ -184,6 +196,7 @@ class DeepSeekConfig:
                 "scoring_func": "sigmoid" if is_v3 else "softmax",
                 "num_nextn_predict_layers": 0,
                 **dataclasses.asdict(self),
+                "rope_scaling": scaling,
                 "torch_dtype": "float32",
             },
         )
@@ -191,7 +204,7 @@ class DeepSeekConfig:
 
 def _yarn(mscale: float) -> dict[str, Any]:
     return {
-        "type": "yarn",
+        "rope_type": "yarn",
         "factor": 40,
         "original_max_position_embeddings": 4096,
         "beta_fast": 32,

@@ -25,7 +25,7 @@ from llmsuite.models.blocks import (
     rotation_at,
 )
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.experts import Experts
+from llmsuite.models.experts import Balance, Experts
 from llmsuite.models.rope import magnitude
 
 Tensor = Any
@@ -102,6 +102,7 @@ class Gate(nn.Layer):
         self.num_groups = 1 if config.topk_method == "greedy" else config.n_group
         self.num_chosen_groups = config.topk_group
         self.is_normed, self.factor = config.norm_topk_prob, config.routed_scaling_factor
+        self.balance: Balance | None = None
         self.weight = self.create_parameter([config.hidden_size, self.num_experts], attr=ZEROS)
         self.e_score_correction_bias = None
         if config.model_type == "deepseek_v3":
@@ -109,8 +110,11 @@ class Gate(nn.Layer):
             attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
             self.e_score_correction_bias = self.create_parameter([self.num_experts], attr=attr)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, L, D] to weights, in float32, and numbers of the experts that are chosen, both [B, L, k]."""
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, L, D] to weights, in float32, and numbers of the experts that are chosen, both [B, L, k].
+
+        `counted` [B, L] is 1 for tokens and 0 for padding, which the balance does not see.
+        """
         with paddle.amp.auto_cast(enable=False):
             logits = paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
             if self.e_score_correction_bias is None:
@@ -125,7 +129,11 @@ class Gate(nn.Layer):
             weights = paddle.take_along_axis(scores, chosen, -1)
             if self.is_normed:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-            return weights * self.factor, chosen
+            weights = weights * self.factor
+            # a layer that is computed again is counted the second time, when there is a graph
+            if self.balance is not None and self.training and paddle.is_grad_enabled():
+                weights = self.balance.count(weights, chosen, scores, counted)
+            return weights, chosen
 
     def _in_best_groups(self, merit: Tensor) -> Tensor:
         """[B, L, E] with the merit of experts in other groups far below any other."""
@@ -150,9 +158,9 @@ class MoE(nn.Layer):
         self.experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, ops)
         self.shared_experts = GatedMLP(config.hidden_size, config.shared_size, ops)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, L, D] to [B, L, D]."""
-        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]; `counted` as in `Gate.forward`."""
+        return self.experts(x, *self.gate(x, counted)) + self.shared_experts(x)
 
 
 class DenseLayer(DecoderLayer):
@@ -162,6 +170,16 @@ class DenseLayer(DecoderLayer):
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, ops)
         super().__init__(_norm(config, ops), Attention(config, ops), _norm(config, ops), mlp)
 
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """As `DecoderLayer.forward`; nothing here has to know which tokens count."""
+        return super().forward(x, cos, sin, mask, past)
+
+    def states(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any) -> Tensor:
+        """`forward` without the cache."""
+        return self(x, cos, sin, mask, *counted)[0]
+
 
 class MoELayer(DecoderLayer):
     """Latent attention and experts."""
@@ -169,17 +187,28 @@ class MoELayer(DecoderLayer):
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__(_norm(config, ops), Attention(config, ops), _norm(config, ops), MoE(config, ops))
 
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """As `DecoderLayer.forward`; `counted` as in `Gate.forward`."""
+        attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
+        return self.feed(x + attended, cos, sin, mask, *counted), present
+
+    def states(self, x: Tensor, *context: Any) -> Tensor:
+        """`forward` without the cache."""
+        return self(x, *context)[0]
+
     # `states` in two halves: which expert a token goes to depends on values, so the second one cannot be compiled
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, counted: Tensor | None = None) -> Tensor:
         """[B, L, D] to [B, L, D], by the modules in `attending`."""
         return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
 
     attending = ("input_layernorm", "self_attn")
 
-    def feed(self, x: Tensor) -> Tensor:
+    def feed(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, counted: Tensor | None = None) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x), counted)
 
 
 class DeepSeek(CausalLM):
@@ -193,11 +222,13 @@ class DeepSeek(CausalLM):
     def layer_inputs(
         self, start: int, length: int, dtype: Any, documents: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Rotation and mask; the plain mask on every device, as attention is computed here."""
+        """Rotation, mask, and which tokens count; the plain mask on every device, as attention is computed here."""
+        counted = None if documents is None else (documents >= 0).astype("float32")
+        if documents is not None and not bool((documents > 0).any()):  # one document a row, and padding that is marked
+            documents = None
         cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, documents)
-        if documents is not None:
-            return cos, sin, document_mask(documents, dtype)
-        return cos, sin, causal_mask(length, start + length, dtype)
+        mask = causal_mask(length, start + length, dtype) if documents is None else document_mask(documents, dtype)
+        return cos, sin, mask, counted
 
     def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
         """Rotation and mask."""

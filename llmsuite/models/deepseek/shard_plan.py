@@ -45,4 +45,6 @@ PLAN = ShardPlan(
     problems=_problems,
     experts="model.layers.*.mlp.experts",
     num_experts="n_routed_experts",
+    gates="model.layers.*.mlp.gate",
+    gate_bias="e_score_correction_bias",
 )
