@@ -30,9 +30,11 @@ STEPS = 3
 MODES = ("dynamic", "to_static")
 # as the recipes, but small steps of AdamW's denominator and of a rate that moves; tests/parity/cases.py says why
 _COMMON = (
-    f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.warmup_ratio=0", "--train.learning_rate=3e-3",
-    "--train.adam_epsilon=1e-2", "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null",
+    f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.warmup_ratio=0", "--train.adam_epsilon=1e-2",
+    "--train.log_steps=1", "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null",
 )  # fmt: skip
+_RATE = {False: "--train.learning_rate=3e-3", True: "--train.learning_rate=0.1"}
+"""Of models and of adapters, which start with gradients that are small before such an epsilon."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +54,14 @@ class Entry:
         return f"recipes/{self.recipe}.json"
 
     def plan(self, registry: Registry) -> RunPlan:
-        return plan_run(ROOT / self.path, self.words, registry, smoke=True)
+        return plan_run(ROOT / self.path, self.words(registry), registry, smoke=True)
 
-    @property
-    def words(self) -> list[str]:
-        return [*_COMMON, "--train.micro_batch_size=1", f"--engine.mode={self.mode}"]
+    def common(self, registry: Registry) -> list[str]:
+        stage = json.loads((ROOT / self.path).read_text(encoding="utf-8"))["stage"]
+        return [*_COMMON, _RATE[registry.stages[stage].adapters]]
+
+    def words(self, registry: Registry) -> list[str]:
+        return [*self.common(registry), "--train.micro_batch_size=1", f"--engine.mode={self.mode}"]
 
     def digest(self, registry: Registry) -> str:
         """Of what is run: the keys that the recipe, `--smoke` and this file give, and their values."""
@@ -71,13 +76,13 @@ class Entry:
 
     def many(self, registry: Registry) -> Case:
         """On its own mesh."""
-        return Case(self.name, self.plan(registry).degrees.num_ranks, self.words, recipe=self.path)
+        return Case(self.name, self.plan(registry).degrees.num_ranks, self.words(registry), recipe=self.path)
 
     def one(self, registry: Registry) -> Case:
         """The same model and batch in one process; equal ones of several recipes are one case."""
         plan = self.plan(registry)
         words = [
-            *_COMMON, "--train.micro_batch_size=8", "--launch.num_devices=1", "--parallel={}", "--engine={}",
+            *self.common(registry), "--train.micro_batch_size=8", "--launch.num_devices=1", "--parallel={}", "--engine={}",
             f"--model.config={json.dumps(plan.recipe.model.config, sort_keys=True)}",
         ]  # fmt: skip
         alone = plan_run(ROOT / self.path, words, registry, smoke=True).loaded.recipe

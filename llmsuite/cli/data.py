@@ -1,4 +1,4 @@
-"""`llmsuite data index IN… -o OUT`: text to a corpus that is trained on as it lies on disk."""
+"""`llmsuite data ACTION …`: text to a corpus, and what a run will make of its data."""
 
 from __future__ import annotations
 
@@ -13,29 +13,73 @@ from llmsuite.plugins.manager import Registry
 def add_arguments(parser: Any) -> None:
     from jsonargparse.typing import PositiveInt
 
-    parser.add_argument("action", type=Literal["index"], help="index: tokenise into OUT.bin and OUT.idx")
-    parser.add_argument("inputs", type=str, nargs="+", help=".txt, .jsonl (also .gz, .zst) or .parquet files")
-    parser.add_argument("-o", "--output", type=str, required=True, help="prefix of the two files; must not exist")
-    parser.add_argument("--tokenizer", type=str, required=True, help="directory of a tokenizer or a model")
+    parser.add_argument(
+        "action",
+        type=Literal["explain", "stats", "index"],
+        help="explain RECIPE: each token of a row as it is trained; stats RECIPE: lengths, dropped rows, padding; "
+        "index IN…: tokenise text into OUT.bin and OUT.idx",
+    )
+    parser.add_argument("inputs", type=str, nargs="+", help="a recipe (JSON); with index, files of text")
+    parser.add_argument("--smoke", action="store_true", help="explain, stats: of the small run that --smoke makes")
+    parser.add_argument("--row", type=PositiveInt | None, default=None, help="explain: which one, from 1")
+    parser.add_argument("--plot", type=str | None, default=None, help="stats: also draw the lengths, into this PNG")
+    parser.add_argument("-o", "--output", type=str | None, default=None, help="index: prefix of the two files")
+    parser.add_argument("--tokenizer", type=str | None, default=None, help="index: directory of a tokenizer or a model")
     parser.add_argument(
         "--documents",
-        type=Literal["blank_lines", "lines", "files"],
-        default="blank_lines",
-        help="what parts the documents of a .txt",
+        type=Literal["blank_lines", "lines", "files"] | None,
+        default=None,
+        help="index: what parts the documents of a .txt (default: blank_lines)",
     )
-    parser.add_argument("--key", type=str, default="text", help="where rows have their text")
     parser.add_argument(
-        "--workers", type=PositiveInt | None, default=None, help="processes; by default one for each 8 MB, at most all"
+        "--key", type=str | None, default=None, help="index: where rows have their text (default: text)"
     )
+    parser.add_argument(
+        "--workers",
+        type=PositiveInt | None,
+        default=None,
+        help="index: processes; by default one for each 8 MB, at most one a core; on up to 4 cores one, which uses "
+        "them all",
+    )
+
+
+_OPTIONS = {
+    "explain": {"smoke", "row"},
+    "stats": {"smoke", "plot"},
+    "index": {"output", "tokenizer", "documents", "key", "workers"},
+}
 
 
 def run(args: Any, registry: Registry) -> int:
+    own = _OPTIONS[args.action]
+    for name in sorted(set().union(*_OPTIONS.values()) - own):
+        if getattr(args, name):
+            raise UserError(f"data {args.action}: has no option --{name}; it has --{', --'.join(sorted(own))}")
+    if args.overrides and "smoke" not in own:
+        raise UserError(f"data {args.action}: {args.overrides[0]}: it takes no keys of a recipe")
+    if args.action == "index":
+        return _index(args)
+    if len(args.inputs) != 1:
+        raise UserError(f"data {args.action}: takes one recipe, and got {len(args.inputs)}")
+    from llmsuite.cli import show_data
+    from llmsuite.recipe.resolve import plan_run
+
+    plan = plan_run(args.inputs[0], args.overrides, registry, args.smoke)
+    show_data.prepare(plan)
+    if args.action == "explain":
+        return show_data.explain(plan, registry, args.row or 1)
+    return show_data.stats(plan, registry, args.plot)
+
+
+def _index(args: Any) -> int:
     from llmsuite.data.documents import kind_of
     from llmsuite.data.index import build_corpus
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.observe.progress import track_bytes
     from llmsuite.resources import find
 
+    if args.output is None or args.tokenizer is None:
+        raise UserError("data index: say where to write and with which tokenizer: -o PREFIX --tokenizer DIR")
     inputs = [find(name) for name in args.inputs]
     for path in inputs:
         kind_of(path)
@@ -44,10 +88,22 @@ def run(args: Any, registry: Registry) -> int:
     prefix = Path(args.output)
     with track_bytes(sum(path.stat().st_size for path in inputs), f"indexing {prefix}") as progress:
         documents, tokens = build_corpus(
-            inputs, prefix, TextTokenizer(find(args.tokenizer)), args.documents, args.key, args.workers, progress
+            inputs,
+            prefix,
+            TextTokenizer(find(args.tokenizer)),
+            args.documents or "blank_lines",
+            args.key or "text",
+            args.workers,
+            progress,
         )
     print(f"wrote {prefix}.bin and {prefix}.idx: {documents:,} documents, {tokens:,} tokens")
     return 0
 
 
-COMMAND = Command(name="data", help="text to an indexed corpus for pretraining", add_arguments=add_arguments, run=run)
+COMMAND = Command(
+    name="data",
+    help="show what a run makes of its data; text to an indexed corpus for pretraining",
+    add_arguments=add_arguments,
+    run=run,
+    takes_overrides=True,
+)

@@ -42,6 +42,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
     from llmsuite.engine.launch import is_worker
 
     start_paddle(backend, args.num_devices, join=is_worker())
+    from llmsuite.cli.export import find_program, find_weights
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.engine import collective
     from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
@@ -54,18 +55,26 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
         raise UserError(f"--device {args.device}: {reason}")
     backend.activate(collective.local_rank())
     mesh = collective.start(Degrees(1, 1, 1, args.num_devices))
-    base = Path(args.base) if args.base else None
-    config = Path(args.config) if args.config else None
-    source = open_any(Path(args.model), registry.models, base, config, args.allow_pickle)
-    directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(Path(args.model), source)
-    tokenizer = TextTokenizer(directory)
-    model = load_model(source, backend, args.precision, mesh)
-    decoder: Decoder = ModelDecoder(model, lambda: backend.autocast(args.precision), mesh)
+    decoder: Decoder
+    if args.engine == "static":
+        from llmsuite.inference.predictor import Predictor
+
+        where = find_program(Path(args.model))
+        decoder = Predictor(where, backend.name)
+        directory = Path(args.tokenizer) if args.tokenizer else where
+    else:
+        base, config = (Path(value) if value else None for value in (args.base, args.config))
+        where = find_weights(Path(args.model))
+        source = open_any(where, registry.models, base, config, args.allow_pickle)
+        directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
+        model = load_model(source, backend, args.precision, mesh)
+        decoder = ModelDecoder(model, lambda: backend.autocast(args.precision), mesh)
     if not cached:
         decoder = Uncached(decoder)
 
     def agree(tokens: list[int]) -> list[int]:
         return [int(token) for token in collective.from_first_rank([float(token) for token in tokens])]
 
+    tokenizer = TextTokenizer(directory)
     generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), agree)
-    return Opened(generator, collective.rank() == 0, source.path)
+    return Opened(generator, collective.rank() == 0, where)

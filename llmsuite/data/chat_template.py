@@ -72,7 +72,7 @@ class ChatTemplate:
         those the model will have to produce after the prompt.
 
         Raises:
-            UserError: the template renders the prompt otherwise once an answer follows.
+            UserError: the template renders the prompt otherwise once an answer follows, or leaves out what it says.
         """
         before = self.render(prompt, add_generation_prompt=True)
         whole = self.render([*prompt, Message("assistant", answer)])
@@ -81,6 +81,8 @@ class ChatTemplate:
                 f"chat template of {self._name} renders a prompt differently when an answer follows, so the answer "
                 f"cannot be told from it; choose another data.chat_template ({', '.join(BUILTIN)})"
             )
+        if answer.strip() not in whole[len(before) :]:
+            raise self._unfit("leaves out a part of the answer")
         return before, whole[len(before) :]
 
     def learnt_turns(self, conversation: Conversation) -> list[tuple[str, str]]:

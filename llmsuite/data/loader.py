@@ -141,7 +141,7 @@ def _cut(widths: Sequence[int], max_tokens: int, num_ranks: int) -> list[int]:
     return bounds
 
 
-class Reader(Iterator[list[Any]]):
+class ReadAhead(Iterator[list[Any]]):
     """The micro-batches of each step: lists of samples; with workers, batches that threads make ahead of their use.
 
     A context: its threads end with it, whatever happens in between.
@@ -166,7 +166,7 @@ class Reader(Iterator[list[Any]]):
         self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None
         self._begun: collections.deque[list[Future[Any]]] = collections.deque()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> ReadAhead:
         return self
 
     def __exit__(self, *error: object) -> None:

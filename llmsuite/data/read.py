@@ -48,11 +48,9 @@ class Faults:
             raise UserError("\n".join(self._messages) + more)
 
     def summary(self) -> str:
-        """Such as "3 rows that are bad: is not a JSON line (2, first at rows.jsonl:7), …"; empty without any."""
-        if not self.counts:
-            return ""
+        """Such as "3 that cannot be read: is not a JSON line (3, first at rows.jsonl:7)"."""
         reasons = (f"{kind} ({count}, first at {self._first[kind]})" for kind, count in sorted(self.counts.items()))
-        return f"{self.total} that cannot be read: {'; '.join(reasons)}"
+        return f"{self.total} that cannot be read: {', '.join(reasons)}"
 
 
 class Rows(list[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ class TextTokenizer:
         pad = self.special_tokens.get("pad_token")
         return self.token_id(pad) if pad else self.eos_id
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Ids run from 0 to one below this."""
         return self._fast.get_vocab_size() if self._fast else len(self._paddlenlp)
@@ -99,6 +100,13 @@ class TextTokenizer:
         if self._fast:
             return str(self._fast.decode(list(ids), skip_special_tokens=True))
         return str(self._paddlenlp.decode(list(ids), skip_special_tokens=True))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token by itself, special ones too; what is no whole character as the vocabulary writes it."""
+        if not self._fast:
+            return [str(token) for token in self._paddlenlp.convert_ids_to_tokens(list(ids))]
+        alone = [str(self._fast.decode([token], skip_special_tokens=False)) for token in ids]
+        return [str(self._fast.id_to_token(t)) if "\ufffd" in text or not text else text for t, text in zip(ids, alone)]
 
     def digest(self) -> str:
         """sha256 over the tokenizer's files."""

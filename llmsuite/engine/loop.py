@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from llmsuite.data.loader import Dealer, Reader
+from llmsuite.data.loader import Dealer, ReadAhead
 from llmsuite.engine import collective
 from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.loss_ledger import LossTerms, Sums
@@ -115,7 +115,7 @@ def fit(
     if objective is not None and num_workers:
         training = _MadeAhead(objective)
     collate = objective.collate if objective is not None else list
-    with StopRequest() as stop, Reader(train_samples, dealt, collate, num_workers) as reader:
+    with StopRequest() as stop, ReadAhead(train_samples, dealt, collate, num_workers) as reader:
         while step < schedule.total_steps:
             step += 1
             samples = next(reader)

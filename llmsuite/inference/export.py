@@ -22,6 +22,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
 from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.inference.load import load_model
+from llmsuite.inference.static_experts import make_static
 
 Tensor = Any
 FORMAT = 1
@@ -79,9 +80,10 @@ def export(
         [InputSpec([None, None, *shape], dtype, f"cache_{i}") for i, shape in enumerate(shapes)],
     ]
     files = {path.name: sha256_of(path) for path in _files(source)}
-    exported = Exported(precision, shapes, str(source.path), files)
+    exported = Exported(precision, shapes, str(source.path.absolute()), files)
     manifest = {"format": FORMAT, "kind": KIND, **dataclasses.asdict(exported), "llmsuite": __version__}
     with committed_directory(target, {**manifest, "paddle": paddle.__version__}) as directory:
+        make_static(model)
         whole = Pass(model)
         whole.eval()
         _leave_as_it_is(model)
@@ -129,7 +131,13 @@ def _leave_as_it_is(model: Any) -> None:
     branches of what is decided by shapes."""
     modules = {type(layer).__module__ for layer in model.sublayers(include_self=True)}
     ours = {name for name in modules if not name.startswith("paddle.")}
-    ours |= {"llmsuite.models.blocks", "llmsuite.devices.ops", "llmsuite.inference.attention", __name__}
+    ours |= {
+        "llmsuite.models.blocks",
+        "llmsuite.devices.ops",
+        "llmsuite.inference.attention",
+        "llmsuite.inference.static_experts",
+        __name__,
+    }
     paddle.jit.ignore_module([sys.modules[name] for name in sorted(ours)])
 
 

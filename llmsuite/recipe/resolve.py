@@ -80,19 +80,19 @@ class RunPlan:
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
-    def check_files(self, reads_data: bool = True) -> None:
+    def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
         """Raises RecipeError naming every file this process needs that is not there, and how to get it."""
         problems = []
         data = (("data.train", self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
         for key, path in data:
-            if path is not None and not path.is_file():
+            if path is not None and not path.exists():
                 problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
-        if self.weights is not None and not (self.weights / "config.json").is_file():
+        if loads_model and self.weights is not None and not (self.weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
         if self.tokenizer is None:
             message = "is required without model.weights; add --model.tokenizer=DIR, where DIR has a tokenizer.json"
             problems.append(self.loaded.problem("model.tokenizer", message))
-        elif reads_data and self.tokenizer != self.weights and not self.tokenizer.is_dir():
+        elif reads_data and not (loads_model and self.tokenizer == self.weights) and not self.tokenizer.is_dir():
             problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
         if problems:
             raise RecipeError(problems)

@@ -59,6 +59,8 @@ class DropCounts:
     unread: int = 0
     """Rows that could not."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
+    cut: int = 0
+    """Rows of which only the beginning is used."""
     places: Sequence[str] = ()
     """File and line of each row that could be read."""
     faults: Faults = dataclasses.field(default_factory=Faults)
@@ -81,17 +83,18 @@ class DropCounts:
         """Rows that are not used."""
         return sum(self.dropped.values()) + self.faults.total
 
-    def reasons(self) -> str:
-        """Why rows are not used."""
+    def reasons(self) -> list[str]:
+        """Why rows are not used, with the number of rows each."""
         dropped = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
-        return "; ".join([*dropped, *filter(None, [self.faults.summary()])])
+        return [*dropped, self.faults.summary()] if self.faults.total else dropped
 
     def check(self, report: Callable[[str], None]) -> None:
         """Report the counts. Raises UserError when no row is left."""
+        reasons = "; ".join(self.reasons())
         if self.lost == self.total:
-            raise UserError(f"{self.path}: none of its {self.total} rows can train anything: {self.reasons()}")
+            raise UserError(f"{self.path}: none of its {self.total} rows can train anything: {reasons}")
         text = f"{self.path}: {self.total - self.lost} of {self.total} rows are used"
-        report(f"{text}; dropped: {self.reasons()}" if self.lost else text)
+        report(f"{text}; dropped: {reasons}" if self.lost else text)
 
 
 class Stage(abc.ABC, Generic[S]):
@@ -103,6 +106,8 @@ class Stage(abc.ABC, Generic[S]):
     def __init__(self, section: Any, context: StageContext):
         """`section` is the stage's own part of the recipe."""
         self.section, self.context = section, context
+        self.counts: dict[Path, DropCounts] = {}
+        """Of the files that were read."""
 
     @classmethod
     def looks(cls, section: Any) -> tuple[Look, ...]:
@@ -159,5 +164,6 @@ class Stage(abc.ABC, Generic[S]):
         rows = read_rows(path, self.row_kind, data.format, self.context.data_formats, data.on_bad_row)
         counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
         samples = self.make_samples(rows, counts)
+        self.counts[path] = counts
         counts.check(self.context.report)
         return samples

@@ -82,6 +82,12 @@ class KtoStage(Stage[Judged]):
         unrelated = unrelated_answers([answer for answer, _ in judged], self._max_length)
         return [Judged(*pair, other) for pair, other in zip(judged, unrelated)]
 
+    def row_lengths(self, samples: Sequence[Judged]) -> np.ndarray:
+        """[answers, 1]; [answers, 2] with the answers that z is made of."""
+        both = self._kind == "kto"
+        rows = [[s.answer, s.unrelated or s.answer] if both else [s.answer] for s in samples]
+        return np.array([[len(answer) - 1 for answer in row] for row in rows], dtype="int64")
+
     def collate(self, samples: Sequence[Judged]) -> Batch:
         """The answers, and under "unrelated" what z is made of."""
         answers = [sample.answer for sample in samples]

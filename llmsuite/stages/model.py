@@ -159,10 +159,7 @@ class WholeModel:
         mine = {s.name: s for s in optimizer.shards if owners[s.name] == here}
         parameters = [
             WholeTensor(
-                n,
-                shape,
-                "float32" if cuts.is_gate_bias(n) else dtype,
-                mine[n].gather_parameter if n in mine else None,
+                n, shape, "float32" if cuts.is_gate_bias(n) else dtype, mine[n].gather_parameter if n in mine else None
             )
             for n, shape in shapes.items()
         ]

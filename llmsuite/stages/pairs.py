@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.data.rows import Preference
+from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, ended
 from llmsuite.stages.base import DropCounts, Stage, StageContext
 
@@ -41,14 +42,18 @@ class PairStage(Stage[Pair]):
         """Pairs whose answers differ and fit. Nothing is ever cut: a cut answer would not learn to end."""
         texts: list[str] = []
         kept: list[Preference] = []
-        for row in rows:
+        for number, row in enumerate(rows):
             if row.chosen.strip() == row.rejected.strip():
                 counts.drop("with chosen equal to rejected")
             elif not row.chosen.strip() or not row.rejected.strip():
                 counts.drop("with an empty answer")
             else:
-                prompt, chosen = self._template.split(row.prompt, row.chosen)
-                _, rejected = self._template.split(row.prompt, row.rejected)
+                try:
+                    prompt, chosen = self._template.split(row.prompt, row.chosen)
+                    _, rejected = self._template.split(row.prompt, row.rejected)
+                except UserError as error:
+                    counts.bad(number, str(error))
+                    continue
                 texts += [prompt, chosen, rejected]
                 kept.append(row)
         ids, eos = self.context.tokenizer.encode_batch(texts), self.context.tokenizer.eos_id

@@ -2,9 +2,10 @@
 
 corpus on disk -> stretches of data.max_length + 1 tokens -> one forward pass -> negative log-likelihood of each token
 
-Documents stay in their order and a stretch may hold several, as in GPT-2 and Megatron-LM: attention sees all of it, the
-end-of-sequence token says where one ends. Stretch i is tokens i L to (i + 1) L, so each token but the first is
-predicted once. Which stretch comes when is `SampleOrder`'s, a function of the seed.
+Documents stay in their order and a stretch may hold several, as in GPT-2 and Megatron-LM: attention sees all of it, or
+with `pretrain.document_mask` a token's own document; the end-of-sequence token says where one ends. Stretch i is tokens
+i L to (i + 1) L, so each token but the first is predicted once. Which stretch comes when is `SampleOrder`'s, a function
+of the seed.
 
 Shapes: B sequences, L length, D hidden.
 """
@@ -36,11 +37,12 @@ Tensor = Any
 
 
 class Stretches(Sequence[np.ndarray]):
-    """Consecutive tokens of a corpus in pieces of `length`, each with the token that follows; read when asked for."""
+    """Consecutive tokens of a corpus in pieces of `length`, each with the token that follows; what it gives lies in the
+    corpus, and is read where it is looked at."""
 
     def __init__(self, tokens: np.ndarray, length: int, picked: range | None = None):
         """`picked` are the numbers of the pieces, by default all that are whole."""
-        self._tokens, self._length = tokens, length
+        self._tokens, self._length = np.asarray(tokens), length  # a view: slices of a memmap take three times as long
         self._picked = range(max(0, len(tokens) - 1) // length) if picked is None else picked
 
     def __len__(self) -> int:
@@ -54,7 +56,7 @@ class Stretches(Sequence[np.ndarray]):
         if isinstance(at, slice):
             return Stretches(self._tokens, self._length, self._picked[at])
         start = self._picked[at] * self._length
-        return np.asarray(self._tokens[start : start + self._length + 1], "int64")
+        return self._tokens[start : start + self._length + 1]
 
     def spread(self, count: int) -> Stretches:
         """So many of them, at equal distances; all when there are not more."""
@@ -108,6 +110,7 @@ class PretrainStage(Stage[np.ndarray]):
         self._padded = -(-self._length // context.length_multiple) * context.length_multiple
         self._mix, self._split, self._most = section.mix, section.split, section.max_eval_samples
         self._division, self._key = section.documents, section.key
+        self._is_masked = section.document_mask
 
     # data
 
@@ -135,6 +138,11 @@ class PretrainStage(Stage[np.ndarray]):
         """Stretches of one file."""
         return self._stretches(self._corpus(path).tokens, str(path))
 
+    def document_lengths(self, path: Path) -> np.ndarray:
+        """Tokens of each document of a file."""
+        corpus = self._corpus(path)
+        return np.diff([corpus.first_token(number) for number in range(corpus.num_documents + 1)])
+
     def digest(self, path: Path) -> str:
         """Of the tokens; with those of the other corpora."""
         digests = [self._corpus(found).digest() for found in (path, *map(self._mixed_file, self._mix))]
@@ -143,7 +151,10 @@ class PretrainStage(Stage[np.ndarray]):
     @functools.cache  # noqa: B019  (one stage a run)
     def _corpus(self, path: Path) -> IndexedCorpus:
         if path.suffix in (".idx", ".bin"):
-            return IndexedCorpus(index_path(path))
+            corpus = IndexedCorpus(index_path(path))
+            if self._is_masked:
+                self._check_ends(corpus)
+            return corpus
         return cached_corpus(
             path,
             cache_root() / "corpora",
@@ -152,6 +163,16 @@ class PretrainStage(Stage[np.ndarray]):
             self._key,
             lambda size: track_bytes(size, f"indexing {path}"),
         )
+
+    def _check_ends(self, corpus: IndexedCorpus) -> None:
+        """Raises UserError when documents do not end with the token by which they are told apart."""
+        eos = self.context.tokenizer.eos_id
+        first = [corpus.document(i) for i in range(min(corpus.num_documents, 100))]
+        if not any(len(document) and document[-1] == eos for document in first):
+            raise UserError(
+                f"pretrain.document_mask: {corpus.path}: none of its first {len(first)} documents ends with token "
+                f"{eos}, the end-of-sequence token of model.tokenizer; index the text with it"
+            )
 
     def _mixed_file(self, name: str) -> Path:
         path = find(name)
@@ -180,16 +201,18 @@ class PretrainStage(Stage[np.ndarray]):
 
     def collate(self, samples: Sequence[np.ndarray]) -> Batch:
         """Input and what follows each of its tokens; padding on the right where lengths must be a multiple."""
-        ids = np.stack(samples)  # [B, L + 1]
+        ids = np.stack(samples)  # [B, L + 1], as the corpus has them
         vocab_size = self.context.tokenizer.vocab_size
-        if ids.max() >= vocab_size or ids.min() < 0:
+        if ids.max() >= vocab_size or (ids.dtype.kind != "u" and ids.min() < 0):
             raise UserError(
                 f"data.train: has token {ids.max()}, and model.tokenizer knows {vocab_size}; index the text with it"
             )
-        input_ids = np.full([len(ids), self._padded], self.context.tokenizer.pad_id, "int64")
+        input_ids = np.empty([len(ids), self._padded], "int64")
         input_ids[:, : self._length] = ids[:, :-1]
-        targets = ids[:, 1:].reshape(-1)
-        return {
+        if self._padded != self._length:
+            input_ids[:, self._length :] = self.context.tokenizer.pad_id
+        targets = ids[:, 1:].astype("int64").reshape(-1)
+        batch = {
             "input_ids": input_ids,
             "targets": targets,
             "weight": float(targets.size),
@@ -197,15 +220,32 @@ class PretrainStage(Stage[np.ndarray]):
             "num_tokens": targets.size,
             "num_supervised": targets.size,
         }
+        if not self._is_masked:
+            return batch
+        ends = ids[:, :-1] == self.context.tokenizer.eos_id
+        begins = np.where(np.roll(ends, 1, axis=1), np.arange(self._length), 0)  # the first one is 0 in any case
+        documents = np.full_like(input_ids, self._length)  # the padding is one too
+        documents[:, : self._length] = np.maximum.accumulate(begins, axis=1)
+        weights = 1.0 - ends.reshape(-1).astype("float32")
+        num_supervised = int(weights.sum())
+        return batch | {
+            "documents": documents,
+            "weights": weights,
+            "weight": float(num_supervised),
+            "num_supervised": num_supervised,
+        }
 
     # loss
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
-        """Sum over the tokens; every token weighs 1."""
-        hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]))  # [B, L, D]
+        """Sum over the tokens; every one weighs 1, but for those that begin a document that is masked."""
+        documents = {"documents": paddle.to_tensor(batch["documents"])} if self._is_masked else {}
+        hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **documents)  # [B, L, D]
         flat = hidden.flatten(0, 1)
         if self._padded != self._length:
             at = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)
             flat = flat.index_select(paddle.to_tensor(at.reshape(-1)), 0)
         nll = model.token_nll(flat, paddle.to_tensor(batch["targets"]))  # [B L]
-        return LossTerms(nll.sum(), float(batch["num_supervised"]))
+        if self._is_masked:
+            nll = nll * paddle.to_tensor(batch["weights"])
+        return LossTerms(nll.sum(), batch["weight"])

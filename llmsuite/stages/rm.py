@@ -27,6 +27,10 @@ class RmStage(PairStage):
         super().__init__(section, context)
         self._margin, self._centering = section.margin, section.center_rewards
 
+    def row_lengths(self, samples: Sequence[Pair]) -> np.ndarray:
+        """[pairs, 2]; the last token is an input too."""
+        return super().row_lengths(samples) + 1
+
     def collate(self, samples: Sequence[Pair]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
         answers = [pair.answers[side] for side in (0, 1) for pair in samples]

@@ -18,9 +18,10 @@ import numpy as np
 
 from llmsuite.checkpoint import train_state
 from llmsuite.checkpoint.adapter_dir import check_base
-from llmsuite.checkpoint.files import lock_directory, read_json_file
+from llmsuite.checkpoint.files import lock_directory, read_json_file, write_text_atomic
+from llmsuite.checkpoint.model_dir import copy_tokenizer
 from llmsuite.checkpoint.train_state import TrainState
-from llmsuite.data.chat_template import load_template
+from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import Dealer, SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine import collective
@@ -40,6 +41,7 @@ from llmsuite.stages.base import Stage, StageContext
 from llmsuite.stages.model import BuiltModel, WholeModel, build_model, restore
 from llmsuite.stages.output import Output
 from llmsuite.stages.saving import Saver
+from llmsuite.stages.sequences import check_learnable
 
 # What may differ between a run and its continuation: it does not change what is learnt.
 _FREE_ON_RESUME = (
@@ -64,7 +66,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     plan.check_files(mesh.reads_data)
     if recipe.source:
         report(f"numbers from {recipe.source}")
-    tokenizer = _load_tokenizer(plan) if mesh.reads_data else None
+    tokenizer = load_tokenizer(plan) if mesh.reads_data else None
     built = build_model(plan, registry, backend, mesh)
     model = built.part
 
@@ -75,7 +77,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     train_samples: Sequence[Any] = ()
     eval_samples: Sequence[Any] = ()
     if tokenizer is not None:
-        stage = _make_stage(plan, registry, built, tokenizer, autocast)
+        stage = make_stage(plan, registry, built.digest, tokenizer, autocast)
         train_samples, eval_samples = _read(stage, plan, mesh)
     lengths = _row_lengths(stage, plan, train_samples)
     counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
@@ -98,7 +100,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         recipe.checkpoint,
         plan.family,
         plan.model_config,
-        plan.tokenizer,
+        _saved_tokenizer(plan),
         whole_model,
         saved,
         built.adapters,
@@ -197,7 +199,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     return 0 if done == schedule.total_steps else INTERRUPTED
 
 
-def _load_tokenizer(plan: RunPlan) -> TextTokenizer:
+def load_tokenizer(plan: RunPlan) -> TextTokenizer:
+    """Of the recipe. Raises UserError when it is larger than the model's vocabulary."""
     assert plan.tokenizer is not None  # plan.check_files has seen to it
     tokenizer = TextTokenizer(plan.tokenizer)
     if tokenizer.vocab_size > plan.model_config.vocab_size:
@@ -208,16 +211,30 @@ def _load_tokenizer(plan: RunPlan) -> TextTokenizer:
     return tokenizer
 
 
-def _make_stage(
-    plan: RunPlan, registry: Registry, built: BuiltModel, tokenizer: TextTokenizer, autocast: Any
+def _saved_tokenizer(plan: RunPlan) -> Path | None:
+    """The tokenizer that checkpoints get: with the chat template that is trained with, or generation would be asked
+    with another one."""
+    choice = plan.recipe.data.chat_template
+    if plan.tokenizer is None or choice not in BUILTIN or collective.rank() != 0:
+        return plan.tokenizer
+    directory = plan.output_dir / "tokenizer"
+    directory.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(plan.tokenizer, directory)
+    write_text_atomic(directory / "chat_template.jinja", BUILTIN[choice])
+    return directory
+
+
+def make_stage(
+    plan: RunPlan, registry: Registry, model_digest: str, tokenizer: TextTokenizer, autocast: Any
 ) -> Stage[Any]:
+    """The stage of the recipe; it has read nothing yet."""
     recipe = plan.recipe
     context = StageContext(
         recipe=recipe,
         tokenizer=tokenizer,
         template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
         data_formats=registry.data_formats,
-        model_digest=built.digest,
+        model_digest=model_digest,
         autocast=autocast,
         length_multiple=_length_multiple(plan),
         report=report,
@@ -229,6 +246,8 @@ def _make_stage(
 def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:
     """Samples for training and for evaluation."""
     train_samples, eval_samples = stage.read_all(plan.train_file, plan.eval_file)
+    check_learnable(stage, train_samples, f"data.train: {plan.train_file}")
+    check_learnable(stage, eval_samples, f"data.eval: {plan.eval_file or plan.train_file}")
     if 0 < len(eval_samples) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(eval_samples)} usable samples; every data rank needs one")

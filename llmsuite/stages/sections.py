@@ -116,6 +116,9 @@ class PretrainSection(Section):
     """What parts the documents of a .txt; an indexed corpus knows its own."""
     key: str = "text"
     """Where the rows of .jsonl and .parquet have their text."""
+    document_mask: bool = False
+    """Where a sample holds several documents, let no token see another one than its own, begin the positions of each
+    at 0, and do not learn its first token, which nothing of it predicts."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.split is None:

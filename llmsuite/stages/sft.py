@@ -45,7 +45,7 @@ class SftStage(Stage[WeightedTokens]):
             except UserError as error:
                 counts.bad(number, str(error))
         ids = iter(self.context.tokenizer.encode_batch([text for row in turns for turn in row for text in turn]))
-        samples, num_cut = [], 0
+        samples = []
         for row, texts in zip(said, turns):
             encoded = [(next(ids), next(ids)) for _ in texts]
             try:
@@ -54,12 +54,12 @@ class SftStage(Stage[WeightedTokens]):
                 sample = self._join(texts, encoded)
                 if len(sample.ids) > self._max_length:
                     sample = self._cut(sample)
-                    num_cut += 1
+                    counts.cut += 1
                 samples.append(sample)
             except Unusable as reason:
                 counts.drop(str(reason))
-        if num_cut:
-            self.context.report(f"{counts.path}: {num_cut} rows are cut to data.max_length {self._max_length}")
+        if counts.cut:
+            self.context.report(f"{counts.path}: {counts.cut} rows are cut to data.max_length {self._max_length}")
         return samples
 
     def _join(self, texts: Sequence[tuple[str, str]], encoded: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:

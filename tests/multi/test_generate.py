@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.unit import tiny_llama
+from tests.unit.test_export import write_family
 
 FAMILIES = ("llama", "deepseek")
 
 
-def write_model(directory: Path, family: str) -> None:
-    """The smoke shape with random weights and the embedded tokenizer."""
-    from llmsuite.checkpoint.model_dir import write_model
-    from llmsuite.checkpoint.tensors import TensorSpec
-    from llmsuite.engine.init import initial_values
-    from llmsuite.inference.load import parameter_shapes
-
-    spec = tiny_llama.FAMILIES[family]
-    config = spec.config_cls(**spec.smoke)
-    shapes = parameter_shapes(spec, config)
-
-    def value(name: str) -> np.ndarray:
-        return initial_values(3, name, shapes[name], 0.15) + (len(shapes[name]) == 1)
-
-    specs = [TensorSpec(name, shape, "float32") for name, shape in shapes.items()]
-    directory.mkdir()
-    write_model(directory, spec, config, value, specs, "hf", tiny_llama.TOKENIZER)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_answer_as_one(runner: Runner, family: str) -> None:
-    write_model(runner.directory / family, family)
+    write_family(runner.directory / family, family)
     prompts = runner.directory / f"{family}-prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "What is a cat?", "1 2 3 4")))
     words = ["generate", str(runner.directory / family), "--input", str(prompts), "--max_new_tokens", "12"]

@@ -93,7 +93,7 @@ def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
     backend = CpuBackend()
     backend.prepare_ranks()
     for num_ranks, same in itertools.groupby(sorted(cases, key=lambda c: c.num_ranks), key=lambda c: c.num_ranks):
-        left = list(same)
+        left, idle = list(same), 0
         while left:
             path = runner.directory / f"cases-{num_ranks}.json"
             path.write_text(json.dumps([dataclasses.asdict(case) for case in left]))
@@ -111,8 +111,9 @@ def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
             before, left = left, [case for case in left if not (runner.directory / case.name / "done").exists()]
-            if left:  # go on behind the one that failed, unless none has ended well
-                count = 1 if len(left) < len(before) else len(left)
+            idle = idle + 1 if len(left) == len(before) else 0
+            if left:  # go on behind the one that failed, unless three in a row have
+                count = 1 if idle < 3 else len(left)
                 failed |= {case.name: "".join(printed)[-5000:] for case in left[:count]}
                 left = left[count:]
     return failed

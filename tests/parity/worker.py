@@ -106,7 +106,7 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
 
     def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
         told = None
-        if objective is not None:
+        if objective is not None and all(isinstance(batch, list) for batch in micro_batches):  # no thread reads them
             told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in micro_batches]
         record = {"step": step, "data_rank": collective.mesh().data_rank, "micro_batches": told}
         with open(directory / f"samples-{rank}.jsonl", "a") as file:

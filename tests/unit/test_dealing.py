@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.data.loader import Dealer, Reader, SampleOrder
+from llmsuite.data.loader import Dealer, ReadAhead, SampleOrder
+from llmsuite.data.rows import Unpaired
 from llmsuite.errors import UserError
+from llmsuite.stages.base import DropCounts
+from llmsuite.stages.kto import KtoStage
 from llmsuite.stages.language_model import WeightedTokens, collate, pack
+from llmsuite.stages.rm import RmStage
+from llmsuite.stages.sections import KtoSection, RmSection
+from tests.unit import dpo_case
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=40)
 
@@ -116,7 +123,7 @@ def consumed(
     by_rank = []
     for rank in range(num_ranks):
         picked = (dealer.micro_batches(step * size, rank) for step in steps)
-        with Reader(samples, picked, lambda s: collate(s, 0, 1), num_workers) as reader:
+        with ReadAhead(samples, picked, lambda s: collate(s, 0, 1), num_workers) as reader:
             by_rank.append([[b.result() if num_workers else collate(b, 0, 1) for b in made] for made in reader])
     for at in range(len(steps)):
         for turn in zip(*(batches[at] for batches in by_rank), strict=True):
@@ -176,7 +183,7 @@ def singles(count: int) -> Iterator[list[list[int]]]:
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_a_bounded_number_is_made_ahead(num_workers: int) -> None:
     made: list[int] = []
-    with Reader(range(100), singles(100), lambda s: made.append(s[0]) or s[0], num_workers) as reader:
+    with ReadAhead(range(100), singles(100), lambda s: made.append(s[0]) or s[0], num_workers) as reader:
         for step in range(20):
             (future,) = next(reader)
             assert future.result() == step
@@ -195,7 +202,7 @@ def test_an_error_comes_where_its_batch_is_asked_for(num_workers: int) -> None:
     done: list[int] = []
 
     def read() -> None:
-        with Reader(range(9), singles(9), make, num_workers) as reader:
+        with ReadAhead(range(9), singles(9), make, num_workers) as reader:
             for (got,) in reader:
                 done.append(got.result() if num_workers else make(got))
 
@@ -214,7 +221,7 @@ def test_leaving_early_ends_the_threads_and_makes_no_more() -> None:
         return samples[0]
 
     def interrupted() -> None:
-        with Reader(range(99), singles(99), slow, 2) as reader:
+        with ReadAhead(range(99), singles(99), slow, 2) as reader:
             next(reader)
             raise KeyboardInterrupt
 
@@ -229,5 +236,27 @@ def test_leaving_early_ends_the_threads_and_makes_no_more() -> None:
 
 def test_steps_end() -> None:
     for num_workers in (0, 3):
-        with Reader(range(9), singles(4), sum, num_workers) as reader:
+        with ReadAhead(range(9), singles(4), sum, num_workers) as reader:
             assert len(list(reader)) == 4
+
+
+# the stages tell what their batches hold
+
+
+def test_the_lengths_that_a_stage_tells_are_those_of_its_rows() -> None:
+    made = dpo_case.stage()
+    pairs, _ = dpo_case.pairs(made, dpo_case.rows(12))
+    tells: list[tuple[Any, Any, list[str]]] = [(made, pairs, ["input_ids"])]
+    tells += [(RmStage(RmSection(), made.context), pairs, ["input_ids"])]
+    judged = [Unpaired(row.prompt, row.chosen, True) for row in dpo_case.rows(12)]
+    for loss in ("kto", "apo_zero"):
+        kto = KtoStage(KtoSection(loss=loss), made.context)
+        found = kto.make_samples(judged, DropCounts(Path("rows"), read=12))
+        tells.append((kto, found, ["input_ids", "unrelated"] if loss == "kto" else ["input_ids"]))
+    for stage, samples, parts in tells:
+        lengths = stage.row_lengths(samples)
+        for one, rows in zip(samples, lengths.tolist()):
+            batch = stage.collate([one])
+            arrays = [batch[part]["input_ids"] if part == "unrelated" else batch[part] for part in parts]
+            assert sum(map(len, arrays)) == len(rows)
+            assert max(array.shape[1] for array in arrays) == max(rows)

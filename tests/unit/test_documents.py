@@ -108,13 +108,14 @@ def test_a_document_in_a_row_is_as_if_it_were_alone(case: str) -> None:
                 part = slice(begin, begin + length)
                 alone = model.hidden_states(paddle.to_tensor(ids[row : row + 1, part]))[0].numpy()[0]
                 np.testing.assert_allclose(packed[row, part], alone, rtol=0, atol=1e-5 * np.abs(alone).max())
-        # another token in the first document changes nothing outside of it, to the last bit
+        # another token in the first document changes nothing outside of it: not a bit of it, but for experts, whose
+        # products have other rows then, which rounds the sums of the same ones differently
+        limit = 1e-6 * np.abs(packed).max() if case.startswith("deepseek") else 0.0
         ids[0, 1] = (ids[0, 1] + 1) % model.config.vocab_size
         other = model.hidden_states(paddle.to_tensor(ids), documents=documents)[0].numpy()
-        assert np.array_equal(other[0, 5:], packed[0, 5:])
         assert np.abs(other[0, 1:5] - packed[0, 1:5]).max() > 1e-3
-        assert np.array_equal(other[0, 0], packed[0, 0])
-        assert np.array_equal(other[1], packed[1])
+        other[0, 1:5] = packed[0, 1:5]
+        assert np.abs(other - packed).max() <= limit
         # without telling it would be seen
         joined = model.hidden_states(paddle.to_tensor(ids))[0].numpy()
         assert np.abs(joined[0, 5:] - other[0, 5:]).max() > 1e-3

@@ -227,6 +227,43 @@ def test_padding_changes_no_loss(corpus: Path) -> None:
     assert losses[0] == pytest.approx(total, rel=1e-6)
 
 
+def documents_in(sample: np.ndarray, eos: int) -> list[np.ndarray]:
+    """Each with the end-of-sequence token behind it; the first one may have begun in front of the sample."""
+    ends = np.flatnonzero(sample == eos) + 1
+    return [part for part in np.split(sample, ends) if len(part)]
+
+
+@given(st.lists(st.lists(st.sampled_from([2, 2, 5, 6, 7, 8]), min_size=9, max_size=9), min_size=1, max_size=3))
+def test_masked_documents_are_as_if_they_were_alone(drawn: list[list[int]]) -> None:
+    import paddle
+
+    samples, llama = [np.array(sample) for sample in drawn], model(seed=1, num_hidden_layers=1)
+    total, count = 0.0, 0
+    for document in (d for sample in samples for d in documents_in(sample, 2) if len(d) > 1):
+        hidden, _ = llama.hidden_states(paddle.to_tensor(document[None, :-1]))
+        logits = llama.logits(hidden).numpy()[0].astype("float64")
+        total += sum(np.log(np.exp(row).sum()) - row[target] for row, target in zip(logits, document[1:]))
+        count += len(document) - 1
+    for multiple in (1, 16):
+        made = stage(length_multiple=multiple, document_mask=True)
+        batch = made.collate(samples)
+        assert (batch["num_tokens"], batch["num_supervised"]) == (8 * len(samples), count)
+        terms = made.loss(llama, batch)
+        assert terms.weight == count
+        assert float(terms.total) == pytest.approx(total, rel=1e-6, abs=1e-6)
+
+
+def test_documents_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    with CorpusWriter(tmp_path / "c", "<u2") as writer:
+        writer.add(np.arange(3, 43, dtype="<u2").tobytes(), np.full(4, 10, "<i4").tobytes())
+        writer.commit()
+    assert len(stage().read(tmp_path / "c.idx")) == 4
+    with pytest.raises(
+        UserError, match=r"document_mask: .*c\.idx: none of its first 4 documents ends with token 2, the"
+    ):
+        stage(document_mask=True).read(tmp_path / "c.idx")
+
+
 @pytest.mark.parametrize("split", ["", "9", "9,0", "0,1", "1,2,3,4", "1,2,", "1.2.3,1", "-1,2", "nan,1", "9;1"])
 def test_wrong_splits(split: str, registry: Registry) -> None:
     with pytest.raises(RecipeError, match=r"pretrain\.split: is .* it has to be such as"):

@@ -1,0 +1,166 @@
+"""`llmsuite export`, `verify` and `deploy`: from a trained model to a program of Paddle Inference that equals it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+
+if TYPE_CHECKING:
+    from llmsuite.checkpoint.model_dir import ModelDirectory
+    from llmsuite.devices.base import DeviceBackend
+
+MERGED, PROGRAM = "hf", "static"
+"""What `deploy` makes: the weights as HF has them, and the program."""
+
+
+def _add_source(parser: Any) -> None:
+    parser.add_argument("source", type=str, help="a run, a checkpoint or model directory of any layout, or an adapter")
+    parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
+    parser.add_argument("--base", type=str | None, default=None, help="for an adapter: the model it belongs to")
+    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not beside it")
+    parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
+    parser.add_argument(
+        "--precision",
+        type=Literal["fp32", "bf16", "fp16", "int8"],
+        default="fp32",
+        help="int8: of the weights only, where the device can",
+    )
+    parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
+
+
+def _verify_arguments(parser: Any) -> None:
+    parser.add_argument("model", type=str, help="what `llmsuite export` or `llmsuite deploy` wrote")
+    parser.add_argument("--source", type=str | None, default=None, help="the trained model, if it has been moved")
+    parser.add_argument("--base", type=str | None, default=None, help="for an adapter: the model it belongs to")
+    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not beside it")
+    parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
+    parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
+
+
+def run_export(args: Any, registry: Registry) -> int:
+    backend = _start(args, registry)
+    target = Path(args.output)
+    _export(Path(args.source), target, backend, args, registry)
+    size = sum(path.stat().st_size for path in target.iterdir())
+    print(f"wrote {target}: program and parameters, {args.precision}, {size / 1e6:,.0f} MB")
+    return 0
+
+
+def run_verify(args: Any, registry: Registry) -> int:
+    backend = _start(args, registry)
+    print(_verify(find_program(Path(args.model)), backend, args, registry))
+    return 0
+
+
+def run_deploy(args: Any, registry: Registry) -> int:
+    backend = _start(args, registry)
+    from llmsuite.checkpoint.rewrite import Form, Rewrite
+
+    target = Path(args.output)
+    if target.exists():
+        raise UserError(f"{target} exists; choose another --output, or remove it first")
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        rewrite = Rewrite(_open(Path(args.source), args, registry), Form("hf"))
+        rewrite.write(part / MERGED)
+        print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
+        args.base = args.config = None  # they belong to the source; from here on it is the merged model
+        _copy_tokenizer(args, registry, part / MERGED)
+        _export(part / MERGED, part / PROGRAM, backend, args, registry)
+        print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
+        args.source = str(part / MERGED)
+        print(f"[3/3] verified: {_verify(part / PROGRAM, backend, args, registry)}", flush=True)
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    print(f"wrote {target}: {MERGED} for `llmsuite generate`, {PROGRAM} for Paddle Inference")
+    return 0
+
+
+def find_program(path: Path) -> Path:
+    """The exported model in a directory, or in that of a deployment."""
+    from llmsuite.inference.export import is_exported
+
+    return path / PROGRAM if not is_exported(path) and is_exported(path / PROGRAM) else path
+
+
+def find_weights(path: Path) -> Path:
+    """The weights in the directory of a deployment; any other path as it is."""
+    return path / MERGED if (path / MERGED / "config.json").is_file() and (path / PROGRAM).is_dir() else path
+
+
+def _start(args: Any, registry: Registry) -> DeviceBackend:
+    if args.device not in registry.devices:
+        raise UserError(registry.unknown("device", args.device))
+    backend: DeviceBackend = registry.devices[args.device].factory()
+    from llmsuite.devices.start import start_paddle
+
+    start_paddle(backend, 1)
+    if reason := backend.unavailable(1):
+        raise UserError(f"--device {args.device}: {reason}")
+    backend.activate(0)
+    return backend
+
+
+def _open(path: Path, args: Any, registry: Registry) -> ModelDirectory:
+    from llmsuite.inference.load import open_any
+
+    base, config = (Path(value) if value else None for value in (args.base, args.config))
+    return open_any(find_weights(path), registry.models, base, config, args.allow_pickle)
+
+
+def _copy_tokenizer(args: Any, registry: Registry, target: Path) -> None:
+    """An adapter's own tokenizer takes the place of its base's."""
+    from llmsuite.checkpoint.model_dir import copy_tokenizer
+    from llmsuite.checkpoint.train_state import find_adapter
+
+    adapter = find_adapter(Path(args.source))
+    if adapter is not None:
+        copy_tokenizer(adapter, target)
+
+
+def _export(source: Path, target: Path, backend: DeviceBackend, args: Any, registry: Registry) -> None:
+    from llmsuite.inference.export import export
+    from llmsuite.inference.load import tokenizer_directory
+
+    model = _open(source, args, registry)
+    export(model, target, backend, tokenizer_directory(source, model), args.precision)
+
+
+def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry) -> str:
+    from llmsuite.inference.decoder import ModelDecoder
+    from llmsuite.inference.export import read_manifest
+    from llmsuite.inference.load import load_model
+    from llmsuite.inference.predictor import Predictor
+    from llmsuite.inference.verify import check_files, compare
+
+    exported = read_manifest(program)
+    beside = program.parent / MERGED  # as `deploy` lays them
+    source = Path(args.source or (beside if beside.is_dir() else exported.source))
+    num_files = check_files(program, source)
+    precision = "bf16" if exported.precision == "int8" else exported.precision
+    model = load_model(_open(source, args, registry), backend, precision)
+    trained = ModelDecoder(model, lambda: backend.autocast(precision))
+    count, difference, num_tokens = compare(Predictor(program, backend.name), trained, exported.precision)
+    return (
+        f"{num_files} digests match, {count:,} logits differ by at most {difference:.1e} of the largest, "
+        f"{num_tokens} greedy tokens are the same"
+    )
+
+
+EXPORT = Command(
+    name="export", help="a model as a program of Paddle Inference", add_arguments=_add_source, run=run_export
+)
+VERIFY = Command(
+    name="verify", help="is an exported model the trained one?", add_arguments=_verify_arguments, run=run_verify
+)
+DEPLOY = Command(
+    name="deploy", help="merge, export and verify a trained model", add_arguments=_add_source, run=run_deploy
+)

@@ -1,0 +1,138 @@
+"""`llmsuite recipe from-paddlenlp FILE`, `llmsuite recipe new`: a recipe to begin with."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.new import RULE, Choice, new_recipe
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.write import recipe_text
+
+
+def add_arguments(parser: Any) -> None:
+    from jsonargparse.typing import PositiveInt
+
+    parser.add_argument(
+        "action",
+        type=Literal["new", "from-paddlenlp"],
+        help="new: by a few questions or options; from-paddlenlp: from arguments of PaddleNLP's llm/ scripts",
+    )
+    parser.add_argument(
+        "file", type=str | None, nargs="?", default=None, help="with from-paddlenlp: JSON argument file or shell script"
+    )
+    parser.add_argument("-o", "--output", type=str | None, default=None, help="file to write; default: print it")
+    parser.add_argument("--stage", type=str | None, default=None, help="see: llmsuite list stages")
+    parser.add_argument("--family", type=str | None, default=None, help="see: llmsuite list models")
+    parser.add_argument("--num_devices", type=PositiveInt | None, default=None, help="of all machines together")
+    parser.add_argument("--preset", type=str | None, default=None, help="with new: which model of the family")
+    parser.add_argument("--device", type=str | None, default=None, help="with new: gpu (the default), xpu or cpu")
+    parser.add_argument("--weights", type=str | None, default=None, help="with new: directory of the model")
+    parser.epilog = f"How `new` chooses. {RULE}"
+
+
+def run(args: Any, registry: Registry) -> int:
+    return _new(args, registry) if args.action == "new" else _from_paddlenlp(args, registry)
+
+
+def _from_paddlenlp(args: Any, registry: Registry) -> int:
+    if args.file is None:
+        raise UserError("recipe from-paddlenlp: name the file with the arguments")
+    if given := [name for name in ("preset", "device", "weights") if args[name] is not None]:
+        raise UserError(f"--{given[0]}: belongs to `llmsuite recipe new`; the arguments say it")
+    from llmsuite.recipe.paddlenlp.arguments import read_arguments
+    from llmsuite.recipe.paddlenlp.convert import convert
+
+    path = Path(args.file)
+    found = convert(read_arguments(path), path.name, registry, args.stage, args.family, args.num_devices)
+    problems = _give(found.recipe, args.output, registry)
+    tell = sys.stderr if args.output is None else sys.stdout
+    for note in found.notes:
+        print(f"note: {note}", file=tell)
+    if found.left_out:
+        print(f"{len(found.left_out)} arguments have no counterpart:", file=tell)
+    for key, value, why in found.left_out:
+        print(f"  {key} = {value}: {why}", file=tell)
+    for problem in problems:
+        print(f"to do: {problem}", file=tell)
+    return 0
+
+
+def _new(args: Any, registry: Registry) -> int:
+    if args.file is not None:
+        raise UserError(f"recipe new: takes no file; to write to {args.file} add -o {args.file}")
+    stage = _chosen("stage", args.stage, list(registry.stages))
+    family = registry.models[_chosen("family", args.family, list(registry.models))]
+    preset = _chosen("preset", args.preset, list(family.presets))
+    device = _chosen("device", args.device or "gpu", list(registry.devices))
+    num_devices = args.num_devices or _number("num_devices")
+    choice = Choice(stage, family, preset, num_devices, device, args.weights)
+    from llmsuite.devices.start import start_paddle
+
+    start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes of the parameters
+    from llmsuite.inference.load import parameter_shapes
+
+    shapes = parameter_shapes(family, family.config_cls(**family.presets[preset]))
+    count = sum(math.prod(shape) for shape in shapes.values())
+    recipe = new_recipe(choice, count, registry.stages[stage].adapters)
+    problems = _give(recipe, args.output, registry)
+    for problem in problems:
+        print(f"to do: {problem}", file=sys.stderr)
+    return 0
+
+
+def _chosen(what: str, given: str | None, known: list[str]) -> str:
+    """What was given, else what is answered."""
+    names = ", ".join(known)
+    while given is None:
+        if not sys.stdin.isatty():
+            raise UserError(f"--{what}: is needed where nobody can be asked; one of {names}")
+        answer = input(f"{what} ({names}): ").strip()
+        given = answer if answer in known else None
+    if given not in known:
+        near = difflib.get_close_matches(given, known, n=1)
+        raise UserError(f"--{what} {given}: is none of {names}" + (f"; did you mean {near[0]}?" if near else ""))
+    return given
+
+
+def _number(what: str) -> int:
+    answer = ""
+    while not (answer.isascii() and answer.isdigit() and int(answer) > 0):
+        if not sys.stdin.isatty():
+            raise UserError(f"--{what}: is needed where nobody can be asked; a number such as 8")
+        answer = input(f"{what}, of all machines: ").strip()
+    return int(answer)
+
+
+def _give(recipe: dict[str, Any], output: str | None, registry: Registry) -> list[str]:
+    """Write or print a recipe; returns what has to be put right in it before it is valid."""
+    text = recipe_text(recipe)
+    if output is not None and Path(output).exists():
+        raise UserError(f"{output} exists; choose another --output, or remove it first")
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "recipe.json"
+        path.write_text(text, encoding="utf-8")
+        try:
+            plan_run(path, [], registry)
+            problems = []
+        except RecipeError as error:
+            problems = [f"{problem.key}: {problem.message}" for problem in error.problems]
+    if output is None:
+        print(text, end="")
+    else:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        Path(output).write_text(text, encoding="utf-8")
+        print(f"wrote {output}")
+    return problems
+
+
+COMMAND = Command(
+    name="recipe", help="make a recipe, or turn arguments of PaddleNLP into one", add_arguments=add_arguments, run=run
+)

@@ -1,0 +1,124 @@
+"""`llmsuite serve MODEL`: answer over HTTP, as OpenAI's API does."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from llmsuite.cli.generate import add_model_arguments
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+
+_KEY = "LLMSUITE_API_KEY"
+
+
+def add_arguments(parser: Any) -> None:
+    from jsonargparse.typing import PositiveFloat, PositiveInt
+
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--host", type=str, default="127.0.0.1", help="where to listen; the default is this machine only"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
+    parser.add_argument(
+        "--name", type=str | None, default=None, help="what clients call the model (default: its directory)"
+    )
+    parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
+    parser.add_argument("--api_key", type=str | None, default=None, help=f"ask for it; better given as {_KEY}")
+    parser.add_argument("--batch_size", type=PositiveInt, default=8, help="answers decoded together")
+    parser.add_argument("--max_waiting", type=PositiveInt, default=256, help="answers that may wait for a place")
+    parser.add_argument("--max_new_tokens", type=PositiveInt, default=1024, help="most tokens of an answer")
+    parser.add_argument("--max_body_bytes", type=PositiveInt, default=1_000_000, help="of a request")
+    parser.add_argument("--body_timeout", type=PositiveFloat, default=10.0, help="seconds for a request to arrive")
+    parser.add_argument("--request_timeout", type=PositiveFloat, default=600.0, help="seconds for an answer")
+
+
+def run(args: Any, registry: Registry) -> int:
+    if args.num_devices > 1:
+        raise UserError("--num_devices: serve runs on one device")
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise UserError(f"serve: {error.name} is missing; install it with: pip install 'llmsuite[serve]'") from error
+    from llmsuite.cli.model import open_generator
+
+    opened = open_generator(args, registry)
+    from llmsuite.inference.prompts import Prompter
+    from llmsuite.serving.app import Service, make_app
+    from llmsuite.serving.limits import Limits
+    from llmsuite.serving.metrics import Metrics
+
+    name = args.name or Path(args.model).absolute().name
+    limits = Limits(
+        args.batch_size,
+        args.max_waiting,
+        args.max_new_tokens,
+        args.max_body_bytes,
+        args.body_timeout,
+        args.request_timeout,
+    )
+    key = args.api_key or os.environ.get(_KEY) or None
+    if key is None and not _is_loopback(args.host):
+        print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
+    prompter = Prompter(opened.generator.tokenizer, args.chat_template)
+    app = make_app(Service(opened.generator, prompter, name, limits, Metrics()), key)
+
+    class Server(uvicorn.Server):
+        """Says where it listens, and ends well when it is asked to end."""
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                for server in self.servers:
+                    host, port = server.sockets[0].getsockname()[:2]
+                    print(f"{name} answers on http://{host}:{port}", flush=True)
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            def end(number: int, frame: FrameType | None) -> None:
+                self.handle_exit(number, frame)
+
+            before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    config = uvicorn.Config(
+        app,
+        host=args.host,
+        port=args.port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=10,
+        lifespan="on",
+        server_header=False,
+    )
+    server = Server(config)
+    try:
+        server.run()
+    except SystemExit as error:  # it could not listen, and has said why
+        raise UserError(f"--host {args.host} --port {args.port}: cannot listen there") from error
+    return 0
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+COMMAND = Command(name="serve", help="answer over HTTP, as OpenAI's API does", add_arguments=add_arguments, run=run)

@@ -1,0 +1,108 @@
+"""What `llmsuite data explain` and `llmsuite data stats` print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan
+
+if TYPE_CHECKING:
+    from llmsuite.stages.explain import Explained
+    from llmsuite.stages.stats import FileStats
+
+_COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "white", "text": "white"}
+
+
+def prepare(plan: RunPlan) -> None:
+    """Check that the files are there, and import Paddle, for which stages are written. Always on the CPU."""
+    from llmsuite.devices.cpu import CpuBackend
+    from llmsuite.devices.start import start_paddle
+
+    plan.check_files(loads_model=False)
+    start_paddle(CpuBackend(), 1)
+
+
+def explain(plan: RunPlan, registry: Registry, row: int) -> int:
+    from rich.console import Console
+    from rich.text import Text
+
+    from llmsuite.stages.explain import explain, open_stage
+
+    stage = open_stage(plan, registry)
+    place, dropped, found = explain(stage, plan.train_file, row)
+    if dropped is not None:
+        print(f"{place}: is dropped: {dropped}")
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for sequence in found:
+        _print_sequence(console, Text, place, sequence, stage.context.tokenizer)
+    return 0
+
+
+def _print_sequence(console: Any, text: Any, place: str, found: Explained, tokenizer: Any) -> None:
+    taught = found.taught
+    learnt = taught.weights > 0
+    ends = bool((taught.ids[learnt] == tokenizer.eos_id).any())
+    name = f" ({found.name})" if found.name else ""
+    console.print(f"{place}{name}: {len(taught.ids)} tokens, {int(learnt.sum())} learnt", style="bold", markup=False)
+    console.print(f"the end of the sequence is {'learnt' if ends else 'NOT learnt'}", style="" if ends else "bold red")
+    if found.prompt_length is not None:
+        verdict = "what the answer is learnt behind" if found.is_as_asked else "NOT what the answer is learnt behind"
+        style = "" if found.is_as_asked else "bold red"
+        console.print(f"generation is asked with {found.prompt_length} tokens: {verdict}", style=style)
+    console.print(f"{'position':>8}  {'id':>7}  {'role':9}  {'document':>8}  {'label':>7}  {'weight':>6}  token")
+    for at, piece in enumerate(tokenizer.pieces(taught.ids)):
+        is_learnt, role = bool(learnt[at]), found.roles[at]
+        line = (
+            f"{at:>8}  {taught.ids[at]:>7}  {role:9}  {taught.documents[at]:>8}  "
+            f"{taught.ids[at] if is_learnt else '-':>7}  {taught.weights[at]:>6.4g}  "
+        )
+        shown = text(line + repr(piece)[1:-1], style="bold green" if is_learnt else _COLOURS.get(role, "white"))
+        console.print(shown)
+
+
+def stats(plan: RunPlan, registry: Registry, plot: str | None) -> int:
+    from llmsuite.stages.explain import open_stage
+    from llmsuite.stages.stats import file_stats, plot_lengths
+
+    stage = open_stage(plan, registry)
+    found = [file_stats(stage, path) for path in (plan.train_file, plan.eval_file) if path is not None]
+    for each in found:
+        _print_stats(plan, each)
+    if plot is not None:
+        plot_lengths(found, plan.recipe.data.max_length, Path(plot))
+        print(f"wrote {plot}")
+    return 0
+
+
+def _print_stats(plan: RunPlan, stats: FileStats) -> None:
+    import numpy as np
+
+    from llmsuite.stages.stats import histogram
+
+    data, counts, lengths = plan.recipe.data, stats.counts, stats.lengths
+    print(stats.path)
+    if counts is not None:
+        print(f"  rows       {counts.total:,} read, {counts.total - counts.lost:,} used, {counts.lost:,} dropped")
+        for reason in counts.reasons():
+            print(f"             dropped: {reason}")
+        print(f"  truncated  {counts.cut:,} rows are cut to data.max_length {data.max_length}")
+    print(
+        f"  tokens     {stats.num_tokens:,} in {len(lengths):,} {stats.what}, {stats.num_samples:,} samples; "
+        f"{stats.num_learnt:,} learnt ({stats.num_learnt / stats.num_tokens:.1%})"
+    )
+    if stats.padding is not None:
+        print(f"  ends       learnt in {stats.num_ends:,} of {stats.num_samples:,} samples")
+        train = plan.recipe.train
+        size = f"_tokens {train.micro_batch_tokens}" if train.micro_batch_tokens else f"_size {train.micro_batch_size}"
+        print(f"  padding    {stats.padding:.1%} with train.micro_batch{size}")
+    if stats.packed is not None:
+        is_packed = data.packing == "best_fit"
+        how = "as it is" if is_packed else "with data.packing best_fit"
+        print(f"  packing    {stats.packed[0]:,} samples that are {stats.packed[1]:.1%} full, {how}")
+    quantiles = zip(("least", "median", "90%", "99%", "most"), np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1]))
+    print(f"  lengths    mean {lengths.mean():.1f}, " + ", ".join(f"{name} {value:.0f}" for name, value in quantiles))
+    for line in histogram(lengths):
+        print(f"    {line}")

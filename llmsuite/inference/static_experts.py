@@ -1,0 +1,44 @@
+"""Routed experts in a static program, where the number of rows of an expert is not known before it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+
+from llmsuite.models.experts import Experts
+
+Tensor = Any
+
+
+def make_static(model: Any) -> None:
+    """Let the experts of a model compute in the form below, for good."""
+    for module in model.sublayers():
+        if isinstance(module, Experts):
+            module.__dict__["forward"] = StaticExperts(module).forward
+
+
+class StaticExperts:
+    """As `llmsuite.models.experts.Experts`: rows are sorted by expert, and each expert takes a slice of them."""
+
+    def __init__(self, experts: Experts):
+        self._experts = experts
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """x [B, L, D], and weights and numbers of the experts of each token [B, L, k], to [B, L, D]."""
+        gate, up, down = self._experts.matrices()
+        num_experts, num_chosen = gate.shape[0], chosen.shape[-1]
+        flat = chosen.flatten()
+        order = paddle.argsort(flat, stable=True)
+        rows = x.flatten(0, 1).index_select(order // num_chosen, 0)
+        ends = F.one_hot(flat, num_experts).sum(0).astype("int64").cumsum()
+        parts = []
+        for expert in range(num_experts):
+            first = ends[expert - 1] if expert else paddle.zeros([], "int64")
+            part = paddle.slice(rows, [0], [first], [ends[expert]])
+            inner = self._experts.swiglu(paddle.matmul(part, gate[expert]), paddle.matmul(part, up[expert]))
+            parts.append(paddle.matmul(inner, down[expert]))
+        back = paddle.concat(parts).index_select(paddle.argsort(order), 0)
+        scaled = back.reshape([-1, num_chosen, x.shape[-1]]) * weights.flatten(0, 1).astype(x.dtype).unsqueeze(-1)
+        return scaled.sum(1).reshape(paddle.shape(x))

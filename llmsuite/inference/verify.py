@@ -1,0 +1,77 @@
+"""Is an exported model the trained one? Files, logits and greedy tokens are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from llmsuite.checkpoint.files import MANIFEST, broken_file, read_json_file, sha256_of
+from llmsuite.errors import UserError
+from llmsuite.inference.decoder import Decoder
+from llmsuite.inference.export import read_manifest
+from llmsuite.inference.generate import generate
+from llmsuite.inference.sampling import Sampling
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 3e-3, "int8": 1e-1}
+"""Largest difference of logits, as a share of the largest logit, by precision."""
+_PROMPTS, _LENGTHS, _TOKENS = 4, (1, 24), 24
+
+
+def check_files(directory: Path, source: Path) -> int:
+    """Compare the sha256 of an exported model's files, and of those it was made of; returns how many.
+
+    `source` is where these lie now: a model directory, or for an adapter what it was trained on.
+
+    Raises:
+        UserError: naming the first that is not as it was.
+    """
+    exported = read_manifest(directory)
+    if broken := broken_file(directory):
+        raise UserError(f"{broken}; export the model again")
+    for name, digest in exported.source_sha256.items():
+        path = next((place / name for place in (source, *source.parents[:2]) if (place / name).is_file()), None)
+        if path is None:
+            raise UserError(f"{source / name}: is missing, so nothing can be compared with it; name it with --source")
+        if sha256_of(path) != digest:
+            raise UserError(f"{path}: is not what {directory} was exported from; export the model again")
+    return len(exported.source_sha256) + len(read_json_file(directory / MANIFEST)["files"])
+
+
+def compare(exported: Decoder, trained: Decoder, precision: str, seed: int = 0) -> tuple[int, float, int]:
+    """Logits of padded prompts and of the passes that follow, then greedy answers; random tokens, from the seed.
+
+    Returns:
+        How many logits were compared, their largest difference as a share of the largest, and how many greedy tokens.
+
+    Raises:
+        UserError: they differ by more than the precision explains.
+    """
+    random = np.random.default_rng(seed)
+    longest = min(_LENGTHS[1], exported.max_length // 2)
+    lengths = [longest, *random.integers(_LENGTHS[0], longest + 1, _PROMPTS - 1)]
+    padding = np.asarray([longest - n for n in lengths], "int64")
+    ids = random.integers(0, exported.vocab_size, [_PROMPTS, longest])
+    ids[np.arange(longest) < padding[:, None]] = 0
+    caches, count, difference = [None, None], 0, 0.0
+    for step in range(4):
+        new = ids if step == 0 else random.integers(0, exported.vocab_size, [_PROMPTS, 1])
+        results = [d.forward(new, padding, c) for d, c in zip((exported, trained), caches)]
+        caches = [cache for _, cache in results]  # type: ignore[misc]
+        ours, theirs = (logits for logits, _ in results)
+        difference = max(difference, float(np.abs(ours - theirs).max() / np.abs(theirs).max()))
+        count += ours.size
+    if not difference <= TOLERANCE[precision]:  # also when it is no number
+        raise UserError(
+            f"logits differ by {difference:.1e} of the largest; {precision} explains {TOLERANCE[precision]}"
+        )
+    num_tokens = 0
+    if precision == "fp32":  # rounding in a lower one may turn a close choice
+        greedy = Sampling(max_new_tokens=min(_TOKENS, exported.max_length - longest))
+        for row, start in zip(ids, padding):
+            prompt = [int(i) for i in row[start:]]
+            answers = [list(generate(decoder, prompt, set(), greedy)) for decoder in (exported, trained)]
+            if answers[0] != answers[1]:
+                raise UserError(f"greedy tokens differ: {answers[0]} exported, {answers[1]} trained")
+            num_tokens += len(answers[0])
+    return count, difference, num_tokens

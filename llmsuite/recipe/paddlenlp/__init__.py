@@ -1,0 +1,1 @@
+"""Recipes from the argument files of PaddleNLP's llm/ scripts."""

@@ -1,0 +1,30 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """One set a server."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter("llmsuite_requests", "Answered requests", ["path", "status"], registry=registry)
+        self.prompt_tokens = Counter("llmsuite_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.generated_tokens = Counter("llmsuite_generated_tokens", "Tokens of answers", registry=registry)
+        self.passes = Counter("llmsuite_passes", "Passes of the model", registry=registry)
+        self.running = Gauge("llmsuite_answers_running", "Answers in the batch", registry=registry)
+        self.waiting = Gauge("llmsuite_answers_waiting", "Answers that wait for a place", registry=registry)
+        self.first_token = Histogram(
+            "llmsuite_first_text_seconds", "From request to first text", buckets=_SECONDS, registry=registry
+        )
+        self.duration = Histogram(
+            "llmsuite_request_seconds", "From request to last text", buckets=_SECONDS, registry=registry
+        )
+
+    def text(self) -> bytes:
+        """As Prometheus reads it."""
+        return generate_latest(self._registry)

@@ -1,0 +1,129 @@
+"""Requests and answers as OpenAI's API has them (platform.openai.com/docs/api-reference): what of it is served here.
+
+A key that is not known is refused, and so is one that asks for what is not done: nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.inference.batch import Line, TokenLogprob
+from llmsuite.inference.sampling import Sampling
+
+MAX_ANSWERS = 16
+_MAX_TOP_LOGPROBS = 20
+_MAX_STOPS = 16
+
+
+class StreamOptions(BaseModel):
+    """Of a stream."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+
+
+class Request(BaseModel):
+    """What both kinds of requests have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # beyond OpenAI's
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+
+    def sampling(self, max_new_tokens: int, num_logprobs: int | None) -> Sampling:
+        """How to choose. Raises UserError for values that contradict each other."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            seed=secrets.randbits(62) if self.seed is None else self.seed,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=self.min_tokens,
+            stop=tuple(stop),
+            num_logprobs=num_logprobs,
+        )
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    messages: list[Any]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+
+
+def envelope(kind: str, model: str) -> dict[str, Any]:
+    """What every answer begins with."""
+    prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(lines: Sequence[Line], num_prompts: int) -> dict[str, int]:
+    """Counts of tokens; a prompt with several answers counts once."""
+    each = len(lines) // num_prompts
+    prompt = sum(len(line.prompt) for line in lines[::each])
+    answers = sum(len(line.ids) for line in lines)
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Of a choice of a chat."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {**entry(t.token, t.logprob), "top_logprobs": [entry(other, value) for other, value in t.top]} for t in kept
+        ]
+    }
+
+
+def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Of a choice of a completion."""
+    texts = [tokenizer.decode([t.token]) for t in kept]
+    offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+    top = [{tokenizer.decode([other]): value for other, value in t.top} for t in kept]
+    return {"tokens": texts, "token_logprobs": [t.logprob for t in kept], "top_logprobs": top, "text_offset": offsets}
+
+
+def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+    """The body of an answer that is none."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,139 @@
+"""One row of data as it will be trained: each token with whose it is, which document, and whether it is learnt."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.data.chat_template import ChatTemplate
+from llmsuite.data.read import read_rows
+from llmsuite.data.rows import Conversation, Message, Preference, Unpaired
+from llmsuite.errors import UserError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.stages.base import DropCounts, Stage
+from llmsuite.stages.run import load_tokenizer, make_stage
+from llmsuite.stages.sequences import TaughtSequence, taught_sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """A sequence of a sample."""
+
+    name: str
+    """Such as "chosen"; empty for the only one."""
+    taught: TaughtSequence
+    roles: list[str]
+    """Of each token: whose turn it is in."""
+    prompt_length: int | None
+    """Tokens that generation would be asked with for the first answer. None where there is no answer."""
+    is_as_asked: bool
+    """Whether those are the ones the answer is learnt behind."""
+
+
+def open_stage(plan: RunPlan, registry: Registry, quiet: bool = True) -> Stage[Any]:
+    """The stage of a recipe with its tokenizer, without a model."""
+    stage = make_stage(plan, registry, "no model", load_tokenizer(plan), contextlib.nullcontext)
+    return stage if not quiet else _without_reports(stage)
+
+
+def _without_reports(stage: Stage[Any]) -> Stage[Any]:
+    stage.context = dataclasses.replace(stage.context, report=lambda text: None)
+    return stage
+
+
+def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None, list[Explained]]:
+    """A row of a file, counted from 1; of a stage without rows, a sample.
+
+    Returns:
+        Its place, the reason for which it is dropped if it is, and its sequences.
+
+    Raises:
+        UserError: there is no such row, or the stage does not tell what it learns.
+    """
+    data = stage.context.recipe.data
+    kind = getattr(stage, "row_kind", None)
+    if kind is None:
+        samples = stage.read(path)
+        _check_number(number, len(samples), f"{path}: samples")
+        return f"{path}: sample {number}", None, list(_explained(stage, samples[number - 1], None))
+    rows = read_rows(path, kind, data.format, stage.context.data_formats, data.on_bad_row)
+    _check_number(number, len(rows), f"{path}: rows")
+    row, place = rows[number - 1], rows.places[number - 1]
+    counts = DropCounts(path, 1, places=[place])
+    samples = stage.make_samples([row], counts)
+    if not samples:
+        return place, "; ".join(counts.dropped), []
+    return place, None, list(_explained(stage, samples[0], row))
+
+
+def _check_number(number: int, count: int, what: str) -> None:
+    if number > count:
+        raise UserError(f"--row {number}: {what} are numbered from 1 to {count}")
+
+
+def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
+    tokenizer = stage.context.tokenizer
+    taught = taught_sequences(stage.collate([sample]), tokenizer.eos_id if row is None else None)
+    if taught is None:
+        raise UserError(
+            f"stage {stage.context.recipe.stage}: its batches have no 'input_ids' and 'targets', so there is nothing "
+            "to say of their tokens"
+        )
+    told = _conversations(row)
+    if not told:
+        for sequence in taught:
+            yield Explained("", sequence, ["text"] * len(sequence.ids), None, True)
+        return
+    template = stage.context.template()
+    for (name, conversation), sequence in zip(told, taught):
+        roles = _roles(template, tokenizer, conversation, sequence)
+        asked = _asked(template, tokenizer, conversation)
+        (learnt,) = np.nonzero(sequence.weights)
+        shown = sequence.ids[: learnt[0]].tolist() if len(learnt) else []
+        yield Explained(name, sequence, roles, len(asked), asked == shown)
+
+
+def _conversations(row: Any) -> list[tuple[str, Conversation]]:
+    """What a row says, once for each of its answers."""
+    if isinstance(row, Conversation):
+        return [("", row)]
+    if isinstance(row, Preference):
+        return [("chosen", _answered(row.prompt, row.chosen)), ("rejected", _answered(row.prompt, row.rejected))]
+    if isinstance(row, Unpaired):
+        return [("desirable" if row.desirable else "undesirable", _answered(row.prompt, row.completion))]
+    return []
+
+
+def _answered(prompt: tuple[Message, ...], answer: str) -> Conversation:
+    return Conversation((*prompt, Message("assistant", answer)), (*[False] * len(prompt), True))
+
+
+def _asked(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -> list[int]:
+    """What generation would be asked with for the first answer that is learnt."""
+    first = conversation.learnt.index(True)
+    text = template.render(conversation.messages[:first], add_generation_prompt=True, tools=conversation.tools)
+    return list(tokenizer.encode(text))
+
+
+def _roles(template: ChatTemplate, tokenizer: Any, conversation: Conversation, sequence: TaughtSequence) -> list[str]:
+    """Of each token: the turn in which it lies when the conversation is rendered up to each of its turns."""
+    ids = sequence.ids.tolist()
+    roles: list[str] = []
+    for i, message in enumerate(conversation.messages):
+        try:
+            text = template.render(conversation.messages[: i + 1], tools=conversation.tools)
+        except UserError:  # one that cannot end here: its tokens go to the turn that follows
+            continue
+        end = 0
+        for mine, theirs in zip(tokenizer.encode(text), ids):
+            if mine != theirs:
+                break
+            end += 1
+        roles += [message.role] * (end - len(roles))
+    return roles + [conversation.messages[-1].role] * (len(ids) - len(roles))

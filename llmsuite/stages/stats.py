@@ -1,0 +1,145 @@
+"""What a run will make of a file of data, in numbers: lengths, what is learnt, cut, dropped and padded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.data.loader import Dealer, SampleOrder
+from llmsuite.data.packing import best_fit
+from llmsuite.errors import UserError
+from llmsuite.stages.base import DropCounts, Stage
+from llmsuite.stages.pretrain import PretrainStage
+from llmsuite.stages.sequences import taught_sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class FileStats:
+    """Of one file."""
+
+    path: Path
+    counts: DropCounts | None
+    """Rows read and dropped; None for a corpus."""
+    what: str
+    """What the lengths are of."""
+    lengths: np.ndarray
+    """Tokens of each sequence; of a corpus, of each document."""
+    num_samples: int
+    num_tokens: int
+    num_learnt: int
+    num_ends: int
+    """Samples in which an end-of-sequence token is learnt."""
+    padding: float | None
+    """Part of the positions of all micro-batches that is padding; None without samples of rows."""
+    packed: tuple[int, float] | None
+    """Samples when they are packed, and which part of them is filled; None where rows are not packed."""
+
+
+def file_stats(stage: Stage[Any], path: Path) -> FileStats:
+    """Reads the whole file.
+
+    Raises:
+        UserError: a row is faulty, or the stage does not tell what it learns.
+    """
+    samples = stage.read(path)
+    if isinstance(stage, PretrainStage):
+        lengths = stage.document_lengths(path)
+        learnt = len(samples) * stage.context.recipe.data.max_length
+        return FileStats(path, None, "documents", lengths, len(samples), int(lengths.sum()), learnt, 0, None, None)
+    sizes, tokens, learnt, ends = [], [], 0, 0
+    for sample in samples:
+        rows = taught_sequences(stage.collate([sample]))
+        if rows is None:
+            raise UserError(f"stage {stage.context.recipe.stage}: does not tell which tokens it learns")
+        tokens += [len(row.ids) for row in rows]
+        sizes.append([len(row.ids) - len(np.unique(row.documents)) for row in rows])
+        learnt += sum(int((row.weights > 0).sum()) for row in rows)
+        eos = stage.context.tokenizer.eos_id
+        ends += all(((row.ids == eos) & (row.weights > 0)).any() for row in rows)
+    return FileStats(
+        path=path,
+        counts=stage.counts.get(path),
+        what="sequences",
+        lengths=np.array(tokens),
+        num_samples=len(samples),
+        num_tokens=sum(tokens),
+        num_learnt=learnt,
+        num_ends=ends,
+        padding=_padding(stage, samples, sizes),
+        packed=_packing(stage, sizes) if getattr(stage, "row_kind", "") == "conversation" else None,
+    )
+
+
+def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]]) -> float:
+    """Over one pass, or as much of it as makes whole steps, with the micro-batches that the run makes."""
+    recipe, multiple = stage.context.recipe, stage.context.length_multiple
+    train, order = recipe.train, SampleOrder(len(sizes), recipe.seed)
+    by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
+    lengths = stage.row_lengths(samples) if by_length else None
+    # one data rank: what is padded hardly depends on their number
+    dealer = Dealer(
+        order,
+        train.global_batch_size,
+        train.micro_batch_size,
+        1,
+        lengths,
+        train.micro_batch_tokens if lengths is not None else None,
+        multiple,
+    )
+    used = positions = 0
+    for step in range(max(1, len(sizes) // train.global_batch_size)):
+        for picked in dealer.micro_batches(step * train.global_batch_size, 0):
+            rows = [size for at in picked for size in sizes[at]]
+            used += sum(rows)
+            positions += -(-max(rows) // multiple) * multiple * len(rows)
+    return 1 - used / positions
+
+
+def _packing(stage: Stage[Any], sizes: Sequence[Sequence[int]]) -> tuple[int, float]:
+    """How many samples `best_fit` would make, and how full; of those that are packed already, as they are."""
+    capacity = stage.context.recipe.data.max_length
+    inputs = [size for rows in sizes for size in rows]
+    packs = len(inputs) if stage.context.recipe.data.packing == "best_fit" else len(best_fit(inputs, capacity))
+    return packs, sum(inputs) / (packs * capacity)
+
+
+def histogram(lengths: np.ndarray, width: int = 50, num_bins: int = 16) -> list[str]:
+    """Lines of text, one a bin."""
+    counts, edges = np.histogram(lengths, bins=_edges(lengths, num_bins))
+    most = max(int(counts.max()), 1)
+    digits = len(str(int(edges[-1])))
+    return [
+        f"{int(low):>{digits}} to {int(high) - 1:>{digits}}  {'#' * -(-int(count) * width // most):{width}}  {count}"
+        for low, high, count in zip(edges[:-1], edges[1:], counts)
+    ]
+
+
+def _edges(lengths: np.ndarray, num_bins: int) -> np.ndarray:
+    low, high = int(lengths.min()), int(lengths.max()) + 1
+    step = -(-(high - low) // num_bins)
+    return np.arange(low, high + step, step)
+
+
+def plot_lengths(found: Sequence[FileStats], max_length: int, path: Path) -> None:
+    """Draw the histograms of several files into a PNG. Raises UserError without matplotlib, or when it cannot be
+    written."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("--plot: needs the package matplotlib; install it with: pip install matplotlib") from error
+    figure = Figure(figsize=(8, 3 * len(found)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, stats in zip(figure.subplots(len(found), squeeze=False)[:, 0], found):
+        axes.hist(stats.lengths, bins=_edges(stats.lengths, 50))
+        axes.axvline(max_length, color="black", linestyle="--", label=f"data.max_length {max_length}")
+        axes.set(title=str(stats.path), xlabel="tokens", ylabel=stats.what)
+        axes.legend()
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise UserError(f"--plot: {path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,132 @@
+"""Exported models: the program of every family is the model, and verifying notices when it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmsuite.checkpoint.model_dir import open_model, write_model
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.cli.main import main
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.engine.init import initial_values
+from llmsuite.errors import UserError
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.export import export
+from llmsuite.inference.generate import Generator, generate
+from llmsuite.inference.load import load_model, parameter_shapes
+from llmsuite.inference.predictor import Predictor
+from llmsuite.inference.sampling import Sampling
+from llmsuite.inference.verify import check_files, compare
+from tests.unit.families import FAMILIES
+from tests.unit.tiny_llama import TOKENIZER
+
+
+def write_family(directory: Path, family: str, seed: int = 3) -> Path:
+    """The smoke shape of a family with random weights and the embedded tokenizer."""
+    spec = FAMILIES[family]
+    config = spec.config_cls(**spec.smoke)
+    shapes = parameter_shapes(spec, config)
+
+    def value(name: str) -> np.ndarray:
+        return initial_values(seed, name, shapes[name], 0.15) + (len(shapes[name]) == 1)
+
+    specs = [TensorSpec(name, shape, "float32") for name, shape in shapes.items()]
+    directory.mkdir(parents=True)
+    write_model(directory, spec, config, value, specs, "hf", TOKENIZER)
+    return directory
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and what was exported from it."""
+    place = tmp_path_factory.mktemp("export")
+    source = open_model(write_family(place / "model", request.param), FAMILIES)
+    export(source, place / "static", CpuBackend(), source.path)
+    return place / "model", place / "static"
+
+
+def live(directory: Path) -> ModelDecoder:
+    return ModelDecoder(load_model(open_model(directory, FAMILIES), CpuBackend()))
+
+
+def test_the_program_is_the_model(pair: tuple[Path, Path]) -> None:
+    model, static = pair
+    assert check_files(static, model) > 4
+    logits, difference, tokens = compare(Predictor(static), live(model), "fp32", seed=5)
+    assert logits > 1000
+    assert difference <= 1e-5
+    assert tokens > 50
+
+
+def test_lines_of_a_predictor_come_and_go_as_those_of_the_model(pair: tuple[Path, Path]) -> None:
+    from llmsuite.data.tokenizer import TextTokenizer
+
+    prompts = [[5], [9, 300, 44, 7, 7, 120], [80, 81, 82], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+    sampling = Sampling(max_new_tokens=7, temperature=1.0, seed=2)
+    predictor, tokenizer = Predictor(pair[1]), TextTokenizer(pair[1])
+    together = Generator(predictor, tokenizer, set()).answers(prompts, sampling, batch_size=3)
+    decoder = live(pair[0])
+    for prompt, (answer,) in zip(prompts, together):
+        assert list(answer.ids) == list(generate(decoder, prompt, set(), sampling))
+
+
+def test_another_model_is_noticed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    family = json.loads((pair[0] / "config.json").read_text())["model_type"]
+    name = next(f.name for f in FAMILIES.values() if family in f.hf_model_types)
+    other = write_family(tmp_path / "other", name, seed=4)
+    with pytest.raises(UserError, match=r"is not what .* was exported from"):
+        check_files(pair[1], other)
+    with pytest.raises(UserError, match="logits differ by"):
+        compare(Predictor(pair[1]), live(other), "fp32")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_family(tmp_path / "model", "llama")
+
+
+def test_a_changed_file_is_noticed(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    static = tmp_path / "static"
+    assert main(["export", str(llama), "-o", str(static)]) == 0
+    assert main(["verify", str(static)]) == 0
+    assert "greedy tokens are the same" in capsys.readouterr().out
+    parameters = static / "model.pdiparams"
+    content = bytearray(parameters.read_bytes())
+    content[len(content) // 2] ^= 1
+    parameters.write_bytes(content)
+    assert main(["verify", str(static)]) == 2
+    assert "model.pdiparams does not have the sha256 it was written with" in capsys.readouterr().err
+    parameters.write_bytes(content[:-4])
+    assert main(["generate", str(static), "--engine", "static", "--prompt", "Hi"]) == 2
+    assert "model.pdiparams has" in capsys.readouterr().err
+
+
+def test_deploy_writes_all_or_nothing(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    target = tmp_path / "deployed"
+    assert main(["deploy", str(llama), "-o", str(target), "--precision", "int8"]) == 2
+    assert "no kernel for int8 weights on cpu" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert main(["deploy", str(llama), "-o", str(target)]) == 0
+    assert sorted(path.name for path in target.iterdir()) == ["hf", "static"]
+    assert main(["verify", str(target)]) == 0
+    said = []
+    for engine in ("dynamic", "static"):
+        capsys.readouterr()
+        assert main(["generate", str(target), "--engine", engine, "--prompt", "Hello", "--max_new_tokens", "6"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert len(said[0]) > len("> Hello\n\n")
+    assert main(["deploy", str(llama), "-o", str(target)]) == 2
+    assert "exists; choose another" in capsys.readouterr().err
+
+
+def test_what_is_no_exported_model_is_named(llama: Path, capsys: Any) -> None:
+    assert main(["generate", str(llama), "--engine", "static", "--prompt", "Hi"]) == 2
+    assert "holds no exported model; make one with `llmsuite export" in capsys.readouterr().err
+    assert main(["export", str(llama), "-o", str(llama / "x"), "--precision", "bf16"]) == 2
+    assert "--precision bf16: cpu has fp32" in capsys.readouterr().err
