@@ -61,7 +61,8 @@ def test_command_is_required_and_known(run: Run) -> None:
         2,
         "",
         "no command is called 'rnu'; did you mean 'run'? registered: checkpoints, convert, data, deploy, doctor, "
-        f"export, generate, import, list, merge, plugins, recipe, run, schema, serve, show, validate, verify. {ALLOW_LIST} allows no plugins\n",
+        "export, generate, import, list, merge, plugins, recipe, run, schema, serve, show, validate, verify. "
+        f"{ALLOW_LIST} allows no plugins\n",
     )
 
 
