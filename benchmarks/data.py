@@ -175,7 +175,7 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
     widths = np.array([[sample.num_inputs] for sample in samples])
     per_pack = max(1, round(len(samples) / len(packs)))
     micro = {
-        "padded, in the order of the file": (samples, Dealer(SampleOrder(len(samples), 0), 4 * per_pack, per_pack, 1)),
+        "padded, in random order": (samples, Dealer(SampleOrder(len(samples), 0), 4 * per_pack, per_pack, 1)),
         "padded, dealt out by length": (
             samples,
             Dealer(SampleOrder(len(samples), 0), 4 * per_pack, per_pack, 1, widths),
