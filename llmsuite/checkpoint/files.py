@@ -232,6 +232,15 @@ def _damaged(files: Mapping[Path, Sequence[Range]], name: Callable[[Path, Range,
     yield from (found for found in in_threads(check, places) if found is not None)
 
 
+def remove_directory(final: Path) -> None:
+    """Delete a committed directory: it is not half there under its name at any moment. Raises OSError."""
+    temporary = temporary_of(final)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    final.rename(temporary)
+    shutil.rmtree(temporary)
+
+
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace a small file in one step. Raises UserError when it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")

@@ -14,6 +14,7 @@ recipe watches.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -32,6 +33,7 @@ from llmsuite.checkpoint.files import (
     broken_file,
     committed_directory,
     read_json_file,
+    remove_directory,
     write_json,
     write_text_atomic,
 )
@@ -154,7 +156,8 @@ def save(
     best = load_best(root)
     for old in done[:-keep_last]:
         if best is None or old.name != f"step-{best.step}":
-            shutil.rmtree(old, ignore_errors=True)  # one that cannot be deleted is no reason to end the run
+            with contextlib.suppress(OSError):  # one that cannot be deleted is no reason to end the run
+                remove_directory(old)
     return final
 
 
@@ -284,7 +287,7 @@ def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:
         elif kept < keep or path.name in named:
             kept += 1
             continue
-        shutil.rmtree(path)
+        remove_directory(path)
         removed.append(path)
     return removed
 

@@ -22,6 +22,8 @@ class Opened:
     """Whether this process prints and writes: the first of those a model is cut over."""
     path: Path
     """Where the model was found."""
+    model: Any = None
+    """The live one; None for an exported one."""
 
 
 def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened:
@@ -56,6 +58,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
     backend.activate(collective.local_rank())
     mesh = collective.start(Degrees(1, 1, 1, args.num_devices))
     decoder: Decoder
+    model = None
     if args.engine == "static":
         from llmsuite.inference.predictor import Predictor
 
@@ -77,4 +80,4 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
 
     tokenizer = TextTokenizer(directory)
     generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), agree)
-    return Opened(generator, collective.rank() == 0, where)
+    return Opened(generator, collective.rank() == 0, where, model)

@@ -20,6 +20,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 from llmsuite.engine.experts import share_experts
 from llmsuite.engine.mesh import Mesh
 from llmsuite.errors import UserError
+from llmsuite.models.lora import LoraLinear
 from llmsuite.models.shard_plan import ShardPlan
 
 Tensor = Any
@@ -58,7 +59,15 @@ def parallelize(
         embedding = modules[plan.embedding]
         embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh)
+    settle = _to(mesh, outside)  # one for all, or compiled layers would differ
     for name, module in model.named_sublayers():
+        if (
+            isinstance(module, LoraLinear)
+            and plan.dim(f"{name}.weight") == 0
+            and plan.is_region(name.rpartition(".")[0])
+        ):
+            # the last matrix of a region: else its adapter would have the whole sum made before it is cut again
+            module.settle = settle
         if plan.is_region(name):
             if sequence_parallel:
                 module.register_forward_pre_hook(_on_input(mesh, whole))
@@ -168,6 +177,10 @@ def _vocabulary_parallel_cross_entropy(mesh: Mesh) -> Callable[[Tensor, Tensor],
         return dtensor_to_local(_reshard(nll.squeeze(-1), mesh, whole), mesh.tensor, whole)
 
     return cross_entropy
+
+
+def _to(mesh: Mesh, placements: list[Any]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: _reshard(tensor, mesh, placements)
 
 
 def _on_input(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ Shapes: I inputs and O outputs of a matrix, R rank.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -27,6 +27,8 @@ class LoraLinear(nn.Layer):
     def __init__(self, linear: nn.Linear, rank: int, scale: float):
         super().__init__()
         self.scale, self.is_on = scale, True
+        self.settle: Callable[[Tensor], Tensor] = unchanged
+        """What is done to either product with x, should each rank have a part of the sum only."""
         self.weight, self.bias = linear.weight, linear.bias
         num_inputs, num_outputs = linear.weight.shape
         self.lora_A = self.create_parameter([num_inputs, rank], attr=ZEROS)
@@ -36,7 +38,12 @@ class LoraLinear(nn.Layer):
         y = F.linear(x, self.weight, self.bias)
         if not self.is_on:
             return y
-        return y + paddle.matmul(paddle.matmul(x, self.lora_A) * self.scale, self.lora_B)
+        narrow = self.settle(paddle.matmul(x, self.lora_A)) * self.scale
+        return self.settle(y) + paddle.matmul(narrow, self.lora_B)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def add_adapters(model: nn.Layer, modules: Sequence[str], rank: int, scale: float) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import shutil
 
 import pytest
@@ -32,7 +35,7 @@ MANY: dict[str, tuple[str, Case]] = {
     "tp2, static": ("sft", case("tp-static", 2, TP, (STATIC,))),
     "pp2 interleaved, tied": ("tied", case("pp-tied", 2, INTERLEAVED, **TIED)),
     "pp2, some": ("some", case("pp-some", 2, PP, **SOME)),
-    "stage2": ("adamw", case("stage2", 2, {"sharding": "stage2"}, **ADAMW)),
+    "stage2": ("adamw", dataclasses.replace(case("stage2", 2, {"sharding": "stage2"}, **ADAMW), trace=True)),
     "stage3, static, recompute": ("adamw", case("stage3", 2, {"sharding": "stage3"}, (STATIC, RECOMPUTE), **ADAMW)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
 }
@@ -60,6 +63,17 @@ def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], n
     assert many.name not in failed, failed[many.name]
     # a second factor begins at zero: it is nothing but a sum of gradients, and has no more digits than those
     assert compare(runner, one, many.name, STEM, GRADIENT_LIMIT).problems == []
+
+
+def test_nothing_is_sent_for_the_gradients_of_the_base(runner: Runner, failed: dict[str, str]) -> None:
+    name = MANY["stage2"][1].name
+    assert name not in failed, failed[name]
+    num_trained = sum(value.size for value in runner.weights(name, STEPS, STEM).values())
+    for rank in range(2):
+        record = json.loads((runner.directory / name / f"traffic-{rank}.json").read_text())
+        sent = sum(math.prod(shape) * count for _, shape, count in record["sent"])
+        # a gradient for each micro-batch, then the updated values; a few numbers, and padding to equal parts
+        assert sent == pytest.approx((len(record["micro_batches"]) + 1) * num_trained, rel=0.2)
 
 
 def test_a_factor_that_is_cut_wrongly_is_noticed(runner: Runner, failed: dict[str, str]) -> None:

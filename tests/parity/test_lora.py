@@ -26,7 +26,7 @@ RUNS: dict[str, dict[str, object]] = {
     "off": OFF,
     "qwen": {"family": "qwen"},
     "gpt": {"family": "gpt"},
-    "deepseek": {"family": "deepseek"},
+    "deepseek": {"family": "deepseek", "run": ("--train.learning_rate=0.05",)},  # at a rate that magnifies less
     "rm": {"stage": "rm"},
     "head": {"run": ('--lora.target_modules=["lm_head", "o_proj", "down_proj"]',)},
 }

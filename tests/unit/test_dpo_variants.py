@@ -119,7 +119,7 @@ def test_keys_that_do_not_fit_together(keys: dict[str, Any], key: str, message: 
 def test_a_reference_without_adapter_takes_one(problems: Callable[..., list[Any]]) -> None:
     (problem,) = problems({"dpo.reference": "adapter_off"})
     assert problem.key == "dpo.reference"
-    assert "add a section lora" in problem.message
+    assert "set lora.rank" in problem.message
 
 
 def test_defaults(plan: Callable[..., RunPlan]) -> None:

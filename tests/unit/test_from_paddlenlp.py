@@ -163,7 +163,7 @@ def test_no_argument_is_lost(values: dict[str, Any], converted: Convert) -> None
     anyway = {"logging_steps", "virtual_pp_degree", "seed", "eval_steps", "fp16_opt_level", "device", "lora_rank"}
     anyway |= {"sharding_parallel_degree", "recompute_granularity", "to_static", "max_grad_norm", "label_smoothing"}
     anyway |= {"continue_training", "warmup_ratio", "do_eval", "save_strategy", "evaluation_strategy", "recompute"}
-    anyway |= {"num_train_epochs", "save_steps"}
+    anyway |= {"num_train_epochs", "save_steps", "lora", "tokenizer_name_or_path"}
     whole = converted(values)
     for key in values.keys() - anyway - {"model_name_or_path", "input_dir", "train_dataset_path", "learning_rate"}:
         if key == "dataset_name_or_path":

@@ -14,6 +14,7 @@ import paddle
 import pytest
 import safetensors.numpy
 
+from llmsuite.checkpoint.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model, read_config
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import RecipeError, UserError
@@ -189,3 +190,26 @@ def test_adapters_are_saved_with_the_head_and_resumed(
     assert resumed.keys() == stored[1].keys()
     for name, value in stored[1].items():
         np.testing.assert_array_equal(resumed[name], value)
+
+
+def test_a_language_model_and_an_adapter_with_a_head_are_a_reward_model(tmp_path: Path) -> None:
+    base = tiny_llama.write(tmp_path / "base")
+    module, size = "model.layers.0.mlp.down_proj", base["model.layers.0.mlp.down_proj.weight"].shape
+    random = np.random.default_rng(1)
+    a, b = (random.normal(size=shape).astype("float32") for shape in ((2, size[0]), (size[1], 2)))
+    score = random.normal(size=(1, tiny_llama.CONFIG.hidden_size)).astype("float32")
+    tensors = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b, "score.weight": score}
+    (tmp_path / "adapter").mkdir()
+    safetensors.numpy.save_file(
+        {f"base_model.model.{name}": value for name, value in tensors.items()},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "modules_to_save": ["score"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    merged = add_adapter(open_model(tmp_path / "base", tiny_llama.FAMILIES), tmp_path / "adapter")
+    assert merged.config == dataclasses.replace(open_model(tmp_path / "base", tiny_llama.FAMILIES).config, head="score")
+    assert set(merged.names) == set(base) - {"lm_head.weight"} | {"score.weight"}
+    np.testing.assert_array_equal(merged.read("score.weight"), score.T)
+    expected = base[f"{module}.weight"] + a.T @ b.T
+    np.testing.assert_allclose(merged.read(f"{module}.weight"), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(merged.read("model.norm.weight"), base["model.norm.weight"])

@@ -71,6 +71,21 @@ def test_behind_a_task_that_failed_nothing_is_done() -> None:
     assert done == ["later"]
 
 
+def test_without_a_task_there_is_no_thread() -> None:
+    """So one that has nothing to do takes no part of a core."""
+
+    def writers() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "checkpoint writer"]
+
+    writer, gate = Writer(in_background=True), threading.Event()
+    assert writers() == []
+    writer.start(lambda: gate.wait(60) and None)
+    assert len(writers()) == 1
+    gate.set()
+    writer.wait()
+    assert writers() == []
+
+
 @pytest.mark.parametrize("how", ["check", "wait", "start"])
 def test_an_error_in_the_background_surfaces_once(how: str) -> None:
     writer = Writer(in_background=True)

@@ -19,7 +19,7 @@ from llmsuite.checkpoint.files import broken_file
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.tensors import TensorFiles
-from llmsuite.checkpoint.train_state import TrainState, find_latest, remove_unfinished
+from llmsuite.checkpoint.train_state import TrainState, find_latest, list_steps, remove_unfinished
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.errors import UserError
 from llmsuite.recipe.schema import TrainSection
@@ -248,7 +248,10 @@ def test_a_save_stopped_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path) ->
         start(root)
         with steps.below(root, at, kill), pytest.raises(Killed):
             quick_save(root, 3)
+        torn = [path for _, path in list_steps(root) if broken_file(path) is not None]
+        assert torn == []  # also of what was being deleted
         remove_unfinished(root)
+        assert not list(root.glob("step-*.*"))
         found, latest = find_latest(root, pytest.fail), (root / "latest").read_text().strip()
         assert found is not None
         assert broken_file(root / latest) is None

@@ -1,0 +1,121 @@
+"""`llmsuite eval MODEL`: perplexity, exact match and preference accuracy on files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmsuite.cli.generate import add_model_arguments
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+
+if TYPE_CHECKING:
+    from llmsuite.inference.prompts import Prompt, Prompter
+
+
+def add_arguments(parser: Any) -> None:
+    from jsonargparse.typing import PositiveInt
+
+    add_model_arguments(parser)
+    parser.add_argument("--perplexity", type=str | None, default=None, help="a .txt, or JSON Lines with a text a row")
+    parser.add_argument("--key", type=str, default="text", help="where the rows of --perplexity have their text")
+    parser.add_argument(
+        "--exact_match", type=str | None, default=None, help='JSON Lines of prompts (see generate) with an "answer"'
+    )
+    parser.add_argument("--preference", type=str | None, default=None, help="pairs, in any format of preference rows")
+    parser.add_argument(
+        "--max_length", type=PositiveInt | None, default=None, help="tokens a pass (default: the model's)"
+    )
+    parser.add_argument("--max_new_tokens", type=PositiveInt, default=64, help="of --exact_match")
+    parser.add_argument("--raw", action="store_true", help="prompts of --exact_match as plain text")
+    parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
+    parser.add_argument("--batch_size", type=PositiveInt, default=8)
+    parser.add_argument("--output", type=str | None, default=None, help="JSON to write the numbers to")
+
+
+def run(args: Any, registry: Registry) -> int:
+    if not (args.perplexity or args.exact_match or args.preference):
+        raise UserError("eval: give --perplexity, --exact_match or --preference, at least one")
+    if args.num_devices > 1:
+        raise UserError("--num_devices: eval runs on one device")
+    if args.engine == "static" and (args.perplexity or args.preference):
+        raise UserError("--engine static: an exported program gives the logits of the last token only; use dynamic")
+    from llmsuite.cli.model import open_generator
+
+    opened = open_generator(args, registry)
+    from llmsuite.data.chat_template import load_template
+    from llmsuite.data.read import read_rows
+    from llmsuite.inference import evaluate
+    from llmsuite.inference.prompts import Prompter
+
+    generator, found = opened.generator, dict[str, Any]()
+    tokenizer, longest = generator.tokenizer, generator.decoder.max_length
+    length = args.max_length or longest
+    if not 2 <= length <= longest:
+        raise UserError(f"--max_length: is {length}; it has to be from 2 to {longest}")
+    if opened.model is not None:
+        score = evaluate.scorer(opened.model, args.batch_size)
+        if args.perplexity:
+            texts = read_texts(Path(args.perplexity), args.key)
+            found["perplexity"] = evaluate.perplexity(score, tokenizer, texts, length)
+        if args.preference:
+            template = load_template(args.chat_template, tokenizer.directory, tokenizer.special_tokens)
+            rows = read_rows(Path(args.preference), "preference", "auto", registry.data_formats)
+            found["preference"] = evaluate.preference_accuracy(score, tokenizer, template, rows, length)
+    if args.exact_match:
+        prompter = Prompter(tokenizer, None if args.raw else args.chat_template)
+        prompts, answers = read_questions(Path(args.exact_match), prompter)
+        found["exact_match"] = evaluate.exact_match(generator, prompts, answers, args.max_new_tokens, args.batch_size)
+    numbers = {name: dataclasses.asdict(value) for name, value in found.items()}
+    for name, values in numbers.items():
+        shown = "  ".join(
+            f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in values.items()
+            if not isinstance(value, list)
+        )
+        print(f"{name}: {shown}")
+    if args.output:
+        from llmsuite.checkpoint.files import write_text_atomic
+
+        write_text_atomic(Path(args.output), json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
+    return 0
+
+
+def read_texts(path: Path, key: str) -> list[str]:
+    """A text file as one text, or the texts of the rows of JSON Lines. Raises UserError with file and line."""
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if path.suffix not in (".jsonl", ".json"):
+        return [content]
+    texts = []
+    for number, line in enumerate(content.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number}: is not a JSON line: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get(key), str):
+            raise UserError(f"{path}:{number}: has no text {key!r}; name another with --key")
+        texts.append(row[key])
+    return texts
+
+
+def read_questions(path: Path, prompter: Prompter) -> tuple[list[Prompt], list[str]]:
+    """Prompts and the answers that are wanted. Raises UserError with the row that has none."""
+    prompts = prompter.read(path)
+    answers = [prompt.row.get("answer") for prompt in prompts]
+    for number, answer in enumerate(answers, 1):
+        if not isinstance(answer, str):
+            raise UserError(f'{path}: row {number}: has no "answer", a text')
+    return prompts, [str(answer) for answer in answers]
+
+
+COMMAND = Command(
+    name="eval", help="perplexity, exact match, preference accuracy", add_arguments=add_arguments, run=run
+)

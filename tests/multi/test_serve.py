@@ -1,0 +1,318 @@
+"""A server in a process of its own, asked by the official client library, by bad clients and by a browser."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.unit.test_export import write_family
+
+KEY = "the-key"
+LIMITS = ("--max_body_bytes", "100000", "--body_timeout", "2", "--max_new_tokens", "64", "--batch_size", "16")
+
+
+class Server:
+    """`llmsuite serve` on a free port."""
+
+    def __init__(self, runner: Runner, model: Path, *words: str, **environment: str):
+        self.process: subprocess.Popen[str] = runner.start(
+            "serve", str(model), "--port", "0", "--name", "tiny", *words, **environment
+        )
+        assert self.process.stdout is not None
+        said = []
+        for line in self.process.stdout:
+            said.append(line)
+            if found := re.search(r"answers on http://([\d.]+):(\d+)", line):
+                self.host, self.port = found[1], int(found[2])
+                break
+        else:
+            raise AssertionError("".join(said))
+        self.url = f"http://{self.host}:{self.port}"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": KEY, "max_retries": 0, "timeout": 120, **options})
+
+    def get(self, path: str) -> str:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {KEY}"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            text: str = response.read().decode()
+            return text
+
+    def post(self, body: bytes, kind: str = "application/json", path: str = "/v1/completions") -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": kind}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers), timeout=60) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def send(self, raw: bytes, seconds: float = 20) -> bytes:
+        """What comes back for bytes that are no whole request."""
+        with socket.create_connection((self.host, self.port), timeout=seconds) as connection:
+            connection.sendall(raw)
+            received = b""
+            while part := connection.recv(65536):
+                received += part
+            return received
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@pytest.fixture(scope="module")
+def model(runner: Runner) -> Path:
+    return write_family(runner.directory / "served", "llama")
+
+
+@pytest.fixture(scope="module")
+def server(runner: Runner, model: Path) -> Iterator[Server]:
+    started = Server(runner, model, *LIMITS, LLMSUITE_API_KEY=KEY)
+    yield started
+    assert started.stop() == 0
+
+
+def test_it_listens_on_this_machine_only(server: Server) -> None:
+    assert server.host == "127.0.0.1"
+
+
+def test_the_official_client_gets_what_generate_says(server: Server, runner: Runner, model: Path) -> None:
+    client = server.client()
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    target = runner.directory / "said.jsonl"
+    runner.run("generate", str(model), "--prompt", "Hello there", "--max_new_tokens", "12", "--output", str(target))
+    expected = json.loads(target.read_text())["answers"][0]
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello there"}],
+        "temperature": 0,
+        "max_tokens": 12,
+    }
+    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == (expected["text"], expected["finish_reason"])
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(expected["ids"]) == 12
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [t.logprob == t.top_logprobs[0].logprob for t in choice.logprobs.content] == [True] * 12  # it is greedy
+    stream = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == expected["text"]
+    assert len(stream) > 6
+    assert stream[-1].usage == answer.usage
+    parts = client.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": [
+        {"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]}]})  # fmt: skip
+    assert parts.choices[0].message.content == expected["text"]
+
+
+def test_completions_take_every_form_of_prompt(server: Server) -> None:
+    client = server.client()
+    both = client.completions.create(
+        model="tiny", prompt=["one two", "three"], max_tokens=9, temperature=1, seed=3, n=2, logprobs=1
+    )
+    assert len({choice.text for choice in both.choices}) == 4
+    alone = client.completions.create(model="tiny", prompt="three", max_tokens=9, temperature=1, seed=3, n=2)
+    assert [choice.text for choice in alone.choices] == [choice.text for choice in both.choices[2:]]
+    assert both.choices[0].logprobs is not None
+    tokens = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=4, temperature=0)
+    same = client.completions.create(model="tiny", prompt=[[5, 6, 7]], max_tokens=4, temperature=0)
+    assert tokens.choices[0].text == same.choices[0].text
+    streamed = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=4, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == tokens.choices[0].text
+
+
+def test_64_clients_at_once_lose_nothing(server: Server) -> None:
+    def ask(number: int, client: openai.OpenAI) -> str:
+        asked: dict[str, Any] = {"model": "tiny", "temperature": 1, "seed": number, "max_tokens": 4 + number % 13}
+        messages: Any = [{"role": "user", "content": f"client {number} " * (1 + number % 5)}]
+        if number % 2:
+            stream = client.chat.completions.create(messages=messages, stream=True, **asked)
+            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        return client.chat.completions.create(messages=messages, **asked).choices[0].message.content or ""
+
+    with server.client() as client:
+        alone = {number: ask(number, client) for number in range(0, 64, 9)}
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        clients = [server.client() for _ in range(64)]
+        answers = list(pool.map(ask, range(64), clients))
+    assert len(answers) == 64
+    assert all(answers)
+    assert {number: answers[number] for number in alone} == alone
+    passes, tokens = (
+        float(re.findall(rf"^llmsuite_{name}_total ([\d.]+)", server.get("/metrics"), re.MULTILINE)[0])
+        for name in ("passes", "generated_tokens")
+    )
+    assert tokens > 1.5 * passes, "they were decoded one by one"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"model": "other"}, 404, "model 'other' is not served here"),
+        ({"temperature": -1}, 400, "temperature: "),
+        ({"max_tokens": 0}, 400, "max_tokens: "),
+        ({"max_tokens": 65}, 400, "at most 64"),
+        ({"n": 17}, 400, "n: "),
+        ({"messages": []}, 400, "messages: has to be a list of turns"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, r"messages[0]: needs role"),
+        ({"messages": [{"role": "user", "content": "x " * 900}]}, 400, "has room for"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogate"),
+        ({"stop": ""}, 400, "stop"),
+        ({"logit_bias": {"5": 3}}, 400, "logit_bias: Extra inputs are not permitted"),
+        ({"tools": []}, 400, "tools: "),
+        ({"seed": -3}, 400, "seed: "),
+        ({"stream": True, "logprobs": True}, 400, "not given in a stream"),
+    ],
+    ids=lambda value: None if isinstance(value, int) else str(value)[:30].encode("ascii", "replace").decode(),
+)
+def test_what_is_wrong_is_said(server: Server, change: dict[str, Any], status: int, says: str) -> None:
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, **change}
+    code, body = server.post(json.dumps(asked).encode(), path="/v1/chat/completions")
+    assert (code, says in body["error"]["message"]) == (status, True), body
+
+
+def test_the_client_library_raises_its_own_errors(server: Server) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        server.client(api_key="wrong").models.list()
+    with pytest.raises(openai.NotFoundError):
+        server.client().completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError):
+        server.client().completions.create(model="tiny", prompt="x", max_tokens=-1)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"[" * 60000, "application/json", 400),
+        (b"\xff\xfe{}", "application/json", 400),
+        (b'{"prompt": "a", "temperature": NaN}', "application/json", 400),
+        (b'"text"', "application/json", 400),
+        (b'{"prompt": []}', "application/json", 400),
+        (b'{"prompt": [99999999]}', "application/json", 400),
+        (b'{"prompt": [-1]}', "application/json", 400),
+        (b'{"prompt": "a"}', "text/plain", 415),
+        (b'{"prompt": "' + b"a" * 200_000 + b'"}', "application/json", 413),
+    ],
+    ids=["empty", "half", "deep", "not-utf8", "nan", "text", "no-prompt", "no-token", "negative", "plain", "huge"],
+)
+def test_malformed_and_huge_requests_hurt_nobody(server: Server, body: bytes, kind: str, status: int) -> None:
+    code, answer = server.post(body, kind)
+    assert code == status
+    assert answer["error"]["message"]
+    assert json.loads(server.get("/healthz"))["status"] == "ok"
+
+
+def test_slow_and_broken_clients_hurt_nobody(server: Server) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head += "Content-Type: application/json\r\n"
+    slow = f'{head}Content-Length: 500\r\n\r\n{{"prompt": '.encode()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(server.send, slow) for _ in range(7)]
+        assert server.client().completions.create(model="tiny", prompt="x", max_tokens=4).choices
+        assert all(b" 408 " in future.result().splitlines()[0] for future in waiting)
+    chunk = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
+    endless = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + 4 * chunk
+    assert b" 413 " in server.send(endless).splitlines()[0]
+    assert b" 400 " in server.send(b"NONSENSE\r\n\r\n").splitlines()[0]
+    # one that leaves in the middle of its answer leaves the batch
+    body = json.dumps({"prompt": "x", "max_tokens": 64, "min_tokens": 64, "stream": True}).encode()
+    with socket.create_connection((server.host, server.port), timeout=20) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        connection.recv(200)
+    deadline = time.monotonic() + 30
+    while "llmsuite_answers_running 0.0" not in server.get("/metrics"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_full_server_says_so_and_ends_well(runner: Runner, model: Path) -> None:
+    server = Server(runner, model, "--batch_size", "1", "--max_waiting", "1", "--max_new_tokens", "200")
+    long: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 200, "extra_body": {"min_tokens": 200}}
+    stream = server.client().completions.create(**long, stream=True)
+    next(iter(stream))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(server.client().completions.create, **long) for _ in range(4)]
+        refused = [isinstance(future.exception(), openai.RateLimitError) for future in others]
+    assert sum(refused) >= 3
+    last = server.client().completions.create(**long, stream=True)
+    next(iter(last))
+    server.process.send_signal(signal.SIGTERM)
+    ended = list(last)[-1].choices[0].finish_reason  # what has begun is brought to its end
+    assert ended == "length"
+    server.process.communicate(timeout=60)
+    assert server.process.returncode == 0
+
+
+@pytest.mark.skipif(not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs chromium-driver")
+def test_the_chat_page_in_a_browser(server: Server, tmp_path: Path) -> None:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    options = webdriver.ChromeOptions()
+    quiet = ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync")
+    for word in ("headless", "no-sandbox", "disable-gpu", *quiet, "window-size=900,700", f"user-data-dir={tmp_path}/p"):
+        options.add_argument(f"--{word}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    try:
+        browser.get(server.url + "/")
+        wait = WebDriverWait(browser, 60)
+        wait.until(lambda b: b.find_element(By.ID, "model").text == "tiny")
+        # without the key, the server's own words are shown
+        browser.find_element(By.ID, "text").send_keys("Hello there\n")
+        wait.until(lambda b: "API key" in b.find_element(By.CSS_SELECTOR, "li.error").text)
+        browser.find_element(By.TAG_NAME, "summary").click()
+        for field, value in (("key", KEY), ("temperature", "0"), ("tokens", "12")):
+            element = browser.find_element(By.ID, field)
+            element.clear()
+            element.send_keys(value)
+        browser.find_element(By.ID, "new").click()
+        for number, text in enumerate(("Hello there", "<b>And</b> now?"), 1):
+            browser.find_element(By.ID, "text").send_keys(text + "\n")
+            wait.until(lambda b, n=number: len(b.find_elements(By.CSS_SELECTOR, "li.assistant[data-done]")) == n)
+        turns = [li.get_property("textContent") for li in browser.find_elements(By.CSS_SELECTOR, "#turns li")]
+        ask = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), turns)]
+        answers = [
+            server.client().chat.completions.create(
+                model="tiny",
+                messages=ask[:count],
+                temperature=0,
+                max_tokens=12,  # type: ignore[arg-type]
+            )
+            for count in (1, 3)
+        ]
+        assert turns[1::2] == [answer.choices[0].message.content for answer in answers]
+        assert turns[::2] == ["Hello there", "<b>And</b> now?"], "text is text"
+        place = Path(os.environ.get("LLMSUITE_SCREENSHOTS", str(tmp_path)))
+        place.mkdir(parents=True, exist_ok=True)
+        assert browser.save_screenshot(str(place / "chat.png"))
+        assert (place / "chat.png").stat().st_size > 5000
+        severe = [
+            entry
+            for entry in browser.get_log("browser")
+            if entry["level"] == "SEVERE" and "401" not in entry["message"]
+        ]
+        assert severe == []
+    finally:
+        browser.quit()
