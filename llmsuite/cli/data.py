@@ -15,15 +15,19 @@ def add_arguments(parser: Any) -> None:
 
     parser.add_argument(
         "action",
-        type=Literal["explain", "stats", "index"],
+        type=Literal["explain", "stats", "index", "prepare"],
         help="explain RECIPE: each token of a row as it is trained; stats RECIPE: lengths, dropped rows, padding; "
-        "index IN…: tokenise text into OUT.bin and OUT.idx",
+        "index IN…: tokenise text into OUT.bin and OUT.idx; prepare NAME: fetch a public set of data",
     )
-    parser.add_argument("inputs", type=str, nargs="+", help="a recipe (JSON); with index, files of text")
+    parser.add_argument("inputs", type=str, nargs="+", help="a recipe (JSON); files of text; a name")
     parser.add_argument("--smoke", action="store_true", help="explain, stats: of the small run that --smoke makes")
     parser.add_argument("--row", type=PositiveInt | None, default=None, help="explain: which one, from 1")
     parser.add_argument("--plot", type=str | None, default=None, help="stats: also draw the lengths, into this PNG")
-    parser.add_argument("-o", "--output", type=str | None, default=None, help="index: prefix of the two files")
+    parser.add_argument(
+        "-o", "--output", type=str | None, default=None, help="index: prefix of the two files; prepare: a new directory"
+    )
+    parser.add_argument("--url", type=str | None, default=None, help="prepare: of a mirror")
+    parser.add_argument("--sha256", type=str | None, default=None, help="prepare: what the archive has to have")
     parser.add_argument("--tokenizer", type=str | None, default=None, help="index: directory of a tokenizer or a model")
     parser.add_argument(
         "--documents",
@@ -46,6 +50,7 @@ def add_arguments(parser: Any) -> None:
 _OPTIONS = {
     "explain": {"smoke", "row"},
     "stats": {"smoke", "plot"},
+    "prepare": {"output", "url", "sha256"},
     "index": {"output", "tokenizer", "documents", "key", "workers"},
 }
 
@@ -59,16 +64,30 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(f"data {args.action}: {args.overrides[0]}: it takes no keys of a recipe")
     if args.action == "index":
         return _index(args)
+    if args.action == "prepare":
+        return _prepare(args, registry)
     if len(args.inputs) != 1:
         raise UserError(f"data {args.action}: takes one recipe, and got {len(args.inputs)}")
     from llmsuite.cli import show_data
     from llmsuite.recipe.resolve import plan_run
 
-    plan = plan_run(args.inputs[0], args.overrides, registry, args.smoke)
-    show_data.prepare(plan)
+    plan = show_data.prepare(plan_run(args.inputs[0], args.overrides, registry, args.smoke))
     if args.action == "explain":
         return show_data.explain(plan, registry, args.row or 1)
     return show_data.stats(plan, registry, args.plot)
+
+
+def _prepare(args: Any, registry: Registry) -> int:
+    from llmsuite.data.prepare import SETS, prepare
+
+    (name, *more) = args.inputs
+    if more or name not in SETS:
+        known = "; ".join(f"{known} ({SETS[known].help})" for known in SETS)
+        raise UserError(f"data prepare: {' '.join(args.inputs)!r} is none of the sets it knows: {known}")
+    if args.output is None:
+        raise UserError("data prepare: say where to write: -o DIRECTORY")
+    prepare(name, Path(args.output), registry.data_formats, print, args.url, args.sha256)
+    return 0
 
 
 def _index(args: Any) -> int:

@@ -67,6 +67,7 @@ def run(args: Any, registry: Registry) -> int:
         whole = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
         mesh = f"mesh {plan.degrees} on cpu{whole}"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, {mesh}", flush=True)
+    plan.fetched(print)  # once, before ranks wait for each other
     if num_ranks == 1:
         return _work(plan, registry, args.resume)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
 _COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "white", "text": "white"}
 
 
-def prepare(plan: RunPlan) -> None:
-    """Check that the files are there, and import Paddle, for which stages are written. Always on the CPU."""
+def prepare(plan: RunPlan) -> RunPlan:
+    """Check that the files are there, bring those that lie elsewhere, and import Paddle, for which stages are written.
+
+    Always on the CPU.
+    """
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
 
     plan.check_files(loads_model=False)
     start_paddle(CpuBackend(), 1)
+    return plan.fetched(lambda text: print(text, file=sys.stderr))
 
 
 def explain(plan: RunPlan, registry: Registry, row: int) -> int:

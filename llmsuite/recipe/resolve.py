@@ -5,13 +5,16 @@ Nothing after this page asks whether the recipe makes sense.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.data.read import data_files
+from llmsuite.data.remote import fetch, is_remote
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import WHOLE
@@ -85,7 +88,7 @@ class RunPlan:
         problems = []
         data = (("data.train", self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
         for key, path in data:
-            if path is not None and not path.exists():
+            if path is not None and not _has_data(path) and not is_remote(getattr(self.recipe.data, key[5:])):
                 problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
         if loads_model and self.weights is not None and not (self.weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
@@ -97,11 +100,27 @@ class RunPlan:
         if problems:
             raise RecipeError(problems)
 
+    def fetched(self, report: Callable[[str], None]) -> RunPlan:
+        """With data that lies elsewhere brought to files. Raises UserError when it cannot be."""
+        train, evaluation = self.recipe.data.train, self.recipe.data.eval
+        return dataclasses.replace(
+            self,
+            train_file=fetch(train, report) if is_remote(train) else self.train_file,
+            eval_file=fetch(evaluation, report) if evaluation and is_remote(evaluation) else self.eval_file,
+        )
+
     def check_output(self) -> None:
         """Raises RecipeError when a new run would be mixed with the checkpoints of an old one."""
         if any((self.output_dir / "checkpoints").glob("step-*")):
             message = f"{self.output_dir} holds checkpoints; add --resume to go on from the last one, or choose another"
             raise RecipeError([self.loaded.problem("output_dir", message)])
+
+
+def _has_data(path: Path) -> bool:
+    if path.is_dir():
+        with contextlib.suppress(UserError):
+            return bool(data_files(path))
+    return path.is_file()
 
 
 def missing_model(path: Path) -> str:

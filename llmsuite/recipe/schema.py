@@ -50,8 +50,9 @@ class DataSection(Section):
     """What is read and how it becomes tokens."""
 
     train: str
-    """JSON or JSON Lines file; for pretraining a .txt, .jsonl or .parquet, or the prefix of an indexed corpus. A
-    relative path is looked up in the working directory, then among the files that come with llmsuite."""
+    """.json, .jsonl (also with .gz or .zst behind it) or .parquet, or a directory of such files; for pretraining a
+    .txt, .jsonl or .parquet, or the prefix of an indexed corpus. A relative path is looked up in the working directory,
+    then among the files that come with llmsuite. Also a URL, or a data set: `hf://OWNER/NAME?split=train`."""
     eval: str | None = None
     """The same for evaluation; without it nothing is evaluated."""
     format: str = "auto"

@@ -27,6 +27,7 @@ import paddle
 from llmsuite.cache import cache_root
 from llmsuite.data.index import cached_corpus
 from llmsuite.data.indexed import IndexedCorpus, index_path
+from llmsuite.data.remote import fetch, is_remote
 from llmsuite.errors import UserError
 from llmsuite.observe.progress import track_bytes
 from llmsuite.resources import find
@@ -175,6 +176,8 @@ class PretrainStage(Stage[np.ndarray]):
             )
 
     def _mixed_file(self, name: str) -> Path:
+        if is_remote(name):
+            return fetch(name, self.context.report)
         path = find(name)
         if not path.exists() and (index := find(f"{name}.idx")).is_file():
             return index

@@ -64,6 +64,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     mesh = collective.start(plan.degrees)
 
     plan.check_files(mesh.reads_data)
+    plan = plan.fetched(report) if mesh.reads_data else plan
     if recipe.source:
         report(f"numbers from {recipe.source}")
     tokenizer = load_tokenizer(plan) if mesh.reads_data else None

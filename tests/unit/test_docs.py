@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from llmsuite.data.documents import read_documents
+from llmsuite.data.read import read_rows
 from llmsuite.errors import RecipeError
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.manager import Registry
@@ -108,3 +110,18 @@ def test_the_parity_table_covers_the_lattice_and_keeps_its_promise() -> None:
     rows = re.findall(r"^\| \d+ \|.*\| (\S+e\S+) \| (\S+e\S+) \|$", PARALLELISM.read_text("utf-8"), re.MULTILINE)
     assert len(rows) == len(covering())
     assert all(float(metrics) <= LIMIT and float(gradients) <= GRADIENT_LIMIT for metrics, gradients in rows)
+
+
+def test_every_format_has_an_example_that_is_read(tmp_path: Path, registry: Registry) -> None:
+    text = (ROOT / "docs" / "data.md").read_text("utf-8")
+    examples = dict(re.findall(r"```jsonl (\w+)\n(.*?)```", text, re.DOTALL))
+    assert examples.keys() == {*registry.data_formats, "text"}
+    for name, rows in examples.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(rows)
+        if name == "text":
+            assert [document for document, _ in read_documents(path, "lines", "text")] == ["A document."]
+            continue
+        found = read_rows(path, registry.data_formats[name].kind, "auto", registry.data_formats)
+        assert found == read_rows(path, registry.data_formats[name].kind, name, registry.data_formats)
+        assert len(found) == len(rows.splitlines())

@@ -130,7 +130,8 @@ def test_weights_that_are_not_there(plan: Plan, problems: Problems, tmp_path: Pa
 
 def test_missing_files_are_told_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    changes = {"data.train": "no.jsonl", "data.eval": "data", "model.weights": "w", "model.tokenizer": "t"}
+    (tmp_path / "d").mkdir()  # with nothing to read in it
+    changes = {"data.train": "no.jsonl", "data.eval": "d", "model.weights": "w", "model.tokenizer": "t"}
     with pytest.raises(RecipeError) as caught:
         plan(changes).check_files()
     path = tmp_path / "recipe.json"
@@ -139,7 +140,7 @@ def test_missing_files_are_told_at_once(plan: Plan, tmp_path: Path, monkeypatch:
     assert found["data.train"] == (
         position(path, '"train": "'), f"no.jsonl is not a file (working directory: {tmp_path})"
     )  # fmt: skip
-    assert "data is not a file" in found["data.eval"][1]
+    assert "d is not a file" in found["data.eval"][1]
     assert found["model.tokenizer"][1].startswith("t is not a directory with a model")
 
 

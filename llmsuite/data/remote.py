@@ -1,0 +1,155 @@
+"""Data that lies elsewhere, brought to a file of the cache: URLs, and data sets of the Hugging Face library.
+
+    https://host/rows.jsonl, s3://bucket/rows.parquet   whatever fsspec opens; each start asks for a newer version
+    hf://OWNER/NAME?split=train                         a data set of the hub; also config=, revision=, rows=
+    DIRECTORY                                           one that `Dataset.save_to_disk` wrote
+
+Processes that start together on an empty cache bring it once; the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmsuite.cache import cache_root
+from llmsuite.checkpoint.files import sha256_of
+from llmsuite.errors import UserError
+
+Report = Callable[[str], None]
+_OPTIONS = ("split", "config", "revision", "rows")
+
+
+def is_remote(name: str) -> bool:
+    """Whether a name of data has to be brought to a file first."""
+    return "://" in name or (Path(name) / "state.json").is_file()
+
+
+def fetch(name: str, report: Report) -> Path:
+    """The file of the cache with that data.
+
+    Raises:
+        UserError: it cannot be reached and is not in the cache, or a package is missing that reads it.
+    """
+    source = _load_dataset if name.startswith("hf://") and not name.startswith("hf://datasets/") else None
+    source = _load_saved if "://" not in name else source
+    directory = cache_root() / "remote" / hashlib.sha256(name.encode()).hexdigest()[:32]
+    with _locked(directory):
+        if source is not None:
+            return _converted(name, directory, source, report)
+        return _downloaded(name, directory, report)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    import fcntl
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / "lock", "w")  # noqa: SIM115  (closed below, which unlocks it)
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _downloaded(url: str, directory: Path, report: Report) -> Path:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UserError(f"{url}: needs the package fsspec; install it with: pip install 'fsspec[http]'") from error
+    note = directory / "source.json"
+    known = json.loads(note.read_text()) if note.is_file() else None
+    part = directory / "part"
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        version = _version(system.info(path))
+        if known is not None and known["version"] == version and Path(known["file"]).is_file():
+            return Path(known["file"])
+        report(f"fetching {url}")
+        system.get_file(path, str(part))
+    except (ImportError, ValueError) as error:  # a protocol that takes another package, or that nobody knows
+        raise UserError(f"{url}: cannot be fetched: {error}") from error
+    except Exception as error:  # each protocol has errors of its own
+        if known is not None and Path(known["file"]).is_file():
+            report(f"{url}: cannot be reached ({error}); going on with what was fetched before")
+            return Path(known["file"])
+        raise UserError(f"{url}: cannot be fetched: {error or type(error).__name__}") from error
+    file = _kept(part, directory, Path(urllib.parse.urlsplit(url).path).name or "data")
+    note.write_text(json.dumps({"url": url, "version": version, "file": str(file)}))
+    return file
+
+
+def _version(info: dict[str, Any]) -> str:
+    """What tells the versions of a remote file apart, as far as its protocol says."""
+    keys = ("ETag", "etag", "LastModified", "last_modified", "mtime", "size")
+    return json.dumps({key: str(info[key]) for key in keys if info.get(key) is not None})
+
+
+def _kept(part: Path, directory: Path, name: str) -> Path:
+    """The file under the name of its content, so that whoever reads an older version keeps it."""
+    file = directory / sha256_of(part)[:16] / name
+    file.parent.mkdir(exist_ok=True)
+    part.replace(file)
+    return file
+
+
+def _converted(name: str, directory: Path, load: Callable[[str], Any], report: Report) -> Path:
+    """Rows of a data set as JSON Lines."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{name}: needs the package datasets; install it with: pip install datasets") from error
+    found = directory / "rows.jsonl"
+    if load is _load_dataset and found.is_file():
+        return found
+    report(f"reading {name}")
+    datasets.disable_progress_bars()
+    part = directory / f"part-{os.getpid()}"
+    try:
+        with open(part, "w", encoding="utf-8") as out:
+            for row in load(name):
+                out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    except UserError:
+        raise
+    except Exception as error:  # the library raises errors of many others
+        raise UserError(f"{name}: cannot be read: {error or type(error).__name__}") from error
+    if load is _load_dataset:
+        return part.replace(found)
+    return _kept(part, directory, "rows.jsonl")
+
+
+def _load_dataset(name: str) -> Any:
+    """A data set of the hub, or of a directory of files: `hf:///DIRECTORY`."""
+    import datasets
+
+    parts = urllib.parse.urlsplit(name)
+    query = dict(urllib.parse.parse_qsl(parts.query))
+    if unknown := sorted(query.keys() - set(_OPTIONS)):
+        raise UserError(f"{name}: has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}")
+    rows = query.get("rows")
+    if rows is not None and not rows.isdecimal():
+        raise UserError(f"{name}: rows is {rows!r}, not a number")
+    found = datasets.load_dataset(
+        parts.netloc + parts.path,
+        query.get("config"),
+        split=query.get("split"),
+        revision=query.get("revision"),
+        streaming=rows is not None,
+    )
+    if isinstance(found, dict):
+        raise UserError(f"{name}: has the splits {', '.join(found)}; add ?split= with one of them")
+    return found if rows is None else found.take(int(rows))
+
+
+def _load_saved(name: str) -> Any:
+    import datasets
+
+    return datasets.load_from_disk(name)
