@@ -167,6 +167,10 @@ def support_page(report: Mapping[str, Any], registry: Registry) -> str:
         numbers = [f"{run[key]:.0e}" for key in ("loss", "grad_norm")] if run["passed"] else [run["problem"], ""]
         mesh = run["mesh"] if run["mesh"] != run["asked"] else ""
         lines.append(f"| {run['recipe']} | {run['mode']} | {run['asked']} | {mesh} | " + " | ".join(numbers) + " |")
+    run_ones = {run["recipe"] for run in runs}
+    recipes = sorted(f"{path.parent.name}/{path.stem}" for path in (DOCS.parent / "recipes").glob("*/*.json"))
+    if missing := [recipe for recipe in recipes if recipe not in run_ones]:
+        lines += ["", "Not run yet: " + ", ".join(missing) + "."]
     return "\n".join(lines) + "\n"
 
 

@@ -293,7 +293,9 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     if on := [key for key in (*REFUSED, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
         raise UserError(f"{directory / _CONFIGS[layout]}: {', '.join(on)}: not to be had in another layout; merge it")
     stored = set(TensorFiles(directory, _STEMS[layout]).names)
-    modules = [name.removesuffix(".weight") for name in family.names().parameter_names(config)]
+    names = family.names()
+    plain = [name for name in names.parameter_names(config) if not names.hf_tensors(name, config).stacked]
+    modules = [name.removesuffix(".weight") for name in plain]
     base, stabilised = read_base(directory), "use_rslora" if layout == "hf" else "rslora"
     whole = Adapters(
         modules=modules,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Any) -> None:
-    from jsonargparse.typing import PositiveInt
+    from jsonargparse.typing import NonNegativeInt, PositiveInt
 
     add_model_arguments(parser)
     parser.add_argument("--perplexity", type=str | None, default=None, help="a .txt, or JSON Lines with a text a row")
@@ -26,6 +26,10 @@ def add_arguments(parser: Any) -> None:
         "--exact_match", type=str | None, default=None, help='JSON Lines of prompts (see generate) with an "answer"'
     )
     parser.add_argument("--preference", type=str | None, default=None, help="pairs, in any format of preference rows")
+    parser.add_argument("--tasks", type=str | None, default=None, help="of lm-evaluation-harness, with commas between")
+    parser.add_argument("--include_path", type=str | None, default=None, help="directory with --tasks of your own")
+    parser.add_argument("--limit", type=PositiveInt | None, default=None, help="rows of each of --tasks")
+    parser.add_argument("--num_fewshot", type=NonNegativeInt | None, default=None, help="examples in front, of --tasks")
     parser.add_argument(
         "--max_length", type=PositiveInt | None, default=None, help="tokens a pass (default: the model's)"
     )
@@ -37,11 +41,11 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
-    if not (args.perplexity or args.exact_match or args.preference):
-        raise UserError("eval: give --perplexity, --exact_match or --preference, at least one")
+    if not (args.perplexity or args.exact_match or args.preference or args.tasks):
+        raise UserError("eval: give --perplexity, --exact_match, --preference or --tasks, at least one")
     if args.num_devices > 1:
         raise UserError("--num_devices: eval runs on one device")
-    if args.engine == "static" and (args.perplexity or args.preference):
+    if args.engine == "static" and (args.perplexity or args.preference or args.tasks):
         raise UserError("--engine static: an exported program gives the logits of the last token only; use dynamic")
     from llmsuite.cli.model import open_generator
 
@@ -70,6 +74,8 @@ def run(args: Any, registry: Registry) -> int:
         prompts, answers = read_questions(Path(args.exact_match), prompter)
         found["exact_match"] = evaluate.exact_match(generator, prompts, answers, args.max_new_tokens, args.batch_size)
     numbers = {name: dataclasses.asdict(value) for name, value in found.items()}
+    if args.tasks:
+        numbers.update(_tasks(args, opened))
     for name, values in numbers.items():
         shown = "  ".join(
             f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"
@@ -82,6 +88,16 @@ def run(args: Any, registry: Registry) -> int:
 
         write_text_atomic(Path(args.output), json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
     return 0
+
+
+def _tasks(args: Any, opened: Any) -> dict[str, dict[str, Any]]:
+    try:
+        from llmsuite.inference.harness import HarnessModel, evaluate_tasks
+    except ImportError as error:
+        raise UserError(f"--tasks: {error.name} is missing; install it with: pip install 'llmsuite[eval]'") from error
+    model = HarnessModel(opened.model, opened.generator, args.batch_size, args.max_new_tokens)
+    include = Path(args.include_path) if args.include_path else None
+    return evaluate_tasks(model, args.tasks.split(","), include, args.limit, args.num_fewshot)
 
 
 def read_texts(path: Path, key: str) -> list[str]:

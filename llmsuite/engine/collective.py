@@ -143,12 +143,14 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
     # Gloo has none of its own, and its send waits for the receiver: in pairs, the lower rank sends first
     outgoing, incoming = rows.split(list(sent)), [paddle.empty([n, rows.shape[1]], dtype=rows.dtype) for n in received]
     incoming[group.rank] = outgoing[group.rank]
+    nothing = paddle.zeros([1, rows.shape[1]], rows.dtype)
     for peer in _peers(group.rank, group.nranks):
         for sends in (group.rank < peer, group.rank > peer):
-            if sends and sent[peer]:
-                group.process_group.send(outgoing[peer].contiguous(), peer, True).wait()
-            elif not sends and received[peer]:
-                group.process_group.recv(incoming[peer], peer, True).wait()
+            # where there are no rows too: messages are told apart by how many a rank has sent and received before
+            if sends:
+                group.process_group.send(outgoing[peer].contiguous() if sent[peer] else nothing, peer, True).wait()
+            else:
+                group.process_group.recv(incoming[peer] if received[peer] else nothing, peer, True).wait()
     return paddle.concat(incoming)
 
 

@@ -60,8 +60,9 @@ def test_command_is_required_and_known(run: Run) -> None:
     assert run("rnu", "x.json") == (
         2,
         "",
-        "no command is called 'rnu'; did you mean 'run'? registered: checkpoints, convert, data, doctor, generate, "
-        f"import, list, merge, plugins, run, schema, show, validate. {ALLOW_LIST} allows no plugins\n",
+        "no command is called 'rnu'; did you mean 'run'? registered: checkpoints, convert, data, deploy, doctor, "
+        "export, generate, import, list, merge, plugins, recipe, run, schema, serve, show, validate, verify. "
+        f"{ALLOW_LIST} allows no plugins\n",
     )
 
 

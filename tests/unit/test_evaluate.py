@@ -108,3 +108,67 @@ def test_eval_on_files(directory: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(command) == 2
     assert "texts.jsonl:1: has no text 'text'; name another with --key" in capsys.readouterr().err
     assert main(["eval", str(directory)]) == 2
+
+
+TASK = """
+task: weather
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: KIND
+doc_to_text: "{{question}}"
+doc_to_target: "{{label}}"
+doc_to_choice: ["sun", "rain and wind"]
+metric_list: [{metric: METRIC}]
+"""
+
+
+def test_tasks_of_the_harness_see_the_models_own_log_probabilities(
+    directory: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tokenizer, rows, right = TextTokenizer(directory), [], 0
+    for number in range(6):
+        question = f"Tomorrow {number} there is"
+        sums = []
+        for choice in (" sun", " rain and wind"):
+            before, after = tokenizer.encode(question), tokenizer.encode(question + choice)
+            sums.append(sum(alone(model, after, len(before))))
+        rows.append({"question": question, "label": number % 2})
+        right += (sums[1] > sums[0]) == (number % 2)
+    assert 0 < right < 6
+    data, tasks, numbers = tmp_path / "rows.jsonl", tmp_path / "tasks", tmp_path / "numbers.json"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks.mkdir()
+    text = TASK.replace("FILE", str(data)).replace("KIND", "multiple_choice").replace("METRIC", "acc")
+    (tasks / "weather.yaml").write_text(text)
+    command = ["eval", str(directory), "--include_path", str(tasks), "--output", str(numbers)]
+    assert main([*command, "--tasks", "weather"]) == 0
+    assert json.loads(numbers.read_text())["weather"]["acc,none"] == pytest.approx(right / 6)
+    assert main([*command, "--tasks", "weather,no_such_task"]) == 2
+
+
+def test_the_harness_gets_greedy_answers_and_rolling_sums(directory: Path, model: Any) -> None:
+    from lm_eval.api.instance import Instance
+
+    from llmsuite.inference.decoder import ModelDecoder
+    from llmsuite.inference.generate import Generator, generate
+    from llmsuite.inference.harness import HarnessModel
+    from llmsuite.inference.sampling import Sampling
+
+    tokenizer, decoder = TextTokenizer(directory), ModelDecoder(model)
+    harness = HarnessModel(model, Generator(decoder, tokenizer), batch_size=3)
+    answer = list(generate(decoder, tokenizer.encode("Once"), {tokenizer.eos_id}, Sampling(max_new_tokens=6)))
+    text = tokenizer.decode(answer)
+
+    def ask(kind: Any, *arguments: Any) -> Instance:
+        return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+    assert harness.generate_until([ask("generate_until", "Once", {"until": [], "max_gen_toks": 6})]) == [text]
+    short = harness.generate_until([ask("generate_until", "Once", {"until": [text[3:5]], "max_gen_toks": 6})])
+    assert short == [text[: text.index(text[3:5])]]
+    ids = tokenizer.encode("One two three")
+    (rolling,) = harness.loglikelihood_rolling([ask("loglikelihood_rolling", "One two three")])
+    assert rolling == pytest.approx(sum(alone(model, [tokenizer.eos_id, *ids])), rel=1e-5)
+    greedy = [((""), tokenizer.encode("Once"), answer), ("", tokenizer.encode("Once"), [*answer[:-1], 5])]
+    assert [is_greedy for _, is_greedy in harness._loglikelihood_tokens(greedy)] == [True, False]

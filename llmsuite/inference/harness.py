@@ -1,0 +1,127 @@
+"""A bridge to lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness): its tasks on our models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from lm_eval.api.model import TemplateLM
+
+from llmsuite.errors import UserError
+from llmsuite.inference.generate import Generator
+from llmsuite.inference.sampling import Sampling
+
+_UNTIL = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+
+
+class HarnessModel(TemplateLM):
+    """What the harness calls an LM."""
+
+    def __init__(self, model: Any, generator: Generator, batch_size: int, max_new_tokens: int = 256):
+        """
+        Args:
+            model: the live model of the generator.
+            generator: for tasks that let it write.
+            batch_size: texts a pass.
+            max_new_tokens: of an answer where the task does not say.
+        """
+        super().__init__()
+        self._model, self._generator = model, generator
+        self._batch_size, self._max_new_tokens = batch_size, max_new_tokens
+        self._longest = generator.decoder.max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._generator.tokenizer.eos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids of a text; special tokens are those that are written out."""
+        return self._generator.tokenizer.encode(string)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        """Of each continuation: its log-probability, and whether it is the greedy one."""
+        results: dict[int, tuple[float, bool]] = {}
+        texts = [self._cut([*context, *continuation]) for _, context, continuation in requests]
+        order = sorted(range(len(requests)), key=lambda i: -len(texts[i]))
+        for start in range(0, len(order), self._batch_size):
+            numbers = order[start : start + self._batch_size]
+            ids = np.zeros([len(numbers), len(texts[numbers[0]])], "int64")
+            for row, number in zip(ids, numbers):
+                row[: len(texts[number])] = texts[number]
+            with paddle.no_grad():
+                hidden, _ = self._model.hidden_states(paddle.to_tensor(ids[:, :-1]))
+                for row, number in enumerate(numbers):
+                    last, size = len(texts[number]) - 1, len(requests[number][2])
+                    logits = self._model.logits(hidden[row, last - size : last]).astype("float32")
+                    wanted = paddle.to_tensor(ids[row, last + 1 - size : last + 1])
+                    nll = paddle.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+                    results[number] = (-float(nll), bool((logits.argmax(-1) == wanted).all()))
+        return [results[number] for number in range(len(requests))]
+
+    def _cut(self, text: list[int]) -> list[int]:
+        """The end of a text that the model has room for; the last token is only predicted."""
+        return text[-(self._longest + 1) :]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, each token from what fits in front of it."""
+        sums = []
+        for request in requests:
+            (text,) = request.args
+            ids, pieces = self.tok_encode(text), []
+            for start in range(0, len(ids), self._longest):
+                before = [ids[start - 1]] if start else [self.prefix_token_id]
+                pieces.append((("", ""), before, ids[start : start + self._longest]))
+            sums.append(sum(value for value, _ in self._loglikelihood_tokens(pieces)))
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers that end before a text the task names."""
+        answers = []
+        for request in requests:
+            context, wanted = request.args
+            if unknown := sorted(set(wanted) - _UNTIL):
+                raise UserError(f"the task asks for {', '.join(unknown)} in generation, which is not known here")
+            until = wanted.get("until") or []
+            stops = [until] if isinstance(until, str) else until
+            sampling = Sampling(
+                temperature=float(wanted.get("temperature") or 0.0) if wanted.get("do_sample") else 0.0,
+                top_k=int(wanted.get("top_k") or 0),
+                top_p=float(wanted.get("top_p") or 1.0),
+                max_new_tokens=int(wanted.get("max_gen_toks") or self._max_new_tokens),
+                stop=tuple(stop for stop in stops if stop),
+            )
+            prompt = self.tok_encode(context)[-(self._longest - sampling.max_new_tokens) :]
+            ((answer,),) = self._generator.answers([prompt], sampling)
+            answers.append(answer.text)
+        return answers
+
+
+def evaluate_tasks(
+    model: HarnessModel, tasks: Sequence[str], include: Path | None, limit: int | None, num_fewshot: int | None
+) -> dict[str, dict[str, Any]]:
+    """The numbers of each task.
+
+    Args:
+        model: to be asked.
+        tasks: names the harness knows, or has found in `include`.
+        include: directory with tasks of one's own.
+        limit: rows of each task; None for all.
+        num_fewshot: examples in front; None for what the task says.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(include) if include else None)
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise UserError(f"--tasks: lm-evaluation-harness knows no {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+    found = simple_evaluate(
+        model, tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=num_fewshot, log_samples=False
+    )
+    assert found is not None
+    return {name: dict(values) for name, values in found["results"].items()}

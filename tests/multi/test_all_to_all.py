@@ -1,0 +1,53 @@
+"""Rows that ranks exchange arrive, also where some ranks have nothing for others."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.engine.launch import launch
+from tests.multi.conftest import ROOT, Runner
+
+NUM_RANKS = 4
+
+
+def main() -> int:
+    """What each rank does."""
+    import paddle
+    import paddle.distributed as dist
+
+    from llmsuite.devices.start import start_paddle
+    from llmsuite.engine import collective
+
+    start_paddle(CpuBackend(), NUM_RANKS, join=True)
+    dist.init_parallel_env()
+    group, rank = dist.new_group(list(range(NUM_RANKS))), int(os.environ["PADDLE_TRAINER_ID"])
+    random = np.random.default_rng(0)  # the same on all
+    for _ in range(20):
+        counts = random.integers(0, 3, [NUM_RANKS, NUM_RANKS]) * random.integers(1, 50)
+        rows = [np.full([counts[rank, to], 3], 10 * rank + to, "float32") for to in range(NUM_RANKS)]
+        found = collective.all_to_all(
+            paddle.to_tensor(np.concatenate(rows)), counts[rank].tolist(), counts[:, rank].tolist(), group
+        )
+        expected = [np.full([counts[origin, rank], 3], 10 * origin + rank, "float32") for origin in range(NUM_RANKS)]
+        assert np.array_equal(found.numpy(), np.concatenate(expected))
+    return 0
+
+
+def test_rows_arrive(runner: Runner) -> None:
+    backend, printed = CpuBackend(), list[str]()
+    backend.prepare_ranks()
+    command = [sys.executable, "-m", "tests.multi.test_all_to_all"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        environment = {**backend.environment(NUM_RANKS), "LLMSUITE_PLUGINS": ""}
+        code = launch(command, NUM_RANKS, runner.directory / "logs", lambda _: environment, printed.append)
+    assert code == 0, "".join(printed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
