@@ -119,3 +119,14 @@ def test_a_document_in_a_row_is_as_if_it_were_alone(case: str) -> None:
         # without telling it would be seen
         joined = model.hidden_states(paddle.to_tensor(ids))[0].numpy()
         assert np.abs(joined[0, 5:] - other[0, 5:]).max() > 1e-3
+
+
+def test_padding_that_is_marked_gets_no_position_beyond_the_row() -> None:
+    """As where the loads of experts are balanced: -1 in place of where a document begins."""
+    model = load(REFERENCE / "deepseek" / "v3")
+    documents = paddle.to_tensor([[0, 0, 2, 2, -1, -1], [0, 1, 1, 1, 1, 1]])
+    cos, sin, mask, counted = model.layer_inputs(0, 6, paddle.float32, documents)
+    plain = model.layer_inputs(0, 6, paddle.float32, paddle.to_tensor([[0, 0, 2, 2, 0, 0], [0, 1, 1, 1, 1, 1]]))
+    for found, expected in zip((cos, sin, mask), plain):
+        assert np.array_equal(found.numpy(), expected.numpy())
+    assert counted.tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]

@@ -224,8 +224,9 @@ class DeepSeek(CausalLM):
     ) -> tuple[Tensor | None, ...]:
         """Rotation, mask, and which tokens count; the plain mask on every device, as attention is computed here."""
         counted = None if documents is None else (documents >= 0).astype("float32")
-        if documents is not None and not bool((documents > 0).any()):  # one document a row, and padding that is marked
-            documents = None
+        if documents is not None:
+            # padding that is marked would have positions beyond the row
+            documents = documents.clip(min=0) if bool((documents > 0).any()) else None
         cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, documents)
         mask = causal_mask(length, start + length, dtype) if documents is None else document_mask(documents, dtype)
         return cos, sin, mask, counted
