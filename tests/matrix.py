@@ -1,7 +1,7 @@
 """Every recipe, made small by `--smoke`, on its own mesh against one process.
 
 `make matrix` runs all of them and writes docs/support.json, of which docs/support.md is made; a test fails when a
-recipe is not the one that was run. With names it runs those and prints what it found:
+recipe is not the one that was run. With names it runs those only and puts them in their place in the report:
 
     python -m tests.matrix llama/sft gpt/gpt-175b-pretrain
 """
@@ -124,7 +124,7 @@ def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dic
         }
         printed = failed.get(ones[entry].name) or failed.get(entry.name)
         if printed is not None:
-            record |= {"passed": False, "problem": printed.strip().splitlines()[-1][:300]}
+            record |= {"passed": False, "problem": printed.strip().splitlines()[-1].partition("; its log")[0][:300]}
         else:
             record |= _compared(runner, ones[entry].name, entry.name)
         records.append(record)
@@ -146,7 +146,7 @@ def _compared(runner: Runner, one: str, many: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> int:
-    """Run all entries and write the report, or those of some recipes; 1 when one does not pass."""
+    """Run all entries, or those of some recipes, and write them into the report; 1 when one in it did not pass."""
     registry = registry_with()
     chosen = [entry for entry in entries() if not names or entry.recipe in names]
     with tempfile.TemporaryDirectory() as directory:
@@ -154,9 +154,11 @@ def main(names: list[str]) -> int:
     for record in records:
         found = record.get("problem") or f"loss {record['loss']:.1e}, grad_norm {record['grad_norm']:.1e}"
         print(f"{'ok  ' if record['passed'] else 'FAIL'} {record['recipe']} {record['mode']} {record['mesh']}: {found}")
-    if not names:
-        report = {"limit": LIMIT, "steps": STEPS, "paddle": importlib.metadata.version("paddlepaddle")}
-        REPORT.write_text(json.dumps({**report, "runs": records}, indent=1) + "\n", encoding="utf-8")
+    kept = json.loads(REPORT.read_text(encoding="utf-8"))["runs"] if names and REPORT.is_file() else []
+    records += [run for run in kept if run["recipe"] not in names]
+    records.sort(key=lambda record: (record["recipe"], record["mode"]))
+    report = {"limit": LIMIT, "steps": STEPS, "paddle": importlib.metadata.version("paddlepaddle"), "runs": records}
+    REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if all(record["passed"] for record in records) else 1
 
 
