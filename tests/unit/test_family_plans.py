@@ -48,8 +48,11 @@ PUBLISHED = {
     "llama-7b": 6.738e9,
     "llama-13b": 13.02e9,
     "llama-2-7b": 6.738e9,
+    "llama-2-13b": 13.02e9,
+    "llama-3-8b": 8.030e9,
     "llama-3.1-8b": 8.030e9,
     "smollm2-135m": 0.1345e9,
+    "digits": 431e3,  # ours
 }
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -274,7 +274,7 @@ def test_best_metric_of_a_split(registry: Registry) -> None:
     words = ["--data.eval=null", "--checkpoint.best_metric=eval/loss"]
     plan_run("recipes/llama/pretrain.json", [*words, '--pretrain.split="9,1"'], registry)
     with pytest.raises(RecipeError, match=r"checkpoint\.best_metric"):
-        plan_run("recipes/llama/pretrain.json", words, registry)
+        plan_run("recipes/llama/pretrain.json", [*words, "--pretrain.split=null"], registry)
 
 
 def test_a_prefix_names_its_index(corpus: Path, registry: Registry) -> None:
