@@ -11,7 +11,7 @@ import pytest
 
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.plugins.manager import ALLOW_LIST, Registry
 from llmsuite.recipe.paddlenlp.arguments import Arguments, read_arguments
 from llmsuite.recipe.paddlenlp.convert import Converted, convert
 from llmsuite.recipe.resolve import plan_run
@@ -260,7 +260,8 @@ def test_files_that_are_none(text: str, message: str, tmp_path: Path) -> None:
         read_arguments(tmp_path / "absent")
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW_LIST, "")  # --no-plugins sets it; restored after the test
     path, target = tmp_path / "sft_argument.json", tmp_path / "made" / "sft.json"
     path.write_text(json.dumps(SFT))
     assert main(["--no-plugins", "recipe", "from-paddlenlp", str(path), "-o", str(target)]) == 0
