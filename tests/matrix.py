@@ -136,8 +136,8 @@ def _compared(runner: Runner, one: str, many: str) -> dict[str, Any]:
     expected, found = runner.metrics(one), runner.metrics(many)
     if [len(expected), len(found)] != [STEPS, STEPS]:
         return {"passed": False, "problem": f"{len(expected)} and {len(found)} steps were recorded"}
-    if not expected[-1]["loss"] < expected[0]["loss"]:
-        return {"passed": False, "problem": "nothing was learnt, so nothing was compared"}
+    if abs(expected[-1]["loss"] / expected[0]["loss"] - 1) < 1e-3:  # steps see other samples: it need not have fallen
+        return {"passed": False, "problem": "the loss stays what it was, so nothing was compared"}
     keys = ("loss", "grad_norm")
     found_by = {key: [abs(b[key] / a[key] - 1) for a, b in zip(expected, found, strict=True)] for key in keys}
     if not all(difference <= LIMIT for values in found_by.values() for difference in values):  # NaN is none either

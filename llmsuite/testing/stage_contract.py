@@ -193,8 +193,8 @@ def _of_the_model(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(run: Path) -> dict[str, np.ndarray]:
-    """What the last checkpoint has, the optimizer's state too."""
+    """What the last checkpoint has, the optimizer's state too. How it lies in files depends on the ranks."""
     import safetensors.numpy
 
     files = sorted((run / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))
-    return {f"{file.name}: {k}": v for file in files for k, v in safetensors.numpy.load_file(file).items()}
+    return {f"{file.name.partition('-')[0]}: {k}": v for file in files for k, v in safetensors.numpy.load_file(file).items()}
