@@ -197,4 +197,6 @@ def _tensors(run: Path) -> dict[str, np.ndarray]:
     import safetensors.numpy
 
     files = sorted((run / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))
-    return {f"{file.name.partition('-')[0]}: {k}": v for file in files for k, v in safetensors.numpy.load_file(file).items()}
+    return {
+        f"{file.name.partition('-')[0]}: {k}": v for file in files for k, v in safetensors.numpy.load_file(file).items()
+    }
