@@ -98,7 +98,7 @@ def exact_match(
     """Greedy answers that are what was wanted, but for space around them."""
     sampling, wrong = Sampling(max_new_tokens=max_new_tokens), []
     answers = generator.answers((prompt.ids for prompt in prompts), sampling, batch_size=batch_size)
-    for (answer,), right in zip(answers, wanted):
+    for (answer,), right in zip(answers, wanted, strict=True):
         if answer.text.strip() != right.strip():
             wrong.append((answer.text.strip(), right.strip()))
     return ExactMatch(1 - len(wrong) / len(prompts), len(prompts), wrong[:5])

@@ -78,14 +78,14 @@ class Generator:
             while len(batch.lines) + len(waiting) < batch_size and (prompt := next(coming, None)) is not None:
                 begun.append([self.line(prompt, sampling, number) for number in range(num_return_sequences)])
                 waiting += [line for line in begun[-1] if not line.finished]
+            if not begun:
+                return
             new = waiting[: batch_size - len(batch.lines)]
             del waiting[: len(new)]
             if new or batch.lines:
                 batch.advance(new)
             while begun and all(line.finished for line in begun[0]):
                 yield [_answer(line) for line in begun.pop(0)]
-            if not (begun or waiting or batch.lines):
-                return
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
         """One answer, piece by piece."""

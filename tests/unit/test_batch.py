@@ -108,9 +108,16 @@ def test_batches_are_filled_and_answers_keep_the_order_of_the_prompts() -> None:
     sampling = Sampling(max_new_tokens=9, temperature=1.0, seed=5)
     together = list(Generator(toy, TOKENIZER).answers(prompts, sampling, batch_size=4))
     assert max(toy.batch_sizes) == 4
-    for prompt, answers in zip(prompts, together):
+    for prompt, answers in zip(prompts, together, strict=True):
         assert [list(answer.ids) for answer in answers] == [list(generate(TOY, prompt, {0}, sampling))]
     assert {answer.finish_reason for answers in together for answer in answers} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+def test_prompts_go_on_where_a_whole_batch_ends_at_once(batch_size: int) -> None:
+    prompts, sampling = [[1 + i % 6] for i in range(7)], Sampling(max_new_tokens=3)
+    together = list(Generator(TOY, TOKENIZER, stop_ids=set()).answers(iter(prompts), sampling, batch_size=batch_size))
+    assert [list(answer.ids) for (answer,) in together] == [list(generate(TOY, p, set(), sampling)) for p in prompts]
 
 
 def test_several_answers_to_a_prompt_differ_and_each_is_its_own() -> None:
