@@ -61,9 +61,10 @@ class Prompter:
             raise UserError(f'is a {type(row).__name__}; a text, {{"prompt": …}} or {{"messages": […]}} is needed')
         if isinstance(row.get("prompt"), str) and "messages" not in row:
             return dataclasses.replace(self.text(row["prompt"]), row=dict(row))
-        if "prompt" in row or "messages" not in row:
-            raise UserError('has to have either "prompt", a text, or "messages", a list of turns')
-        return Prompt(dict(row), self.turns(read_messages(row["messages"])))
+        if ("prompt" in row) == ("messages" in row):
+            raise UserError('has to have either "prompt", a text or a list of turns, or "messages", a list of turns')
+        turns = row["prompt"] if "prompt" in row else row["messages"]  # TRL calls them a prompt
+        return Prompt(dict(row), self.turns(read_messages(turns)))
 
     def read(self, path: Path) -> list[Prompt]:
         """The rows of a JSON Lines file. Raises UserError with file and line of the first fault."""
