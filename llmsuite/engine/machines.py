@@ -32,7 +32,7 @@ class End:
     why: str
     """For people; empty when all is well."""
     killed: bool = False
-    """Whether a rank was killed: then others fail because it is gone."""
+    """Whether a rank was killed or the machine is gone: then others fail because of that."""
 
 
 class Machines:
@@ -84,7 +84,8 @@ class Machines:
                     self._send([n for n in self._peers if n != number], message)
             silent = time.monotonic() - peer.last_heard > _SILENT_SECONDS
             if (peer.gone or silent) and number not in self._ends:
-                self._ends[number] = End(1, f"machine {number} {'is gone' if peer.gone else 'does not answer'}")
+                why = f"machine {number} {'is gone' if peer.gone else 'does not answer'}"
+                self._ends[number] = End(1, why, killed=True)
                 self._send([n for n in self._peers if n != number], {"end": vars(self._ends[number]), "of": number})
         bad = sorted((end for end in self._ends.values() if end.code), key=lambda end: not end.killed)
         return bad[0] if bad else None

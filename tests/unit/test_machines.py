@@ -6,11 +6,12 @@ import concurrent.futures
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from llmsuite.engine import machines
-from llmsuite.engine.launch import _free_ports
+from llmsuite.engine.launch import _free_ports, launch
 from llmsuite.engine.machines import End, Machines
 from llmsuite.errors import UserError
 
@@ -85,7 +86,18 @@ def test_who_was_killed_comes_before_who_failed_for_it(three: list[Machines]) ->
 
 def test_a_machine_that_is_gone_reaches_all(three: list[Machines]) -> None:
     three[1].close()
-    assert _hear([three[0], three[2]]) == [End(1, "machine 1 is gone")] * 2
+    assert _hear([three[0], three[2]]) == [End(1, "machine 1 is gone", killed=True)] * 2
+
+
+def test_a_rank_that_fails_for_a_lost_machine_is_not_blamed(master: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    other = Machines(1, 2, master, "run")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        lost = pool.submit(lambda: (other.meet(_free_ports, 1), time.sleep(1), other.close()))
+        own = Machines(0, 2, master, "run")
+        code = launch(["sh", "-c", "exit 7"], 1, tmp_path, lambda local: {}, said.append, own)
+        lost.result(20)
+    assert (code, "".join(said)) == (1, "machine 1 is gone\n")
 
 
 def test_a_machine_that_does_not_answer_reaches_all(three: list[Machines], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +107,7 @@ def test_a_machine_that_does_not_answer_reaches_all(three: list[Machines], monke
     while (end := three[0].poll()) is None and time.monotonic() < deadline:
         three[2].poll()  # machine 1 says nothing
         time.sleep(0.05)
-    assert end == End(1, "machine 1 does not answer")
+    assert end == End(1, "machine 1 does not answer", killed=True)
     assert _hear([three[0], three[2]]) == [end, end]
 
 
