@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmsuite.cache import locked
 from llmsuite.checkpoint.files import sha256_of
 from llmsuite.data.documents import Division, kind_of, read_documents
 from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, token_dtype
@@ -94,18 +95,10 @@ def cached_corpus(
         key: of the text in rows.
         progress: called with the size in bytes when it has to be built; see `track_bytes`.
     """
-    import fcntl
-
     kind_of(path)
     parts = [_FORMAT, sha256_of(path), tokenizer.digest(), division, key, "".join(path.suffixes[-2:])]
     prefix = root / hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = open(prefix.with_suffix(".lock"), "w")  # noqa: SIM115  (closed below, which unlocks it)
-    except OSError as error:
-        raise UserError(f"{root}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(prefix.with_suffix(".lock")):
         if not prefix.with_suffix(".idx").exists():
             with progress(_size(path)) as add:
                 build_corpus([path], prefix, tokenizer, division, key, progress=add)
