@@ -91,7 +91,8 @@ def test_it_trains(runner: Runner, name: str, stage: str) -> None:
     losses = [record["loss"] for record in records]
     assert len(losses) == STEPS
     assert all(math.isfinite(record["grad_norm"]) and record["grad_norm"] > 0 for record in records)
-    # a model that knows nothing gives each of the 512 tokens the same chance, and both answers too
-    chance = math.log(2) if stage in ("dpo", "rm") else math.log(512)
-    assert losses[0] == pytest.approx(chance, rel=0.1)
-    assert sum(losses[-2:]) / 2 < 0.98 * losses[0], losses
+    # a model that knows nothing gives each of the 512 tokens about the same chance; it is the reference of dpo, and the
+    # scores of rm are small numbers drawn at random
+    chance, tolerance = {"dpo": (math.log(2), 1e-4), "rm": (math.log(2), 0.3)}.get(stage, (math.log(512), 0.1))
+    assert losses[0] == pytest.approx(chance, rel=tolerance)
+    assert sum(losses[STEPS // 2 :]) / (STEPS // 2) < 0.95 * losses[0], losses
