@@ -67,7 +67,8 @@ class DataSection(Section):
     """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
     packing: Literal["none", "best_fit"] = "none"
     """With "best_fit" rows are put together to samples of up to max_length tokens, in which no token sees another row
-    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stage sft."""
+    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stages sft, dpo
+    and rm."""
     group_by_length: bool = True
     """Deal the samples of a global batch out to micro-batches by their lengths, so that less is padded. What a step
     learns stays the same."""
