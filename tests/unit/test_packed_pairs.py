@@ -109,7 +109,7 @@ def test_a_step_with_looks_ahead(name: str, tmp_path: Path, monkeypatch: pytest.
         del metrics["reader_seconds"]
         found.append((metrics, optimizer.gradients))
     (expected, plain), (metrics, packed) = found
-    # log-probabilities are about -100, of which float32 holds 1e-5; the loss and what is learnt hang on their differences
+    # log-probabilities are about -100, of which float32 holds 1e-5; rewards are differences of them
     assert metrics == pytest.approx(expected, rel=1e-6, abs=2e-5)
     for key in ("loss", "grad_norm"):
         assert metrics[key] == pytest.approx(expected[key], rel=1e-6, abs=2e-6)
