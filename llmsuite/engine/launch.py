@@ -1,5 +1,8 @@
 """Starts the ranks of a run on this machine and watches them: the first that fails is named, the others are stopped.
 
+A rank is a command, or, where the device allows it, a fork of this process: eight ranks then import Paddle once, and
+share the memory of what they have imported.
+
 The ranks find each other by the environment variables of `paddle.distributed.launch`, so a rank can as well be
 started by that launcher. It is not used here: it writes the whole environment, secrets included, into the log
 directory, and notices a dead rank only every five seconds.
@@ -8,15 +11,18 @@ directory, and notices a dead rank only every five seconds.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO, Protocol
 
 from llmsuite.engine.machines import End, Machines
 from llmsuite.errors import UserError
@@ -26,6 +32,7 @@ _GRACE_SECONDS = 5.0
 _TAIL_LINES = 40
 INTERRUPTED = 130
 _PR_SET_PDEATHSIG = 1
+_FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 def is_worker() -> bool:
@@ -33,18 +40,42 @@ def is_worker() -> bool:
     return "PADDLE_TRAINER_ID" in os.environ
 
 
+class Rank(Protocol):
+    """A process that was started."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send it one, if it still runs."""
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+
+
+def can_fork() -> bool:
+    """Whether forks of this process may be ranks: they have only the thread that forks."""
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
 def launch(
-    command: Sequence[str],
+    work: Sequence[str] | Callable[[], int],
     num_ranks: int,
     log_dir: Path,
     environment: Callable[[int], Mapping[str, str]],
     write: Callable[[str], None],
     machines: Machines | None = None,
 ) -> int:
-    """Run a command once per rank and wait.
+    """Run some work once per rank and wait.
 
     Args:
-        command: the command line of each rank.
+        work: the command line of each rank; or a function, which forks of this process call and end with what it
+            returns.
         num_ranks: processes to start on this machine.
         log_dir: gets `workerlog.N`, what rank N prints.
         environment: variables of a rank, by its number on this machine; what the user has set wins.
@@ -61,7 +92,7 @@ def launch(
     machines = machines or Machines()
     store, *endpoints = machines.meet(_free_ports, num_ranks)
     first = machines.index * num_ranks
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[Rank] = []
     interrupted: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -69,7 +100,7 @@ def launch(
         for process in ranks:
             process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
         for local in range(num_ranks):
             rank = first + local
@@ -85,11 +116,16 @@ def launch(
                 "PYTHONUNBUFFERED": "1",
             }
             with open(log_dir / f"workerlog.{rank}", "wb") as log:
-                # a session of their own: Ctrl-C in the terminal reaches them once, from here
-                rank_process = subprocess.Popen(
-                    command, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
-                )
-                ranks.append(rank_process)
+                if callable(work):
+                    ranks.append(_Fork(work, variables, log, machines))
+                else:
+                    # a session of their own: Ctrl-C in the terminal reaches them once, from here
+                    ranks.append(
+                        subprocess.Popen(
+                            work, env=variables, stdout=log, stderr=log, start_new_session=True,
+                            preexec_fn=_die_with_parent,
+                        )
+                    )  # fmt: skip
         end = _watch(ranks, first, log_dir, interrupted, write, machines)
         machines.tell(end)
         return end.code
@@ -100,8 +136,53 @@ def launch(
             signal.signal(number, handler)
 
 
+class _Fork:
+    """A rank that is a fork of this process."""
+
+    def __init__(
+        self, work: Callable[[], int], variables: Mapping[str, str], log: BinaryIO, machines: Machines
+    ) -> None:
+        def run() -> None:
+            os.setsid()  # Ctrl-C in the terminal reaches it once, from the launcher
+            _die_with_parent()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+            machines.close()  # the connections are the launcher's
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+            sys.stdout, sys.stderr = (open(stream, "w", 1, "utf-8", "replace", closefd=False) for stream in (1, 2))  # noqa: SIM115
+            os.environ.update(variables)
+            sys.exit(work())
+
+        self._process = multiprocessing.get_context("fork").Process(target=run)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # until it has handlers of its own
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return code
+
+
 def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]],
+    ranks: Sequence[Rank],
     first: int,
     log_dir: Path,
     interrupted: Sequence[int],
@@ -167,7 +248,7 @@ def _explain(first: int, local: int, code: int, log_dir: Path, write: Callable[[
     return End(code if code > 0 else 1, why, killed=code < 0)
 
 
-def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(ranks: Sequence[Rank]) -> None:
     """End the ranks that are left: they wait for one that is gone, so they are not asked twice."""
     for process in ranks:
         if process.poll() is None:
@@ -176,7 +257,7 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait(_GRACE_SECONDS)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+def _wait(ranks: Sequence[Rank], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
         time.sleep(_POLL_SECONDS)
