@@ -27,7 +27,7 @@ RUNS: dict[str, dict[str, object]] = {
     "qwen": {"family": "qwen"},
     "gpt": {"family": "gpt"},
     "deepseek": {"family": "deepseek", "run": ("--train.learning_rate=0.05",)},  # at a rate that magnifies less
-    "rm": {"stage": "rm"},
+    "rm": {"stage": "rm", "run": ("--train.learning_rate=0.05",)},  # 0.2 is too much for a head that begins anew
     "head": {"run": ('--lora.target_modules=["lm_head", "o_proj", "down_proj"]',)},
 }
 STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
