@@ -33,12 +33,14 @@ def add_arguments(parser: Any) -> None:
 
 def run(args: Any, registry: Registry) -> int:
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
-    from llmsuite.engine.launch import can_fork, is_worker, launch
+    from llmsuite.engine.launch import is_worker, launch
     from llmsuite.engine.machines import Machines
+    from llmsuite.engine.ranks import can_fork
 
     if not is_worker():  # a rank looks for what it reads itself
         plan.check_files()
     where = plan.recipe.launch
+    stall_seconds = where.stall_seconds  # read in every rank, or it would be a key without effect
     if where.nnodes > 1 and where.node_rank is None:
         raise UserError(fan_out(sys.argv[1:], plan))
     if where.nnodes > 1 and where.master is None:
@@ -82,7 +84,22 @@ def run(args: Any, registry: Registry) -> int:
 
     work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
     machines = Machines(where.node_rank or 0, where.nnodes, where.master or "", _shared_part(plan))
-    return launch(work, local_ranks, plan.output_dir / "logs", environment, _write, machines)
+    logs = plan.output_dir / "logs"
+    code = launch(work, local_ranks, logs, environment, _write, machines, stall_seconds)
+    _note_end(plan.output_dir, code)
+    return code
+
+
+def _note_end(run: Path, code: int) -> None:
+    """What rank 0 could not write down itself: that another one has failed, or that all hung."""
+    from llmsuite.engine.hang import STALLED
+    from llmsuite.engine.launch import INTERRUPTED
+    from llmsuite.observe.events import add_event, read_events
+
+    events = read_events(run)
+    if code in (0, INTERRUPTED) or not events or events[-1]["event"] in ("failed", "hung"):
+        return
+    add_event(run, "hung" if code == STALLED else "failed", exit_code=code)
 
 
 def _shared_part(plan: RunPlan) -> str:
