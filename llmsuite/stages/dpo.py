@@ -49,6 +49,7 @@ class DpoStage(PairStage):
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
         rows = answer_rows(samples)
         batch = collate_rows(rows, self.context.tokenizer.pad_id, self.context.length_multiple)
+        batch["weight"] = float(sum(map(len, rows)) // 2)
         if self._takes_reference == "cache" and self._reference.known:
             batch["reference"] = self._reference.of([answer for row in rows for answer in row])
         return batch
@@ -79,7 +80,7 @@ class DpoStage(PairStage):
         """Sum over the pairs; every pair weighs 1. The term of the tokens has a weight of its own."""
         logps = answer_logps(model, batch)
         chosen, rejected = logps.split(2)
-        num_pairs = float(len(chosen))
+        num_pairs = batch["weight"]
         losses, reward_chosen, reward_rejected = self._compare(logps, batch)
         total = losses.sum()
         margin = reward_chosen - reward_rejected

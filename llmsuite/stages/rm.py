@@ -50,6 +50,8 @@ class RmStage(PairStage):
         batch = {
             "input_ids": input_ids,
             "positions": np.array(positions),
+            "weight": len(positions) / 2,
+            "lengths": np.array([sum(map(len, row)) for row in rows]),
             "num_tokens": sum(len(answer) for row in rows for answer in row),
             "num_supervised": len(positions),
         }
@@ -68,5 +70,5 @@ class RmStage(PairStage):
             "rewards/margin": chosen - rejected,
             "rewards/accuracy": (chosen > rejected).astype("float32"),
         }
-        num_pairs = float(len(chosen))
+        num_pairs = batch["weight"]
         return LossTerms(losses.sum(), num_pairs, {name: (v.detach().sum(), num_pairs) for name, v in observed.items()})
