@@ -20,6 +20,7 @@ import numpy as np
 import paddle
 
 from llmsuite.data.rows import Unpaired
+from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, answer_logps, collate, ended
 from llmsuite.stages.base import Batch, DropCounts, Look, LossTerms, Stage, StageContext, Sums
 from llmsuite.stages.preference_losses import apo_zero, kto
@@ -61,11 +62,18 @@ class KtoStage(Stage[Judged]):
 
     def make_samples(self, rows: Sequence[Unpaired], counts: DropCounts) -> list[Judged]:
         """Answers that fit. Nothing is ever cut: a cut answer would not learn to end."""
-        kept = [row for row in rows if row.completion.strip()]
-        for _ in range(len(rows) - len(kept)):
-            counts.drop("with an empty answer")
-        texts = [text for row in kept for text in self._template.split(row.prompt, row.completion)]
-        ids, eos = self.context.tokenizer.encode_batch(texts), self.context.tokenizer.eos_id
+        texts: list[str] = []
+        kept: list[Unpaired] = []
+        for number, row in enumerate(rows):
+            if not row.completion.strip():
+                counts.drop("with an empty answer")
+                continue
+            try:
+                texts += self._template.split(row.prompt, row.completion)
+                kept.append(row)
+            except UserError as error:
+                counts.bad(number, str(error))
+        ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
         judged = []
         for i, row in enumerate(kept):
             answer = Answer(ids[2 * i], ended(ids[2 * i + 1], eos))

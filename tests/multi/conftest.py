@@ -114,4 +114,4 @@ _TIMES = {"avg_reader_cost", "avg_batch_cost", "steps_per_second", "ips_total", 
 
 def learnt(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without times and memory."""
-    return [{key: value for key, value in record.items() if key not in _TIMES} for record in records]
+    return [{k: v for k, v in r.items() if k not in _TIMES and not k.startswith("straggler/")} for r in records]
