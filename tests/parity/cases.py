@@ -143,12 +143,19 @@ class Comparison:
 
 
 def compare(
-    runner: Runner, one: str, many: str, stem: str = "model", limit: float = LIMIT, falls: bool = True
+    runner: Runner,
+    one: str,
+    many: str,
+    stem: str = "model",
+    limit: float = LIMIT,
+    falls: bool = True,
+    gradient_limit: float = GRADIENT_LIMIT,
 ) -> Comparison:
     """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state.
 
     `stem` is that of the parameters' files, `limit` how far what has changed in one of them may be off, `falls` whether
-    the loss of the last step has to be lower than that of the first, whose samples are others.
+    the loss of the last step has to be lower than that of the first, whose samples are others, `gradient_limit` how far
+    the gradient of a parameter may be off.
     """
     result = Comparison()
     ours, theirs = runner.metrics(one), runner.metrics(many)
@@ -166,7 +173,7 @@ def compare(
                 far = abs(b[key] - a[key]) if key == "kl" else abs(b[key] / a[key] - 1)
                 difference = result.check(f"step {a['step']}: {key}", far, KL_LIMIT if key == "kl" else LIMIT)
                 result.metrics = max(result.metrics, difference)
-    gradients = compare_gradients(runner, one, many)
+    gradients = compare_gradients(runner, one, many, gradient_limit)
     result.gradients = gradients.gradients
     result.problems += gradients.problems
     first, last, found = (runner.weights(n, s, stem) for n, s in ((one, 1), (one, STEPS), (many, STEPS)))
@@ -184,14 +191,14 @@ def compare(
     return result
 
 
-def compare_gradients(runner: Runner, one: str, many: str) -> Comparison:
+def compare_gradients(runner: Runner, one: str, many: str, limit: float = GRADIENT_LIMIT) -> Comparison:
     """Compare the first step's gradients alone."""
     result = Comparison()
     (gradients,), stages = _gradients(runner, one), _gradients(runner, many)
     assert gradients.keys() == set().union(*stages)
     for stage in stages:  # of which two may have a tied parameter
         for name, value in stage.items():
-            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), GRADIENT_LIMIT)
+            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), limit)
             result.gradients = max(result.gradients, difference)
     return result
 
