@@ -16,6 +16,7 @@ from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.schedule import Kind
 from llmsuite.engine.step import Batch, Look, Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
@@ -93,6 +94,7 @@ def fit(
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
     balance: ExpertBalance | None = None,
+    input_scales: InputScales | None = None,
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
@@ -125,7 +127,18 @@ def fit(
             samples = next(reader)
             votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
             metrics = train_step(
-                step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks, balance
+                step,
+                samples,
+                training,
+                model,
+                optimizer,
+                schedule.pipeline,
+                autocast,
+                votes,
+                scale,
+                looks,
+                balance,
+                input_scales,
             )
             busy += time.perf_counter() - started - (calls.waited() - waited)
             position += global_batch

@@ -18,6 +18,7 @@ from llmsuite.engine.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.schedule import Action, Kind, order
 from llmsuite.errors import UserError
 
@@ -57,6 +58,7 @@ def train_step(
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
     balance: ExpertBalance | None = None,
+    input_scales: InputScales | None = None,
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
 
@@ -73,6 +75,7 @@ def train_step(
             have "loss_scale", and "skipped": 1 or 0; those that are not finite are left out.
         looks: at the global batch before its loss, in this order; the same on every rank.
         balance: of the experts, where the model has some.
+        input_scales: of layers whose inputs are rounded.
 
     Raises:
         NonFiniteLoss: before anything is updated.
@@ -122,11 +125,15 @@ def train_step(
         optimizer.step(step)
         if balance is not None:
             balance.update()
+        if input_scales is not None:
+            input_scales.update()
         if scale is not None:
             scale.grow()
         return metrics
     if scale is not None and scale.back_off():
         optimizer.drop_gradients()
+        if input_scales is not None:
+            input_scales.forget()
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
     lowest = "" if scale is None else f" The loss scale is at its lowest, {scale.value:.0e}."
     raise NonFiniteLoss(

@@ -61,13 +61,16 @@ def adapters(model: nn.Layer) -> Iterator[LoraLinear]:
     return (module for module in model.sublayers() if isinstance(module, LoraLinear))
 
 
-def adapted_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
+def adapted_modules(
+    model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
+) -> list[str]:
     """The matrices that get adapters: those a pattern names, without patterns all in the decoder layers.
 
     Args:
         model: whole, without adapters.
         plan: of its family.
         patterns: of `fnmatch`, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
+        key: of the recipe, that the patterns are from.
 
     Raises:
         UserError: a pattern matches none.
@@ -83,7 +86,7 @@ def adapted_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | 
         if not matching:
             ends = sorted({name.rpartition(".")[2] for name in known})
             raise UserError(
-                f"lora.target_modules: {pattern!r} matches no matrix of the model; it has {', '.join(ends)}, "
+                f"{key}: {pattern!r} matches no matrix of the model; it has {', '.join(ends)}, "
                 f"with whole names such as {known[0]}"
             )
         chosen.update(matching)

@@ -79,6 +79,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=SftSection,
             factory=_sft,
             smoke=conversations,
+            quantises=True,
         ),
         StageSpec(
             name="pretrain",
@@ -86,6 +87,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=PretrainSection,
             factory=_pretrain,
             smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
+            quantises=True,
         ),
         StageSpec(
             name="rm",

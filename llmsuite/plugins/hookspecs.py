@@ -51,6 +51,9 @@ class StageSpec:
     """What its section is called, where that is not `name`: that of another stage, whose keys it has."""
     adapters: bool = False
     """Whether it is for adapters only: a recipe has to set `lora.rank` then."""
+    quantises: bool = False
+    """Whether it goes with quantisation-aware training (the section `qat`): its loss is that of the model being trained
+    alone, and asks no second pass of it."""
     api: int = API_VERSION
 
     @property

@@ -142,7 +142,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     outputs += [output] if output else []
 
     def at(step: int, samples: int) -> TrainState:
-        now = dataclasses.replace(state, step=step, samples=samples)
+        now = dataclasses.replace(state, step=step, samples=samples, rounded=_rounded(built))
         if scale is None:
             return now
         return dataclasses.replace(now, loss_scale=scale.value, good_steps=scale.good_steps)
@@ -192,6 +192,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             scale,
             plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
             built.balance,
+            built.input_scales,
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once
@@ -356,8 +357,17 @@ def _restore(
     path = checkpoints / f"step-{found}"
     state = train_state.load_state(path)
     restore(path, plan, registry, built, optimizer, collective.mesh())
+    if built.input_scales is not None:
+        assert state.rounded is not None, "the digest of the recipe has to tell"
+        built.input_scales.load(state.rounded)
     report(f"resuming from {path}")
     return state
+
+
+def _rounded(built: BuiltModel) -> dict[str, list[float]] | None:
+    if built.input_scales is not None:
+        return built.input_scales.state()
+    return {name: [] for name in built.rounded} or None
 
 
 def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:
