@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llmsuite.engine.calls import Call, progress, read
+from llmsuite.engine.ranks import Rank
 
 STALLED = 3
 """Exit code of a run in which nothing happens any more."""
@@ -163,7 +163,7 @@ def _waits(ranks: Sequence[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 
-def stacks(processes: Mapping[int, subprocess.Popen[bytes]], log_dir: Path) -> dict[int, str]:
+def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
     """What the main thread of each rank is doing: its Python stack, the innermost call first; also into its log."""
     logs = {rank: log_dir / f"workerlog.{rank}" for rank in processes}
     before = {rank: log.stat().st_size for rank, log in logs.items()}

@@ -8,12 +8,9 @@ directory, and notices a dead rank only every five seconds.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +20,7 @@ from types import FrameType
 from llmsuite.engine import hang
 from llmsuite.engine.calls import ENVIRONMENT as CALLS
 from llmsuite.engine.machines import End, Machines
+from llmsuite.engine.ranks import FORWARDED, Rank, start_rank
 from llmsuite.errors import UserError
 
 _POLL_SECONDS = 0.1
@@ -30,7 +28,6 @@ _GRACE_SECONDS = 5.0
 _TAIL_LINES = 40
 _MACHINES_SECONDS = 60.0
 INTERRUPTED = 130
-_PR_SET_PDEATHSIG = 1
 
 
 def is_worker() -> bool:
@@ -39,7 +36,7 @@ def is_worker() -> bool:
 
 
 def launch(
-    command: Sequence[str],
+    work: Sequence[str] | Callable[[], int],
     num_ranks: int,
     log_dir: Path,
     environment: Callable[[int], Mapping[str, str]],
@@ -47,10 +44,11 @@ def launch(
     machines: Machines | None = None,
     stall_seconds: float | None = None,
 ) -> int:
-    """Run a command once per rank and wait.
+    """Run some work once per rank and wait.
 
     Args:
-        command: the command line of each rank.
+        work: the command line of each rank; or a function, which forks of this process call and end with what it
+            returns.
         num_ranks: processes to start on this machine.
         log_dir: gets `workerlog.N`, what rank N prints.
         environment: variables of a rank, by its number on this machine; what the user has set wins.
@@ -69,7 +67,7 @@ def launch(
     machines = machines or Machines()
     store, *endpoints = machines.meet(_free_ports, num_ranks)
     first = machines.index * num_ranks
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[Rank] = []
     interrupted: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -77,7 +75,7 @@ def launch(
         for process in ranks:
             process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in FORWARDED}
     calls = tempfile.TemporaryDirectory(prefix="llmsuite-")
     watch = hang.Watch(Path(calls.name), range(first, first + num_ranks), stall_seconds)
     try:
@@ -96,11 +94,7 @@ def launch(
                 CALLS: calls.name,
             }
             with open(log_dir / f"workerlog.{rank}", "wb") as log:
-                # a session of their own: Ctrl-C in the terminal reaches them once, from here
-                rank_process = subprocess.Popen(
-                    command, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
-                )
-                ranks.append(rank_process)
+                ranks.append(start_rank(work, variables, log, machines.close))
         end = _watch(ranks, first, log_dir, interrupted, write, machines, watch)
         machines.tell(end)
         return end.code
@@ -113,7 +107,7 @@ def launch(
 
 
 def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]],
+    ranks: Sequence[Rank],
     first: int,
     log_dir: Path,
     interrupted: Sequence[int],
@@ -187,7 +181,7 @@ def _explain(first: int, local: int, code: int, log_dir: Path, write: Callable[[
 
 
 def _explain_stall(
-    ranks: Sequence[subprocess.Popen[bytes]],
+    ranks: Sequence[Rank],
     first: int,
     log_dir: Path,
     write: Callable[[str], None],
@@ -215,7 +209,7 @@ def _explain_stall(
     return End(hang.STALLED, why)
 
 
-def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(ranks: Sequence[Rank]) -> None:
     """End the ranks that are left: they wait for one that is gone, so they are not asked twice."""
     for process in ranks:
         if process.poll() is None:
@@ -224,16 +218,10 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait(_GRACE_SECONDS)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+def _wait(ranks: Sequence[Rank], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
         time.sleep(_POLL_SECONDS)
-
-
-def _die_with_parent() -> None:
-    """In a rank that is about to start: ask Linux to kill it when the launcher dies, even by SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_ports(address: str, count: int) -> list[int]:

@@ -285,6 +285,7 @@ def make_stage(
         autocast=autocast,
         length_multiple=_length_multiple(plan),
         report=report,
+        keeps_tokens=True,
     )
     stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.section_name), context)
     return stage
