@@ -248,6 +248,12 @@ def _no_evaluation(asked: Asked) -> Broken:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
+def _nothing_to_go_back_to(asked: Asked) -> Broken:
+    if asked.recipe.train.may_roll_back and asked.recipe.checkpoint.save_steps is None:
+        key = "on_nonfinite" if asked.recipe.train.on_nonfinite == "roll_back" else "on_spike"
+        yield f"train.{key}", "is roll_back, which needs checkpoints: set checkpoint.save_steps, or choose skip"
+
+
 def _nothing_to_switch_off(asked: Asked) -> Broken:
     stage = asked.recipe.stage
     reference = getattr(getattr(asked.recipe, stage, None), "reference", None)
@@ -415,6 +421,12 @@ RULES = (
         "on cpu, Paddle's kernels are float32",
         ("--device=cpu",),
         _no_such_precision,
+    ),
+    Rule(
+        "`roll_back` without `save_steps`",
+        "there is no checkpoint to go back to",
+        ("--train.on_nonfinite=roll_back", "--checkpoint.save_steps=null"),
+        _nothing_to_go_back_to,
     ),
     Rule(
         "`best_metric` without evaluation",

@@ -170,6 +170,16 @@ class TrainSection(Section):
     """Term in the denominator of the Adam update."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null switches clipping off."""
+    on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
+    """When loss or gradient are infinite or not a number (with fp16, at the lowest loss scale): stop the run, leave the
+    batch out, or go back to the last checkpoint and on with the samples behind this batch."""
+    spike_factor: Annotated[float, Gt(1)] | None = None
+    """A step whose gradient norm, before clipping, is above this times the median of the last 32 is a spike. null: none
+    is."""
+    on_spike: Literal["stop", "skip", "roll_back"] = "skip"
+    """The same for a spike."""
+    max_bad_steps: PositiveInt = 10
+    """So many steps may be left out or rolled back before one further than ever is learnt from; then the run stops."""
     expert_balance_loss: NonNegativeFloat = 0.0
     """Factor of the sequence-wise loss of dealing tokens unevenly over experts (`aux_loss_alpha` of DeepSeek-V2, 0.001;
     of V3, 0.0001); 0 for none."""
@@ -186,6 +196,13 @@ class TrainSection(Section):
             yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
         if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
             yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear or cosine"
+        if self.on_spike != "skip" and self.spike_factor is None:
+            yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether a step may send the run back to a checkpoint."""
+        return self.on_nonfinite == "roll_back" or (self.spike_factor is not None and self.on_spike == "roll_back")
 
 
 @dataclasses.dataclass(kw_only=True)
