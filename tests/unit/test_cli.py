@@ -61,7 +61,7 @@ def test_command_is_required_and_known(run: Run) -> None:
         2,
         "",
         "no command is called 'rnu'; did you mean 'run'? registered: checkpoints, convert, data, deploy, doctor, eval, "
-        "export, generate, import, list, merge, plugins, recipe, run, schema, serve, show, validate, verify. "
+        "export, generate, import, list, merge, plan, plugins, recipe, run, schema, serve, show, validate, verify. "
         f"{ALLOW_LIST} allows no plugins\n",
     )
 
