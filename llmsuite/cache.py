@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from llmsuite.errors import UserError
 
 
 def cache_root() -> Path:
@@ -11,3 +15,23 @@ def cache_root() -> Path:
     if "LLMSUITE_CACHE" in os.environ:
         return Path(os.environ["LLMSUITE_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llmsuite"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file of the cache, made if need be, that one process at a time holds; the others wait. A process that dies
+    gives it up.
+
+    Raises:
+        UserError: the cache cannot be written to.
+    """
+    import fcntl
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "w")  # noqa: SIM115  (closed below, which unlocks it)
+    except OSError as error:
+        raise UserError(f"{path.parent}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

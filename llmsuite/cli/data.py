@@ -39,6 +39,13 @@ def add_arguments(parser: Any) -> None:
         "--key", type=str | None, default=None, help="index: where rows have their text (default: text)"
     )
     parser.add_argument(
+        "--on_bad_row",
+        type=Literal["error", "skip"] | None,
+        default=None,
+        help="index: what a row or a line that cannot be read does: stop it, or be left out and counted (default: "
+        "error)",
+    )
+    parser.add_argument(
         "--workers",
         type=PositiveInt | None,
         default=None,
@@ -51,7 +58,7 @@ _OPTIONS = {
     "explain": {"smoke", "row"},
     "stats": {"smoke", "plot"},
     "prepare": {"output", "url", "sha256"},
-    "index": {"output", "tokenizer", "documents", "key", "workers"},
+    "index": {"output", "tokenizer", "documents", "key", "on_bad_row", "workers"},
 }
 
 
@@ -93,6 +100,7 @@ def _prepare(args: Any, registry: Registry) -> int:
 def _index(args: Any) -> int:
     from llmsuite.data.documents import kind_of
     from llmsuite.data.index import build_corpus
+    from llmsuite.data.read import Faults
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.observe.progress import track_bytes
     from llmsuite.resources import find
@@ -104,7 +112,7 @@ def _index(args: Any) -> int:
         kind_of(path)
         if not path.is_file():
             raise UserError(f"{path}: is not a file")
-    prefix = Path(args.output)
+    prefix, faults = Path(args.output), Faults(args.on_bad_row or "error")
     with track_bytes(sum(path.stat().st_size for path in inputs), f"indexing {prefix}") as progress:
         documents, tokens = build_corpus(
             inputs,
@@ -114,7 +122,10 @@ def _index(args: Any) -> int:
             args.key or "text",
             args.workers,
             progress,
+            faults,
         )
+    if faults.total:
+        print(f"left out {faults.summary()}")
     print(f"wrote {prefix}.bin and {prefix}.idx: {documents:,} documents, {tokens:,} tokens")
     return 0
 

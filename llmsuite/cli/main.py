@@ -1,7 +1,4 @@
-"""`llmsuite COMMAND …`: finds the command, tells its overrides from its options, and turns errors into exit codes.
-
-0 done, 2 the user's input is wrong, 1 a fault of ours, 130 stopped by Ctrl-C or SIGTERM.
-"""
+"""`llmsuite COMMAND …`: finds the command, tells its overrides from its options, and runs it."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from jsonargparse import ArgumentParser
 
 from llmsuite import __version__
 from llmsuite.cli import commands
+from llmsuite.cli.exits import exit_code
 from llmsuite.errors import UserError
 from llmsuite.plugins import builtin
 from llmsuite.plugins.hookspecs import Command
@@ -29,19 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _NO_PLUGINS in words:
         words.remove(_NO_PLUGINS)
         os.environ[ALLOW_LIST] = ""  # the ranks of a run inherit it
-    try:
-        try:
-            return _run(words, load_plugins(builtin, commands))
-        finally:
-            sys.stdout.flush()  # a reader that is gone is noticed here rather than when Python exits
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `llmsuite list … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return exit_code(lambda: _run(words, load_plugins(builtin, commands)))
 
 
 def _run(words: list[str], registry: Registry) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmsuite.cli.exits import exit_code
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
@@ -34,10 +35,12 @@ def run(args: Any, registry: Registry) -> int:
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
     from llmsuite.engine.launch import is_worker, launch
     from llmsuite.engine.machines import Machines
+    from llmsuite.engine.ranks import can_fork
 
     if not is_worker():  # a rank looks for what it reads itself
         plan.check_files()
     where = plan.recipe.launch
+    stall_seconds = where.stall_seconds  # read in every rank, or it would be a key without effect
     if where.nnodes > 1 and where.node_rank is None:
         raise UserError(fan_out(sys.argv[1:], plan))
     if where.nnodes > 1 and where.master is None:
@@ -51,9 +54,10 @@ def run(args: Any, registry: Registry) -> int:
 
     backend = plan.device.factory()
     num_ranks, local_ranks = plan.degrees.num_ranks, where.num_devices
-    if num_ranks > 1 and not is_worker():
+    starts_ranks = num_ranks > 1 and not is_worker()
+    if starts_ranks:
         backend.prepare_ranks()
-    start_paddle(backend, local_ranks, join=is_worker())
+    start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
     if is_worker():
         return _work(plan, registry, args.resume)
 
@@ -74,9 +78,28 @@ def run(args: Any, registry: Registry) -> int:
     def environment(local_rank: int) -> dict[str, str]:
         return {**backend.environment(local_ranks), **backend.rank_environment(local_rank)}
 
-    command = [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
+    def forked() -> int:
+        backend.after_paddle()
+        return exit_code(lambda: _work(plan, registry, args.resume))
+
+    work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
     machines = Machines(where.node_rank or 0, where.nnodes, where.master or "", _shared_part(plan))
-    return launch(command, local_ranks, plan.output_dir / "logs", environment, _write, machines)
+    logs = plan.output_dir / "logs"
+    code = launch(work, local_ranks, logs, environment, _write, machines, stall_seconds)
+    _note_end(plan.output_dir, code)
+    return code
+
+
+def _note_end(run: Path, code: int) -> None:
+    """What rank 0 could not write down itself: that another one has failed, or that all hung."""
+    from llmsuite.engine.hang import STALLED
+    from llmsuite.engine.launch import INTERRUPTED
+    from llmsuite.observe.events import add_event, read_events
+
+    events = read_events(run)
+    if code in (0, INTERRUPTED) or not events or events[-1]["event"] in ("failed", "hung"):
+        return
+    add_event(run, "hung" if code == STALLED else "failed", exit_code=code)
 
 
 def _shared_part(plan: RunPlan) -> str:

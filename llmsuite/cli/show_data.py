@@ -93,6 +93,7 @@ def _print_stats(plan: RunPlan, stats: FileStats) -> None:
         print(f"  rows       {counts.total:,} read, {counts.total - counts.lost:,} used, {counts.lost:,} dropped")
         for reason in counts.reasons():
             print(f"             dropped: {reason}")
+    if counts is not None and stats.padding is not None:
         print(f"  truncated  {counts.cut:,} rows are cut to data.max_length {data.max_length}")
     print(
         f"  tokens     {stats.num_tokens:,} in {len(lengths):,} {stats.what}, {stats.num_samples:,} samples; "

@@ -33,7 +33,7 @@ def read_documents(path: Path, division: Division, key: str, faults: Faults | No
         path: a file of one of KINDS.
         division: where a document of a .txt ends.
         key: of the text in .jsonl rows; column of .parquet.
-        faults: gets the faulty rows and lines; without it the first one is an error.
+        faults: gets the faulty rows and lines, which are left out if it skips; else the first one is an error.
 
     Raises:
         UserError: the file or a row of it cannot be read; with the line.

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import hashlib
+import json
 import multiprocessing
 import os
 import signal
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsuite.checkpoint.files import sha256_of
+from llmsuite.cache import locked
+from llmsuite.checkpoint.files import read_json_file, sha256_of, write_text_atomic
 from llmsuite.data.documents import Division, kind_of, read_documents
 from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, token_dtype
+from llmsuite.data.read import Faults, OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 
@@ -39,6 +42,7 @@ def build_corpus(
     key: str = "text",
     workers: int | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
+    faults: Faults | None = None,
 ) -> tuple[int, int]:
     """Write `prefix`.bin and .idx: every document's tokens with the end-of-sequence token behind them.
 
@@ -53,6 +57,7 @@ def build_corpus(
         key: of the text in rows.
         workers: processes; by default one for each 8 MB, at most one a core, and one on a few cores.
         progress: gets every number of bytes of the inputs that is done.
+        faults: gets the rows and lines that cannot be read, if those are to be skipped; else the first one is an error.
 
     Returns:
         Numbers of documents and of tokens.
@@ -65,13 +70,14 @@ def build_corpus(
         cores = os.cpu_count() or 1
         workers = 1 if cores <= _CORES_OF_ONE else max(1, min(cores, size // _WORTH_A_PROCESS))
     dtype = token_dtype(tokenizer.vocab_size)
-    batches = _batches(inputs, division, key)
+    batches = _batches(inputs, division, key, faults)
     with CorpusWriter(prefix, dtype) as writer:
         for tokens, sizes, num_bytes in _tokenised(batches, tokenizer, dtype, workers):
             writer.add(tokens, sizes)
             progress(num_bytes)
         if not writer.num_documents:
-            raise UserError(f"{', '.join(map(str, inputs))}: no text to index")
+            skipped = f": {faults.summary()}" if faults and faults.total else ""
+            raise UserError(f"{', '.join(map(str, inputs))}: no text to index{skipped}")
         writer.commit()
         return writer.num_documents, writer.num_tokens
 
@@ -83,8 +89,10 @@ def cached_corpus(
     division: Division,
     key: str,
     progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]],
-) -> IndexedCorpus:
-    """The corpus of a text file, indexed at its first use. Of several processes one builds and the others wait.
+    on_bad_row: OnBadRow = "error",
+) -> tuple[IndexedCorpus, Faults]:
+    """The corpus of a text file, indexed at its first use, and what of the file was skipped then. Of several processes
+    one builds and the others wait.
 
     Args:
         path: of text.
@@ -93,23 +101,22 @@ def cached_corpus(
         division: where a document of a plain text ends.
         key: of the text in rows.
         progress: called with the size in bytes when it has to be built; see `track_bytes`.
+        on_bad_row: "skip" to leave out rows and lines that cannot be read.
     """
-    import fcntl
-
     kind_of(path)
-    parts = [_FORMAT, sha256_of(path), tokenizer.digest(), division, key, "".join(path.suffixes[-2:])]
+    parts = [_FORMAT, sha256_of(path), tokenizer.digest(), division, key, "".join(path.suffixes[-2:]), on_bad_row]
     prefix = root / hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = open(prefix.with_suffix(".lock"), "w")  # noqa: SIM115  (closed below, which unlocks it)
-    except OSError as error:
-        raise UserError(f"{root}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not prefix.with_suffix(".idx").exists():
+    index, note = prefix.with_suffix(".idx"), prefix.with_suffix(".skipped.json")
+    with locked(prefix.with_suffix(".lock")):
+        if not index.exists() or (on_bad_row == "skip" and not note.exists()):
+            index.unlink(missing_ok=True)
+            faults = Faults(on_bad_row)
             with progress(_size(path)) as add:
-                build_corpus([path], prefix, tokenizer, division, key, progress=add)
-    return IndexedCorpus(prefix.with_suffix(".idx"))
+                build_corpus([path], prefix, tokenizer, division, key, progress=add, faults=faults)
+            if faults.skips:
+                write_text_atomic(note, json.dumps(faults.noted(path)))
+    noted = read_json_file(note) if on_bad_row == "skip" else {}
+    return IndexedCorpus(index), Faults.of_note(noted, path)
 
 
 def _size(path: Path) -> int:
@@ -119,12 +126,14 @@ def _size(path: Path) -> int:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _batches(inputs: Sequence[Path], division: Division, key: str) -> Iterator[tuple[list[str], int]]:
+def _batches(
+    inputs: Sequence[Path], division: Division, key: str, faults: Faults | None
+) -> Iterator[tuple[list[str], int]]:
     """Documents of about 512 thousand characters, and how many bytes of the inputs they take."""
     for path in inputs:
         texts: list[str] = []
         chars = before = done = 0
-        for text, done in read_documents(path, division, key):
+        for text, done in read_documents(path, division, key, faults):
             texts.append(text)
             chars += len(text)
             if chars >= _BATCH_CHARS:

@@ -52,6 +52,18 @@ class Faults:
         reasons = (f"{kind} ({count}, first at {self._first[kind]})" for kind, count in sorted(self.counts.items()))
         return f"{self.total} that cannot be read: {', '.join(reasons)}"
 
+    def noted(self, path: Path) -> dict[str, tuple[int, str]]:
+        """What was skipped in a file, by reason: how many, and where in the file the first is. For `of_note`."""
+        return {kind: (count, self._first[kind].removeprefix(str(path))) for kind, count in self.counts.items()}
+
+    @classmethod
+    def of_note(cls, noted: Mapping[str, tuple[int, str]], path: Path) -> Faults:
+        """What `noted` has told of a file with the same content."""
+        faults = cls("skip")
+        faults.counts = {kind: count for kind, (count, _) in noted.items()}
+        faults._first = {kind: f"{path}{place}" for kind, (_, place) in noted.items()}
+        return faults
+
 
 class Rows(list[Any]):
     """Converted rows, with the place of each and what could not be converted."""

@@ -9,16 +9,15 @@ Processes that start together on an empty cache bring it once; the others wait.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmsuite.cache import cache_root
+from llmsuite.cache import cache_root, locked
 from llmsuite.checkpoint.files import sha256_of
 from llmsuite.errors import UserError
 
@@ -40,24 +39,10 @@ def fetch(name: str, report: Report) -> Path:
     source = _load_dataset if name.startswith("hf://") and not name.startswith("hf://datasets/") else None
     source = _load_saved if "://" not in name else source
     directory = cache_root() / "remote" / hashlib.sha256(name.encode()).hexdigest()[:32]
-    with _locked(directory):
+    with locked(directory / "lock"):
         if source is not None:
             return _converted(name, directory, source, report)
         return _downloaded(name, directory, report)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    import fcntl
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / "lock", "w")  # noqa: SIM115  (closed below, which unlocks it)
-    except OSError as error:
-        raise UserError(f"{directory}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _downloaded(url: str, directory: Path, report: Report) -> Path:

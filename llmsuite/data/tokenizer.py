@@ -11,7 +11,8 @@ from typing import Any
 from llmsuite.checkpoint.files import read_json_file
 from llmsuite.errors import UserError
 
-_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sentencepiece", "spiece")
+_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sentencepiece", "spiece", "encoder")
+_SUFFIXES = (".model", ".tiktoken")
 
 
 class TextTokenizer:
@@ -112,6 +113,6 @@ class TextTokenizer:
         """sha256 over the tokenizer's files."""
         digest = hashlib.sha256()
         for path in sorted(self.directory.iterdir()):
-            if path.is_file() and path.name.startswith(_FILES):
+            if path.is_file() and (path.name.startswith(_FILES) or path.suffix in _SUFFIXES):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()

@@ -23,6 +23,8 @@ class DeviceBackend(abc.ABC):
     """What `engine.precision` may be here."""
     install: ClassVar[str]
     """How to get a Paddle for it."""
+    forks: ClassVar[bool] = False
+    """Whether a rank may be a fork of a process that has imported Paddle and done nothing with it."""
 
     def fused(self, precision: str) -> frozenset[str]:
         """The operations that `ops` gives a fused kernel for, by their names in `llmsuite.devices.ops.Ops`: what they
@@ -41,7 +43,7 @@ class DeviceBackend(abc.ABC):
         """Called once before several ranks are started. Raises UserError when something they need is missing."""
 
     def before_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """Called in a rank of several before Paddle is imported."""
+        """Called in a rank of several, or in the process that it is a fork of, before Paddle is imported."""
 
     def after_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
         """Called in a rank of several once Paddle is imported."""

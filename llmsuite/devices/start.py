@@ -14,15 +14,19 @@ from llmsuite.devices.base import DeviceBackend
 _NOISE = ("OMP_NUM_THREADS set to", "if this PaddlePaddle binary is compiled with OpenBlas", "PLEASE USE OMP_NUM")
 
 
-def start_paddle(backend: DeviceBackend, local_ranks: int, join: bool = False) -> None:
+def start_paddle(backend: DeviceBackend, local_ranks: int, join: bool = False, fork: bool = False) -> None:
     """Set the backend's environment, then import Paddle. What the user has set wins.
 
-    `join` says that this process will be one of several ranks, which some backends have to prepare for.
+    Args:
+        backend: of the device.
+        local_ranks: of the run on this machine.
+        join: this process will be one of several ranks, which some backends have to prepare for.
+        fork: forks of this process will be; each has to call `backend.after_paddle`.
     """
     for name, value in backend.environment(local_ranks).items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("GLOG_minloglevel", "2")
-    if join:
+    if join or fork:
         backend.before_paddle()
     said = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stderr(said):

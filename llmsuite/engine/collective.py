@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
 
+from llmsuite.engine import calls
 from llmsuite.engine.mesh import Mesh
 from llmsuite.errors import UserError
 from llmsuite.recipe.resolve import Degrees
 
 Tensor = Any
+_NOTHING = types.SimpleNamespace(shape=(), dtype="")
 _mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
 
 
@@ -53,6 +56,8 @@ def start(degrees: Degrees) -> Mesh:
     if num_ranks() > 1 and not dist.is_initialized():
         with contextlib.redirect_stderr(io.StringIO()):  # Paddle 3.3.1 lists flags here that nobody has set
             dist.init_parallel_env()
+    if num_ranks() > 1:
+        calls.start(__file__)
     _mesh = Mesh(degrees, rank())
     _mesh.make_groups()
     return _mesh
@@ -61,7 +66,8 @@ def start(degrees: Degrees) -> Mesh:
 def barrier() -> None:
     """Wait until every rank is here."""
     if num_ranks() > 1:
-        dist.barrier()
+        with calls.made("barrier", _NOTHING, None):
+            dist.barrier()
 
 
 def sum_over_run(values: Sequence[float]) -> list[float]:
@@ -90,18 +96,28 @@ def from_first_rank(values: Sequence[float]) -> list[float]:
     return sum_over_run(values if rank() == 0 else [0.0] * len(values))
 
 
+def from_all_ranks(values: Sequence[float]) -> list[list[float]]:
+    """The numbers of every rank, by rank; all give as many."""
+    count, own = len(values), [0.0] * (len(values) * num_ranks())
+    own[rank() * count : (rank() + 1) * count] = values
+    whole = sum_over_run(own)
+    return [whole[i : i + count] for i in range(0, len(whole), count)]
+
+
 def _sum(values: Sequence[float], group: Any) -> list[float]:
     if num_ranks() == 1:
         return list(values)
     tensor = paddle.to_tensor(list(values), dtype="float64")
-    dist.all_reduce(tensor, group=group)
+    with calls.made("all_reduce", tensor, group):
+        dist.all_reduce(tensor, group=group)
     return [float(v) for v in tensor.numpy()]
 
 
 def sum_in_group(tensor: Tensor, group: Any) -> None:
     """Add up a tensor over a group, in place; a group of None has one member."""
     if group is not None:
-        dist.all_reduce(tensor, group=group)
+        with calls.made("all_reduce", tensor, group):
+            dist.all_reduce(tensor, group=group)
 
 
 def reduce_scatter(flat: Tensor, group: Any) -> Tensor:
@@ -109,12 +125,13 @@ def reduce_scatter(flat: Tensor, group: Any) -> Tensor:
     if group is None:
         return flat
     size = flat.shape[0] // group.nranks
-    if dist.get_backend(group) == "GLOO":  # which has none of its own
-        dist.all_reduce(flat, group=group)
-        return flat[group.rank * size : (group.rank + 1) * size].clone()
-    part = paddle.empty([size], dtype=flat.dtype)
-    dist.reduce_scatter(part, flat, group=group)
-    return part
+    with calls.made("reduce_scatter", flat, group):
+        if dist.get_backend(group) == "GLOO":  # which has none of its own
+            dist.all_reduce(flat, group=group)
+            return flat[group.rank * size : (group.rank + 1) * size].clone()
+        part = paddle.empty([size], dtype=flat.dtype)
+        dist.reduce_scatter(part, flat, group=group)
+        return part
 
 
 def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: int) -> Tensor:
@@ -123,7 +140,8 @@ def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: in
         assert value is not None
         return value
     tensor = paddle.empty(list(shape), dtype=dtype) if value is None else value.contiguous()
-    dist.broadcast(tensor, _mesh.pipeline_group.ranks[stage], group=_mesh.pipeline_group)
+    with calls.made("broadcast", tensor, _mesh.pipeline_group):
+        dist.broadcast(tensor, _mesh.pipeline_group.ranks[stage], group=_mesh.pipeline_group)
     return tensor
 
 
@@ -136,6 +154,11 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
         received: rows from each rank.
         group: more than one rank; all of them call it.
     """
+    with calls.made("all_to_all", rows, group, same=False):
+        return _all_to_all(rows, sent, received, group)
+
+
+def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
     if dist.get_backend(group) != "GLOO":
         result = paddle.empty([sum(received), rows.shape[1]], dtype=rows.dtype)
         dist.alltoall_single(result, rows, list(sent), list(received), group)
@@ -174,5 +197,6 @@ def all_gather(part: Tensor, group: Any, dim: int = 0) -> Tensor:
     if group is None:
         return part
     parts: list[Tensor] = []
-    dist.all_gather(parts, part.contiguous(), group=group)
+    with calls.made("all_gather", part, group):
+        dist.all_gather(parts, part.contiguous(), group=group)
     return paddle.concat(parts, axis=dim)

@@ -1,4 +1,5 @@
 """Starts the ranks of a run on this machine and watches them: the first that fails is named, the others are stopped.
+When nothing happens in any of them, it says who waits for whom, and ends the run.
 
 The ranks find each other by the environment variables of `paddle.distributed.launch`, so a rank can as well be
 started by that launcher. It is not used here: it writes the whole environment, secrets included, into the log
@@ -7,25 +8,26 @@ directory, and notices a dead rank only every five seconds.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from llmsuite.engine import hang
+from llmsuite.engine.calls import ENVIRONMENT as CALLS
 from llmsuite.engine.machines import End, Machines
+from llmsuite.engine.ranks import FORWARDED, Rank, start_rank
 from llmsuite.errors import UserError
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 _TAIL_LINES = 40
+_MACHINES_SECONDS = 60.0
 INTERRUPTED = 130
-_PR_SET_PDEATHSIG = 1
 
 
 def is_worker() -> bool:
@@ -34,25 +36,29 @@ def is_worker() -> bool:
 
 
 def launch(
-    command: Sequence[str],
+    work: Sequence[str] | Callable[[], int],
     num_ranks: int,
     log_dir: Path,
     environment: Callable[[int], Mapping[str, str]],
     write: Callable[[str], None],
     machines: Machines | None = None,
+    stall_seconds: float | None = None,
 ) -> int:
-    """Run a command once per rank and wait.
+    """Run some work once per rank and wait.
 
     Args:
-        command: the command line of each rank.
+        work: the command line of each rank; or a function, which forks of this process call and end with what it
+            returns.
         num_ranks: processes to start on this machine.
         log_dir: gets `workerlog.N`, what rank N prints.
         environment: variables of a rank, by its number on this machine; what the user has set wins.
         write: receives what this machine's first rank prints, as it comes, and the end of the log of a rank that fails.
         machines: all of the run; None for this one alone.
+        stall_seconds: without anything in any rank here, after which the run is ended; see `hang.Watch`.
 
     Returns:
-        0 when every rank ended well, else the exit code of the first that failed.
+        0 when every rank ended well, `hang.STALLED` when nothing happened any more, else the exit code of the first
+        that failed.
 
     Raises:
         UserError: the machines do not find each other.
@@ -61,7 +67,7 @@ def launch(
     machines = machines or Machines()
     store, *endpoints = machines.meet(_free_ports, num_ranks)
     first = machines.index * num_ranks
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[Rank] = []
     interrupted: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -69,7 +75,9 @@ def launch(
         for process in ranks:
             process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in FORWARDED}
+    calls = tempfile.TemporaryDirectory(prefix="llmsuite-")
+    watch = hang.Watch(Path(calls.name), range(first, first + num_ranks), stall_seconds)
     try:
         for local in range(num_ranks):
             rank = first + local
@@ -83,30 +91,29 @@ def launch(
                 "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
                 "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
                 "PYTHONUNBUFFERED": "1",
+                CALLS: calls.name,
             }
             with open(log_dir / f"workerlog.{rank}", "wb") as log:
-                # a session of their own: Ctrl-C in the terminal reaches them once, from here
-                rank_process = subprocess.Popen(
-                    command, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
-                )
-                ranks.append(rank_process)
-        end = _watch(ranks, first, log_dir, interrupted, write, machines)
+                ranks.append(start_rank(work, variables, log, machines.close))
+        end = _watch(ranks, first, log_dir, interrupted, write, machines, watch)
         machines.tell(end)
         return end.code
     finally:
         _stop(ranks)
         machines.close()
+        calls.cleanup()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]],
+    ranks: Sequence[Rank],
     first: int,
     log_dir: Path,
     interrupted: Sequence[int],
     write: Callable[[str], None],
     machines: Machines,
+    watch: hang.Watch,
 ) -> End:
     with open(log_dir / f"workerlog.{first}", encoding="utf-8", errors="replace") as first_log:
         while True:
@@ -122,12 +129,18 @@ def _watch(
                 return End(INTERRUPTED, "was interrupted")
             if code > 0 and elsewhere is None:
                 elsewhere = _hear(machines)
+            if watch.stalled() or (elsewhere is not None and elsewhere.code == hang.STALLED):
+                write(first_log.read())
+                return _explain_stall(ranks, first, log_dir, write, machines, watch)
             if elsewhere is not None and (elsewhere.killed or not code):
                 write(f"{elsewhere.why}\n")
                 return End(elsewhere.code, elsewhere.why)
             if code:
                 write(first_log.read())
-                return _explain(first, failed[0], code, log_dir, write, machines)
+                end = _explain(first, failed[0], code, log_dir, write, machines)
+                for difference in list(hang.differences(watch.calls()))[:1]:  # which may be why it failed
+                    write(f"ranks differ in what they ask of each other: {difference}\n")
+                return end
             if all(code == 0 for code in codes):
                 return _wait_for_others(machines, write)
             time.sleep(_POLL_SECONDS)
@@ -167,7 +180,36 @@ def _explain(first: int, local: int, code: int, log_dir: Path, write: Callable[[
     return End(code if code > 0 else 1, why, killed=code < 0)
 
 
-def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _explain_stall(
+    ranks: Sequence[Rank],
+    first: int,
+    log_dir: Path,
+    write: Callable[[str], None],
+    machines: Machines,
+    watch: hang.Watch,
+) -> End:
+    """Say which rank waits in what, and what for."""
+    now = time.time()
+    calls = watch.calls()
+    hang.write_calls(calls, log_dir)
+    asked = {first + local: process for local, process in enumerate(ranks) if watch.begun(first + local)}
+    found = hang.stacks(asked, log_dir)
+    deadline = time.monotonic() + (_GRACE_SECONDS if machines.count > 1 else 0)
+    while len(calls) < machines.count * len(ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        machines.poll()  # so that the others hear of this one
+        calls = {**hang.read_written(log_dir, now - _MACHINES_SECONDS), **calls}
+    why = f"nothing has happened for {watch.limit:.0f} s (launch.stall_seconds)"
+    lines, telling = hang.explain(calls, now)
+    for rank in telling:
+        if rank in found:
+            lines += [f"stack of rank {rank}, the innermost call first:", found[rank]]
+    where = f"what every rank has done last: {log_dir}/calls.N.jsonl and workerlog.N"
+    write("\n".join([why, *lines, where]) + "\n")
+    return End(hang.STALLED, why)
+
+
+def _stop(ranks: Sequence[Rank]) -> None:
     """End the ranks that are left: they wait for one that is gone, so they are not asked twice."""
     for process in ranks:
         if process.poll() is None:
@@ -176,16 +218,10 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait(_GRACE_SECONDS)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+def _wait(ranks: Sequence[Rank], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
         time.sleep(_POLL_SECONDS)
-
-
-def _die_with_parent() -> None:
-    """In a rank that is about to start: ask Linux to kill it when the launcher dies, even by SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_ports(address: str, count: int) -> list[int]:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from llmsuite.data.loader import Dealer, ReadAhead
-from llmsuite.engine import collective
+from llmsuite.engine import calls, collective
 from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
@@ -19,6 +19,7 @@ from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.engine.schedule import Kind
 from llmsuite.engine.step import Batch, Look, Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
+from llmsuite.engine.stragglers import stragglers
 from llmsuite.observe.metrics import Window
 
 
@@ -56,6 +57,8 @@ class Hooks:
     finish: Callable[[], None]
     """Wait for checkpoints that are still being written."""
     peak_memory_bytes: Callable[[], int]
+    of_ranks: Callable[[int, Mapping[str, Sequence[float]]], None]
+    """With each record of a run of several ranks: a number of every rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +111,7 @@ def fit(
     eval_batches += eval_batches[-1:] * (num_most - num_own)
     window = Window(collective.num_ranks())
     model.train()
-    step = first_step - 1
+    step, busy = first_step - 1, 0.0
     positions = range(position, position + (schedule.total_steps - step) * global_batch, global_batch)
     dealt = (dealer.micro_batches(at, rank) for at in positions)
     training, num_workers = objective, schedule.num_workers if objective is not None else 0
@@ -118,11 +121,13 @@ def fit(
     with StopRequest() as stop, ReadAhead(train_samples, dealt, collate, num_workers) as reader:
         while step < schedule.total_steps:
             step += 1
+            started, waited = time.perf_counter(), calls.waited()
             samples = next(reader)
             votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
             metrics = train_step(
                 step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks, balance
             )
+            busy += time.perf_counter() - started - (calls.waited() - waited)
             position += global_batch
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
             wanted = metrics.pop("save") > 0
@@ -131,10 +136,16 @@ def fit(
             window.add(metrics)
             if last or step % schedule.log_steps == 0:
                 epoch = position / len(train_samples)
-                memory = hooks.peak_memory_bytes()
+                memory, slow = hooks.peak_memory_bytes(), dict[str, float]()
+                if collective.num_ranks() > 1:
+                    each = collective.from_all_ranks([busy / window.steps, memory])
+                    slow = stragglers(mesh, [seconds for seconds, _ in each])
+                    of_ranks = {"busy_seconds": [s for s, _ in each], "peak_memory_bytes": [m for _, m in each]}
+                    hooks.of_ranks(step, of_ranks)
                 rates = window.rates()
-                hooks.logged(step, {"epoch": epoch, **metrics, **rates, "peak_memory_bytes": memory})
+                hooks.logged(step, {"epoch": epoch, **metrics, **rates, "peak_memory_bytes": memory, **slow})
                 window.reset()
+                busy = 0.0
             else:
                 hooks.stepped(step)
 

@@ -17,6 +17,7 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
+from llmsuite.engine import calls
 from llmsuite.engine.experts import share_experts
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.partition import own_slice
@@ -139,7 +140,7 @@ class VocabularyParallelLookup(dist.LocalLayer):
     def lookup(self, input_ids: Tensor) -> Tensor:
         """Ids [B, L] to vectors [B, L, D]."""
         parts = self(_replicated(input_ids, self._mesh), self._weight)  # [tp, B, L, D], one part a rank
-        return _reshard(parts.sum(0), self._mesh, self._placements)
+        return reshard(parts.sum(0), self._mesh, self._placements)
 
     def forward(self, input_ids: Tensor, rows: Tensor) -> Tensor:
         """On the local rows; a leading dim of 1 that becomes tp in the stacked output."""
@@ -163,18 +164,18 @@ def _vocabulary_parallel_cross_entropy(mesh: Mesh) -> Callable[[Tensor, Tensor],
         nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)
         # from here on every rank has the same plain numbers
         whole = [dist.Replicate()]
-        return dtensor_to_local(_reshard(nll.squeeze(-1), mesh, whole), mesh.tensor, whole)
+        return dtensor_to_local(reshard(nll.squeeze(-1), mesh, whole), mesh.tensor, whole)
 
     return cross_entropy
 
 
 def _to(mesh: Mesh, placements: list[Any]) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: _reshard(tensor, mesh, placements)
+    return lambda tensor: reshard(tensor, mesh, placements)
 
 
 def _on_input(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
     def hook(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (_reshard(inputs[0], mesh, placements), *inputs[1:])
+        return (reshard(inputs[0], mesh, placements), *inputs[1:])
 
     return hook
 
@@ -182,11 +183,17 @@ def _on_input(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
 def _on_output(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
     def hook(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
         if isinstance(output, tuple):  # attention returns its cache too
-            return (_reshard(output[0], mesh, placements), *output[1:])
-        return _reshard(output, mesh, placements)
+            return (reshard(output[0], mesh, placements), *output[1:])
+        return reshard(output, mesh, placements)
 
     return hook
 
 
-def _reshard(tensor: Tensor, mesh: Mesh, placements: list[Any]) -> Tensor:
-    return tensor if tensor.placements == placements else dist.reshard(tensor, mesh.tensor, placements)
+def reshard(tensor: Tensor, mesh: Mesh, placements: list[Any]) -> Tensor:
+    """A distributed tensor with other placements over tp; itself when it has them."""
+    if tensor.placements == placements:
+        return tensor
+    if not paddle.in_dynamic_mode():  # a program is being made: nothing is sent
+        return dist.reshard(tensor, mesh.tensor, placements)
+    with calls.made("reshard", tensor, mesh.tensor, mesh.tensor.process_ids):
+        return dist.reshard(tensor, mesh.tensor, placements)

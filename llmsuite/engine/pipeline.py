@@ -29,9 +29,10 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
+from llmsuite.engine import calls
 from llmsuite.engine.loss_ledger import LossTerms
 from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.parallelize import local_value
+from llmsuite.engine.parallelize import local_value, reshard
 from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
 from llmsuite.models.lora import adapters
@@ -165,7 +166,7 @@ class PipelineStage:
         if not tensor.is_dist():
             return tensor
         whole = [dist.Replicate()]
-        return dtensor_to_local(dist.reshard(tensor, self._mesh.tensor, whole), self._mesh.tensor, whole)
+        return dtensor_to_local(reshard(tensor, self._mesh, whole), self._mesh.tensor, whole)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] to what a score head gives, [N] in float32, whole on every rank; zeros where the last
@@ -223,8 +224,8 @@ class PipelineStage:
                 paddle.autograd.backward([y], [self._spread(gradient)])
         if waiting.given is not None:
             gradient = waiting.given.grad
-            if gradient.is_dist() and gradient.placements != self._placements:
-                gradient = dist.reshard(gradient, self._mesh.tensor, self._placements)
+            if gradient.is_dist():
+                gradient = reshard(gradient, self._mesh, self._placements)
             assert self._edges is not None
             self._edges.send(local_value(gradient).detach(), forward=False)
 
@@ -322,14 +323,17 @@ class Edges:
         """Send to the next part, or to the one before."""
         group, peer = self._groups[forward][0], self._next if forward else self._previous
         copy = value.clone()
+        call = calls.made("send", copy, group)
         if dist.get_backend(group) != "GLOO":
             self._tasks = [task for task in self._tasks if not task.is_completed()]
             self._tasks.append(dist.isend(copy, peer, group))
+            call.end()
             return
 
         # Gloo's send waits for its receiver, and in 1F1B neighbours send to each other at once
         def job() -> None:
             group.process_group.send(copy, group.get_group_rank(peer), True).wait()
+            call.end()
 
         if forward not in self._senders:
             self._senders[forward] = queue.Queue()
@@ -340,7 +344,8 @@ class Edges:
         """Receive from the part before (a forward pass), or from the next one (a backward pass)."""
         group, peer = self._groups[forward][1], self._previous if forward else self._next
         value = paddle.empty(shape, dtype=dtype)
-        group.process_group.recv(value, group.get_group_rank(peer), True).wait()
+        with calls.made("receive", value, group):
+            group.process_group.recv(value, group.get_group_rank(peer), True).wait()
         return value
 
 

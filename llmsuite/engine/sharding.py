@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 from paddle.base.framework import EagerParamBase
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.engine import collective
 from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.parallelize import local_value
+from llmsuite.engine.parallelize import local_value, reshard
 from llmsuite.engine.partition import collects_early, has_master, piece_of
 
 Tensor = Any
@@ -218,7 +217,7 @@ class ParameterShard:
         if gradient.is_dist() and gradient.placements != self.parameter.placements:
             # under sequence parallel each rank has seen its part of the sequence only
             mesh, placements = self._mesh.tensor, self.parameter.placements
-            local = local_value(dist.reshard(dtensor_from_local(local, mesh, gradient.placements), mesh, placements))
+            local = local_value(reshard(dtensor_from_local(local, mesh, gradient.placements), self._mesh, placements))
         return local
 
     # parts

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import paddle
 
-from llmsuite.engine import collective
+from llmsuite.engine import calls, collective
 from llmsuite.engine.balance import ExpertBalance
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
@@ -77,6 +77,7 @@ def train_step(
     Raises:
         NonFiniteLoss: before anything is updated.
     """
+    calls.step(step)
     ledger = LossLedger()
     ledger.vote(**(votes or {}))
     reader = Reader(objective, micro_batches)

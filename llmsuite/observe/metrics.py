@@ -49,14 +49,16 @@ class Window:
 
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
+        self.steps = 0
+        """Booked since the last record."""
         self.reset()
 
     def reset(self) -> None:
-        self._start, self._steps, self._reader, self._tokens = time.perf_counter(), 0, 0.0, 0.0
+        self._start, self.steps, self._reader, self._tokens = time.perf_counter(), 0, 0.0, 0.0
 
     def add(self, metrics: dict[str, float]) -> None:
         """Book a step; takes "reader_seconds" out of its metrics."""
-        self._steps += 1
+        self.steps += 1
         self._reader += metrics.pop("reader_seconds")
         self._tokens += metrics.get("tokens", 0.0)  # unknown in the middle of a pipeline, where nothing is logged
 
@@ -68,9 +70,9 @@ class Window:
         """Averages over the steps booked: seconds a step, steps and tokens a second."""
         elapsed = time.perf_counter() - self._start
         return {
-            "avg_reader_cost": self._reader / self._steps,
-            "avg_batch_cost": elapsed / self._steps,
-            "steps_per_second": self._steps / elapsed,
+            "avg_reader_cost": self._reader / self.steps,
+            "avg_batch_cost": elapsed / self.steps,
+            "steps_per_second": self.steps / elapsed,
             "ips_total": self._tokens / elapsed,
             "ips": self._tokens / elapsed / self._num_ranks,
         }

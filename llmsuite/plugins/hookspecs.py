@@ -201,6 +201,8 @@ class RunView:
     """The resolved recipe as plain data."""
     num_ranks: int
     total_steps: int
+    mesh: str = ""
+    """Its degrees, for people."""
 
 
 # Registration: each returns a list; the lists of all plugins are merged.

@@ -246,6 +246,9 @@ class LaunchSection(Section):
     """host:port of machine 0, where the launchers of several machines meet."""
     node_rank: NonNegativeInt | None = None
     """Which machine this is, from 0: given on the command line of each."""
+    stall_seconds: PositiveFloat | None = 600.0
+    """When nothing has happened on any rank for so long, who waits for whom is told and the run ends (exit code 3);
+    until each is in its second step, three times as long. null: never."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.master is not None and not re.fullmatch(r"[^:\s]+:[0-9]{1,5}", self.master):

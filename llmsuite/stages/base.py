@@ -15,8 +15,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from llmsuite.cache import cache_root
 from llmsuite.checkpoint.files import sha256_of
 from llmsuite.data.chat_template import ChatTemplate
+from llmsuite.data.once import encode_once
 from llmsuite.data.read import Faults, read_rows
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine.loss_ledger import LossTerms, Sums
@@ -47,6 +49,15 @@ class StageContext:
     """Batches are padded to a multiple of so many tokens, where sequences are cut over ranks."""
     report: Callable[[str], None]
     """Tell the user something; only rank 0 prints."""
+    keeps_tokens: bool = False
+    """Whether `encode` goes through the cache."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of the texts of a file, without special tokens. Of the ranks of a run one makes them, and they are
+        kept for the next one."""
+        if self.keeps_tokens:
+            return encode_once(texts, self.tokenizer, cache_root() / "tokens")
+        return self.tokenizer.encode_batch(texts)
 
 
 @dataclasses.dataclass

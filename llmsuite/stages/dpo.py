@@ -47,6 +47,7 @@ class DpoStage(PairStage):
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
         answers = [pair.answers[side] for side in (0, 1) for pair in samples]
         batch = collate(answers, self.context.tokenizer.pad_id, self.context.length_multiple)
+        batch["weight"] = float(len(samples))
         if self._takes_reference == "cache" and self._reference.known:
             batch["reference"] = self._reference.of(answers)
         return batch
@@ -76,7 +77,7 @@ class DpoStage(PairStage):
         """Sum over the pairs; every pair weighs 1. The term of the tokens has a weight of its own."""
         logps = answer_logps(model, batch)
         chosen, rejected = logps.split(2)
-        num_pairs = float(len(chosen))
+        num_pairs = batch["weight"]
         losses, reward_chosen, reward_rejected = self._compare(logps, batch)
         total = losses.sum()
         margin = reward_chosen - reward_rejected

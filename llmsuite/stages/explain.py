@@ -37,13 +37,11 @@ class Explained:
 
 
 def open_stage(plan: RunPlan, registry: Registry, quiet: bool = True) -> Stage[Any]:
-    """The stage of a recipe with its tokenizer, without a model."""
+    """The stage of a recipe with its tokenizer, without a model. It keeps no tokens, as it may read a single row."""
     stage = make_stage(plan, registry, "no model", load_tokenizer(plan), contextlib.nullcontext)
-    return stage if not quiet else _without_reports(stage)
-
-
-def _without_reports(stage: Stage[Any]) -> Stage[Any]:
-    stage.context = dataclasses.replace(stage.context, report=lambda text: None)
+    stage.context = dataclasses.replace(stage.context, keeps_tokens=False)
+    if quiet:
+        stage.context = dataclasses.replace(stage.context, report=lambda text: None)
     return stage
 
 

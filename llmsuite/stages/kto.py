@@ -20,6 +20,7 @@ import numpy as np
 import paddle
 
 from llmsuite.data.rows import Unpaired
+from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, answer_logps, collate, ended
 from llmsuite.stages.base import Batch, DropCounts, Look, LossTerms, Stage, StageContext, Sums
 from llmsuite.stages.preference_losses import apo_zero, kto
@@ -61,11 +62,18 @@ class KtoStage(Stage[Judged]):
 
     def make_samples(self, rows: Sequence[Unpaired], counts: DropCounts) -> list[Judged]:
         """Answers that fit. Nothing is ever cut: a cut answer would not learn to end."""
-        kept = [row for row in rows if row.completion.strip()]
-        for _ in range(len(rows) - len(kept)):
-            counts.drop("with an empty answer")
-        texts = [text for row in kept for text in self._template.split(row.prompt, row.completion)]
-        ids, eos = self.context.tokenizer.encode_batch(texts), self.context.tokenizer.eos_id
+        texts: list[str] = []
+        kept: list[Unpaired] = []
+        for number, row in enumerate(rows):
+            if not row.completion.strip():
+                counts.drop("with an empty answer")
+                continue
+            try:
+                texts += self._template.split(row.prompt, row.completion)
+                kept.append(row)
+            except UserError as error:
+                counts.bad(number, str(error))
+        ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
         judged = []
         for i, row in enumerate(kept):
             answer = Answer(ids[2 * i], ended(ids[2 * i + 1], eos))
@@ -94,6 +102,7 @@ class KtoStage(Stage[Judged]):
         # where there is none, something that counts for nothing: other ranks may wait for a pass
         others = [sample.unrelated or sample.answer for sample in samples] if self._kind == "kto" else []
         batch = self._collate(answers)
+        batch["weight"] = float(len(samples))
         batch["desirable"] = np.array([sample.desirable for sample in samples], dtype="float32")
         if others:
             counts = np.array([sample.unrelated is not None for sample in samples], dtype="float32")
@@ -133,19 +142,19 @@ class KtoStage(Stage[Judged]):
         """Sum over the answers; every answer weighs 1, whatever the weight of its kind, as in the paper."""
         ratios = answer_logps(model, batch) - paddle.to_tensor(batch["reference"])
         desirable = paddle.to_tensor(batch["desirable"])
-        rewards, num_answers, num_desirable = (self._beta * ratios).detach(), len(ratios), batch["desirable"].sum()
+        rewards, num_answers, num_desirable = (self._beta * ratios).detach(), batch["weight"], batch["desirable"].sum()
         sums: dict[str, tuple[Any, float]] = {
             "rewards/desirable": ((rewards * desirable).sum(), float(num_desirable)),
             "rewards/undesirable": ((rewards * (1 - desirable)).sum(), float(num_answers - num_desirable)),
         }
         if self._kind == "kto":
             kl = max(0.0, batch["ahead"]["kl"])
-            sums["kl"] = kl * num_answers, float(num_answers)
+            sums["kl"] = kl * num_answers, num_answers
             losses = kto(ratios, desirable, self._beta, kl)
         else:
             losses = apo_zero(ratios, desirable, self._beta)
         weights = paddle.to_tensor(self._weights[batch["desirable"].astype("int64")])
-        return LossTerms((losses * weights).sum(), float(num_answers), sums)
+        return LossTerms((losses * weights).sum(), num_answers, sums)
 
 
 def unrelated_answers(answers: Sequence[Answer], max_length: int) -> list[Answer | None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmsuite.checkpoint.files import write_text_atomic
+from llmsuite.observe.events import add_event, environment, write_environment
 from llmsuite.observe.metrics import MetricsFile
 from llmsuite.observe.progress import StepLine, report
 from llmsuite.plugins.hookspecs import RunView
@@ -25,7 +26,11 @@ class Output:
         directory = view.output_dir
         directory.mkdir(parents=True, exist_ok=True)
         write_text_atomic(directory / "recipe.json", json.dumps(view.recipe, indent=2, ensure_ascii=False) + "\n")
+        recipe = view.recipe
+        write_environment(directory, environment(recipe["device"], view.mesh, view.num_ranks))
+        add_event(directory, "started" if resume_step == 0 else "resumed", step=resume_step)
         self._file = MetricsFile(directory / "metrics.jsonl", resume_step)
+        self._ranks = MetricsFile(directory / "ranks.jsonl", resume_step) if view.num_ranks > 1 else None
         self._line = StepLine(view.total_steps, resume_step + 1, _SHOWN)
         registry.emit("llmsuite_run_start", run=view)
 
@@ -35,6 +40,10 @@ class Output:
             logger.log(step, metrics)
         self._line.step(step, metrics)
         self._registry.emit("llmsuite_step_end", run=self._view, step=step, metrics=metrics)
+
+    def of_ranks(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
+        assert self._ranks is not None
+        self._ranks.write({"step": step, **numbers})
 
     def stepped(self, step: int) -> None:
         self._line.step(step, None)
@@ -49,18 +58,25 @@ class Output:
 
     def saved(self, step: int, path: Path) -> None:
         report(f"saved {path}")
+        add_event(self._view.output_dir, "saved", step=step)
         self._registry.emit("llmsuite_checkpoint_saved", run=self._view, step=step, path=path)
 
     def failed(self, error: BaseException) -> None:
         self._close()
+        stopped = isinstance(error, KeyboardInterrupt)
+        what = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
+        add_event(self._view.output_dir, "stopped" if stopped else "failed", **what)
         self._registry.emit("llmsuite_run_error", run=self._view, error=error)
 
     def ended(self, step: int) -> None:
         self._close()
+        add_event(self._view.output_dir, "ended" if step == self._view.total_steps else "stopped", step=step)
         self._registry.emit("llmsuite_run_end", run=self._view, step=step)
 
     def _close(self) -> None:
         self._line.close()
         self._file.close()
+        if self._ranks is not None:
+            self._ranks.close()
         for logger in self._loggers:
             logger.close()

@@ -56,7 +56,7 @@ class PairStage(Stage[Pair]):
                     continue
                 texts += [prompt, chosen, rejected]
                 kept.append(row)
-        ids, eos = self.context.tokenizer.encode_batch(texts), self.context.tokenizer.eos_id
+        ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
         pairs = []
         for i in range(len(kept)):
             pair = Pair(ids[3 * i], ended(ids[3 * i + 1], eos), ended(ids[3 * i + 2], eos))

@@ -31,7 +31,7 @@ from llmsuite.data.remote import fetch, is_remote
 from llmsuite.errors import UserError
 from llmsuite.observe.progress import track_bytes
 from llmsuite.resources import find
-from llmsuite.stages.base import Batch, LossTerms, Stage, StageContext
+from llmsuite.stages.base import Batch, DropCounts, LossTerms, Stage, StageContext
 from llmsuite.stages.sections import PretrainSection
 
 Tensor = Any
@@ -156,14 +156,19 @@ class PretrainStage(Stage[np.ndarray]):
             if self._is_masked:
                 self._check_ends(corpus)
             return corpus
-        return cached_corpus(
+        corpus, faults = cached_corpus(
             path,
             cache_root() / "corpora",
             self.context.tokenizer,
             self._division,
             self._key,
             lambda size: track_bytes(size, f"indexing {path}"),
+            self.context.recipe.data.on_bad_row,
         )
+        if faults.total:
+            self.counts[path] = DropCounts(path, corpus.num_documents, faults.total, faults=faults)
+            self.context.report(f"{path}: left out {faults.summary()}")
+        return corpus
 
     def _check_ends(self, corpus: IndexedCorpus) -> None:
         """Raises UserError when documents do not end with the token by which they are told apart."""

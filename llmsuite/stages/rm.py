@@ -42,6 +42,8 @@ class RmStage(PairStage):
         return {
             "input_ids": input_ids,
             "positions": np.array([i * length + len(answer) - 1 for i, answer in enumerate(answers)]),
+            "weight": float(len(samples)),
+            "lengths": np.array([len(answer) for answer in answers]),
             "num_tokens": sum(map(len, answers)),
             "num_supervised": len(answers),
         }
@@ -60,5 +62,5 @@ class RmStage(PairStage):
             "rewards/margin": chosen - rejected,
             "rewards/accuracy": (chosen > rejected).astype("float32"),
         }
-        num_pairs = float(len(chosen))
+        num_pairs = batch["weight"]
         return LossTerms(losses.sum(), num_pairs, {name: (v.detach().sum(), num_pairs) for name, v in observed.items()})

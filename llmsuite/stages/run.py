@@ -136,7 +136,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     scale = LossScale() if recipe.engine.precision == "fp16" else None
     if scale is not None and state.loss_scale is not None:
         scale = LossScale(state.loss_scale, state.good_steps)
-    view = RunView(plan.output_dir, as_plain(plan.recipe), collective.num_ranks(), schedule.total_steps)
+    num_ranks, mesh_text = collective.num_ranks(), str(plan.degrees)
+    view = RunView(plan.output_dir, as_plain(plan.recipe), num_ranks, schedule.total_steps, mesh_text)
     output = Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
     outputs += [output] if output else []
 
@@ -150,6 +151,10 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         saver.check()
         if output is not None:
             output.logged(step, metrics)
+
+    def of_ranks(step: int, numbers: Mapping[str, Sequence[float]]) -> None:
+        if output is not None:
+            output.of_ranks(step, numbers)
 
     def stepped(step: int) -> None:
         saver.check()
@@ -169,6 +174,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         save_requested=saver.requested,
         finish=saver.finish,
         peak_memory_bytes=backend.peak_memory_bytes,
+        of_ranks=of_ranks,
     )
     try:
         done = fit(
@@ -239,6 +245,7 @@ def make_stage(
         autocast=autocast,
         length_multiple=_length_multiple(plan),
         report=report,
+        keeps_tokens=True,
     )
     stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.section_name), context)
     return stage

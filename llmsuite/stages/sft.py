@@ -44,14 +44,14 @@ class SftStage(Stage[WeightedTokens]):
                 said.append(row)
             except UserError as error:
                 counts.bad(number, str(error))
-        ids = iter(self.context.tokenizer.encode_batch([text for row in turns for turn in row for text in turn]))
+        encoded = iter(self._encode([texts for row in turns for texts in row]))
         samples = []
         for row, texts in zip(said, turns):
-            encoded = [(next(ids), next(ids)) for _ in texts]
+            parts = [next(encoded) for _ in texts]
             try:
                 if not _answers(row):
                     raise Unusable("with no turn of the assistant to learn, or an empty one")
-                sample = self._join(texts, encoded)
+                sample = self._join(parts)
                 if len(sample.ids) > self._max_length:
                     sample = self._cut(sample)
                     counts.cut += 1
@@ -62,20 +62,26 @@ class SftStage(Stage[WeightedTokens]):
             self.context.report(f"{counts.path}: {counts.cut} rows are cut to data.max_length {self._max_length}")
         return samples
 
-    def _join(self, texts: Sequence[tuple[str, str]], encoded: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
-        """One sequence of the ids of what is before and behind each turn."""
+    def _encode(self, turns: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Ids of the prompt and of the answer, of texts before and behind each turn."""
+        ids = self.context.encode([text for turn in turns for text in turn])
+        both = list(zip(ids[::2], ids[1::2]))
+        # Where a token reaches over the border: whoever asks will encode the prompt alone, so the answer is, too.
+        crossed = [after[: len(before)] != before for before, after in both]
+        alone = iter(self.context.encode([t[len(prompt) :] for (prompt, t), is_so in zip(turns, crossed) if is_so]))
+        return [
+            (before, next(alone) if is_so else after[len(before) :]) for (before, after), is_so in zip(both, crossed)
+        ]
+
+    def _join(self, encoded: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
+        """One sequence of the ids of what is before each turn, and of the turn."""
         ids: list[int] = []
         weights: list[int] = []
-        for i, (before, after) in enumerate(encoded):
+        for i, (before, answer) in enumerate(encoded):
             if not before:
                 raise Unusable("with nothing before the first answer (no token would predict it)")
             if before[: len(ids)] != ids:  # its borders vanish in longer tokens, so it would not be shown like this
                 raise Unusable("with an answer that is tokenized differently once the conversation goes on")
-            answer = after[len(before) :]
-            if after[: len(before)] != before:
-                # A token reaches over the border. Whoever asks will encode the prompt alone, so the answer is, too.
-                prompt, whole = texts[i]
-                answer = self.context.tokenizer.encode(whole[len(prompt) :])
             answer = self._end(answer, is_last=i == len(encoded) - 1)
             weights += [0] * (len(before) - len(ids)) + [1] * len(answer)
             ids = before + answer

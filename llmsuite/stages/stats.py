@@ -23,7 +23,7 @@ class FileStats:
 
     path: Path
     counts: DropCounts | None
-    """Rows read and dropped; None for a corpus."""
+    """Rows read and dropped; None for text of which nothing was skipped."""
     what: str
     """What the lengths are of."""
     lengths: np.ndarray
@@ -49,7 +49,8 @@ def file_stats(stage: Stage[Any], path: Path) -> FileStats:
     if isinstance(stage, PretrainStage):
         lengths = stage.document_lengths(path)
         learnt = len(samples) * stage.context.recipe.data.max_length
-        return FileStats(path, None, "documents", lengths, len(samples), int(lengths.sum()), learnt, 0, None, None)
+        counts = stage.counts.get(path)
+        return FileStats(path, counts, "documents", lengths, len(samples), int(lengths.sum()), learnt, 0, None, None)
     sizes, tokens, learnt, ends = [], [], 0, 0
     for sample in samples:
         rows = taught_sequences(stage.collate([sample]))

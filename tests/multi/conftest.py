@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,22 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.conftest import PluginSite
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "recipes/llama/dpo.json"
+
+
+_HOLD = """
+import os, time
+from pathlib import Path
+import llmsuite
+
+@llmsuite.hookimpl
+def llmsuite_step_end(run, step, metrics):
+    while step == int(os.environ["HOLD_AT"]) and not Path(os.environ["HOLD_UNTIL"]).exists():
+        time.sleep(0.01)
+"""
 
 
 class Runner:
@@ -24,6 +39,7 @@ class Runner:
     def __init__(self, directory: Path):
         self.directory = directory
         self.environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache"), "LLMSUITE_PLUGINS": ""}
+        self._site = directory / "site"
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start it and return at once."""
@@ -35,6 +51,34 @@ class Runner:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def start_and_hold(self, name: str, step: int, *arguments: str) -> subprocess.Popen[str]:
+        """Start it and wait until its step is recorded; there it stays until `let_go`."""
+        if not self._site.exists():
+            self._site.mkdir()
+            PluginSite(self._site).install("hold", _HOLD)
+        process = self.start(
+            *arguments,
+            LLMSUITE_PLUGINS="hold",
+            PYTHONPATH=os.pathsep.join([str(self._site), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            HOLD_AT=str(step),
+            HOLD_UNTIL=str(self.directory / f"{name}-goes-on"),
+        )
+        self.wait_for_step(name, step, process)
+        return process
+
+    def let_go(self, name: str) -> None:
+        """Let a run that is held go on."""
+        (self.directory / f"{name}-goes-on").touch()
+
+    def wait_for_step(self, name: str, step: int, process: subprocess.Popen[str]) -> None:
+        """Return as soon as a step is recorded."""
+        metrics, deadline = self.directory / name / "metrics.jsonl", time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and f'"step": {step},' in metrics.read_text():
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"step {step} did not come\n{process.communicate()[0]}")
 
     def run(self, *arguments: str, expect: int = 0, **environment: str) -> str:
         """Run it to its end; returns what it printed."""
@@ -70,4 +114,4 @@ _TIMES = {"avg_reader_cost", "avg_batch_cost", "steps_per_second", "ips_total", 
 
 def learnt(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without times and memory."""
-    return [{key: value for key, value in record.items() if key not in _TIMES} for record in records]
+    return [{k: v for k, v in r.items() if k not in _TIMES and not k.startswith("straggler/")} for r in records]

@@ -12,7 +12,7 @@ import pytest
 
 from llmsuite.checkpoint.files import broken_file
 from tests.multi.conftest import ROOT, Runner, learnt
-from tests.multi.test_interrupted import MESHES, _wait_for_step
+from tests.multi.test_interrupted import MESHES
 
 STEPS = 8
 COMMON = (f"--train.max_steps={STEPS}", "--train.micro_batch_size=4", "--checkpoint.save_steps=2", *MESHES[1])
@@ -99,9 +99,9 @@ def test_a_place_that_cannot_be_written_to(runner: Runner, whole: Path, tmp_path
 
 
 def test_a_second_run_in_the_directory_of_one_that_is_running(runner: Runner) -> None:
-    words = runner.smoke("shared", *MESHES[1], "--train.max_steps=200", "--train.micro_batch_size=4")
+    words = runner.smoke("shared", *MESHES[1], "--train.max_steps=20000", "--train.micro_batch_size=4")
     first = runner.start(*words)
-    _wait_for_step(runner.directory / "shared", 1, first)
+    runner.wait_for_step("shared", 1, first)
     output = runner.run(*words, "--resume", expect=2)
     assert f"{runner.directory / 'shared'}: another run is writing there" in output
     assert first.poll() is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -28,17 +27,6 @@ def ranks(request: pytest.FixtureRequest, runner: Runner) -> int:
     """Runs the uninterrupted run once, as `whole-N`."""
     runner.run(*runner.smoke(f"whole-{request.param}", *COMMON, *MESHES[request.param]))
     return int(request.param)
-
-
-def _wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Return as soon as a step is recorded."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        metrics = run / "metrics.jsonl"
-        if metrics.exists() and f'"step": {step},' in metrics.read_text():
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"step {step} did not come\n{process.communicate()[0]}")
 
 
 def _children(pid: int) -> list[int]:
@@ -64,13 +52,12 @@ def _assert_same_as_whole(runner: Runner, name: str, ranks: int) -> None:
 def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
     name = f"killed-{ranks}"
     words = runner.smoke(name, *COMMON, *MESHES[ranks])
-    process = runner.start(*words)
-    _wait_for_step(runner.directory / name, 6, process)
+    process = runner.start_and_hold(name, 6, *words)
     left = _children(process.pid)
     process.kill()
     process.wait()
     _wait_until_gone(left)  # ranks do not outlive the process that started them
-    assert len(runner.metrics(name)) < STEPS, "it was killed too late to show anything"
+    assert runner.metrics(name)[-1]["step"] == 6
     output = runner.run(*words, expect=2)
     assert "--resume" in output  # a new run does not trample on the old one
     output = runner.run(*words, "--resume")
@@ -82,9 +69,9 @@ def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
 def test_stopped_run_saves_and_resumes_bit_exactly(runner: Runner, ranks: int, number: signal.Signals) -> None:
     name = f"stopped-{ranks}-{number.name}"
     words = runner.smoke(name, *COMMON, *MESHES[ranks])
-    process = runner.start(*words)
-    _wait_for_step(runner.directory / name, 5, process)
+    process = runner.start_and_hold(name, 5, *words)
     process.send_signal(number)
+    runner.let_go(name)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "stopping after this step" in output
@@ -99,8 +86,7 @@ def test_stopped_run_saves_and_resumes_bit_exactly(runner: Runner, ranks: int, n
 def test_dead_rank_ends_the_run_and_is_named(runner: Runner, stages: int, victim: int) -> None:
     """The neighbours of a pipeline stage wait for what it would have sent, the others for them."""
     name = f"dead-rank-{stages}-{victim}"
-    process = runner.start(*runner.smoke(name, *COMMON, *MESHES[stages]))
-    _wait_for_step(runner.directory / name, 3, process)
+    process = runner.start_and_hold(name, 3, *runner.smoke(name, *COMMON, *MESHES[stages]))
     children = _children(process.pid)
     assert len(children) == stages
     os.kill(children[victim], signal.SIGKILL)

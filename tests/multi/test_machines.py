@@ -49,13 +49,6 @@ def _ranks(process: subprocess.Popen[str]) -> list[int]:
     return [int(c) for c in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def _wait_for_step(runner: Runner, name: str, step: int) -> None:
-    metrics, deadline = runner.directory / name / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert time.monotonic() < deadline, f"step {step} did not come"
-        time.sleep(0.01)
-
-
 def test_two_machines_equal_one_process(runner: Runner, master: str) -> None:
     runner.run(*runner.smoke("one", *COMMON, f"--train.max_steps={STEPS}", "--launch.num_devices=1", "--parallel={}"))
     second = _start(runner, "two", master, 1)  # which waits for the first
@@ -77,8 +70,8 @@ def test_two_machines_equal_one_process(runner: Runner, master: str) -> None:
 @pytest.mark.parametrize("what", ["rank", "launcher"])
 def test_a_failure_on_one_machine_ends_the_other(runner: Runner, master: str, machine: int, what: str) -> None:
     name = f"lost {what} of {machine}"
-    machines = [_start(runner, name, master, index, steps=1000) for index in (0, 1)]
-    _wait_for_step(runner, name, 2)
+    machines = [_start(runner, name, master, index, steps=20000) for index in (0, 1)]
+    runner.wait_for_step(name, 2, machines[0])
     victim = _ranks(machines[machine])[1] if what == "rank" else machines[machine].pid
     os.kill(victim, signal.SIGKILL)
     start = time.monotonic()
@@ -94,8 +87,8 @@ def test_a_failure_on_one_machine_ends_the_other(runner: Runner, master: str, ma
 
 
 def test_ctrl_c_on_one_machine_stops_all_with_a_checkpoint(runner: Runner, master: str) -> None:
-    machines = [_start(runner, "stopped", master, index, steps=1000) for index in (0, 1)]
-    _wait_for_step(runner, "stopped", 2)
+    machines = [_start(runner, "stopped", master, index, steps=20000) for index in (0, 1)]
+    runner.wait_for_step("stopped", 2, machines[0])
     machines[1].send_signal(signal.SIGINT)
     assert [_end(process)[0] for process in machines] == [130, 130]
     done = runner.metrics("stopped")[-1]["step"]

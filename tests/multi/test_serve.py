@@ -247,10 +247,11 @@ def test_slow_and_broken_clients_hurt_nobody(server: Server) -> None:
 def test_a_full_server_says_so_and_ends_well(runner: Runner, model: Path) -> None:
     server = Server(runner, model, "--batch_size", "1", "--max_waiting", "1", "--max_new_tokens", "200")
     long: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 200, "extra_body": {"min_tokens": 200}}
+    clients = [server.client() for _ in range(4)]  # ready before, as making them takes longer than the answer lasts
     stream = server.client().completions.create(**long, stream=True)
     next(iter(stream))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(server.client().completions.create, **long) for _ in range(4)]
+        others = [pool.submit(client.completions.create, **long) for client in clients]
         refused = [isinstance(future.exception(), openai.RateLimitError) for future in others]
     assert sum(refused) >= 3
     last = server.client().completions.create(**long, stream=True)

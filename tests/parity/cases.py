@@ -143,12 +143,19 @@ class Comparison:
 
 
 def compare(
-    runner: Runner, one: str, many: str, stem: str = "model", limit: float = LIMIT, falls: bool = True
+    runner: Runner,
+    one: str,
+    many: str,
+    stem: str = "model",
+    limit: float = LIMIT,
+    falls: bool = True,
+    gradient_limit: float = GRADIENT_LIMIT,
 ) -> Comparison:
     """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state.
 
     `stem` is that of the parameters' files, `limit` how far what has changed in one of them may be off, `falls` whether
-    the loss of the last step has to be lower than that of the first, whose samples are others.
+    the loss of the last step has to be lower than that of the first, whose samples are others, `gradient_limit` how far
+    the gradient of a parameter may be off.
     """
     result = Comparison()
     ours, theirs = runner.metrics(one), runner.metrics(many)
@@ -170,7 +177,7 @@ def compare(
     assert gradients.keys() == set().union(*stages)
     for stage in stages:  # of which two may have a tied parameter
         for name, value in stage.items():
-            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), GRADIENT_LIMIT)
+            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), gradient_limit)
             result.gradients = max(result.gradients, difference)
     first, last, found = (runner.weights(n, s, stem) for n, s in ((one, 1), (one, STEPS), (many, STEPS)))
     assert last.keys() == found.keys()

@@ -10,6 +10,9 @@ from tests.parity.cases import GRADIENT_LIMIT, Case, compare, run_cases
 from tests.parity.lora import case
 
 OFF = {"stage": "dpo", "run": ("--dpo.reference=adapter_off",)}
+SCORE_LIMIT = 5e-6
+"""What chosen and rejected answers have in common cancels out in the gradient of a score, and with it digits: one
+process with micro-batches of 1 is 2.6e-6 from itself with one of 8."""
 SELECTIVE, OFFLOAD = "--engine.recompute=selective", "--engine.offload_optimizer=true"
 
 
@@ -26,8 +29,11 @@ RUNS: dict[str, dict[str, object]] = {
     "off": OFF,
     "qwen": {"family": "qwen"},
     "gpt": {"family": "gpt"},
-    "deepseek": {"family": "deepseek", "run": ("--train.learning_rate=0.05",)},  # at a rate that magnifies less
-    "rm": {"stage": "rm"},
+    # At a rate of 0.2 three steps magnify rounding: with tp2 and sequence parallel the change of factors is off by up
+    # to 8e-6, in one process with micro-batches of 1 by 3e-6. In one step from the same adapters no gradient is off by
+    # more than 2.1e-6 with the one and 1.6e-6 with the other.
+    "deepseek": {"family": "deepseek", "run": ("--train.learning_rate=0.05",)},
+    "rm": {"stage": "rm", "run": ("--train.learning_rate=0.05",)},  # 0.2 is too much for a head that begins anew
     "head": {"run": ('--lora.target_modules=["lm_head", "o_proj", "down_proj"]',)},
 }
 STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
@@ -86,6 +92,7 @@ def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], n
     one, many = _one(STRATEGIES[name][0]).name, _many(name).name
     assert one not in failed, failed[one]
     assert many not in failed, failed[many]
-    found = compare(runner, one, many, STEM, GRADIENT_LIMIT)
+    limit = SCORE_LIMIT if STRATEGIES[name][0] == "rm" else GRADIENT_LIMIT
+    found = compare(runner, one, many, STEM, limit, gradient_limit=limit)
     print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
     assert found.problems == []

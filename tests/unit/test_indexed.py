@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import signal
@@ -22,6 +23,7 @@ from llmsuite.cli.main import main
 from llmsuite.data.documents import Division, read_documents
 from llmsuite.data.index import build_corpus, cached_corpus
 from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, index_path, token_dtype
+from llmsuite.data.read import OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.observe.progress import track_bytes
@@ -234,6 +236,7 @@ _BUILD = """
 import sys, contextlib
 from pathlib import Path
 from llmsuite.data import index
+from llmsuite.data.read import OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 real, count = index.build_corpus, []
 def build(*args, **keys):
@@ -241,7 +244,7 @@ def build(*args, **keys):
     return real(*args, **keys)
 index.build_corpus = build
 path, cache, tokenizer = map(Path, sys.argv[1:])
-corpus = index.cached_corpus(
+corpus, _ = index.cached_corpus(
     path, cache, TextTokenizer(tokenizer), "blank_lines", "text", lambda n: contextlib.nullcontext(lambda k: None))
 print(len(count), corpus.digest())
 """
@@ -259,7 +262,8 @@ def test_cache_follows_content_and_settings(tmp_path: Path, tokenizer: TextToken
     path = tmp_path / "a.txt"
 
     def found(division: Division = "blank_lines") -> Path:
-        return cached_corpus(path, tmp_path / "cache", tokenizer, division, "text", lambda n: track_bytes(n, "x")).path
+        progress = functools.partial(track_bytes, what="x")
+        return cached_corpus(path, tmp_path / "cache", tokenizer, division, "text", progress)[0].path
 
     path.write_text("one\ntwo\n")
     first = found()
@@ -268,3 +272,65 @@ def test_cache_follows_content_and_settings(tmp_path: Path, tokenizer: TextToken
     assert found("lines") != first
     path.write_text("one\nthree\n")
     assert found() != first
+
+
+BROKEN = b"""{"text": "one"}
+{"text": "two"
+{"texts": "three"}
+{"text": 4}
+{"text": "\\ud800"}
+\xff
+{"text": "seven"}
+"""
+
+
+def test_faulty_rows_are_skipped_and_counted_each_time(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    progress = functools.partial(track_bytes, what="x")
+
+    def found(path: Path, on_bad_row: OnBadRow) -> tuple[int, str]:
+        corpus, faults = cached_corpus(
+            path, tmp_path / "cache", tokenizer, "lines", "text", progress, on_bad_row=on_bad_row
+        )
+        return corpus.num_documents, faults.summary() if faults.total else ""
+
+    rows = tmp_path / "a.jsonl"
+    rows.write_bytes(BROKEN)
+    with pytest.raises(UserError, match=r"a\.jsonl:2: is not a JSON line"):
+        found(rows, "error")
+    count, summary = found(rows, "skip")
+    assert count == 2
+    assert summary.startswith("5 that cannot be read: ")
+    for reason in (
+        f"has no key 'text', which is to hold the text (1, first at {rows}:3)",
+        f"is not a JSON line (1, first at {rows}:2)",
+        f"'text' is a int, not text (1, first at {rows}:4)",
+        f"has half of a surrogate pair, which is no text (1, first at {rows}:5)",
+        f"is not UTF-8 (1, first at {rows}:6)",
+    ):
+        assert reason in summary
+    assert found(rows, "skip") == (count, summary)  # when nothing is read any more
+    renamed = rows.rename(tmp_path / "b.jsonl")
+    assert found(renamed, "skip") == (count, summary.replace("a.jsonl", "b.jsonl"))
+    with pytest.raises(UserError, match=r"b\.jsonl:2: is not a JSON line"):
+        found(renamed, "error")  # what was made without the faulty rows does not do
+    (note,) = (tmp_path / "cache").glob("*.skipped.json")
+    note.unlink()  # as after a kill between the two
+    assert found(renamed, "skip") == (count, summary.replace("a.jsonl", "b.jsonl"))
+    text = tmp_path / "c.txt"
+    text.write_bytes(b"one\n\xff\nthree\n")
+    assert found(text, "skip") == (2, f"1 that cannot be read: is not UTF-8 (1, first at {text}:2)")
+    text.write_bytes(b"\xff\n")
+    with pytest.raises(UserError, match=r"c\.txt: no text to index: 1 that cannot be read: is not UTF-8"):
+        found(text, "skip")
+
+
+def test_command_that_skips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(BROKEN)
+    words = ["data", "index", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "c"), "--workers=2"]
+    words += ["--tokenizer", str(ROOT / "data" / "tokenizer")]
+    assert main(words) == 2
+    assert "a.jsonl:2: is not a JSON line" in capsys.readouterr().err
+    assert main([*words, "--on_bad_row=skip"]) == 0
+    out = capsys.readouterr().out
+    assert "left out 5 that cannot be read: " in out
+    assert ": 2 documents, " in out

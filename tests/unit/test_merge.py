@@ -1,11 +1,8 @@
-"""Merging and converting: equal tensors in every form, adapters added, and killed runs that go on."""
+"""Merging and converting: equal tensors in every form, damaged sources named, and killed runs that go on."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import os
 import shutil
 import signal
 import subprocess
@@ -16,7 +13,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import paddle
 import pytest
 import safetensors.numpy
 from hypothesis import given
@@ -24,7 +20,6 @@ from hypothesis import strategies as st
 
 from llmsuite.checkpoint import rewrite as rewrite_module
 from llmsuite.checkpoint import write as write_module
-from llmsuite.checkpoint.adapter import add_adapter
 from llmsuite.checkpoint.files import broken_file, sha256_of
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.rewrite import Form, Rewrite
@@ -36,15 +31,6 @@ from tests.unit import tiny_llama
 from tests.unit.tiny_llama import CONFIG, FAMILIES, TOKENIZER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def tensors_of(directory: Path) -> dict[str, np.ndarray]:
-    model = open_model(directory, FAMILIES)
-    return {name: np.ascontiguousarray(model.read(name)) for name in model.names}
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a)
 
 
 @pytest.mark.parametrize("config", [CONFIG, tiny_llama.tied()], ids=["untied", "tied"])
@@ -63,7 +49,7 @@ def test_there_and_back_is_bit_equal(
     ]
     for name, source, form in zip("bcdef", "abcde", forms):
         Rewrite(open_model(tmp_path / source, FAMILIES), form).write(tmp_path / name)
-        assert same(tensors_of(tmp_path / name), expected), name
+        assert tiny_llama.same(tiny_llama.read(tmp_path / name), expected), name
         assert broken_file(tmp_path / name) is None
         assert (tmp_path / name / "tokenizer.json").is_file()
     assert (tmp_path / "f/config.json").read_bytes() == (tmp_path / "a/config.json").read_bytes()
@@ -84,7 +70,7 @@ def test_the_command_writes_the_dtype_and_files_asked_for(
     assert f"21 tensors in 3 files, 0 MB of {dtype}, hf layout" in capsys.readouterr().out
     largest = max(value.nbytes for value in values.values()) * np.dtype(dtype).itemsize // 2
     assert max(f.stat().st_size for f in files) < sum(f.stat().st_size for f in files) / 3 + largest + 2000
-    for name, value in tensors_of(tmp_path / "b").items():
+    for name, value in tiny_llama.read(tmp_path / "b").items():
         assert value.tobytes() == values[name].astype("float32").astype(dtype).tobytes()
     config = json.loads((tmp_path / "b/config.json").read_text())
     assert config["torch_dtype"] == dtype
@@ -107,7 +93,7 @@ def test_mixed_dtypes_are_kept_and_aligned(tmp_path: Path) -> None:
         old.unlink()
     safetensors.numpy.save_file(stored, file)
     Rewrite(open_model(tmp_path / "a", FAMILIES), Form("paddlenlp")).write(tmp_path / "b")
-    for name, value in tensors_of(tmp_path / "b").items():
+    for name, value in tiny_llama.read(tmp_path / "b").items():
         assert value.dtype == (np.float32 if "norm" in name else ml_dtypes.bfloat16)
         assert np.array_equal(value.astype("float32"), values[name].astype("float32"))
 
@@ -249,7 +235,7 @@ def test_kill_9_and_again_skips_what_is_done(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(write_module, "TensorFile", write_file)
     model = open_model(tmp_path / "a", FAMILIES)
     Rewrite(model, Form("paddlenlp", max_file_bytes=3000)).write(target)
-    assert same(tensors_of(target), expected)
+    assert tiny_llama.same(tiny_llama.read(target), expected)
     assert broken_file(target) is None
     assert not part.exists()
     assert {p.name for p in target.iterdir() if p.name.startswith(".") or "journal" in p.name} == set()
@@ -270,7 +256,7 @@ def test_what_is_left_of_another_model_is_thrown_away(tmp_path: Path) -> None:
     assert (tmp_path / "b.part").is_dir()
     expected = tiny_llama.write(tmp_path / "a", seed=1)
     Rewrite(model, Form("hf")).write(tmp_path / "b")
-    assert same(tensors_of(tmp_path / "b"), expected)
+    assert tiny_llama.same(tiny_llama.read(tmp_path / "b"), expected)
 
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
@@ -286,145 +272,6 @@ def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
 
 
 # adapters
-
-RANK, ALPHA = 3, 12
-TARGETS = ("q_proj", "v_proj", "down_proj")
-
-
-def factors(seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """A [inputs, rank] and B [rank, outputs] by our names."""
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape).astype("float32")
-
-    return {
-        name: (normal(v.shape[0], RANK), normal(RANK, v.shape[1]))
-        for name, v in tiny_llama.values().items()
-        if name.split(".")[-2] in TARGETS
-    }
-
-
-def write_peft(directory: Path, changes: Any = (), extra: Any = (), drop: str = "") -> Path:
-    """An adapter as HF PEFT saves it."""
-    directory.mkdir()
-    tensors = {}
-    for name, (a, b) in factors().items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors[f"{module}.lora_A.weight"] = np.ascontiguousarray(a.T)
-        tensors[f"{module}.lora_B.weight"] = np.ascontiguousarray(b.T)
-    tensors = {**{n: v for n, v in tensors.items() if not drop or drop not in n}, **dict(extra)}
-    safetensors.numpy.save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS), **dict(changes)}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
-
-
-def expected_sum(scale: float, dtype: str = "float32") -> dict[str, np.ndarray]:
-    values = tiny_llama.values(dtype=dtype)
-    for name, (a, b) in factors().items():
-        values[name] = (values[name].astype("float32") + scale * (a @ b)).astype(dtype)
-    return values
-
-
-@pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_of_peft_is_added_to_its_base(tmp_path: Path, layout: Any, dtype: str) -> None:
-    tiny_llama.write(tmp_path / "base", layout=layout, dtype=dtype)
-    adapter = write_peft(tmp_path / "adapter")
-    words = ["--base", str(tmp_path / "base"), "-o", str(tmp_path / "out"), "--layout", layout]
-    assert main(["merge", str(adapter), *words]) == 0
-    for name, value in tensors_of(tmp_path / "out").items():
-        expected = expected_sum(ALPHA / RANK, dtype)[name]
-        assert value.dtype == expected.dtype
-        tolerance = 1e-6 if dtype == "float32" else 1e-2
-        assert np.allclose(value.astype("float32"), expected.astype("float32"), rtol=tolerance)
-    assert not same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "base"))
-
-
-def test_paddlenlps_layout_and_stabilised_scale(tmp_path: Path) -> None:
-    tiny_llama.write(tmp_path / "base")
-    directory = tmp_path / "adapter"
-    directory.mkdir()
-    tensors = {}
-    for name, (a, b) in factors().items():
-        module = name.replace("model.", "llama.").removesuffix(".weight")
-        tensors |= {f"{module}.lora_A": a, f"{module}.lora_B": b}
-    safetensors.numpy.save_file(tensors, directory / "lora_model_state.safetensors")
-    (directory / "lora_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "rslora": True}))
-    merged = add_adapter(open_model(tmp_path / "base", FAMILIES), directory)
-    for name, expected in expected_sum(ALPHA / math.sqrt(RANK)).items():
-        assert np.allclose(merged.read(name), expected, rtol=1e-5, atol=1e-6)
-        half = [slice(1, n) for n in expected.shape]
-        assert np.allclose(merged.read(name, half), expected[tuple(half)], rtol=1e-5, atol=1e-6)
-
-
-def test_a_pickle_of_paddlenlp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_llama.write(tmp_path / "base")
-    directory = tmp_path / "adapter"
-    directory.mkdir()
-    tensors = {}
-    for name, (a, b) in factors().items():
-        module = name.replace("model.", "llama.").removesuffix(".weight")
-        tensors |= {f"{module}.lora_A": paddle.to_tensor(a), f"{module}.lora_B": paddle.to_tensor(b)}
-    paddle.save(tensors, str(directory / "lora_model_state.pdparams"))
-    (directory / "lora_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
-    words = ["merge", str(directory), "--base", str(tmp_path / "base"), "-o", str(tmp_path / "out")]
-    assert "lora_model_state.pdparams: is a pickle. With --allow-pickle" in error(*words, capsys=capsys)
-    assert main([*words, "--allow-pickle"]) == 0
-    for name, expected in expected_sum(ALPHA / RANK).items():
-        assert np.allclose(tensors_of(tmp_path / "out")[name], expected, rtol=1e-5, atol=1e-6)
-    shutil.rmtree(tmp_path / "out")
-    (directory / "lora_model_state.pdparams").rename(directory / "lora_model_state.tp00.pdparams")
-    assert "parts of ranks; let PaddleNLP merge them first" in error(*words, "--allow-pickle", capsys=capsys)
-
-
-def test_patterns_and_saved_modules(tmp_path: Path) -> None:
-    tiny_llama.write(tmp_path / "base")
-    head = np.full((19, 24), 0.5, "float32")
-    extra = {"base_model.model.lm_head.weight": head}
-    patterns = {"alpha_pattern": {"layers.1.mlp.down_proj": 6}, "rank_pattern": {"q_proj": RANK}, "use_rslora": False}
-    merged = add_adapter(open_model(tmp_path / "base", FAMILIES), write_peft(tmp_path / "adapter", patterns, extra))
-    assert np.array_equal(merged.read("lm_head.weight"), head.T)
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert np.allclose(merged.read(name), expected_sum(6 / RANK)[name], rtol=1e-5, atol=1e-6)
-    other = "model.layers.0.mlp.down_proj.weight"
-    assert np.allclose(merged.read(other), expected_sum(ALPHA / RANK)[other], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"extra": {"model.layers.7.mlp.up_proj.lora_A": np.zeros((3, 24), "f4")}}, "1 tensors belong to nothing"),
-        ({"extra": {"model.embed_tokens.lora_embedding_A": np.zeros((3, 19), "f4")}}, "1 tensors belong to nothing"),
-        ({"drop": "layers.0.self_attn.q_proj.lora_B"}, "has no other half"),
-        ({"changes": {"use_dora": True}}, "use_dora is on"),
-        ({"changes": {"r": 4}}, "rank 4, its factors have rank 3"),
-        ({"changes": {"lora_alpha": None}}, "lora_alpha is None"),
-        ({"drop": "lora_"}, "has no lora_A and lora_B"),
-    ],
-)  # fmt: skip
-def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    tiny_llama.write(tmp_path / "base")
-    if options.get("drop") == "lora_":
-        options = {**options, "extra": {"base_model.model.lm_head.weight": np.zeros((19, 24), "float32")}}
-    adapter = write_peft(tmp_path / "adapter", **options)
-    with pytest.raises(UserError, match=message):
-        add_adapter(open_model(tmp_path / "base", FAMILIES), adapter)
-
-
-def test_an_adapter_of_a_wider_model_is_refused(tmp_path: Path) -> None:
-    tiny_llama.write(tmp_path / "base", dataclasses.replace(CONFIG, intermediate_size=22))
-    with pytest.raises(UserError, match=r"are \[20, 3\] x \[3, 24\]; model.layers.0.mlp.down_proj.weight of the base"):
-        add_adapter(open_model(tmp_path / "base", FAMILIES), write_peft(tmp_path / "adapter"))
-
-
-def test_an_adapter_wants_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--base DIR" in error("merge", str(write_peft(tmp_path / "a")), "-o", str(tmp_path / "b"), capsys=capsys)
-    assert os.listdir(tmp_path) == ["a"]
-
-
-# sources that are not as they were written
 
 
 def test_a_damaged_source_is_named_and_nothing_is_made_of_it(tmp_path: Path) -> None:
@@ -454,7 +301,7 @@ def test_a_damaged_source_is_named_and_nothing_is_made_of_it(tmp_path: Path) -> 
         open_source(source, FAMILIES, parameter_shapes)
     (source / "manifest.json").unlink()  # as in directories that others have written
     Rewrite(open_source(source, FAMILIES, parameter_shapes), Form("paddlenlp")).write(tmp_path / "c")
-    assert same(tensors_of(tmp_path / "c"), tensors_of(tmp_path / "a"))
+    assert tiny_llama.same(tiny_llama.read(tmp_path / "c"), tiny_llama.read(tmp_path / "a"))
 
 
 def test_a_manifest_with_a_hash_of_each_whole_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.cli.main import main
 from llmsuite.data.indexed import CorpusWriter
 from llmsuite.data.loader import Dealer, SampleOrder, shuffled
 from llmsuite.data.tokenizer import TextTokenizer
@@ -187,6 +188,19 @@ def test_a_mixture_of_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert mixed.digest(corpus) != stage().digest(corpus)
     with pytest.raises(UserError, match=r"pretrain\.mix: nowhere is not a file"):
         stage(mix={"nowhere": 1.0}).read_all(corpus, None)
+
+
+def test_faulty_rows_of_text(tmp_path: Path, write_recipe: Callable[..., Path], capsys: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one two three four"}\n{"text": 5}\n' * 3)
+    recipe = write_recipe({"stage": "pretrain", "data.train": str(path), "data.max_length": 4})
+    assert main(["data", "stats", str(recipe)]) == 2
+    assert f"{path}:2: 'text' is a int, not text" in capsys.readouterr().err
+    for _ in range(2):  # the second time from the cache
+        assert main(["data", "stats", str(recipe), "--data.on_bad_row=skip"]) == 0
+        out = capsys.readouterr().out
+        assert "  rows       6 read, 3 used, 3 dropped\n" in out
+        assert f"dropped: 3 that cannot be read: 'text' is a int, not text (3, first at {path}:2)\n" in out
 
 
 def test_too_little_text(corpus: Path) -> None:

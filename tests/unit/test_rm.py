@@ -99,6 +99,7 @@ def test_the_last_token_of_each_answer_is_scored(multiple: int) -> None:
     assert batch["input_ids"].shape[1] % multiple == 0
     assert batch["num_supervised"] == 6
     answers = [pair.answers[side] for side in (0, 1) for pair in pairs]
+    assert batch["lengths"].tolist() == [len(answer) for answer in answers]
     for ids, position, answer in zip(batch["input_ids"], batch["positions"], answers):
         at = position % batch["input_ids"].shape[1]
         assert ids[: at + 1].tolist() == answer.prompt + answer.ids

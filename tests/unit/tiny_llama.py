@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.layout import Layout
-from llmsuite.checkpoint.model_dir import write_model
+from llmsuite.checkpoint.model_dir import open_model, write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.engine.init import initial_values
 from llmsuite.models.llama import names
@@ -70,6 +70,17 @@ def write(
     specs = [TensorSpec(name, value.shape, value.dtype.name) for name, value in parameters.items()]
     write_model(directory, FAMILY, config, parameters.__getitem__, specs, layout, tokenizer, max_file_bytes=4096)
     return parameters
+
+
+def read(directory: Path) -> dict[str, np.ndarray]:
+    """All tensors of a model directory."""
+    model = open_model(directory, FAMILIES)
+    return {name: np.ascontiguousarray(model.read(name)) for name in model.names}
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    """Whether the tensors are equal bit by bit."""
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a)
 
 
 def model(config: LlamaConfig = CONFIG, seed: int = 0) -> Any:

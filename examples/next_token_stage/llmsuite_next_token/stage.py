@@ -11,7 +11,7 @@ class NextTokenStage(Stage):
     row_kind = "text"
 
     def make_samples(self, rows, counts):
-        samples = [[*ids, self.context.tokenizer.eos_id] for ids in self.context.tokenizer.encode_batch(rows)]
+        samples = [[*ids, self.context.tokenizer.eos_id] for ids in self.context.encode(rows)]
         shortest, longest = self.section.min_tokens, self.context.recipe.data.max_length
         return [ids for ids in samples if shortest <= len(ids) <= longest or counts.drop("too short or too long")]
 

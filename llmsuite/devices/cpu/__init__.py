@@ -19,6 +19,7 @@ class CpuBackend(DeviceBackend):
     collectives = "gloo"
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
+    forks = True
 
     def environment(self, local_ranks: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)

@@ -1,0 +1,119 @@
+"""`llmsuite runs list|show|compare`, `llmsuite report RUN…`, `llmsuite watch RUN`: what has become of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import Command
+from llmsuite.plugins.manager import Registry
+
+_COMPARED = ("loss", "eval/loss", "grad_norm", "ips_total", "avg_batch_cost", "avg_reader_cost", "peak_memory_bytes")
+
+
+def _add_arguments(parser: Any) -> None:
+    parser.add_argument(
+        "action", type=Literal["list", "show", "compare"], help="list: below a directory; show: one; compare: several"
+    )
+    parser.add_argument("runs", type=str, nargs="*", help="directories of runs; with list where to look, default: runs")
+
+
+def _run(args: Any, registry: Registry) -> int:
+    from llmsuite.observe.runs import find_runs, read_run
+
+    paths = [Path(path) for path in args.runs]
+    if args.action == "list":
+        found = [run for path in paths or [Path("runs")] for run in find_runs(path)]
+        _print(("run", "stage", "status", "step", "loss", "tokens/s"), [_line(path) for path in found])
+        return 0
+    if args.action == "show" and len(paths) != 1:
+        raise UserError("runs show: takes the directory of one run")
+    if args.action == "compare" and len(paths) < 2:
+        raise UserError("runs compare: takes the directories of two runs or more")
+    runs = [read_run(path) for path in paths]
+    return _show(runs[0]) if args.action == "show" else _compare(runs)
+
+
+def _line(path: Path) -> tuple[str, ...]:
+    from llmsuite.observe.runs import read_run
+
+    run = read_run(path)
+    last = run.steps[-1] if run.steps else {}
+    numbers = [f"{last[name]:.4g}" if name in last else "" for name in ("loss", "ips_total")]
+    return str(path), str(run.recipe.get("stage", "")), run.status, str(last.get("step", "")), *numbers
+
+
+def _show(run: Any) -> int:
+    rows = [("directory", str(run.directory)), ("status", run.status), ("stage", str(run.recipe.get("stage", "")))]
+    told = ("started", "host", "mesh", "device")
+    rows += [(name, str(run.environment[name])) for name in told if name in run.environment]
+    if run.steps:
+        rows += [(name, f"{value:.6g}") for name, value in run.steps[-1].items() if isinstance(value, (int, float))]
+    _print((), rows)
+    for event in run.events:
+        rest = "  ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+        print(f"{event['time']}  {event['event']}  {rest}".rstrip())
+    return 0
+
+
+def _compare(runs: Sequence[Any]) -> int:
+    from llmsuite.observe.runs import differing
+
+    head = ("", *(str(run.directory) for run in runs))
+    rows: list[tuple[str, ...]] = [("status", *(run.status for run in runs))]
+    rows.append(("step", *(str(run.steps[-1]["step"]) if run.steps else "" for run in runs)))
+    for name in _COMPARED:
+        last = [run.series(name)[1][-1:] for run in runs]
+        if any(last):
+            rows.append((name, *(f"{value[0]:.6g}" if value else "" for value in last)))
+    rows += [(key, *map(str, values)) for key, values in differing(*(run.recipe for run in runs))]
+    _print(head, rows)
+    return 0
+
+
+def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = [head, *rows] if head else list(rows)
+    if not rows:
+        print("no runs")
+        return
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for row in table:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip())
+
+
+def _add_report_arguments(parser: Any) -> None:
+    parser.add_argument("runs", type=str, nargs="+", help="directory of the run; further ones are drawn beside it")
+
+
+def _report(args: Any, registry: Registry) -> int:
+    from llmsuite.observe.report import write_report
+    from llmsuite.observe.runs import read_run
+
+    for path in write_report([read_run(Path(path)) for path in args.runs]):
+        print(path)
+    return 0
+
+
+def _add_watch_arguments(parser: Any) -> None:
+    parser.add_argument("run", type=str, help="directory of the run")
+    parser.add_argument("--port", type=int, default=8080, help="on the loopback address; 0 for any that is free")
+
+
+def _watch(args: Any, registry: Registry) -> int:
+    from llmsuite.observe.watch import make_server
+
+    with make_server(Path(args.run), args.port) as server:
+        print(f"watching {args.run} on http://127.0.0.1:{server.server_port}/", flush=True)
+        server.serve_forever()
+    return 0
+
+
+RUNS = Command(name="runs", help="list, show or compare runs", add_arguments=_add_arguments, run=_run)
+REPORT = Command(
+    name="report", help="write a page and pictures of a run", add_arguments=_add_report_arguments, run=_report
+)
+WATCH = Command(
+    name="watch", help="serve the page of a run that goes on", add_arguments=_add_watch_arguments, run=_watch
+)

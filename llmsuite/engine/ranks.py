@@ -1,0 +1,112 @@
+"""The processes of a run on one machine: each a command, or a fork of the process that starts them.
+
+Forks, where the device allows it, import Paddle once for all of them and share the memory of what was imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO, Protocol
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+"""What the launcher gets and sends on."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Rank(Protocol):
+    """A process that was started."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send it one, if it still runs."""
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+
+
+def can_fork() -> bool:
+    """Whether forks of this process may be ranks: they have only the thread that forks."""
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
+def start_rank(
+    work: Sequence[str] | Callable[[], int], variables: Mapping[str, str], log: BinaryIO, close: Callable[[], None]
+) -> Rank:
+    """Start a process in a session of its own: Ctrl-C in the terminal reaches it once, from the launcher.
+
+    Args:
+        work: a command line, or what a fork calls and ends with.
+        variables: its environment.
+        log: gets what it prints.
+        close: lets go of what belongs to the launcher alone; called in a fork.
+    """
+    if callable(work):
+        return _Fork(work, variables, log, close)
+    return subprocess.Popen(
+        work, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
+    )
+
+
+class _Fork:
+    """A rank that is a fork of this process."""
+
+    def __init__(
+        self, work: Callable[[], int], variables: Mapping[str, str], log: BinaryIO, close: Callable[[], None]
+    ) -> None:
+        def run() -> None:
+            os.setsid()
+            _die_with_parent()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            close()
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+            sys.stdout, sys.stderr = (open(stream, "w", 1, "utf-8", "replace", closefd=False) for stream in (1, 2))  # noqa: SIM115
+            os.environ.update(variables)
+            sys.exit(work())
+
+        self._process = multiprocessing.get_context("fork").Process(target=run)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it has handlers of its own
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return code
+
+
+def _die_with_parent() -> None:
+    """In a rank that is about to start: ask Linux to kill it when the launcher dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,92 @@
+"""`events.jsonl`: what happened to a run besides its steps, one object a line. `environment.json`: where it ran."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite import __version__
+
+EVENTS, ENVIRONMENT = "events.jsonl", "environment.json"
+_PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlenlp", "numpy", "safetensors", "tokenizers")
+# nothing else of the environment is written down: it may hold secrets
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "KMP_BLOCKTIME", "CUDA_VISIBLE_DEVICES",
+              "XPU_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "LLMSUITE_PLUGINS", "LLMSUITE_GLOO_TIMEOUT_S")  # fmt: skip
+
+
+def add_event(run: Path, event: str, **more: Any) -> None:
+    """Append an event to those of a run.
+
+    Args:
+        run: its directory.
+        event: such as "started".
+        more: what JSON can hold.
+    """
+    record = {"time": _now(), "event": event, **more}
+    with open(run / EVENTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """The events of a run, oldest first; a line that a kill has cut off is left out."""
+    try:
+        lines = (run / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def environment(device: str, mesh: str, num_ranks: int) -> dict[str, Any]:
+    """Where and with what this process runs."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "started": _now(),
+        "command": sys.argv,
+        "directory": os.getcwd(),
+        "host": platform.node(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "llmsuite": __version__,
+        "packages": versions,
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "device": device,
+        "mesh": mesh,
+        "ranks": num_ranks,
+    }
+
+
+def write_environment(run: Path, found: Mapping[str, Any]) -> None:
+    """Into the directory of a run, over what an earlier start has written."""
+    (run / ENVIRONMENT).write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    except OSError:  # not Linux
+        return platform.processor() or "unknown"
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")

@@ -1,0 +1,79 @@
+"""What all parts of a conversion share: the arguments not yet used, the recipe's keys, and what is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.hookspecs import ModelFamily
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.keys import walk
+from llmsuite.recipe.load import recipe_type
+from llmsuite.recipe.paddlenlp.arguments import Arguments
+
+
+@dataclasses.dataclass
+class Converted:
+    """What `convert` gives."""
+
+    recipe: dict[str, Any]
+    left_out: list[tuple[str, Any, str]] = dataclasses.field(default_factory=list)
+    """Arguments without counterpart: name, value, why and what is nearest."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What was decided that the arguments do not say."""
+
+
+class Conversion:
+    """One conversion. `take` gives an argument and crosses it off; what is not crossed off has no counterpart."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        name: str,
+        registry: Registry,
+        stage: str,
+        family: ModelFamily,
+        num_devices: int | None,
+    ):
+        self.arguments, self.name, self.stage, self.family = arguments, name, stage, family
+        self.left = dict(arguments.values)
+        self.section = registry.stages[stage].section_name
+        self.section_cls = registry.stages[stage].config_cls
+        tree = {"stage": stage, "model": {"family": family.name}}
+        self.keys = {info.dotted for info in walk(recipe_type(tree, registry)[0])}
+        self.told_devices = num_devices
+        self.result = Converted({})
+        self.evaluates = self.offload = False
+
+    def take(self, key: str) -> Any:
+        value = self.left.pop(key, None)
+        return None if value in ("", "None", "none", "null") else value
+
+    def number(self, key: str, default: Any) -> Any:
+        value = self.take(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UserError(f"{self.name}: {key} is {value!r}; a number is wanted")
+        return value
+
+    def flag(self, key: str) -> bool:
+        return is_true(self.take(key))
+
+    def left_out(self, key: str, value: Any, why: str) -> None:
+        self.result.left_out.append((key, value, why))
+
+    def note(self, text: str) -> None:
+        self.result.notes.append(text)
+
+    def unknown(self, key: str) -> str:
+        near = difflib.get_close_matches(key, {k.rpartition(".")[2]: k for k in self.keys}, n=1)
+        full = sorted(k for k in self.keys if near and k.rpartition(".")[2] == near[0])
+        return f"is not known; nearest key: {full[0]}" if full else "is not known"
+
+
+def is_true(value: Any) -> bool:
+    """Whether a flag is set, in any of the ways it is written."""
+    return value in (True, 1, "true", "1")

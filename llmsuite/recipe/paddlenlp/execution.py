@@ -1,0 +1,128 @@
+"""How a run is carried out: strategy, engine, devices, optimizer and schedule."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llmsuite.recipe.paddlenlp.conversion import Conversion
+
+_PER_MACHINE = 8
+
+
+def parallel(run: Conversion) -> dict[str, Any]:
+    parallel: dict[str, Any] = {}
+    tp, pp = (run.number(f"{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline"))
+    tp, pp = max(tp, 1), max(pp, 1)
+    chunks = run.number("virtual_pp_degree", 1)
+    if tp > 1:
+        parallel["tensor_parallel_degree"] = tp
+    if pp > 1:
+        parallel["pipeline_parallel_degree"] = pp
+        parallel["pipeline_schedule"] = "interleaved" if chunks > 1 else "1F1B"
+        parallel |= {"virtual_pipeline_degree": chunks} if chunks > 1 else {}
+    words = str(run.take("sharding") or "").split()
+    run.offload = "offload" in words
+    stages = [word for word in words if re.fullmatch(r"stage[123]", word)]
+    degree = max(run.number("sharding_parallel_degree", 1), run.number("sharding_degree", 1), 1)
+    if stages:
+        parallel["sharding"] = stages[0]
+        parallel |= {"sharding_parallel_degree": degree} if degree > 1 else {}
+    elif degree > 1:
+        run.left_out("sharding_parallel_degree", degree, "sharding is not given, so nothing is cut")
+    experts = run.number("expert_parallel_degree", 1)
+    if experts > 1:
+        parallel["expert_parallel_degree"] = experts
+    if run.flag("sequence_parallel"):
+        if tp > 1:
+            parallel["sequence_parallel"] = True
+        else:
+            run.left_out("sequence_parallel", True, "needs parallel.tensor_parallel_degree above 1")
+    return parallel
+
+
+def engine(run: Conversion) -> dict[str, Any]:
+    bf16, fp16 = run.flag("bf16"), run.flag("fp16")
+    precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    level = run.take("fp16_opt_level")
+    if level not in (None, "O2") and precision != "fp32":
+        run.left_out("fp16_opt_level", level, "parameters are in 16 bits with float32 masters, which is O2")
+    granularity = run.take("recompute_granularity") or "full"
+    kind = {"full": "full", "full_attn": "selective", "core_attn": "selective"}.get(str(granularity))
+    engine = {"mode": "to_static" if run.flag("to_static") else "dynamic", "precision": precision}
+    recompute = run.flag("recompute")
+    if recompute and kind is None:
+        run.left_out("recompute_granularity", granularity, "nearest key: engine.recompute, full or selective")
+    engine["recompute"] = (kind or "full") if recompute else "none"
+    offload = [run.flag(key) for key in ("tensorwise_offload_optimizer", "offload_optim")]
+    return {**engine, "offload_optimizer": True} if run.offload or any(offload) else engine
+
+
+def launch(run: Conversion, parallel: Mapping[str, Any]) -> dict[str, Any]:
+    fixed = math.prod(
+        parallel.get(key, 1)
+        for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "sharding_parallel_degree")
+    )
+    told, nodes = run.arguments.num_devices, run.arguments.nnodes or 1
+    total = run.told_devices or (told * nodes if told else None)
+    if total is None:
+        total = math.lcm(fixed, _PER_MACHINE)
+        run.note(f"launch: {total} devices, as nothing says how many; --num_devices N for another number")
+    if told and not run.told_devices:
+        return {"num_devices": told, **({"nnodes": nodes} if nodes > 1 else {})}
+    machines = total // _PER_MACHINE if total % _PER_MACHINE == 0 else 1
+    return {"num_devices": total // machines, **({"nnodes": machines} if machines > 1 else {})}
+
+
+def train(run: Conversion, launch: Mapping[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
+    total = launch["num_devices"] * launch.get("nnodes", 1)
+    fixed = parallel.get("tensor_parallel_degree", 1) * parallel.get("pipeline_parallel_degree", 1)
+    ranks = max(1, total // fixed)
+    degree = parallel.get("sharding_parallel_degree", 1)
+    if ranks == 1 and "sharding" in parallel:
+        run.left_out("sharding", parallel.pop("sharding"), f"there is one data rank on {total} devices")
+    elif degree == ranks:
+        parallel.pop("sharding_parallel_degree", None)  # all data ranks take part, which is the default
+    micro, accumulate = (run.number(key, 1) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    steps, epochs = run.number("max_steps", -1), run.number("num_train_epochs", 3)
+    length = {"max_steps": steps} if steps > 0 else {"num_epochs": max(1, math.ceil(epochs))}
+    if steps <= 0 and epochs != length["num_epochs"]:
+        run.note(f"train.num_epochs: {length['num_epochs']}, for {epochs}; train.max_steps can be any number")
+    train: dict[str, Any] = {**length, "global_batch_size": micro * accumulate * ranks, "micro_batch_size": micro}
+    train["learning_rate"] = run.number("learning_rate", 5e-5)
+    kind = str(run.take("lr_scheduler_type") or "linear")
+    schedule = {"constant_with_warmup": "constant"}.get(kind, kind)
+    if schedule not in ("constant", "linear", "cosine"):
+        run.left_out("lr_scheduler_type", kind, "train.lr_schedule has constant, linear, cosine; linear is taken")
+        schedule = "linear"
+    train["lr_schedule"] = schedule
+    train |= _warmup(run, steps)
+    least = run.number("min_learning_rate", 0)
+    if least and schedule != "constant":
+        train["min_lr_ratio"] = float(f"{least / train['learning_rate']:.6g}")
+    for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
+        value = run.number(key, None)
+        train |= {key: float(value)} if value is not None else {}
+    norm = run.number("max_grad_norm", 1.0)
+    train["max_grad_norm"] = float(norm) if norm > 0 else None
+    every = run.number("eval_steps", None)
+    if every and run.evaluates:
+        train["eval_steps"] = every
+    if (log := run.number("logging_steps", 1)) > 1:
+        train["log_steps"] = log
+    optimizer = run.take("optim")
+    if optimizer not in (None, "adamw"):
+        run.left_out("optim", optimizer, "nearest key: train.optimizer, adamw")
+    return train
+
+
+def _warmup(run: Conversion, steps: int) -> dict[str, Any]:
+    """`warmup_steps` counts before `warmup_ratio`, as with PaddleNLP."""
+    ratio, count = run.number("warmup_ratio", 0.0), run.number("warmup_steps", 0)
+    if count > 0 and steps > 0:
+        ratio = min(1.0, float(f"{count / steps:.6g}"))
+    elif count > 0:
+        run.left_out("warmup_steps", count, "how many steps there are is not known; set train.warmup_ratio")
+    return {"warmup_ratio": float(ratio)} if ratio else {}

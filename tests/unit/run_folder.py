@@ -1,0 +1,46 @@
+"""Directories as runs leave them, for tests of what reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
+    """Of a training step."""
+    rates = {"avg_batch_cost": 0.5, "avg_reader_cost": 0.01, "ips_total": 1000.0 + step, "peak_memory_bytes": 2.5e9}
+    return {
+        "schema": 1,
+        "step": step,
+        "loss": loss,
+        "learning_rate": 1e-3 / step,
+        "grad_norm": 2 / step,
+        **rates,
+        **more,
+    }
+
+
+def make_run(directory: Path, num_steps: int = 5, end: str | None = "ended", num_ranks: int = 2, **keys: Any) -> Path:
+    """A run with an evaluation after its last step.
+
+    Args:
+        directory: made.
+        num_steps: recorded.
+        end: last event; None for a run that goes on.
+        num_ranks: of the run.
+        keys: of its section `train`.
+    """
+    directory.mkdir(parents=True)
+    recipe = {"stage": "sft", "train": {"learning_rate": 1e-3, **keys}, "loggers": []}
+    (directory / "recipe.json").write_text(json.dumps(recipe))
+    lines = [record(step, 3 / step) for step in range(1, num_steps + 1)]
+    lines.append({"schema": 1, "step": num_steps, "eval/loss": 0.75})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    busy = [{"step": s, "busy_seconds": [0.1 * (r + 1) for r in range(num_ranks)]} for s in range(1, num_steps + 1)]
+    (directory / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in busy))
+    events = [{"time": "2026-01-01T00:00:00.000+00:00", "event": "started", "step": 0}]
+    events += [{"time": "2026-01-01T00:01:00.000+00:00", "event": end, "step": num_steps}] if end else []
+    (directory / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    (directory / "environment.json").write_text(json.dumps({"host": "<host>", "mesh": "pp1 dp2 sharding1 tp1"}))
+    return directory

@@ -1,0 +1,93 @@
+"""Ranks that are forks of the launcher: what they get, and how their end is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmsuite.engine.launch import INTERRUPTED, launch
+
+
+def _launch(work: Callable[[], int], directory: Path, num_ranks: int = 2) -> tuple[int, str]:
+    said: list[str] = []
+    code = launch(work, num_ranks, directory, lambda local: {"LOCAL": str(local)}, said.append)
+    return code, "".join(said)
+
+
+def _rank() -> int:
+    return int(os.environ["PADDLE_TRAINER_ID"])
+
+
+def test_each_has_its_environment_and_its_log(tmp_path: Path) -> None:
+    here = os.getpid()
+
+    def work() -> int:
+        print(f"rank {_rank()} of {os.environ['PADDLE_TRAINERS_NUM']}, {os.environ['LOCAL']}")
+        print("ä", file=sys.stderr)
+        os.system("echo by a process of its own")
+        return int(os.getppid() != here or os.getsid(0) != os.getpid())
+
+    assert _launch(work, tmp_path) == (0, "rank 0 of 2, 0\nä\nby a process of its own\n")
+    assert (tmp_path / "workerlog.1").read_text() == "rank 1 of 2, 1\nä\nby a process of its own\n"
+    assert "PADDLE_TRAINER_ID" not in os.environ
+
+
+def test_one_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    def work() -> int:
+        if _rank() == 0:
+            time.sleep(600)
+        print("no room left")
+        return 2
+
+    code, said = _launch(work, tmp_path)
+    assert code == 2
+    assert said == f"no room left\nrank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n"
+
+
+def test_what_one_raises_is_in_its_log(tmp_path: Path) -> None:
+    def work() -> int:
+        raise ZeroDivisionError("by nothing")
+
+    code, said = _launch(work, tmp_path, 1)
+    assert code == 1
+    assert "ZeroDivisionError: by nothing" in said
+
+
+def test_one_that_is_killed_is_named(tmp_path: Path) -> None:
+    def work() -> int:
+        if _rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        return 0
+
+    code, said = _launch(work, tmp_path)
+    assert code == 1
+    assert "rank 1 was killed by SIGKILL" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_all(tmp_path: Path, number: signal.Signals) -> None:
+    launcher = os.getpid()
+
+    def work() -> int:
+        got: list[int] = []
+        signal.signal(number, lambda n, frame: got.append(n))
+        (tmp_path / f"ready-{_rank()}").touch()
+        if _rank() == 0:
+            while not (tmp_path / "ready-1").exists():
+                time.sleep(0.01)
+            os.kill(launcher, number)
+        while not got:
+            time.sleep(0.01)
+        (tmp_path / f"told-{_rank()}").touch()
+        return INTERRUPTED
+
+    assert _launch(work, tmp_path)[0] == INTERRUPTED
+    assert (tmp_path / "told-0").exists()
+    assert (tmp_path / "told-1").exists()
