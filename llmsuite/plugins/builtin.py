@@ -63,6 +63,8 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=DpoSection,
             factory=_dpo,
             smoke=preference,
+            rows_per_sample=2,
+            num_sums=lambda section: 7 if section.sft_part else 6,
         ),
         StageSpec(
             name="lora",
@@ -72,6 +74,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             adapters=True,
             factory=_sft,
             smoke=conversations,
+            num_sums=lambda section: 1,
         ),
         StageSpec(
             name="sft",
@@ -80,6 +83,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_sft,
             smoke=conversations,
             quantises=True,
+            num_sums=lambda section: 1,
         ),
         StageSpec(
             name="pretrain",
@@ -96,6 +100,8 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_rm,
             smoke=preference,
             head="score",
+            rows_per_sample=2,
+            num_sums=lambda section: 4,
         ),
         StageSpec(
             name="kto",
@@ -103,6 +109,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=KtoSection,
             factory=_kto,
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
+            num_sums=lambda section: 3 if section.loss == "kto" else 2,
         ),
     ]
 
@@ -121,6 +128,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         factory=lambda: getattr(importlib.import_module(f"{package}.layers"), cls),
         names=lambda: importlib.import_module(f"{package}.names"),
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
+        anatomy=lambda shape: importlib.import_module(f"{package}.anatomy").anatomy(shape),
         hf_model_types=hf_model_types,
         gguf_architectures=gguf,
     )
