@@ -75,7 +75,10 @@ def check(runner: Runner, failed: dict[str, str], stage: str, spread: str) -> No
     assert name not in failed, failed[name]
     # a factor that begins at zero is nothing but gradients, whose limit is wider
     stem, limit = ("adapter_model", GRADIENT_LIMIT) if "adapters" in stage else ("model", LIMIT)
-    found = compare(runner, stage, name, stem, limit)
+    # Of scores behind the same prompt the gradients nearly cancel out: unpacked in one process, cut into micro-batches
+    # differently, these 48 pairs give 4e-6.
+    gradient_limit = 1e-5 if stage == "rm" else GRADIENT_LIMIT
+    found = compare(runner, stage, name, stem, limit, gradient_limit=gradient_limit)
     print(name, f"metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, parameters {found.change:.1e}")
     assert found.problems == []
     for mine, others in zip(runner.metrics(stage), runner.metrics(name), strict=True):
