@@ -36,6 +36,7 @@ STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "pp4": ("sft", 4, {"pipeline_parallel_degree": 4}, ()),
     "packed tp2 pp2": ("packed", 4, {**TP, **PP}, ()),
     "head tp2 sp pp2": ("head", 4, {**TP, **SP, **PP}, ()),
+    "stage3": ("adamw", 2, _sharded(3), ()),
     "stage1 tp2": ("adamw", 4, {**TP, **_sharded(1)}, ()),
     "stage2 pp2": ("adamw", 4, {**PP, **_sharded(2)}, ()),
     "stage3 tp2 recompute": ("adamw", 4, {**TP, **_sharded(3)}, (RECOMPUTE,)),
