@@ -147,6 +147,11 @@ stays cut.
 """
 
 
+_ROUNDED = """\
+(*) Inputs of its layers are rounded to 8 bits. The first step, in which they are not yet, equals that of one process as
+all others do; in later ones a last bit turns some values to the next step of the grid ([qat.md](qat.md))."""
+
+
 def support_page(report: Mapping[str, Any], registry: Registry) -> str:
     """What has passed, by family and stage, and each run."""
     runs: list[dict[str, Any]] = report["runs"]
@@ -166,7 +171,10 @@ def support_page(report: Mapping[str, Any], registry: Registry) -> str:
     for run in runs:
         numbers = [f"{run[key]:.0e}" for key in ("loss", "grad_norm")] if run["passed"] else [run["problem"], ""]
         mesh = run["mesh"] if run["mesh"] != run["asked"] else ""
+        numbers[0] += " (*)" if run.get("rounded") else ""
         lines.append(f"| {run['recipe']} | {run['mode']} | {run['asked']} | {mesh} | " + " | ".join(numbers) + " |")
+    if any(run.get("rounded") for run in runs):
+        lines += ["", _ROUNDED]
     run_ones = {run["recipe"] for run in runs}
     recipes = sorted(f"{path.parent.name}/{path.stem}" for path in (DOCS.parent / "recipes").glob("*/*.json"))
     if missing := [recipe for recipe in recipes if recipe not in run_ones]:
