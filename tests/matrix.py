@@ -35,7 +35,7 @@ _COMMON = (
     f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.warmup_ratio=0", "--train.adam_epsilon=1e-2",
     "--train.log_steps=1", "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null",
 )  # fmt: skip
-_RATE = {False: "--train.learning_rate=3e-3", True: "--train.learning_rate=0.1"}
+_RATE = {False: "--train.learning_rate=3e-3", True: "--train.learning_rate=0.03"}
 """Of models and of adapters, which start with gradients that are small before such an epsilon."""
 
 

@@ -63,6 +63,9 @@ class TrainState:
     """Of fp16."""
     good_steps: int = 0
     """Steps without overflow since the loss scale changed."""
+    rounded: dict[str, list[float]] | None = None
+    """Of quantisation-aware training: each fake-quantised layer by name, with what the moving average of its inputs is
+    made of (`engine.quantisation`), empty where inputs are not rounded."""
     norms: tuple[float, ...] = ()
     """Gradient norms that later ones are compared with, where spikes are looked for."""
     bad_steps: int = 0

@@ -18,6 +18,7 @@ from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.schedule import Kind
 from llmsuite.engine.step import Batch, Look, Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
@@ -109,9 +110,11 @@ def fit(
     schedule: Schedule,
     autocast: Callable[[], AbstractContextManager[Any]],
     hooks: Hooks,
+    *,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
     balance: ExpertBalance | None = None,
+    input_scales: InputScales | None = None,
     guard: Guard | None = None,
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
@@ -154,10 +157,11 @@ def fit(
                 schedule.pipeline,
                 autocast,
                 votes,
-                scale,
-                looks,
-                balance,
-                guard,
+                scale=scale,
+                looks=looks,
+                balance=balance,
+                input_scales=input_scales,
+                guard=guard,
             )
             busy += time.perf_counter() - started - (calls.waited() - waited)
             position += global_batch

@@ -19,6 +19,7 @@ from llmsuite.engine.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.schedule import Action, Kind, order
 from llmsuite.errors import UserError
 
@@ -51,9 +52,11 @@ def train_step(
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
     votes: Mapping[str, bool] | None = None,
+    *,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
     balance: ExpertBalance | None = None,
+    input_scales: InputScales | None = None,
     guard: Guard | None = None,
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
@@ -71,6 +74,7 @@ def train_step(
             have "loss_scale", and "skipped": 1 or 0; those that are not finite are left out.
         looks: at the global batch before its loss, in this order; the same on every rank.
         balance: of the experts, where the model has some.
+        input_scales: of layers whose inputs are rounded.
         guard: decides what becomes of a step that is not finite, or a spike. One that is not learnt from has the
             metric "skipped", and "roll_back" if the run has to go back to a checkpoint. None stops the run.
 
@@ -119,22 +123,27 @@ def train_step(
     if scale is not None:
         metrics |= {"loss_scale": scale.value, "skipped": 0.0 if finite else 1.0}
     if scale is not None and not finite and scale.back_off():
-        return _skipped(optimizer, metrics)
+        return _skipped(optimizer, input_scales, metrics)
     lowest = "" if scale is None else f" The loss scale is at its lowest, {scale.value:.0e}."
     answer = (guard or Guard()).judge(step, metrics["loss"], metrics["grad_norm"], lowest)
     if answer != "learn":
-        return _skipped(optimizer, {**metrics, "skipped": 1.0, **({"roll_back": 1.0} if answer == "roll_back" else {})})
+        bad = {"skipped": 1.0, "roll_back": 1.0} if answer == "roll_back" else {"skipped": 1.0}
+        return _skipped(optimizer, input_scales, {**metrics, **bad})
     optimizer.step(step)
     if balance is not None:
         balance.update()
+    if input_scales is not None:
+        input_scales.update()
     if scale is not None:
         scale.grow()
     return metrics
 
 
-def _skipped(optimizer: Optimizer, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Forget the gradients; metrics that JSON can hold."""
+def _skipped(optimizer: Optimizer, input_scales: InputScales | None, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Forget what the step has gathered; metrics that JSON can hold."""
     optimizer.drop_gradients()
+    if input_scales is not None:
+        input_scales.forget()
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

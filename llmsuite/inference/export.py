@@ -7,6 +7,7 @@ the last column and the longer cache come out. A cache of no columns is the star
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from paddle.static import InputSpec
 
 from llmsuite import __version__
 from llmsuite.checkpoint.files import MANIFEST, committed_directory, read_json_file, sha256_of, write_json
+from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
 from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
 from llmsuite.errors import UserError
@@ -92,6 +94,8 @@ def export(
             paddle.jit.save(whole, str(directory / "model"), input_spec=spec)
         write_json(directory / "config.json", source.config.to_hf())
         copy_tokenizer(tokenizer, directory)
+        for path in sorted(source.path.glob(f"{SCALES}*")):  # for whoever multiplies integers
+            shutil.copyfile(path, directory / path.name)
     return exported
 
 

@@ -66,11 +66,13 @@ def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = 
     """
     import paddle
 
+    from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.checkpoint.sources import check_shapes
     from llmsuite.devices.ops import causal_mask, rotary
     from llmsuite.engine.mesh import Mesh
     from llmsuite.engine.parallelize import parallelize
     from llmsuite.inference.attention import grouped_attention
+    from llmsuite.models.qat import fake_quantize_layers, fake_quantized
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.recipe.resolve import Degrees
 
@@ -89,6 +91,10 @@ def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = 
     with paddle.LazyGuard():
         model = source.family.factory()(source.config, plain)
     check_shapes(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    scales = input_scales(source)
+    fake_quantize_layers(model, list(scales), rounds_weight=False)
+    for name, layer in fake_quantized(model):
+        layer.input_scale = scales[name]
     parallelize(
         model, cuts, mesh, lambda name, _, index: source.read(name, index), backend.parameter_dtype(precision), False
     )

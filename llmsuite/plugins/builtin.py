@@ -61,6 +61,8 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=DpoSection,
             factory=_dpo,
             smoke=preference,
+            rows_per_sample=2,
+            num_sums=lambda section: 7 if section.sft_part else 6,
         ),
         StageSpec(
             name="lora",
@@ -70,6 +72,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             adapters=True,
             factory=_sft,
             smoke=conversations,
+            num_sums=lambda section: 1,
         ),
         StageSpec(
             name="sft",
@@ -77,6 +80,8 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=SftSection,
             factory=_sft,
             smoke=conversations,
+            quantises=True,
+            num_sums=lambda section: 1,
         ),
         StageSpec(
             name="pretrain",
@@ -84,6 +89,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=PretrainSection,
             factory=_pretrain,
             smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
+            quantises=True,
         ),
         StageSpec(
             name="rm",
@@ -92,6 +98,8 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_rm,
             smoke=preference,
             head="score",
+            rows_per_sample=2,
+            num_sums=lambda section: 4,
         ),
         StageSpec(
             name="kto",
@@ -99,6 +107,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=KtoSection,
             factory=_kto,
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
+            num_sums=lambda section: 3 if section.loss == "kto" else 2,
         ),
     ]
 
@@ -117,6 +126,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         factory=lambda: getattr(importlib.import_module(f"{package}.layers"), cls),
         names=lambda: importlib.import_module(f"{package}.names"),
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
+        anatomy=lambda shape: importlib.import_module(f"{package}.anatomy").anatomy(shape),
         hf_model_types=hf_model_types,
         gguf_architectures=gguf,
     )

@@ -18,6 +18,7 @@ import pluggy
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
     from llmsuite.devices.base import DeviceBackend
+    from llmsuite.models.anatomy import Anatomy
     from llmsuite.models.shard_plan import ShardPlan
     from llmsuite.plugins.manager import Registry
     from llmsuite.recipe.section import Section
@@ -51,6 +52,13 @@ class StageSpec:
     """What its section is called, where that is not `name`: that of another stage, whose keys it has."""
     adapters: bool = False
     """Whether it is for adapters only: a recipe has to set `lora.rank` then."""
+    quantises: bool = False
+    """Whether it goes with quantisation-aware training (the section `qat`): its loss is that of the model being trained
+    alone, and asks no second pass of it."""
+    rows_per_sample: int = 1
+    """Sequences that a sample takes in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
+    num_sums: Callable[[Any], int] = lambda section: 0
+    """How many sums its `LossTerms` have, by its section; for `llmsuite plan`, which counts what is added up."""
     api: int = API_VERSION
 
     @property
@@ -87,6 +95,9 @@ class ModelFamily:
     layout. With `gguf_architectures` also `from_gguf(name)` and `gguf_to_hf(name, value, config)`."""
     shard_plan: ShardPlan | None = None
     """How its parameters are cut for tensor parallelism; None for a family that cannot be."""
+    anatomy: Callable[[Any], Anatomy] | None = None
+    """What a shape is made of, for `llmsuite plan`; without it the plan has no activations, traffic or times. The names
+    then have `parameter_shapes(config)` as well: `parameter_names` with the shape of each."""
     hf_model_types: Sequence[str] = ()
     """Values of `model_type` in config.json that this family reads."""
     gguf_architectures: Sequence[str] = ()

@@ -150,8 +150,9 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     degrees = _degrees(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    adapters = registry.stages[recipe.stage].adapters
-    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, adapters)
+    stage = registry.stages[recipe.stage]
+    cuts = family.shard_plan or WHOLE
+    asked = Asked(recipe, degrees, config, cuts, precisions, stage.adapters, stage.quantises)
     rules += [broken for rule in RULES for broken in rule.check(asked)]
     if rules:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))

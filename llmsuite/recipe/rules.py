@@ -44,6 +44,8 @@ class Asked:
     """Those of the device; None when there is no such device."""
     needs_adapters: bool
     """Whether the stage is for adapters only."""
+    can_quantise: bool
+    """Whether the stage goes with quantisation-aware training."""
 
     @property
     def num_devices(self) -> int:
@@ -264,6 +266,29 @@ def _nothing_to_train(asked: Asked) -> Broken:
         yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
 
 
+def _rounded_adapters(asked: Asked) -> Broken:
+    if asked.recipe.qat.weight_bits is not None and asked.recipe.lora.rank is not None:
+        message = "is 8, but lora.rank trains adapters of a model that stays as it is; set one of the two to null"
+        yield "qat.weight_bits", message
+
+
+def _not_rounded(asked: Asked) -> Broken:
+    if asked.recipe.qat.weight_bits is not None and not asked.can_quantise and not asked.needs_adapters:
+        message = (
+            f"is 8, which the stage {asked.recipe.stage} does not go with; use it with pretrain or sft, or set null"
+        )
+        yield "qat.weight_bits", message
+
+
+def _observed_in_a_program(asked: Asked) -> Broken:
+    if asked.recipe.qat.activation_bits is not None and asked.recipe.engine.mode == "to_static":
+        yield (
+            "qat.activation_bits",
+            "is 8, but what to_static compiles cannot tell how large inputs were; set it to null, or engine.mode to "
+            "dynamic",
+        )
+
+
 PARALLEL_RULES = (
     Rule(
         "`sequence_parallel` with tensor parallel degree 1",
@@ -420,6 +445,24 @@ RULES = (
         "nothing would be trained",
         (),
         _nothing_to_train,
+    ),
+    Rule(
+        "`qat` with adapters",
+        "the rounded weights would not be those that are trained",
+        (),
+        _rounded_adapters,
+    ),
+    Rule(
+        "`qat` with another stage than `pretrain` and `sft`",
+        "it is tested with those",
+        ("--qat.weight_bits=8",),
+        _not_rounded,
+    ),
+    Rule(
+        "`qat.activation_bits` with `to_static`",
+        "inputs are observed between operations",
+        (),
+        _observed_in_a_program,
     ),
 )
 """Between sections, the model's shape and the device."""

@@ -67,7 +67,8 @@ class DataSection(Section):
     """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
     packing: Literal["none", "best_fit"] = "none"
     """With "best_fit" rows are put together to samples of up to max_length tokens, in which no token sees another row
-    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stage sft."""
+    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stages sft, dpo
+    and rm."""
     group_by_length: bool = True
     """Deal the samples of a global batch out to micro-batches by their lengths, so that less is padded. What a step
     learns stays the same."""
@@ -235,6 +236,31 @@ class LoraSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
+class QatSection(Section):
+    """Quantisation-aware training (Jacob et al. 2018, arXiv 1712.05877): linear layers compute with what int8 leaves
+    of their operands."""
+
+    weight_bits: Literal[8] | None = None
+    """8: weights are rounded to int8, with a scale for each output; null for none of all this."""
+    activation_bits: Literal[8] | None = None
+    """8: the inputs of those layers too, with one scale a layer: a moving average of their largest magnitude."""
+    moving_rate: Decay = 0.9
+    """What remains of that average in each step."""
+    target_modules: list[str] | None = None
+    """Which layers: patterns as those of lora.target_modules. Default: every matrix of attention and MLP; not the
+    routed experts."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.target_modules == []:
+            yield "target_modules", "is empty, so nothing would be rounded; name some, or leave it out"
+        for field in dataclasses.fields(self) if self.weight_bits is None else ():
+            if getattr(self, field.name) != field.default:
+                yield field.name, "has no effect while weight_bits is null; set that to 8, or remove it"
+        if self.weight_bits is not None and self.activation_bits is None and self.moving_rate != 0.9:
+            yield "moving_rate", "has no effect while activation_bits is null; set that to 8, or remove it"
+
+
+@dataclasses.dataclass(kw_only=True)
 class CheckpointSection(Section):
     """When the run is saved: after the last step, as the keys say, and when a file `save-now` appears in output_dir."""
 
@@ -288,6 +314,7 @@ class Recipe(Section):
     engine: EngineSection = dataclasses.field(default_factory=EngineSection)
     train: TrainSection
     lora: LoraSection = dataclasses.field(default_factory=LoraSection)
+    qat: QatSection = dataclasses.field(default_factory=QatSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)
     device: str = "cpu"

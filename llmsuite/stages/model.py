@@ -27,15 +27,19 @@ from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
-from llmsuite.engine.parallelize import ReadSlice, between_layers, own_slice, parallelize, read_local
+from llmsuite.engine.parallelize import ReadSlice, between_layers, parallelize, read_local
+from llmsuite.engine.partition import SHARDING_STAGES, own_slice
 from llmsuite.engine.pipeline import Edges, PipelineStage
+from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
 from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE, is_tied
-from llmsuite.models.lora import adapted_modules, add_adapters, is_factor, is_trained
+from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.qat import fake_quantize_layers
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
+from llmsuite.models.targets import is_factor, is_trained
 from llmsuite.observe.progress import report
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
@@ -59,13 +63,19 @@ class BuiltModel:
     """What there is to know of the adapters, where those are trained."""
     balance: ExpertBalance | None
     """Of the experts, where the family has some."""
+    rounded: list[str]
+    """Names of the fake-quantised layers of the whole model, in order."""
+    input_scales: InputScales | None
+    """Of those, where their inputs are rounded too."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
-    lora, adapted = plan.recipe.lora, []
-    ratio = lora.lora_plus_ratio
+    lora, qat = plan.recipe.lora, plan.recipe.qat
+    adapted: list[str] = []
+    rounded: list[str] = []
+    ratio, moving_rate = lora.lora_plus_ratio, qat.moving_rate
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
@@ -73,6 +83,9 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
             if lora.rank is not None:
                 adapted = adapted_modules(model, cuts, lora.target_modules)
                 add_adapters(model, adapted, lora.rank, lora.scale)
+            if qat.weight_bits is not None:
+                rounded = adapted_modules(model, cuts, qat.target_modules, "qat.target_modules")
+                fake_quantize_layers(model, rounded, rounds_weight=True)
             chunks.append(model)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
@@ -113,7 +126,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
     placements = between_layers(sequence_parallel)
-    stage = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}[plan.recipe.parallel.sharding]
+    stage = SHARDING_STAGES[plan.recipe.parallel.sharding]
     shards: list[ParameterShard] = []
 
     def cut(name: str, parameter: Any) -> None:
@@ -146,7 +159,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         train = plan.recipe.train
         balance = ExpertBalance(chunks, cuts, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
         part.marks_padding = True
-    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters, balance)
+    scales = InputScales(rounded, part, moving_rate) if qat.activation_bits is not None else None
+    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters, balance, rounded, scales)
 
 
 class WholeModel:

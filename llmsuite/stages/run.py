@@ -164,6 +164,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             norms=tuple(guard.norms),
             bad_steps=guard.bad_steps,
             furthest=guard.furthest,
+            rounded=_rounded(built),
         )
         if scale is None:
             return now
@@ -228,10 +229,11 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             schedule,
             autocast,
             hooks,
-            scale,
-            plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
-            built.balance,
-            guard,
+            scale=scale,
+            looks=plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
+            balance=built.balance,
+            input_scales=built.input_scales,
+            guard=guard,
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once
@@ -396,8 +398,17 @@ def _restore(
     path = checkpoints / f"step-{found}"
     state = train_state.load_state(path)
     restore(path, plan, registry, built, optimizer, collective.mesh())
+    if built.input_scales is not None:
+        assert state.rounded is not None, "the digest of the recipe has to tell"
+        built.input_scales.load(state.rounded)
     report(f"resuming from {path}")
     return state
+
+
+def _rounded(built: BuiltModel) -> dict[str, list[float]] | None:
+    if built.input_scales is not None:
+        return built.input_scales.state()
+    return {name: [] for name in built.rounded} or None
 
 
 def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:
