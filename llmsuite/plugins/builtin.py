@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.errors import UserError
+from llmsuite.plugins import loggers
 from llmsuite.plugins.hookspecs import (
     DataFormat,
     DeviceSpec,
     Exporter,
-    Logger,
     LoggerSpec,
     ModelFamily,
     StageSpec,
@@ -198,28 +196,6 @@ def llmsuite_register_exporters() -> list[Exporter]:
     ]
 
 
-class _VisualDL:
-    """Scalars for `visualdl --logdir RUN/visualdl`."""
-
-    def __init__(self, run_dir: Path):
-        try:
-            from visualdl import LogWriter
-        except ImportError as error:
-            raise UserError("loggers: visualdl is not installed; install it with: pip install visualdl") from error
-        self._writer = LogWriter(logdir=str(run_dir / "visualdl"))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(tag=name, value=value, step=step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _visualdl(run_dir: Path) -> Logger:
-    return _VisualDL(run_dir)
-
-
 @hookimpl
 def llmsuite_register_loggers() -> list[LoggerSpec]:
-    return [LoggerSpec(name="visualdl", help="scalars for VisualDL, below the run's directory", factory=_visualdl)]
+    return list(loggers.BUILTIN)
