@@ -30,7 +30,7 @@ class Answer:
 
     def row(self) -> dict[str, Any]:
         """As JSON data."""
-        row = {"text": self.text, "ids": list(self.ids), "finish_reason": self.finish_reason}
+        row: dict[str, Any] = {"text": self.text, "ids": list(self.ids), "finish_reason": self.finish_reason}
         if self.score is not None:
             row["score"] = self.score
         if self.logprobs:

@@ -44,6 +44,8 @@ class Asked:
     """Those of the device; None when there is no such device."""
     needs_adapters: bool
     """Whether the stage is for adapters only."""
+    trains: bool = True
+    """Whether the stage trains."""
 
     @property
     def num_devices(self) -> int:
@@ -258,6 +260,17 @@ def _nothing_to_train(asked: Asked) -> Broken:
         yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
 
 
+def _not_one_group(asked: Asked) -> Broken:
+    degree, key = asked.recipe.parallel.tensor_parallel_degree, "launch.num_devices"
+    if not asked.trains and asked.num_devices != degree:
+        yield key, f"makes {asked.num_devices} ranks; stage {asked.recipe.stage} uses tensor parallel degree = {degree}"
+
+
+def _no_metrics(asked: Asked) -> Broken:
+    if asked.recipe.loggers:
+        yield "loggers", f"stage {asked.recipe.stage} has no metrics to log; remove it"
+
+
 PARALLEL_RULES = (
     Rule(
         "`sequence_parallel` with tensor parallel degree 1",
@@ -411,3 +424,15 @@ RULES = (
     ),
 )
 """Between sections, the model's shape and the device."""
+
+UNTRAINED_RULES = (
+    *(rule for rule in RULES if rule.check in (_no_grid, _uneven_cut, _no_such_precision)),
+    Rule(
+        "a stage that does not train with other ranks than the tensor parallel ones",
+        "they would have nothing to do",
+        (),
+        _not_one_group,
+    ),
+    Rule("loggers with a stage that does not train", "there are no metrics", (), _no_metrics),
+)
+"""The same, for a stage that does not train."""
