@@ -48,9 +48,15 @@ def _kto() -> Any:
     return KtoStage
 
 
+def _infer() -> Any:
+    from llmsuite.stages.infer import work
+
+    return work
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection, KtoSection, PretrainSection, RmSection, SftSection
+    from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
 
     conversations = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
     preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
@@ -108,6 +114,15 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_kto,
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
             num_sums=lambda section: 3 if section.loss == "kto" else 2,
+        ),
+        StageSpec(
+            name="infer",
+            help="no training: a model answers the prompts of a file",
+            config_cls=InferSection,
+            factory=_infer,
+            smoke={"data.prompts": "data/preference/eval.jsonl", "infer.max_new_tokens": 16},
+            trains=False,
+            result="answers.jsonl",
         ),
     ]
 

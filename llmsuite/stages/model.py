@@ -108,14 +108,14 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
         stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}
         if drawn := not_to_be_read(source, stored, load, report):
-            read = _first_of(drawn, _draw(chunks, seed, plan.model_config.initializer_range), read)
+            read = _first_of(drawn, draw(chunks, seed, plan.model_config.initializer_range), read)
             digest.update(json.dumps(["drawn", seed, sorted(drawn)]).encode())
         if SCORE in is_new:
             report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
             read = _with_new_head(read, seed, plan.model_config.initializer_range)
             digest.update(f"score of seed {seed}".encode())
     else:
-        read = _draw(chunks, seed, plan.model_config.initializer_range)
+        read = draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
         base = Base(None, digest.copy().hexdigest())
     adapters = None
@@ -290,7 +290,8 @@ def _with_new_head(read: ReadSlice, seed: int, std: float) -> ReadSlice:
     return read_or_draw
 
 
-def _draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
+def draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
+    """The initial values of the parameters that a seed stands for, of a model in one part or several."""
     constants = {}
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
         if parameter.ndim == 1:  # gains and biases start as their layers say

@@ -56,7 +56,8 @@ def main(path: Path) -> int:
             during.enter_context(_samples_of_each_step(directory, rank))
             if case["trace"]:
                 during.enter_context(_traffic_of_last_step(directory, rank))
-            code = run(plan, registry, resume=case["resume"])
+            work = run if plan.stage.trains else plan.stage.factory()
+            code = work(plan, registry, resume=case["resume"])
         if code != 0:  # interrupted
             return code
         if rank == 0:
