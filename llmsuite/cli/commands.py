@@ -12,6 +12,7 @@ from llmsuite.cli import (
     import_model,
     list_things,
     merge,
+    plan,
     plugins,
     recipe,
     run,
@@ -29,6 +30,7 @@ def llmsuite_register_commands() -> list[Command]:
     return [
         run.COMMAND,
         validate.COMMAND,
+        plan.COMMAND,
         show.COMMAND,
         list_things.COMMAND,
         recipe.COMMAND,

@@ -26,6 +26,11 @@ class DeviceBackend(abc.ABC):
     forks: ClassVar[bool] = False
     """Whether a rank may be a fork of a process that has imported Paddle and done nothing with it."""
 
+    def fused(self, precision: str) -> frozenset[str]:
+        """The operations that `ops` gives a fused kernel for, by their names in `llmsuite.devices.ops.Ops`: what they
+        keep for a backward pass differs. Imports no Paddle."""
+        return frozenset()
+
     def environment(self, local_ranks: int) -> dict[str, str]:
         """Variables a worker needs before it imports Paddle; what the user has set wins."""
         return {}

@@ -19,6 +19,9 @@ class GpuBackend(DeviceBackend):
         "pip install paddlepaddle-gpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/cu126/"
     )
 
+    def fused(self, precision: str) -> frozenset[str]:
+        return frozenset({"rms_norm", "rotary", "swiglu", *([] if precision == "fp32" else ["attention"])})
+
     def environment(self, local_ranks: int) -> dict[str, str]:
         # TF32 would make float32 runs differ between strategies by 1e-3; bf16 is the way to ask for speed
         return {"NVIDIA_TF32_OVERRIDE": "0"}

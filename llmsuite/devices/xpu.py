@@ -19,6 +19,9 @@ class XpuBackend(DeviceBackend):
         "pip install paddlepaddle-xpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/xpu-p800/"
     )
 
+    def fused(self, precision: str) -> frozenset[str]:
+        return frozenset({"rotary", "swiglu", *([] if precision == "fp32" else ["attention"])})
+
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         return {"FLAGS_selected_xpus": str(local_rank)}  # init_parallel_env insists on it
 

@@ -46,7 +46,7 @@ def layer_costs(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, num_layers
     costs = [0] * num_layers
     for name, shape in shapes.items():
         size = int(np.prod(shape, dtype="int64"))
-        layer = _layer(name, plan)
+        layer = layer_of(name, plan)
         if layer is None:
             layer = 0 if _in_front(name, plan) else num_layers - 1
             if tied and _in_front(name, plan):
@@ -98,16 +98,24 @@ def keep_part(model: Any, plan: ShardPlan, part: int, bounds: Sequence[int], tie
             setattr(modules[owner] if owner else model, attribute, None)
 
 
+def parts_with(parameter: str, plan: ShardPlan, bounds: Sequence[int], tied: bool) -> list[int]:
+    """The parts that have a parameter, as `keep_part` leaves it: one, or of a tied embedding the first and the last."""
+    last = len(bounds) - 2
+    layer = layer_of(parameter, plan)
+    if layer is not None:
+        return [bisect.bisect_right(bounds, layer) - 1]
+    if _in_front(parameter, plan):
+        return sorted({0, last}) if tied else [0]
+    return [last]
+
+
 def owner_stage(parameter: str, plan: ShardPlan, bounds: Sequence[int], num_stages: int) -> int:
     """The pipeline stage that has a parameter; the first one of a tied parameter."""
-    layer = _layer(parameter, plan)
-    if layer is not None:
-        return (bisect.bisect_right(bounds, layer) - 1) % num_stages
-    return 0 if _in_front(parameter, plan) else num_stages - 1
+    return parts_with(parameter, plan, bounds, tied=False)[0] % num_stages
 
 
-def _layer(parameter: str, plan: ShardPlan) -> int | None:
-    """Number of the layer a parameter is in."""
+def layer_of(parameter: str, plan: ShardPlan) -> int | None:
+    """Number of the layer a parameter is in; None in front of the layers and behind them."""
     if not parameter.startswith(f"{plan.layers}."):
         return None
     return int(parameter.removeprefix(f"{plan.layers}.").split(".")[0])

@@ -110,6 +110,7 @@ def fit(
     schedule: Schedule,
     autocast: Callable[[], AbstractContextManager[Any]],
     hooks: Hooks,
+    *,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
     balance: ExpertBalance | None = None,
@@ -156,11 +157,11 @@ def fit(
                 schedule.pipeline,
                 autocast,
                 votes,
-                scale,
-                looks,
-                balance,
-                input_scales,
-                guard,
+                scale=scale,
+                looks=looks,
+                balance=balance,
+                input_scales=input_scales,
+                guard=guard,
             )
             busy += time.perf_counter() - started - (calls.waited() - waited)
             position += global_batch

@@ -7,6 +7,8 @@ tensors.
 
 Expert parallel takes no ranks of its own: neighbours on the data axes share the experts. For those parameters the same
 ranks are another grid, `Mesh.of_experts`, whose data axes have so many ranks fewer.
+
+The grid is known without Paddle; groups, which import it, are made when they are asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import paddle.distributed as dist
 
 from llmsuite.recipe.resolve import Degrees
 
@@ -71,6 +72,8 @@ class Mesh:
         """One-dimensional ProcessMesh of this rank's tensor parallel group; None when tp is 1."""
         if self.degrees.tp == 1:
             return None
+        import paddle.distributed as dist
+
         c = self.coordinate
         ranks = self.grid[c["pp"], c["dp"], c["sharding"], c["ep"]]
         return dist.ProcessMesh([int(r) for r in ranks], dim_names=["tp"])
@@ -158,6 +161,8 @@ def _own_group(rows: np.ndarray, rank: int) -> Any:
     """Make one group a row; returns the one this rank is in, None when rows have one member."""
     if rows.shape[1] == 1:
         return None
+    import paddle.distributed as dist
+
     own = None
     for row in rows:
         group = dist.new_group([int(r) for r in row])

@@ -12,14 +12,12 @@ import paddle
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
+from llmsuite.engine.partition import OPTIMIZER_SLOTS
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.errors import UserError
 from llmsuite.recipe.schema import TrainSection
 
 Tensor = Any
-
-_SLOTS = ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2")
-"""What AdamW keeps of a parameter; SGD keeps nothing."""
 
 
 class Optimizer:
@@ -64,7 +62,7 @@ class Optimizer:
             self._paddle = paddle.optimizer.SGD(learning_rate=train.learning_rate, parameters=owned)
         self._decay_rates = {"beta1_pow_acc": train.adam_beta1, "beta2_pow_acc": train.adam_beta2}
         has_master = any(shard.has_master for shard in self.shards)
-        self.slots = [*(_SLOTS if train.optimizer == "adamw" else ()), *(["master"] if has_master else [])]
+        self.slots = [*OPTIMIZER_SLOTS[train.optimizer], *(["master"] if has_master else [])]
         for shard in self.shards:
             self.to_host(shard)
 

@@ -20,6 +20,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 from llmsuite.engine import calls
 from llmsuite.engine.experts import share_experts
 from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.partition import own_slice
 from llmsuite.errors import UserError
 from llmsuite.models.lora import LoraLinear
 from llmsuite.models.shard_plan import ShardPlan
@@ -111,18 +112,6 @@ def read_local(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh, rea
     if list(values.shape) != [part.stop - part.start for part in index]:
         raise UserError(f"parameter {name!r} is {list(shape)}; its values do not have this shape")
     return values
-
-
-def own_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:
-    """The part of a whole parameter that this rank holds when sharding does not cut it, one slice a dim."""
-    index = [slice(0, size) for size in shape]
-    dim, parts, part = plan.dim(name), mesh.degrees.tp, mesh.coordinate["tp"]
-    if plan.is_expert(name):
-        dim, parts, part = 0, mesh.degrees.ep * parts, mesh.of_experts.coordinate["ep"] * parts + part
-    if dim is not None and parts > 1:
-        size = shape[dim] // parts
-        index[dim] = slice(part * size, (part + 1) * size)
-    return index
 
 
 def local_value(tensor: Tensor) -> Tensor:

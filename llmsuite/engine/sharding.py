@@ -21,6 +21,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from llmsuite.engine import collective
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.parallelize import local_value, reshard
+from llmsuite.engine.partition import collects_early, has_master, piece_of
 
 Tensor = Any
 
@@ -56,12 +57,10 @@ class ParameterShard:
         if mesh.expert_parts > 1:
             self.shape[0] *= mesh.expert_parts
         self._size = int(np.prod(self.local_shape, dtype="int64"))
-        self._parts = mesh.degrees.sharding if stage == 3 or (stage and not is_frozen) else 1
-        self._part_size = -(-self._size // self._parts)
-        first = mesh.coordinate["sharding"] * self._part_size if stage else 0
-        self._range = slice(min(first, self._size), min(first + self._part_size, self._size))
+        piece = piece_of(self._size, mesh, stage, is_frozen)
+        self._parts, self._part_size, self._range = piece.parts, piece.size, piece.range
 
-        self.has_master = parameter.dtype != paddle.float32 and not is_frozen
+        self.has_master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
         part = local.flatten()[self._range].clone() if self._parts > 1 else local
         # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
         self.owned = _leaf(name, part.astype("float32") if self.has_master else part)
@@ -72,7 +71,7 @@ class ParameterShard:
         if self._is_stored_in_parts:
             self._stored = part
             self.free()
-        self._collects_early = self.has_master or (stage >= 2 and self._parts > 1)
+        self._collects_early = collects_early(stage, self._parts, self.has_master)
         if self._collects_early and not parameter.stop_gradient:
             parameter._register_backward_hook(self._collect)
 

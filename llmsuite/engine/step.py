@@ -52,6 +52,7 @@ def train_step(
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
     votes: Mapping[str, bool] | None = None,
+    *,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
     balance: ExpertBalance | None = None,

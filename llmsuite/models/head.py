@@ -5,7 +5,7 @@ A shape that can have either has a field `head`. Which one it is says the stage,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
@@ -25,12 +25,11 @@ def is_tied(config: Any) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False)) and head_of(config) == "language_model"
 
 
-def head_parameters(config: Any) -> Iterator[str]:
-    """The names of the head's parameters: HF's, and ours."""
+def head_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The head's parameters, by the name that HF gives them too, and their shapes."""
     if head_of(config) == "score":
-        yield SCORE
-    elif not is_tied(config):
-        yield "lm_head.weight"
+        return {SCORE: (config.hidden_size, 1)}
+    return {} if is_tied(config) else {"lm_head.weight": (config.hidden_size, config.vocab_size)}
 
 
 def read_head(data: Mapping[str, Any]) -> Head:

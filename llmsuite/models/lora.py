@@ -5,7 +5,6 @@ Shapes: I inputs and O outputs of a matrix, R rank.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,10 +12,9 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.errors import UserError
 from llmsuite.models.blocks import ZEROS
-from llmsuite.models.head import SCORE
-from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, ShardPlan
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.targets import is_trained, pick_modules
 
 Tensor = Any
 
@@ -64,40 +62,6 @@ def adapters(model: nn.Layer) -> Iterator[LoraLinear]:
 def adapted_modules(
     model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
 ) -> list[str]:
-    """The matrices that get adapters: those a pattern names, without patterns all in the decoder layers.
-
-    Args:
-        model: whole, without adapters.
-        plan: of its family.
-        patterns: of `fnmatch`, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
-        key: of the recipe, that the patterns are from.
-
-    Raises:
-        UserError: a pattern matches none.
-    """
+    """The matrices of a whole model without adapters that get some; see `pick_modules`."""
     linear = (name for name, module in model.named_sublayers() if isinstance(module, nn.Linear))
-    known = [name for name in linear if not is_trained(f"{name}.weight")]
-    if patterns is None:
-        inside = f"{plan.layers}." if plan.layers else ""
-        return [name for name in known if name.startswith(inside) and name != "lm_head"]
-    chosen = set()
-    for pattern in patterns:
-        matching = [n for n in known if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*.{pattern}")]
-        if not matching:
-            ends = sorted({name.rpartition(".")[2] for name in known})
-            raise UserError(
-                f"{key}: {pattern!r} matches no matrix of the model; it has {', '.join(ends)}, "
-                f"with whole names such as {known[0]}"
-            )
-        chosen.update(matching)
-    return [name for name in known if name in chosen]
-
-
-def is_trained(parameter: str) -> bool:
-    """Whether a parameter of a model with adapters is trained: theirs are, and a score head, which no model brings."""
-    return is_factor(parameter) or parameter == SCORE
-
-
-def is_factor(parameter: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return parameter.endswith((f".{FIRST_FACTOR}", f".{SECOND_FACTOR}"))
+    return pick_modules(list(linear), plan, patterns, key)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.errors import UserError
+from llmsuite.plugins import loggers
 from llmsuite.plugins.hookspecs import (
     DataFormat,
     DeviceSpec,
     Exporter,
-    Logger,
     LoggerSpec,
     ModelFamily,
     StageSpec,
@@ -50,9 +48,15 @@ def _kto() -> Any:
     return KtoStage
 
 
+def _infer() -> Any:
+    from llmsuite.stages.infer import work
+
+    return work
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection, KtoSection, PretrainSection, RmSection, SftSection
+    from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
 
     conversations = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
     preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
@@ -63,6 +67,8 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=DpoSection,
             factory=_dpo,
             smoke=preference,
+            rows_per_sample=2,
+            num_sums=lambda section: 7 if section.sft_part else 6,
         ),
         StageSpec(
             name="lora",
@@ -72,6 +78,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             adapters=True,
             factory=_sft,
             smoke=conversations,
+            num_sums=lambda section: 1,
         ),
         StageSpec(
             name="sft",
@@ -80,6 +87,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_sft,
             smoke=conversations,
             quantises=True,
+            num_sums=lambda section: 1,
         ),
         StageSpec(
             name="pretrain",
@@ -96,6 +104,8 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_rm,
             smoke=preference,
             head="score",
+            rows_per_sample=2,
+            num_sums=lambda section: 4,
         ),
         StageSpec(
             name="kto",
@@ -103,6 +113,16 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=KtoSection,
             factory=_kto,
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
+            num_sums=lambda section: 3 if section.loss == "kto" else 2,
+        ),
+        StageSpec(
+            name="infer",
+            help="no training: a model answers the prompts of a file",
+            config_cls=InferSection,
+            factory=_infer,
+            smoke={"data.prompts": "data/preference/eval.jsonl", "infer.max_new_tokens": 16},
+            trains=False,
+            result="answers.jsonl",
         ),
     ]
 
@@ -121,6 +141,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         factory=lambda: getattr(importlib.import_module(f"{package}.layers"), cls),
         names=lambda: importlib.import_module(f"{package}.names"),
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
+        anatomy=lambda shape: importlib.import_module(f"{package}.anatomy").anatomy(shape),
         hf_model_types=hf_model_types,
         gguf_architectures=gguf,
     )
@@ -190,28 +211,6 @@ def llmsuite_register_exporters() -> list[Exporter]:
     ]
 
 
-class _VisualDL:
-    """Scalars for `visualdl --logdir RUN/visualdl`."""
-
-    def __init__(self, run_dir: Path):
-        try:
-            from visualdl import LogWriter
-        except ImportError as error:
-            raise UserError("loggers: visualdl is not installed; install it with: pip install visualdl") from error
-        self._writer = LogWriter(logdir=str(run_dir / "visualdl"))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(tag=name, value=value, step=step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _visualdl(run_dir: Path) -> Logger:
-    return _VisualDL(run_dir)
-
-
 @hookimpl
 def llmsuite_register_loggers() -> list[LoggerSpec]:
-    return [LoggerSpec(name="visualdl", help="scalars for VisualDL, below the run's directory", factory=_visualdl)]
+    return list(loggers.BUILTIN)

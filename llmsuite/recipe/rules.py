@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmsuite.models.shard_plan import ShardPlan
 
 if TYPE_CHECKING:
+    from llmsuite.plugins.hookspecs import StageSpec
     from llmsuite.recipe.resolve import Degrees
     from llmsuite.recipe.schema import EngineSection, ParallelSection, Recipe
 
@@ -42,10 +43,8 @@ class Asked:
     cuts: ShardPlan
     precisions: Sequence[str] | None
     """Those of the device; None when there is no such device."""
-    needs_adapters: bool
-    """Whether the stage is for adapters only."""
-    can_quantise: bool
-    """Whether the stage goes with quantisation-aware training."""
+    stage: StageSpec
+    """What the recipe runs."""
 
     @property
     def num_devices(self) -> int:
@@ -262,7 +261,7 @@ def _nothing_to_switch_off(asked: Asked) -> Broken:
 
 
 def _nothing_to_train(asked: Asked) -> Broken:
-    if asked.needs_adapters and asked.recipe.lora.rank is None:
+    if asked.stage.adapters and asked.recipe.lora.rank is None:
         yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
 
 
@@ -273,7 +272,7 @@ def _rounded_adapters(asked: Asked) -> Broken:
 
 
 def _not_rounded(asked: Asked) -> Broken:
-    if asked.recipe.qat.weight_bits is not None and not asked.can_quantise and not asked.needs_adapters:
+    if asked.recipe.qat.weight_bits is not None and not asked.stage.quantises and not asked.stage.adapters:
         message = (
             f"is 8, which the stage {asked.recipe.stage} does not go with; use it with pretrain or sft, or set null"
         )
@@ -287,6 +286,17 @@ def _observed_in_a_program(asked: Asked) -> Broken:
             "is 8, but what to_static compiles cannot tell how large inputs were; set it to null, or engine.mode to "
             "dynamic",
         )
+
+
+def _not_one_group(asked: Asked) -> Broken:
+    degree, key = asked.recipe.parallel.tensor_parallel_degree, "launch.num_devices"
+    if not asked.stage.trains and asked.num_devices != degree:
+        yield key, f"makes {asked.num_devices} ranks; stage {asked.recipe.stage} uses tensor parallel degree = {degree}"
+
+
+def _no_metrics(asked: Asked) -> Broken:
+    if asked.recipe.loggers:
+        yield "loggers", f"stage {asked.recipe.stage} has no metrics to log; remove it"
 
 
 PARALLEL_RULES = (
@@ -466,3 +476,15 @@ RULES = (
     ),
 )
 """Between sections, the model's shape and the device."""
+
+UNTRAINED_RULES = (
+    *(rule for rule in RULES if rule.check in (_no_grid, _uneven_cut, _no_such_precision)),
+    Rule(
+        "a stage that does not train with other ranks than the tensor parallel ones",
+        "they would have nothing to do",
+        (),
+        _not_one_group,
+    ),
+    Rule("loggers with a stage that does not train", "there are no metrics", (), _no_metrics),
+)
+"""The same, for a stage that does not train."""

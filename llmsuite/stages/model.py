@@ -27,7 +27,8 @@ from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
-from llmsuite.engine.parallelize import ReadSlice, between_layers, own_slice, parallelize, read_local
+from llmsuite.engine.parallelize import ReadSlice, between_layers, parallelize, read_local
+from llmsuite.engine.partition import SHARDING_STAGES, own_slice
 from llmsuite.engine.pipeline import Edges, PipelineStage
 from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
@@ -35,9 +36,10 @@ from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
 from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE, is_tied
-from llmsuite.models.lora import adapted_modules, add_adapters, is_factor, is_trained
+from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.qat import fake_quantize_layers
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
+from llmsuite.models.targets import is_factor, is_trained
 from llmsuite.observe.progress import report
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
@@ -106,14 +108,14 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
         stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}
         if drawn := not_to_be_read(source, stored, load, report):
-            read = _first_of(drawn, _draw(chunks, seed, plan.model_config.initializer_range), read)
+            read = _first_of(drawn, draw(chunks, seed, plan.model_config.initializer_range), read)
             digest.update(json.dumps(["drawn", seed, sorted(drawn)]).encode())
         if SCORE in is_new:
             report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
             read = _with_new_head(read, seed, plan.model_config.initializer_range)
             digest.update(f"score of seed {seed}".encode())
     else:
-        read = _draw(chunks, seed, plan.model_config.initializer_range)
+        read = draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
         base = Base(None, digest.copy().hexdigest())
     adapters = None
@@ -124,7 +126,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     dtype = backend.parameter_dtype(engine.precision)
     sequence_parallel = plan.recipe.parallel.sequence_parallel
     placements = between_layers(sequence_parallel)
-    stage = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}[plan.recipe.parallel.sharding]
+    stage = SHARDING_STAGES[plan.recipe.parallel.sharding]
     shards: list[ParameterShard] = []
 
     def cut(name: str, parameter: Any) -> None:
@@ -288,7 +290,8 @@ def _with_new_head(read: ReadSlice, seed: int, std: float) -> ReadSlice:
     return read_or_draw
 
 
-def _draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
+def draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
+    """The initial values of the parameters that a seed stands for, of a model in one part or several."""
     constants = {}
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
         if parameter.ndim == 1:  # gains and biases start as their layers say

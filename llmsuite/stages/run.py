@@ -229,11 +229,11 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             schedule,
             autocast,
             hooks,
-            scale,
-            plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
-            built.balance,
-            built.input_scales,
-            guard,
+            scale=scale,
+            looks=plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
+            balance=built.balance,
+            input_scales=built.input_scales,
+            guard=guard,
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once

@@ -1,6 +1,7 @@
 // Writes down what Paddle's distributed tensors send over Gloo: operation and shape, whoever asked for it.
 //
 // Implicit reshards happen inside Paddle's C++ operators, where Python sees nothing; all of them end in these members.
+// A line a message: operation, which communicator, bytes of an element, dims.
 // Loaded with RTLD_GLOBAL before `import paddle`, they come first and call the real ones.
 #include <dlfcn.h>
 
@@ -14,10 +15,12 @@ static std::mutex mutex;
 static std::string lines;
 static bool active = false;
 
-static void Note(const char* what, const phi::DenseTensor& x) {
+static void Note(const char* what, const void* communicator, const phi::DenseTensor& x) {
   std::lock_guard<std::mutex> guard(mutex);
   if (!active) return;
   lines += what;
+  lines += " " + std::to_string(reinterpret_cast<uintptr_t>(communicator));
+  lines += " " + std::to_string(phi::SizeOf(x.dtype()));
   for (int i = 0; i < x.dims().size(); ++i) lines += " " + std::to_string(x.dims()[i]);
   lines += "\n";
 }
@@ -55,35 +58,35 @@ class GlooCommContext final : public CommContext {
 using Self = GlooCommContext*;
 
 void GlooCommContext::AllGather(DenseTensor* out, const DenseTensor& in, uint32_t tag) {
-  Note("all_gather", in);
+  Note("all_gather", this, in);
   static auto real = Real<void (*)(Self, DenseTensor*, const DenseTensor&, uint32_t)>(
       "_ZN3phi11distributed15GlooCommContext9AllGatherEPNS_11DenseTensorERKS2_j");
   real(this, out, in, tag);
 }
 
 void GlooCommContext::AllReduce(DenseTensor* out, const DenseTensor& in, int type, uint32_t tag) {
-  Note("all_reduce", in);
+  Note("all_reduce", this, in);
   static auto real = Real<void (*)(Self, DenseTensor*, const DenseTensor&, int, uint32_t)>(
       "_ZN3phi11distributed15GlooCommContext9AllReduceEPNS_11DenseTensorERKS2_ij");
   real(this, out, in, type, tag);
 }
 
 void GlooCommContext::Broadcast(DenseTensor* out, const DenseTensor& in, int root, uint32_t tag) {
-  Note("broadcast", in);
+  Note("broadcast", this, in);
   static auto real = Real<void (*)(Self, DenseTensor*, const DenseTensor&, int, uint32_t)>(
       "_ZN3phi11distributed15GlooCommContext9BroadcastEPNS_11DenseTensorERKS2_ij");
   real(this, out, in, root, tag);
 }
 
 void GlooCommContext::Reduce(DenseTensor* out, const DenseTensor& in, int type, int root, uint32_t tag) {
-  Note("reduce", in);
+  Note("reduce", this, in);
   static auto real = Real<void (*)(Self, DenseTensor*, const DenseTensor&, int, int, uint32_t)>(
       "_ZN3phi11distributed15GlooCommContext6ReduceEPNS_11DenseTensorERKS2_iij");
   real(this, out, in, type, root, tag);
 }
 
 void GlooCommContext::Send(const DenseTensor& in, int peer, uint32_t tag) {
-  Note("send", in);
+  Note("send", this, in);
   static auto real = Real<void (*)(Self, const DenseTensor&, int, uint32_t)>(
       "_ZN3phi11distributed15GlooCommContext4SendERKNS_11DenseTensorEij");
   real(this, in, peer, tag);

@@ -17,6 +17,8 @@ from llmsuite.devices.cpu.gloo.build import library
 
 Traffic = collections.Counter[tuple[str, tuple[int, ...]]]
 """How often each (operation, shape of what this rank gives)."""
+Messages = collections.Counter[tuple[int, str, tuple[int, ...], int]]
+"""How often each (communicator, operation, shape of what this rank gives, bytes of an element)."""
 _tracer: list[ctypes.CDLL] = []
 
 
@@ -28,13 +30,38 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def traced(traffic: Traffic) -> Iterator[None]:
-    """While active, what this rank sends is noted; afterwards it is in `traffic`."""
+def traced(messages: Messages) -> Iterator[None]:
+    """While active, what this rank sends is noted; afterwards it is in `messages`."""
     (tracer,) = _tracer
     tracer.trace_start()
     try:
         yield
     finally:
         for line in tracer.trace_stop().decode().splitlines():
-            name, *dims = line.split()
-            traffic[name, tuple(map(int, dims))] += 1
+            name, communicator, width, *dims = line.split()
+            messages[int(communicator), name, tuple(map(int, dims)), int(width)] += 1
+
+
+def communicators() -> dict[int, tuple[int, ...]]:
+    """The ranks of each communicator that the engine has for this rank, told by sending through all of them.
+
+    Every rank of the run calls it. What Paddle makes for itself, along tp, and the pairs of a pipeline are not in it.
+    """
+    import paddle
+    import paddle.distributed as dist
+
+    from llmsuite.engine import collective
+
+    mesh = collective.mesh()
+    experts, every = mesh.of_experts, tuple(range(mesh.degrees.num_ranks))
+    groups = [mesh.tensor_group, mesh.data_group, mesh.dp_group, mesh.sharding_group, mesh.pipeline_group]
+    groups += [mesh.tied_group, mesh.reading_group, experts.expert_group, experts.data_group, experts.dp_group]
+    groups += [experts.sharding_group]
+    found: dict[int, tuple[int, ...]] = {}
+    for group in [None, *(group for group in groups if group is not None)]:
+        sent: Messages = collections.Counter()
+        with traced(sent):
+            dist.all_reduce(paddle.zeros([1]), group=group)
+        ((communicator, *_),) = sent
+        found[communicator] = every if group is None else tuple(group.ranks)
+    return found

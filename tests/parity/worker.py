@@ -56,7 +56,8 @@ def main(path: Path) -> int:
             during.enter_context(_samples_of_each_step(directory, rank))
             if case["trace"]:
                 during.enter_context(_traffic_of_last_step(directory, rank))
-            code = run(plan, registry, resume=case["resume"])
+            work = run if plan.stage.trains else plan.stage.factory()
+            code = work(plan, registry, resume=case["resume"])
         if code != 0:  # interrupted
             return code
         if rank == 0:
@@ -128,13 +129,23 @@ def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
     train_step = loop.train_step
 
     def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
-        sent: traffic.Traffic = collections.Counter()
-        with traffic.traced(sent):
+        ranks = traffic.communicators()
+        messages: traffic.Messages = collections.Counter()
+        with traffic.traced(messages):
             result = train_step(step, micro_batches, objective, *args)
-        batches = [objective.collate(samples) for samples in micro_batches]
+        sent: traffic.Traffic = collections.Counter()
+        for (_, name, shape, _), count in messages.items():
+            sent[name, shape] += count
+        batches = [] if objective is None else [objective.collate(samples) for samples in micro_batches]
         record = {
-            "micro_batches": [[*b["input_ids"].shape, len(b["targets"])] for b in batches],
+            "micro_batches": [
+                [*b["input_ids"].shape, len(b["targets" if "targets" in b else "positions"])] for b in batches
+            ],
             "sent": [[name, list(shape), count] for (name, shape), count in sorted(sent.items())],
+            "messages": [
+                [ranks.get(communicator), name, list(shape), width, count]
+                for (communicator, name, shape, width), count in sorted(messages.items())
+            ],
         }
         (directory / f"traffic-{rank}.json").write_text(json.dumps(record))
         return result

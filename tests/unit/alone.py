@@ -106,10 +106,9 @@ def step(
         "1F1B",
         contextlib.nullcontext,
         votes,
-        scale,
-        looks,
-        None,
-        guard,
+        scale=scale,
+        looks=looks,
+        guard=guard,
     )
 
 

@@ -28,8 +28,9 @@ from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.errors import Problem, UserError
 from llmsuite.inference.load import load_model
 from llmsuite.models.head import SCORE
-from llmsuite.models.lora import LoraLinear, adapted_modules, adapters, add_adapters, is_factor
+from llmsuite.models.lora import LoraLinear, adapted_modules, adapters, add_adapters
 from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.targets import is_factor
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.schema import LoraSection, TrainSection
 from tests.unit import alone

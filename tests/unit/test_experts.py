@@ -16,7 +16,7 @@ from llmsuite.engine.collective import _peers
 from llmsuite.engine.experts import SharedExperts
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.parallelize import own_slice
+from llmsuite.engine.partition import own_slice
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Experts, sort_rows

@@ -14,7 +14,7 @@ import pytest
 
 from llmsuite.checkpoint.model_dir import read_config
 from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.parallelize import own_slice
+from llmsuite.engine.partition import own_slice
 from llmsuite.errors import UserError
 from llmsuite.recipe.resolve import Degrees
 from tests.unit.families import FAMILIES, PRESETS, tiny

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import paddle.distributed as dist
 import pytest
 
-from llmsuite.engine import mesh as module
 from llmsuite.engine.mesh import AXES, Mesh
 from llmsuite.recipe.resolve import Degrees
 from tests.unit.many import EXPERT_MESHES, MESHES
@@ -83,7 +83,7 @@ def test_all_ranks_make_all_groups_in_the_same_order(degrees: Degrees, monkeypat
         made.append(ranks)
         return ranks
 
-    monkeypatch.setattr(module.dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "new_group", new_group)
     orders = []
     for mesh in all_ranks(degrees):
         mesh.make_groups()

@@ -314,6 +314,27 @@ def test_anybody_can_read_the_int8_model(trained: Trained) -> None:
     assert all(np.array_equal(found[name], before[name]) for name in others)
 
 
+@pytest.mark.parametrize("trained", [("llama", True)], indirect=True, ids=["llama"])
+def test_int8_goes_into_paddlenlps_layout_and_back_to_floats(trained: Trained, tmp_path: Path) -> None:
+    expected = trained.model(paddle.to_tensor(IDS)).numpy()
+    words = ["merge", str(trained.checkpoint), "-o", str(tmp_path / "nlp"), "--dtype", "int8", "--layout", "paddlenlp"]
+    assert main(words) == 0
+    opened = open_model(tmp_path / "nlp", FAMILIES, check=True)
+    assert opened.layout == "paddlenlp"
+    np.testing.assert_array_equal(load_model(opened, CpuBackend())(paddle.to_tensor(IDS)).numpy(), expected)
+    # a slice is multiplied with the scales of its outputs
+    name = "model.layers.1.mlp.up_proj.weight"
+    for model in (opened, open_model(trained.int8, FAMILIES)):
+        part = model.read(name, [slice(3, 9), slice(2, 5)])
+        np.testing.assert_array_equal(part, model.read(name)[3:9, 2:5])
+    # without --dtype: the values that are on the grid, as an ordinary model
+    assert main(["merge", str(trained.int8), "-o", str(tmp_path / "floats")]) == 0
+    floats = open_model(tmp_path / "floats", FAMILIES)
+    assert floats.spec(name).dtype == "float32"
+    np.testing.assert_array_equal(floats.read(name), opened.read(name))
+    assert "quantization_config" not in json.loads((tmp_path / "floats" / "config.json").read_text())
+
+
 @pytest.mark.parametrize("trained", [("gpt", True)], indirect=True, ids=["gpt"])
 def test_the_program_of_an_int8_model_is_verified(trained: Trained, tmp_path: Path, capsys: Any) -> None:
     from llmsuite.checkpoint.model_dir import copy_tokenizer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmsuite.devices.ops import Ops
 from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.parallelize import own_slice
+from llmsuite.engine.partition import own_slice
 from llmsuite.models.llama.config import PRESETS, SMOKE, LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN

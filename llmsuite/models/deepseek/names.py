@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.head import SCORE, head_parameters
+from llmsuite.models.head import SCORE, head_shapes
 
 _MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")
@@ -19,23 +19,52 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 
 def parameter_names(config: DeepSeekConfig) -> Iterator[str]:
     """Every parameter of the model, in the order of the layers."""
-    queries = ("q_proj",) if config.q_lora_rank is None else ("q_a_proj", "q_a_layernorm", "q_b_proj")
-    yield "model.embed_tokens.weight"
+    yield from parameter_shapes(config)
+
+
+def parameter_shapes(config: DeepSeekConfig) -> dict[str, tuple[int, ...]]:
+    """The same with their shapes."""
+    hidden, heads, latent, turned = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        config.qk_rope_head_dim,
+    )
+    width = heads * (config.qk_nope_head_dim + turned)
+    rank = config.q_lora_rank
+    attention: dict[str, tuple[int, ...]] = (
+        {"q_proj": (hidden, width)}
+        if rank is None
+        else {"q_a_proj": (hidden, rank), "q_a_layernorm": (rank,), "q_b_proj": (rank, width)}
+    )
+    attention |= {
+        "kv_a_proj_with_mqa": (hidden, latent + turned),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (latent, heads * (config.qk_nope_head_dim + config.v_head_dim)),
+        "o_proj": (heads * config.v_head_dim, hidden),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    experts = config.n_routed_experts
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        yield f"{layer}.input_layernorm.weight"
-        for part in (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"):
-            yield f"{layer}.self_attn.{part}.weight"
-        yield f"{layer}.post_attention_layernorm.weight"
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes |= {f"{layer}.self_attn.{part}.weight": shape for part, shape in attention.items()}
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
         if config.has_experts(i):
-            yield f"{layer}.mlp.gate.weight"
+            shapes[f"{layer}.mlp.gate.weight"] = (hidden, experts)
             if config.model_type == "deepseek_v3":
-                yield f"{layer}.mlp.gate.e_score_correction_bias"
-            yield from (f"{layer}.mlp.{which}.{part}" for which in ("experts", "shared_experts") for part in _MLP)
+                shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (experts,)
+            routed, shared = _mlp(hidden, config.moe_intermediate_size), _mlp(hidden, config.shared_size)
+            shapes |= {f"{layer}.mlp.experts.{part}": (experts, *shape) for part, shape in routed.items()}
+            shapes |= {f"{layer}.mlp.shared_experts.{part}": shape for part, shape in shared.items()}
         else:
-            yield from (f"{layer}.mlp.{part}" for part in _MLP)
-    yield "model.norm.weight"
-    yield from head_parameters(config)
+            dense = _mlp(hidden, config.intermediate_size)
+            shapes |= {f"{layer}.mlp.{part}": shape for part, shape in dense.items()}
+    return {**shapes, "model.norm.weight": (hidden,), **head_shapes(config)}
+
+
+def _mlp(hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return dict(zip(_MLP, ((hidden, width), (hidden, width), (width, hidden))))
 
 
 def is_linear(name: str) -> bool:

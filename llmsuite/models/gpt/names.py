@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.gpt.config import GPTConfig
-from llmsuite.models.head import SCORE, head_parameters
+from llmsuite.models.head import SCORE, head_shapes
 
 _HF_TOP = {"model.embed_tokens": "wte", "model.embed_positions": "wpe", "model.norm": "ln_f"}
 _HF_LAYER = {
@@ -29,11 +29,21 @@ _IGNORED = re.compile(r".*\.attn\.(masked_)?bias")  # masks
 
 def parameter_names(config: GPTConfig) -> Iterator[str]:
     """Every parameter of the model, in the order it has them."""
-    yield "model.embed_tokens.weight"
+    yield from parameter_shapes(config)
+
+
+def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """The same with their shapes."""
+    hidden, width = config.hidden_size, config.mlp_size
+    special: dict[str, tuple[int, ...]] = {"mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for i in range(config.num_hidden_layers):
-        yield from (f"model.layers.{i}.{part}.{kind}" for part in _HF_LAYER for kind in ("weight", "bias"))
-    yield from ("model.norm.weight", "model.norm.bias", "model.embed_positions.weight")
-    yield from head_parameters(config)
+        for part in _HF_LAYER:
+            shape = special.get(part, (hidden, hidden) if part.endswith("_proj") else (hidden,))
+            shapes[f"model.layers.{i}.{part}.weight"], shapes[f"model.layers.{i}.{part}.bias"] = shape, shape[-1:]
+    shapes |= {"model.norm.weight": (hidden,), "model.norm.bias": (hidden,)}
+    shapes["model.embed_positions.weight"] = (config.max_position_embeddings, hidden)
+    return {**shapes, **head_shapes(config)}
 
 
 def is_linear(name: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmsuite.checkpoint.hf_tensors import HfTensors
-from llmsuite.models.head import SCORE, head_parameters
+from llmsuite.models.head import SCORE, head_shapes
 from llmsuite.models.llama.config import LlamaConfig
 
 _GGUF_LAYER = {
@@ -31,11 +31,31 @@ _IGNORED = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")
 
 def parameter_names(config: LlamaConfig) -> Iterator[str]:
     """Every parameter of the model, in the order of the layers."""
-    yield "model.embed_tokens.weight"
-    for i in range(config.num_hidden_layers):
-        yield from (f"model.layers.{i}.{part}.weight" for part in _GGUF_LAYER.values())
-    yield "model.norm.weight"
-    yield from head_parameters(config)
+    yield from parameter_shapes(config)
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """The same with their shapes."""
+    hidden, width = config.hidden_size, config.intermediate_size
+    queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (hidden, width),
+        "mlp.up_proj": (hidden, width),
+        "mlp.down_proj": (width, hidden),
+    }
+    layers = (
+        (f"model.layers.{i}.{part}.weight", shape)
+        for i in range(config.num_hidden_layers)
+        for part, shape in layer.items()
+    )
+    top = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    return {**top, **dict(layers), "model.norm.weight": (hidden,), **head_shapes(config)}
 
 
 def is_linear(name: str) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from llmsuite.checkpoint.hf_tensors import HfTensors
-from llmsuite.models.head import SCORE, head_parameters
+from llmsuite.models.head import SCORE, head_shapes
 from llmsuite.models.qwen.config import QwenConfig
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
@@ -18,19 +18,27 @@ _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 def parameter_names(config: QwenConfig) -> Iterator[str]:
     """Every parameter of the model, in the order of the layers."""
-    kinds = ("weight", "bias") if config.model_type == "qwen2" else ("weight",)
-    yield "model.embed_tokens.weight"
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        yield f"{layer}.input_layernorm.weight"
-        yield from (f"{layer}.{part}.{kind}" for part in _PROJECTIONS for kind in kinds)
-        yield f"{layer}.self_attn.o_proj.weight"
-        if config.model_type == "qwen3":
-            yield from (f"{layer}.self_attn.{part}_norm.weight" for part in "qk")
-        yield f"{layer}.post_attention_layernorm.weight"
-        yield from (f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
-    yield "model.norm.weight"
-    yield from head_parameters(config)
+    yield from parameter_shapes(config)
+
+
+def parameter_shapes(config: QwenConfig) -> dict[str, tuple[int, ...]]:
+    """The same with their shapes."""
+    hidden, width = config.hidden_size, config.intermediate_size
+    queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for part, size in zip(_PROJECTIONS, (queries, keys, keys)):
+        layer[f"{part}.weight"] = (hidden, size)
+        if config.model_type == "qwen2":
+            layer[f"{part}.bias"] = (size,)
+    layer["self_attn.o_proj.weight"] = (queries, hidden)
+    if config.model_type == "qwen3":
+        layer |= {f"self_attn.{part}_norm.weight": (config.head_size,) for part in "qk"}
+    layer["post_attention_layernorm.weight"] = (hidden,)
+    layer |= {f"mlp.{part}_proj.weight": (hidden, width) for part in ("gate", "up")}
+    layer["mlp.down_proj.weight"] = (width, hidden)
+    layers = ((f"model.layers.{i}.{part}", s) for i in range(config.num_hidden_layers) for part, s in layer.items())
+    top = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    return {**top, **dict(layers), "model.norm.weight": (hidden,), **head_shapes(config)}
 
 
 def is_linear(name: str) -> bool:

@@ -1,0 +1,29 @@
+"""What a DeepSeek is made of, see `llmsuite.models.anatomy`. Imports no Paddle."""
+
+from __future__ import annotations
+
+from llmsuite.models.anatomy import Anatomy, Gated, Latent, LayerAnatomy, Mixture
+from llmsuite.models.deepseek.config import DeepSeekConfig
+
+
+def anatomy(config: DeepSeekConfig) -> Anatomy:
+    """Of a shape."""
+    attention = Latent(
+        heads=config.num_attention_heads,
+        q_rank=config.q_lora_rank,
+        kv_rank=config.kv_lora_rank,
+        plain=config.qk_nope_head_dim,
+        turned=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+    )
+    dense = LayerAnatomy(attention=attention, mlp=Gated(width=config.intermediate_size))
+    mixture = Mixture(
+        experts=config.n_routed_experts,
+        chosen=config.num_experts_per_tok,
+        width=config.moe_intermediate_size,
+        shared_width=config.shared_size,
+        normed=config.norm_topk_prob,
+    )
+    routed = LayerAnatomy(attention=attention, mlp=mixture)
+    layers = [routed if config.has_experts(i) else dense for i in range(config.num_hidden_layers)]
+    return Anatomy(hidden=config.hidden_size, vocabulary=config.vocab_size, layers=layers)

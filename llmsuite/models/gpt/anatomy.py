@@ -1,0 +1,20 @@
+"""What a GPT is made of, see `llmsuite.models.anatomy`. Imports no Paddle."""
+
+from __future__ import annotations
+
+from llmsuite.models.anatomy import Anatomy, GroupedQuery, LayerAnatomy, Plain
+from llmsuite.models.gpt.config import GPTConfig
+
+
+def anatomy(config: GPTConfig) -> Anatomy:
+    """Of a shape."""
+    heads = config.num_attention_heads
+    attention = GroupedQuery(heads=heads, kv_heads=heads, head_size=config.head_size, rotary=False, biased=True)
+    layer = LayerAnatomy(attention=attention, mlp=Plain(width=config.mlp_size), norm="layer")
+    return Anatomy(
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        layers=[layer] * config.num_hidden_layers,
+        norm="layer",
+        learned_positions=True,
+    )

@@ -1,0 +1,15 @@
+"""What a Llama is made of, see `llmsuite.models.anatomy`. Imports no Paddle."""
+
+from __future__ import annotations
+
+from llmsuite.models.anatomy import Anatomy, Gated, GroupedQuery, LayerAnatomy
+from llmsuite.models.llama.config import LlamaConfig
+
+
+def anatomy(config: LlamaConfig) -> Anatomy:
+    """Of a shape."""
+    attention = GroupedQuery(
+        heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head_size=config.head_size
+    )
+    layer = LayerAnatomy(attention=attention, mlp=Gated(width=config.intermediate_size))
+    return Anatomy(hidden=config.hidden_size, vocabulary=config.vocab_size, layers=[layer] * config.num_hidden_layers)

@@ -1,0 +1,75 @@
+"""What of a model is trained with adapters: which matrices get some, which parameters are theirs. No Paddle here."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+from llmsuite.errors import UserError
+from llmsuite.models.head import SCORE
+from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, ShardPlan
+
+
+def pick_modules(
+    linear: Sequence[str], plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
+) -> list[str]:
+    """The matrices that get adapters: those a pattern names, without patterns all in the decoder layers.
+
+    Args:
+        linear: names of all modules that are a matrix.
+        plan: of their family.
+        patterns: of `fnmatch`, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
+        key: of the recipe, that the patterns are from.
+
+    Raises:
+        UserError: a pattern matches none.
+    """
+    known = [name for name in linear if not is_trained(f"{name}.weight")]
+    if patterns is None:
+        inside = f"{plan.layers}." if plan.layers else ""
+        return [name for name in known if name.startswith(inside) and name != "lm_head"]
+    chosen = set()
+    for pattern in patterns:
+        matching = [n for n in known if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*.{pattern}")]
+        if not matching:
+            ends = sorted({name.rpartition(".")[2] for name in known})
+            raise UserError(
+                f"{key}: {pattern!r} matches no matrix of the model; it has {', '.join(ends)}, "
+                f"with whole names such as {known[0]}"
+            )
+        chosen.update(matching)
+    return [name for name in known if name in chosen]
+
+
+def linear_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
+    """The modules that are a matrix, told from the shapes of all parameters: no tables in front of the layers, gates or
+    stacks of experts."""
+    found = [name.removesuffix(".weight") for name, s in shapes.items() if len(s) == 2 and name.endswith(".weight")]
+    return [name for name in found if name not in plan.first and not fnmatch.fnmatchcase(name, plan.gates)]
+
+
+def with_adapters(shapes: Mapping[str, Sequence[int]], modules: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters with those of the adapters of these modules."""
+    result: dict[str, tuple[int, ...]] = {}
+    adapted, factors = set(modules), {}
+    for name, shape in shapes.items():
+        module = name.rpartition(".")[0]
+        result[name] = tuple(shape)
+        if module in adapted and name.endswith(".weight"):
+            factors[module] = {
+                f"{module}.{FIRST_FACTOR}": (shape[0], rank),
+                f"{module}.{SECOND_FACTOR}": (rank, shape[1]),
+            }
+    for of_module in factors.values():
+        result |= of_module
+    return result
+
+
+def is_trained(parameter: str) -> bool:
+    """Whether a parameter of a model with adapters is trained: theirs are, and a score head, which no model brings."""
+    return is_factor(parameter) or parameter == SCORE
+
+
+def is_factor(parameter: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return parameter.endswith((f".{FIRST_FACTOR}", f".{SECOND_FACTOR}"))

@@ -1,0 +1,196 @@
+"""Who has what: the parameters of each rank of a run, as the engine will deal them out.
+
+Every decision is asked of the engine's own tables: the cut of the pipeline, the family's shard plan, the pieces of
+sharding, the dtypes. Nothing here needs Paddle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from llmsuite.engine.cut import layer_costs, layer_of, part_bounds, parts_with
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.partition import SHARDING_STAGES, collects_early, has_master, own_slice, piece_of
+from llmsuite.errors import UserError
+from llmsuite.models.head import is_tied
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.targets import is_trained, linear_modules, pick_modules, with_adapters
+from llmsuite.recipe.resolve import RunPlan
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Of an element, by `engine.precision`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A parameter that a rank has, or has a part of."""
+
+    name: str
+    part: int
+    """Of the pipeline."""
+    layer: int | None
+    local_shape: tuple[int, ...]
+    """What lies here without sharding."""
+    size: int
+    """Its elements."""
+    num_bytes: int
+    """Of an element."""
+    parts: int
+    """Ranks of the sharding axis that have a piece each."""
+    piece: int
+    """Elements of a piece, with padding."""
+    owned: int
+    """Elements this rank's optimizer updates."""
+    stage: int
+    """Of sharding."""
+    is_expert: bool
+    is_cut: bool
+    """Over tp."""
+    is_trained: bool
+    has_gradient: bool
+    has_master: bool
+    is_tied: bool
+    """Whether the first and the last pipeline stage both have it."""
+
+    @property
+    def collects_early(self) -> bool:
+        return collects_early(self.stage, self.parts, self.has_master)
+
+    @property
+    def is_stored_in_parts(self) -> bool:
+        return self.stage == 3 and self.parts > 1
+
+    # bytes between two steps, and what of a gradient lives until the last micro-batch is through
+
+    @property
+    def parameter_bytes(self) -> int:
+        return (self.owned if self.is_stored_in_parts else self.size) * self.num_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """A master, or under sharding the piece that the optimizer updates."""
+        if self.has_master:
+            return self.owned * 4
+        return self.owned * self.num_bytes if self.parts > 1 and not self.is_stored_in_parts else 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        if not self.has_gradient:
+            return 0
+        if self.collects_early:
+            return 4 * (self.piece if self.stage >= 2 and self.parts > 1 else self.size)
+        return self.size * self.num_bytes
+
+    def moment_bytes(self, optimizer: str) -> int:
+        """Of AdamW's state; the two powers of its decay rates, a number each, are on the host."""
+        return 2 * 4 * self.owned if optimizer == "adamw" and self.has_gradient else 0
+
+
+class Layout:
+    """The parameters of a run, and of each of its ranks."""
+
+    def __init__(self, plan: RunPlan, shapes: Mapping[str, Sequence[int]] | None = None):
+        """`shapes`: of the model without adapters, where they are known already."""
+        self.plan, self.cuts, config = plan, plan.family.shard_plan or WHOLE, plan.model_config
+        self.tied = is_tied(config)
+        self.model_shapes = shapes = model_shapes(plan) if shapes is None else shapes
+        lora = plan.recipe.lora
+        if lora.rank is not None:
+            adapted = pick_modules(linear_modules(shapes, self.cuts), self.cuts, lora.target_modules)
+            shapes = with_adapters(shapes, adapted, lora.rank)
+        self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
+        self.shapes = shapes
+        self.trained = {n for n in shapes if (lora.rank is None or is_trained(n))}
+        self.num_layers, pp = config.num_hidden_layers, plan.degrees.pp
+        self.bounds = [0, self.num_layers]
+        if pp > 1:
+            costs = layer_costs(shapes, self.cuts, self.num_layers, self.tied)
+            self.bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
+        self.sharding = SHARDING_STAGES[plan.recipe.parallel.sharding]
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model with its adapters."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def num_trained(self) -> int:
+        return sum(math.prod(self.shapes[name]) for name in self.trained)
+
+    def layers_of(self, part: int) -> range:
+        """The numbers of a part's layers."""
+        return range(self.bounds[part], self.bounds[part + 1])
+
+    def parts_of(self, stage: int) -> range:
+        """The parts that a pipeline stage has, its chunks."""
+        return range(stage, len(self.bounds) - 1, self.plan.degrees.pp)
+
+    @functools.cached_property
+    def _by_part(self) -> list[list[str]]:
+        names: list[list[str]] = [[] for _ in self.bounds[1:]]
+        for name in self.shapes:
+            for part in parts_with(name, self.cuts, self.bounds, self.tied):
+                names[part].append(name)
+        return names
+
+    def held(self, mesh: Mesh) -> list[Held]:
+        """What a rank has, in the order of its parts."""
+        precision = self.plan.recipe.engine.precision
+        result = []
+        for part in self.parts_of(mesh.coordinate["pp"]):
+            for name in self._by_part[part]:
+                shape, expert = self.shapes[name], self.cuts.is_expert(name)
+                place, trained = mesh.of_experts if expert else mesh, name in self.trained
+                local = tuple(s.stop - s.start for s in own_slice(name, shape, self.cuts, mesh))
+                bias = self.cuts.is_gate_bias(name)
+                dtype = "float32" if precision == "fp32" or bias else precision
+                size = math.prod(local)
+                piece = piece_of(size, place, self.sharding, not trained)
+                result.append(
+                    Held(
+                        name=name,
+                        part=part,
+                        layer=layer_of(name, self.cuts),
+                        local_shape=local,
+                        size=size,
+                        num_bytes=4 if dtype == "float32" else BYTES[precision],
+                        parts=piece.parts,
+                        piece=piece.size,
+                        owned=piece.num_owned,
+                        stage=self.sharding,
+                        is_expert=expert,
+                        is_cut=self.cuts.dim(name) is not None and mesh.degrees.tp > 1,
+                        is_trained=trained,
+                        has_gradient=trained and not bias,
+                        has_master=has_master(dtype, not trained),
+                        is_tied=self.tied and mesh.degrees.pp > 1 and name == f"{self.cuts.embedding}.weight",
+                    )
+                )
+        return result
+
+
+def model_shapes(plan: RunPlan) -> Mapping[str, Sequence[int]]:
+    """Of every parameter of the model, without adapters.
+
+    Raises:
+        UserError: the family does not say them.
+    """
+    names = plan.family.names()
+    if not hasattr(names, "parameter_shapes"):
+        raise UserError(
+            f"model.family: the names of {plan.family.name} have no `parameter_shapes(config)`, without which nothing "
+            "can be planned; see docs/plugins.md"
+        )
+    shapes: Mapping[str, Sequence[int]] = names.parameter_shapes(plan.model_config)
+    return shapes
+
+
+def ranks(plan: RunPlan) -> list[Mesh]:
+    """One rank of each pipeline stage: the first of its data and tensor parallel ranks, which never has less than
+    another."""
+    degrees = plan.degrees
+    each = degrees.num_ranks // degrees.pp
+    return [Mesh(degrees, stage * each) for stage in range(degrees.pp)]

@@ -1,0 +1,236 @@
+"""What a plan says of memory is what the engine makes: the same parameters, the same pieces, the same bytes kept."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paddle.base import core
+
+from llmsuite.cli import commands
+from llmsuite.cli.main import main
+from llmsuite.devices.gpu import GpuBackend
+from llmsuite.devices.ops import Ops
+from llmsuite.devices.xpu import XpuBackend
+from llmsuite.engine.cut import keep_part, part_bounds, parts_with
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.recompute import recompute_attention, recompute_layers
+from llmsuite.engine.sharding import ParameterShard
+from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.targets import linear_modules, pick_modules, with_adapters
+from llmsuite.planning import activations
+from llmsuite.planning.activations import How, Pass
+from llmsuite.planning.layout import Layout
+from llmsuite.planning.memory import memory
+from llmsuite.planning.schedule import orders, peak_held
+from llmsuite.plugins import builtin
+from llmsuite.plugins.manager import load_plugins
+from llmsuite.recipe.resolve import Degrees, RunPlan, plan_run
+from tests.unit.families import CASES, FAMILIES, config_of, tiny
+
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("qwen", {}),
+    ("qwen", {"model_type": "qwen2"}),
+    ("gpt", {}),
+    ("deepseek", {}),
+    ("deepseek", {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    ("deepseek", {"model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": False}),
+]
+IDS = [f"{family}-{'-'.join(f'{k}={v}' for k, v in shape.items())}" for family, shape in SHAPES]
+
+
+def run_plan(recipe: str, *words: str, smoke: bool = False) -> RunPlan:
+    return plan_run(recipe, words, load_plugins(builtin, commands), smoke)
+
+
+def trained(family: str, shape: dict[str, Any]) -> Any:
+    """A tiny model with memory, in training."""
+    spec = FAMILIES[family]
+    model = spec.factory()(spec.config_cls(**{**spec.smoke, **shape}), Ops())
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.set_value(paddle.randn(parameter.shape) * 0.05)
+    model.train()
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_family_says_the_shapes_its_model_has(case: str) -> None:
+    config, spec = config_of(case), FAMILIES[case.split("/")[0]]
+    with paddle.LazyGuard():
+        model = spec.factory()(config, Ops())
+    assert list(spec.names().parameter_shapes(config).items()) == [
+        (name, tuple(parameter.shape)) for name, parameter in model.named_parameters()
+    ]
+
+
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
+def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any]) -> None:
+    model, cuts = tiny(family, **shape), FAMILIES[family].shard_plan
+    shapes = FAMILIES[family].names().parameter_shapes(model.config)
+    for patterns in (None, ["o_proj"]):
+        expected = adapted_modules(model, cuts, patterns)
+        assert pick_modules(linear_modules(shapes, cuts), cuts, patterns) == expected
+    with paddle.LazyGuard():
+        add_adapters(model, expected, 3, 1.0)
+    assert with_adapters(shapes, expected, 3) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_part_has_the_parameters_that_are_kept_for_it(family: str, tied: bool) -> None:
+    cuts = FAMILIES[family].shard_plan
+    assert cuts is not None
+    bounds = part_bounds("layers", [1] * 4, 3)
+    for part in range(3):
+        model = tiny(family, tie_word_embeddings=tied)
+        names = [name for name, _ in model.named_parameters()]
+        keep_part(model, cuts, part, bounds, tied)
+        expected = {name for name, _ in model.named_parameters()}
+        assert {name for name in names if part in parts_with(name, cuts, bounds, tied)} == expected
+
+
+@given(
+    st.integers(1, 40), st.integers(0, 3), st.sampled_from([1, 2, 3]), st.sampled_from(["fp32", "bf16"]), st.booleans()
+)
+def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precision: str, frozen: bool) -> None:
+    name, width = "model.norm.weight", 4 if precision == "fp32" else 2
+    layout = Layout(ONE_DEVICE[precision], {name: (size,)})
+    layout.sharding, layout.trained = stage, set() if frozen else {name}
+    for rank in range(parts):
+        mesh = Mesh(Degrees(1, 1, parts, 1), rank)
+        (held,) = layout.held(mesh)
+        parameter = paddle.create_parameter(
+            [size], "float32" if width == 4 else "bfloat16", default_initializer=paddle.nn.initializer.Constant(0.0)
+        )
+        shard = ParameterShard(name, parameter, mesh, None, stage, is_frozen=frozen)
+        local = shard._stored if held.is_stored_in_parts else shard.parameter
+        assert held.parameter_bytes == local.numel().item() * width
+        if not frozen:
+            copied = shard.owned.numel().item() * (4 if shard.has_master else width)
+            assert held.copy_bytes == (copied if shard.owned_is_copy else 0)
+        assert held.collects_early == shard._collects_early
+        assert held.owned == (0 if shard.is_empty else local.numel().item() if parts == 1 else shard.owned.size)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
+def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recompute: str) -> None:
+    """By the count of the allocator, byte for byte."""
+    model, spec = trained(family, shape), FAMILIES[family]
+    assert spec.shard_plan is not None
+    assert spec.anatomy is not None
+    if recompute == "full":
+        recompute_layers(model, spec.shard_plan, 2)
+    elif recompute == "selective":
+        recompute_attention(model, spec.shard_plan)
+    rows, length = 2, 37
+    x = paddle.randn([rows, length, model.config.hidden_size])
+    x.stop_gradient = False
+    inputs = model.layer_inputs(0, length, x.dtype)
+    for number in (2, 3):
+        layer = model.model.layers[number]
+        found = allocated(lambda layer=layer: layer.states(x, *inputs))
+        how = How(num_bytes=4, recompute=recompute, every=2)
+        planned = activations.kept_by_layer(spec.anatomy(model.config), number, Pass(rows, length, rows * length), how)
+        assert found == planned, number
+
+
+def allocated(call: Callable[[], Any]) -> int:
+    """Bytes that are alive when a call is over, its result included."""
+    del_first = call()  # what is made once a process
+    del del_first
+    before = core.host_memory_stat_current_value("Allocated", 0)
+    result = call()
+    found = core.host_memory_stat_current_value("Allocated", 0) - before
+    del result
+    return int(found)
+
+
+def test_a_pass_holds_most_where_the_schedule_does() -> None:
+    """Of a pipeline whose chunks keep differently much."""
+    for actions in orders("interleaved", 2, 4, 2):
+        alive, most = [], 0.0
+        for action in actions:
+            if action.forward:
+                alive.append((action.chunk, action.micro_batch))
+            else:
+                alive.remove((action.chunk, action.micro_batch))
+            most = max(most, sum(3.0 if chunk else 5.0 for chunk, _ in alive))
+        assert peak_held(actions, [5.0, 3.0]) == most
+
+
+@pytest.mark.parametrize("backend", [GpuBackend(), XpuBackend()], ids=["gpu", "xpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_fused_kernels_are_those_that_models_get(backend: Any, precision: str) -> None:
+    plain, ops = Ops(), backend.ops(precision)
+    names = ("attention", "rms_norm", "rotary", "swiglu")
+    assert backend.fused(precision) == {name for name in names if getattr(ops, name) is not getattr(plain, name)}
+
+
+def test_more_devices_and_recompute_take_less() -> None:
+    none = '{"tensor_parallel_degree": 2}'
+    peaks = []
+    for recompute, sharding in (
+        ("none", "none"),
+        ("full", "none"),
+        ("full", "stage1"),
+        ("full", "stage2"),
+        ("full", "stage3"),
+    ):
+        parallel = f'--parallel={none[:-1]}, "sharding": "{sharding}"}}'
+        plan = run_plan(RECIPE, parallel, f"--engine.recompute={recompute}")
+        assert plan.family.anatomy is not None
+        anatomy = plan.family.anatomy(plan.model_config)
+        (stage,) = memory(Layout(plan), anatomy, Pass(1, 2048, 2048), 16)
+        peaks.append(stage.peak)
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+# the command
+
+RECIPE = "recipes/llama/sft.json"
+
+
+def test_a_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", RECIPE, "--memory", "80GiB"]) == 0
+    assert "fits in 80 GiB" in capsys.readouterr().out
+    assert main(["plan", RECIPE, "--memory", "16GiB"]) == 3
+    assert "does not fit in 16 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--memory", "much"], "--memory: 'much' is no amount"),
+        (["--memory", "0"], "--memory: is 0; it has to be above 0"),
+        (["--devices", "0"], "--devices: is 0"),
+        (["--devices", "7"], "launch.num_devices: 7 devices cannot hold"),
+    ],
+)
+def test_what_is_wrong_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", RECIPE, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_needs_no_paddle() -> None:
+    code = "import sys; from llmsuite.cli.main import main; main(sys.argv[1:]); assert 'paddle' not in sys.modules"
+    for recipe in ("recipes/deepseek/deepseek-v3-pretrain.json", "recipes/llama/dpo.json"):
+        with contextlib.redirect_stdout(None):
+            subprocess.run([sys.executable, "-c", code, "plan", recipe], check=True, stdout=subprocess.DEVNULL)
+
+
+ONE_DEVICE = {
+    precision: run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1", f"--engine.precision={precision}")
+    for precision in ("fp32", "bf16")
+}
