@@ -150,7 +150,7 @@ def _data(run: Conversion, own: dict[str, Any]) -> dict[str, Any]:
     if length := next((value for value in lengths if value is not None), None):
         data["max_length"] = length
     if run.flag("zero_padding"):
-        if "data.packing" in run.keys and run.section == "sft":
+        if "data.packing" in run.keys and run.section in ("sft", "dpo", "rm"):
             data["packing"] = "best_fit"
         else:
             run.left_out("zero_padding", True, f"rows are not packed in stage {run.stage}")
