@@ -194,9 +194,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             output.skipped(step, metrics)
 
     def roll_back(step: int) -> int:
-        path = saver.last
-        kept = train_state.load_state(path)
-        restore(path, plan, registry, built, optimizer, mesh)
+        kept = _load(saver.last, plan, registry, built, optimizer)
         guard.norms = list(kept.norms)
         if scale is not None and kept.loss_scale is not None:
             scale.value, scale.good_steps = kept.loss_scale, kept.good_steps
@@ -396,12 +394,18 @@ def _restore(
         report(f"no checkpoint in {checkpoints}; starting at step 0")
         return fresh
     path = checkpoints / f"step-{found}"
+    state = _load(path, plan, registry, built, optimizer)
+    report(f"resuming from {path}")
+    return state
+
+
+def _load(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer) -> TrainState:
+    """Take over all that a checkpoint has of the model and the optimizer."""
     state = train_state.load_state(path)
     restore(path, plan, registry, built, optimizer, collective.mesh())
     if built.input_scales is not None:
         assert state.rounded is not None, "the digest of the recipe has to tell"
         built.input_scales.load(state.rounded)
-    report(f"resuming from {path}")
     return state
 
 
