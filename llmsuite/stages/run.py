@@ -110,6 +110,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         recipe.launch.nnodes,
     )
     loggers = _loggers(plan, registry)
+    train = recipe.train
+    guard = Guard(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps)
     if stage is not None and (unread := plan.loaded.unread()):
         raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
 
@@ -145,16 +147,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     output = Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
     outputs += [output] if output else []
 
-    train = recipe.train
-    guard = Guard(
-        train.on_nonfinite,
-        train.on_spike,
-        train.spike_factor,
-        train.max_bad_steps,
-        list(state.norms),
-        state.bad_steps,
-        state.furthest,
-    )
+    guard.norms, guard.bad_steps, guard.furthest = list(state.norms), state.bad_steps, state.furthest
 
     def at(step: int, samples: int) -> TrainState:
         now = dataclasses.replace(
