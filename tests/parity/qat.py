@@ -7,7 +7,7 @@ a whole step, 1/127 of the largest. So there are two claims, with a limit each:
 - Where all values that are rounded are equal, everything is, to what float32 explains: the first step, whose weights
   are those of one process to the bit, and whose inputs are not rounded yet; and with it the first scales.
 - Afterwards a few values in a million go to another step. One that does changes the loss of its token by up to some
-  hundredths, in the mean over some 300 tokens of these runs by up to 1e-4: the limits below are a few times that. That
+  hundredths, in the mean over some 300 tokens of these runs by up to 4e-4: the limits below are a few times that. That
   all is rounded as it should be is told by the first claim, and by `tests/multi/test_qat_layer.py`, where a cut layer
   gets equal inputs.
 """
@@ -31,7 +31,7 @@ _SHAPES = {
 }
 _RATES = {"sgd": ("--train.learning_rate=0.05",), "adamw": ()}
 """A rate that magnifies less than that of the other comparisons what a turned value has changed."""
-FLIPPED = {"loss": 5e-4, "grad_norm": 1e-2}
+FLIPPED = {"loss": 2e-3, "grad_norm": 2e-2}
 """Of the steps behind the first."""
 FLIPPED_SCALE = 3e-2
 """Of a scale: the largest input may itself be one that was rounded otherwise a layer before."""
@@ -87,7 +87,7 @@ def problems(runner: Runner, one: str, many: str) -> list[str]:
     """What of a run is beyond the limits."""
     ours, theirs = runner.metrics(one), runner.metrics(many)
     assert len(ours) == STEPS
-    assert abs(ours[-1]["loss"] / ours[0]["loss"] - 1) > 1e-3, "nothing was learnt, so nothing is compared"
+    assert max(abs(a["loss"] / ours[0]["loss"] - 1) for a in ours) > 1e-3, "nothing was learnt, so nothing is compared"
     if len(theirs) != STEPS:
         return [f"{len(theirs)} steps were recorded"]
     found = [told for told in compare_gradients(runner, one, many).problems if _ROUNDING_ALONE not in told]

@@ -9,7 +9,7 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.multi.test_qat import ADAMW, PP, RECOMPUTE, SP, STATIC, TP
 from tests.parity.cases import Case, run_cases
-from tests.parity.qat import WEIGHTS, case, problems
+from tests.parity.qat import BOTH, WEIGHTS, case, problems
 
 PACKED = ("--qat.weight_bits=8", "--qat.activation_bits=8", "--data.packing=best_fit")
 HEAD = ("--qat.weight_bits=8", "--qat.activation_bits=8", '--qat.target_modules=["lm_head", "o_proj", "down_proj"]')
@@ -25,7 +25,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "packed": {"run": PACKED},
     "head": {"run": HEAD},
     "adamw": ADAMW,
-    "gpt": {"family": "gpt", "stage": "pretrain"},
+    # a last part of a pipeline that has the tied embedding has a table of positions too, which gets no gradient there
+    "gpt": {"family": "gpt", "stage": "pretrain", "run": (*BOTH, "--model.config.tie_word_embeddings=false")},
     "qwen": {"family": "qwen"},
     "deepseek": {"family": "deepseek"},
     "deepseek weights": {"family": "deepseek", "run": WEIGHTS},
