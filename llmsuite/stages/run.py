@@ -110,6 +110,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         recipe.launch.nnodes,
     )
     loggers = _loggers(plan, registry)
+    train = recipe.train
+    guard = Guard(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps)
     if stage is not None and (unread := plan.loaded.unread()):
         raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
 
@@ -145,16 +147,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     output = Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
     outputs += [output] if output else []
 
-    train = recipe.train
-    guard = Guard(
-        train.on_nonfinite,
-        train.on_spike,
-        train.spike_factor,
-        train.max_bad_steps,
-        list(state.norms),
-        state.bad_steps,
-        state.furthest,
-    )
+    guard.norms, guard.bad_steps, guard.furthest = list(state.norms), state.bad_steps, state.furthest
 
     def at(step: int, samples: int) -> TrainState:
         now = dataclasses.replace(
@@ -194,9 +187,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             output.skipped(step, metrics)
 
     def roll_back(step: int) -> int:
-        path = saver.last
-        kept = train_state.load_state(path)
-        restore(path, plan, registry, built, optimizer, mesh)
+        kept = _load(saver.last, plan, registry, built, optimizer)
         guard.norms = list(kept.norms)
         if scale is not None and kept.loss_scale is not None:
             scale.value, scale.good_steps = kept.loss_scale, kept.good_steps
@@ -396,12 +387,18 @@ def _restore(
         report(f"no checkpoint in {checkpoints}; starting at step 0")
         return fresh
     path = checkpoints / f"step-{found}"
+    state = _load(path, plan, registry, built, optimizer)
+    report(f"resuming from {path}")
+    return state
+
+
+def _load(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer) -> TrainState:
+    """Take over all that a checkpoint has of the model and the optimizer."""
     state = train_state.load_state(path)
     restore(path, plan, registry, built, optimizer, collective.mesh())
     if built.input_scales is not None:
         assert state.rounded is not None, "the digest of the recipe has to tell"
         built.input_scales.load(state.rounded)
-    report(f"resuming from {path}")
     return state
 
 

@@ -181,7 +181,7 @@ def test_a_bad_step_stops_the_run(train: Train, bad: str) -> None:
 
 
 def test_a_bad_step_is_left_out(train: Train, bad: str) -> None:
-    words = ("--train.on_nonfinite=skip",)
+    words = ("--train.on_nonfinite=skip", "--train.max_bad_steps=1")
     directory = train("skip", *words, factor=math.nan, bad=bad)
     records = {record["step"]: record for record in read_run(directory).steps}
     assert [step for step, record in records.items() if record.get("skipped")] == [BAD]
@@ -223,7 +223,7 @@ def test_nothing_to_go_back_to(train: Train, bad: str) -> None:
 
 def test_spikes_are_remembered_with_the_checkpoint(train: Train, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmsuite.engine.guard.LEAST", 3)
-    words = ("--train.spike_factor=20", "--train.on_spike=roll_back")
+    words = ("--train.spike_factor=20", "--train.on_spike=roll_back", "--train.max_bad_steps=2")
     directory = train("spike", *words, factor=1e4, bad=bad)
     assert [e["step"] for e in read_events(directory) if e["event"] == "rolled back"] == [BAD]
     assert len(state(directory, SAVED)["norms"]) == SAVED
