@@ -12,20 +12,17 @@ from tests.parity.qat import BOTH, FLIPPED, WEIGHTS, case, problems, scales
 
 TP, PP, SP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}, {"sequence_parallel": True}
 STATIC, RECOMPUTE = "--engine.mode=to_static", "--engine.recompute=full"
-GPT = {"family": "gpt", "stage": "pretrain"}
 ADAMW = {"optimizer": "adamw"}
 
 ONES = {
     "both": case("both"),
     "weights": case("weights", run=WEIGHTS),
-    "gpt": case("gpt", **GPT),
     "adamw": case("adamw", **ADAMW),
 }
 MANY: dict[str, tuple[str, Case]] = {
     "tp2, sequence parallel, recompute": ("both", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,))),
     "pp2 interleaved": ("both", case("pp", 2, {**PP, "pipeline_schedule": "interleaved"})),
     "weights, tp2 static": ("weights", case("static", 2, TP, (STATIC,), run=WEIGHTS)),
-    "gpt, tp2": ("gpt", case("gpt-tp", 2, TP, **GPT)),
     "stage3, recompute": ("adamw", case("stage3", 2, {"sharding": "stage3"}, (RECOMPUTE,), **ADAMW)),
 }
 MUTANTS = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_qat import ADAMW, GPT, PP, RECOMPUTE, SP, STATIC, TP
+from tests.multi.test_qat import ADAMW, PP, RECOMPUTE, SP, STATIC, TP
 from tests.parity.cases import Case, run_cases
 from tests.parity.qat import WEIGHTS, case, problems
 
@@ -25,7 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "packed": {"run": PACKED},
     "head": {"run": HEAD},
     "adamw": ADAMW,
-    "gpt": GPT,
+    "gpt": {"family": "gpt", "stage": "pretrain"},
     "qwen": {"family": "qwen"},
     "deepseek": {"family": "deepseek"},
     "deepseek weights": {"family": "deepseek", "run": WEIGHTS},

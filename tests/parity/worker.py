@@ -105,14 +105,14 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
 
     train_step = loop.train_step
 
-    def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
+    def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any, **named: Any) -> Any:
         told = None
         if objective is not None and all(isinstance(batch, list) for batch in micro_batches):  # no thread reads them
             told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in micro_batches]
         record = {"step": step, "data_rank": collective.mesh().data_rank, "micro_batches": told}
         with open(directory / f"samples-{rank}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        return train_step(step, micro_batches, objective, *args)
+        return train_step(step, micro_batches, objective, *args, **named)
 
     loop.train_step = noted_step
     try:
@@ -128,11 +128,11 @@ def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
 
     train_step = loop.train_step
 
-    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
+    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any, **named: Any) -> Any:
         ranks = traffic.communicators()
         messages: traffic.Messages = collections.Counter()
         with traffic.traced(messages):
-            result = train_step(step, micro_batches, objective, *args)
+            result = train_step(step, micro_batches, objective, *args, **named)
         sent: traffic.Traffic = collections.Counter()
         for (_, name, shape, _), count in messages.items():
             sent[name, shape] += count
