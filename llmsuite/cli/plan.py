@@ -26,6 +26,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.planning.show import show_plan
 
     plan = plan_run(args.recipe, [*_devices(args.devices), *args.overrides], registry, args.smoke)
+    plan.check_trains("plan")
     memory = None if args.memory is None else parse_amount("--memory", args.memory)
     found = estimate(plan)
     for line in show_plan(found, memory):
