@@ -147,7 +147,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     weights = _weights(recipe.model.weights) if recipe.model.weights else None
     config, rules = _model_config(recipe, family, weights, registry.stages[recipe.stage])
     rules += _registered_names(recipe, registry)
-    degrees = _degrees(recipe)
+    degrees = degrees_of(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
     adapters = registry.stages[recipe.stage].adapters
@@ -165,7 +165,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
         num_chunks=recipe.parallel.num_chunks,
-        accumulate_steps=_accumulate_steps(recipe.train, degrees),
+        accumulate_steps=accumulate_steps(recipe.train, degrees),
         weights=weights,
         tokenizer=tokenizer,
         train_file=_data_file(recipe.data.train),
@@ -174,7 +174,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     )
 
 
-def _accumulate_steps(train: TrainSection, degrees: Degrees) -> int | None:
+def accumulate_steps(train: TrainSection, degrees: Degrees) -> int | None:
+    """Micro-batches of a step on one rank; None where that depends on their lengths."""
     if train.micro_batch_tokens is not None:
         return None
     return train.global_batch_size // (train.micro_batch_size * degrees.num_data_ranks)
@@ -253,7 +254,8 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Broken]:
             yield "loggers", registry.unknown("logger", name)
 
 
-def _degrees(recipe: Recipe) -> Degrees:
+def degrees_of(recipe: Recipe) -> Degrees:
+    """The sizes of the mesh axes that a recipe asks for."""
     p = recipe.parallel
     world = recipe.launch.num_devices * recipe.launch.nnodes
     sharding = p.sharding_parallel_degree
@@ -274,7 +276,7 @@ def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smo
     if not smoke:
         return resolve(loaded, registry)
     small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
-    return dataclasses.replace(resolve(small, registry), smoke_of=_degrees(loaded.recipe))
+    return dataclasses.replace(resolve(small, registry), smoke_of=degrees_of(loaded.recipe))
 
 
 _SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
@@ -288,7 +290,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     """
     recipe = loaded.recipe
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
-    small = _smoke_degrees(_degrees(recipe))
+    small = _smoke_degrees(degrees_of(recipe))
     tp, pp, data = small.tp, small.pp, small.num_data_ranks
     sharded = recipe.parallel.sharding != "none" and data > 1
     degree = small.sharding if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1 else 1
