@@ -56,6 +56,7 @@ def run_llmsuite(path: str, engine: str) -> None:
     start_paddle(backend, 1)
     from llmsuite.inference.batch import Batch, Line
     from llmsuite.inference.decoder import Decoder, ModelDecoder
+    from llmsuite.inference.fused import fuse
     from llmsuite.inference.load import load_model, open_any
     from llmsuite.inference.predictor import Predictor
     from llmsuite.inference.sampling import Sampling
@@ -63,7 +64,9 @@ def run_llmsuite(path: str, engine: str) -> None:
     if engine == "static":
         decoder: Decoder = Predictor(Path(asked["static"]), num_threads=asked["threads"])
     else:
-        decoder = ModelDecoder(load_model(open_any(Path(asked["model"]), registry.models), backend))
+        model = load_model(open_any(Path(asked["model"]), registry.models), backend)
+        fuse(model)
+        decoder = ModelDecoder(model)
     sampling, results = Sampling(max_new_tokens=asked["new_tokens"]), []
     for prompts in asked["batches"]:
         times = []

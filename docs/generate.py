@@ -109,7 +109,7 @@ def keys_table(registry: Registry) -> str:
                 if info.key[:2] == ("model", "config") and len(info.key) > 2:
                     head, default = f"model.config of {family}", "the preset's"
                 row = f"| `{info.dotted}` | {info.type_text} | {default} | {info.doc} |"
-                groups.setdefault(head, {})[info.dotted] = row
+                groups.setdefault(head, {}).setdefault(info.dotted, row)
     lines = []
     for head, rows in groups.items():
         lines += ["", f"### {head}", "", "| key | type | default | |", "|---|---|---|---|", *rows.values()]
@@ -139,12 +139,18 @@ _SUPPORT = """# What is tested
 
 Every recipe is run for {steps} steps as `--smoke` makes it small: its stage and strategy, the tiny shape of its family
 that runs the same code, on CPU processes. Loss and gradient norm of each step equal those of one process to {limit:.0e}
-(relative). A cell names the modes whose runs have all passed. `make test` runs a few of them again, and fails when a
-recipe is no longer the one that was run. Paddle {paddle}, float32.
+(relative); of a recipe that does not train, all answers equal those of one process to the token. A cell names the modes
+whose runs have all passed. `make test` runs a few of them again, and fails when a recipe is no longer the one that was
+run. Paddle {paddle}, float32.
 
 A large mesh is cut down to eight processes: its largest degree is halved until they are, and an axis that was cut
 stays cut.
 """
+
+
+_ROUNDED = """\
+(*) Inputs of its layers are rounded to 8 bits. The first step, in which they are not yet, equals that of one process as
+all others do; in later ones a last bit turns some values to the next step of the grid ([qat.md](qat.md))."""
 
 
 def support_page(report: Mapping[str, Any], registry: Registry) -> str:
@@ -164,9 +170,17 @@ def support_page(report: Mapping[str, Any], registry: Registry) -> str:
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     lines += ["", "## Recipes", "", "| recipe | mode | its mesh | run on | loss | gradient norm |", "|---" * 6 + "|"]
     for run in runs:
-        numbers = [f"{run[key]:.0e}" for key in ("loss", "grad_norm")] if run["passed"] else [run["problem"], ""]
+        if not run["passed"]:
+            numbers = [run["problem"], ""]
+        elif "tokens" in run:
+            numbers = [f"{run['tokens']} tokens the same", ""]
+        else:
+            numbers = [f"{run[key]:.0e}" for key in ("loss", "grad_norm")]
         mesh = run["mesh"] if run["mesh"] != run["asked"] else ""
+        numbers[0] += " (*)" if run.get("rounded") else ""
         lines.append(f"| {run['recipe']} | {run['mode']} | {run['asked']} | {mesh} | " + " | ".join(numbers) + " |")
+    if any(run.get("rounded") for run in runs):
+        lines += ["", _ROUNDED]
     run_ones = {run["recipe"] for run in runs}
     recipes = sorted(f"{path.parent.name}/{path.stem}" for path in (DOCS.parent / "recipes").glob("*/*.json"))
     if missing := [recipe for recipe in recipes if recipe not in run_ones]:

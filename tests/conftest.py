@@ -33,6 +33,7 @@ hypothesis.settings.load_profile("llmsuite")
 
 STAGES = sorted(spec.name for spec in builtin.llmsuite_register_stages())
 """The built-in ones."""
+TRAINING_STAGES = sorted(spec.name for spec in builtin.llmsuite_register_stages() if spec.trains)
 VALID: dict[str, Any] = {
     "stage": "dpo",
     "model": {"family": "llama", "preset": "llama-7b", "tokenizer": "data/tokenizer"},

@@ -107,9 +107,13 @@ class Arrangement:
         """Our names of what a tensor is made of."""
         return [piece.spec.name for piece in self._pieces[name]]
 
+    def is_transposed(self, name: str) -> bool:
+        """Whether a matrix lies [outputs, inputs]."""
+        return self._is_transposed and name in self.linears
+
     def read(self, name: str, read: Read, index: Sequence[slice] | None = None) -> np.ndarray:
         """A tensor, or a slice of it (one slice a dim); nothing that is not needed is read."""
-        pieces, transposed = self._pieces[name], self._is_transposed and name in self.linears
+        pieces, transposed = self._pieces[name], self.is_transposed(name)
         if index is None and len(pieces) == 1 and pieces[0].index is None:
             value = read(pieces[0].spec.name, None)
             return value.T if transposed else value

@@ -19,8 +19,8 @@ from llmsuite.checkpoint.files import read_json_file, sha256_of, write_json
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.layout import Arrangement, Layout, hf_name
-from llmsuite.checkpoint.stored import Stored
-from llmsuite.checkpoint.tensors import TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.stored import INT8, Stored
+from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.write import MAX_FILE_BYTES, InTurn, Written, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import ModelFamily
@@ -147,6 +147,8 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     """
     data = read_json_file(path / "config.json")
     model_type = data.get("model_type") if isinstance(data, dict) else None
+    if has_scales(path) and isinstance(data, dict):
+        data.pop("quantization_config", None)  # it tells others that these are there
     for family in families.values():
         if model_type in family.hf_model_types:
             try:
@@ -181,7 +183,21 @@ def open_model(
         UserError: naming every missing or unexpected tensor.
     """
     family, config = read_config(path, families)
-    return describe_model(path, family, config, TensorFiles(path, "model", check), load=load)
+    return describe_model(path, family, config, _open_tensors(path, check), load=load)
+
+
+def _open_tensors(path: Path, check: bool) -> TensorSource:
+    files = TensorFiles(path, "model", check)
+    if has_scales(path):
+        return Dequantised(files, TensorFiles(path, Dequantised.STEM, check))
+    if alone := next((name for name in files.names if files.spec(name).dtype == INT8), None):
+        raise UserError(f"{path}: {alone!r} is int8, and there is no {Dequantised.STEM}{SUFFIX} to tell its scale")
+    return files
+
+
+def has_scales(path: Path) -> bool:
+    """Whether a directory has int8 matrices and what they are multiples of."""
+    return any((path / f"{Dequantised.STEM}{SUFFIX}{end}").is_file() for end in ("", ".index.json"))
 
 
 def describe_model(

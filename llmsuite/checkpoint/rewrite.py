@@ -18,9 +18,10 @@ import numpy as np
 
 from llmsuite.checkpoint.files import resumable_directory, write_json
 from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
+from llmsuite.checkpoint.int8 import Int8Weights, quantization_config
 from llmsuite.checkpoint.layout import Arrangement, Layout
 from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
-from llmsuite.checkpoint.stored import Stored
+from llmsuite.checkpoint.stored import INT8, Stored
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.checkpoint.threads import num_threads
 from llmsuite.checkpoint.write import MAX_FILE_BYTES, in_parts, write_tensors
@@ -95,9 +96,13 @@ class Rewrite:
             written = write_tensors(
                 directory, "model", self.specs, self._read, metadata, limit, True, progress, num_threads()
             )
-            config = {**model.config.to_hf(), "torch_dtype": self.specs[0].dtype}
+            dtype = next((spec.dtype for spec in self.specs if spec.dtype != INT8), "float32")
+            config = {**model.config.to_hf(), "torch_dtype": dtype}
             if form.layout == "paddlenlp":
-                config["dtype"] = self.specs[0].dtype
+                config["dtype"] = dtype
+            if isinstance(model.files, Int8Weights):
+                written.add(model.files.write_scales(directory, self._arrangement))
+                config["quantization_config"] = quantization_config()
             kinds = {FLAGS[kind] for kind in FLAGS for name in self._parts if f".{kind}." in name}
             write_json(directory / "config.json", {**config, **dict.fromkeys(sorted(kinds), True)})
             copy_tokenizer(model.path, directory)

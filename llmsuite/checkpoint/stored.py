@@ -21,11 +21,12 @@ import numpy as np
 
 from llmsuite.errors import UserError
 
+INT8 = "int8"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+DTYPES["I8"] = INT8  # of matrices that have scales beside them, see `int8.py`
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _OTHER_SIZES = {
     "U8": 1,
-    "I8": 1,
     "BOOL": 1,
     "F8_E4M3": 1,
     "F8_E5M2": 1,

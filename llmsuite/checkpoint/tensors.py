@@ -21,7 +21,7 @@ from llmsuite.checkpoint.files import (
     read_manifest,
     sha256_of,
 )
-from llmsuite.checkpoint.stored import Stored, read_header
+from llmsuite.checkpoint.stored import INT8, Stored, read_header
 from llmsuite.errors import UserError
 
 SUFFIX = ".safetensors"
@@ -137,6 +137,50 @@ class TensorFiles:
                     found = _with_sha256(path, found, self._manifest.get(path))
                 self._headers[file_name] = found
             return self._headers[file_name]
+
+
+class Dequantised:
+    """Tensors some of which lie as int8, read as the float32 they stand for; `int8.py` writes them."""
+
+    STEM = "quant_scales"
+
+    def __init__(self, files: TensorFiles, scales: TensorFiles):
+        """Raises UserError when an int8 tensor has no scale."""
+        self._files, self._scales = files, scales
+        self._known = set(scales.names)
+        is_int8 = [name for name in files.names if files.spec(name).dtype == INT8]
+        if homeless := [name for name in is_int8 if _beside(name, "weight_scale") not in self._known]:
+            raise UserError(f"{files.directory}: {len(homeless)} int8 tensors have no scale, such as {homeless[0]}")
+
+    @property
+    def names(self) -> list[str]:
+        return self._files.names
+
+    @property
+    def paths(self) -> list[Path]:
+        return sorted([*self._files.paths, *self._scales.paths])
+
+    def spec(self, name: str) -> TensorSpec:
+        spec = self._files.spec(name)
+        return dataclasses.replace(spec, dtype="float32") if spec.dtype == INT8 else spec
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        value = self._files.read(name, index)
+        if value.dtype != INT8:
+            return value
+        scale = self._scales.read(_beside(name, "weight_scale"))
+        if index is not None:  # of the dim of the inputs there is one
+            scale = scale[tuple(s if size > 1 else slice(None) for s, size in zip(index, scale.shape))]
+        return value.astype("float32") * scale
+
+    def input_scale(self, name: str) -> float | None:
+        """Of the inputs that are multiplied with a tensor; None when they are not rounded."""
+        beside = _beside(name, "input_scale")
+        return float(self._scales.read(beside)[0]) if beside in self._known else None
+
+
+def _beside(name: str, kind: str) -> str:
+    return f"{name.removesuffix('.weight')}.{kind}"
 
 
 def _with_sha256(path: Path, header: dict[str, Stored], ranges: Sequence[Range] | None) -> dict[str, Stored]:

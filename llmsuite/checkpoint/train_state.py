@@ -63,6 +63,16 @@ class TrainState:
     """Of fp16."""
     good_steps: int = 0
     """Steps without overflow since the loss scale changed."""
+    rounded: dict[str, list[float]] | None = None
+    """Of quantisation-aware training: each fake-quantised layer by name, with what the moving average of its inputs is
+    made of (`engine.quantisation`), empty where inputs are not rounded."""
+    norms: tuple[float, ...] = ()
+    """Gradient norms that later ones are compared with, where spikes are looked for."""
+    bad_steps: int = 0
+    """Steps not learnt from since `furthest`."""
+    furthest: int = 0
+    """The furthest step that was learnt from, where steps may be skipped; a run that went back to a checkpoint has been
+    there before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +249,7 @@ def load_state(path: Path) -> TrainState:
     data = read_json_file(path / "state.json")
     if data.pop("format", None) != FORMAT:
         raise UserError(f"{path}: is of another checkpoint format; this llmsuite reads format {FORMAT}")
-    return TrainState(**data)
+    return TrainState(**{**data, "norms": tuple(data.get("norms", ()))})
 
 
 def is_run(path: Path) -> bool:

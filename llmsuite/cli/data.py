@@ -78,7 +78,9 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.cli import show_data
     from llmsuite.recipe.resolve import plan_run
 
-    plan = show_data.prepare(plan_run(args.inputs[0], args.overrides, registry, args.smoke))
+    plan = plan_run(args.inputs[0], args.overrides, registry, args.smoke)
+    plan.check_trains(f"data {args.action}")
+    plan = show_data.prepare(plan)
     if args.action == "explain":
         return show_data.explain(plan, registry, args.row or 1)
     return show_data.stats(plan, registry, args.plot)

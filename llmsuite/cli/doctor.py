@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import resource
 import shutil
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llmsuite import __version__
+from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 
 _OK, _WARN, _BAD = "ok", "warn", "BAD"
 _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlenlp", "tokenizers", "safetensors", "numpy")
+_LEAST_DISK, _LEAST_SHARED, _LEAST_FILES, _LEAST_MEMORY = 5e9, 0.5e9, 1024, 2e9
+_SLOW_PAIR = 1 / 3
+_STALL_SECONDS = 60.0
+_RESULT = "network: "
 Finding = tuple[str, str, str]
 
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="the device to check; see: llmsuite list devices")
+    parser.add_argument("--num_devices", type=int, default=1, help="devices here; above 1 their network is checked too")
+    parser.add_argument("--nnodes", type=int, default=1, help="machines; start the same command on each of them")
+    parser.add_argument("--master", type=str | None, help="host:port of machine 0, with several")
+    parser.add_argument("--node_rank", type=int, default=0, help="which machine this is, from 0")
 
 
 def run(args: Any, registry: Registry) -> int:
-    findings = [*_machine(), *_packages(), *_device(args.device, registry), *_plugins(registry)]
-    width = max(len(what) for _, what, _ in findings)
-    for level, what, text in findings:
-        print(f"{level:4}  {what:{width}}  {text}")
-    return 2 if any(level == _BAD for level, _, _ in findings) else 0
+    from llmsuite.engine.launch import is_worker
+
+    if args.nnodes > 1 and args.master is None:
+        raise UserError("--master: is required with several machines: host:port of machine 0, where the others find it")
+    if is_worker():
+        return _rank(args, registry)
+    width = 14
+    worst = 0
+    for level, what, text in _findings(args, registry):
+        print(f"{level:4}  {what:{width}}  {text}", flush=True)
+        worst = max(worst, 2 if level == _BAD else 0)
+    return worst
+
+
+def _findings(args: Any, registry: Registry) -> Iterator[Finding]:
+    yield from _machine()
+    yield from _packages()
+    yield from _pins()
+    usable = True
+    for finding in _device(args.device, registry):
+        usable &= finding[0] != _BAD
+        yield finding
+    if usable and args.num_devices * args.nnodes > 1:
+        yield from _network(args, registry)
+    yield from _plugins(registry)
 
 
 def _machine() -> Iterator[Finding]:
@@ -39,15 +73,33 @@ def _machine() -> Iterator[Finding]:
     yield (_OK if good else _BAD), "python", version + ("" if good else "; install Python 3.10 or 3.11")
     yield _OK, "llmsuite", __version__
     yield _OK, "cores", str(os.cpu_count())
+    memory = _available_memory()
+    if memory is not None:
+        text = f"{memory / 1e9:.1f} GB free"
+        yield _level(memory, _LEAST_MEMORY, "memory", text, "end other programs, or take a larger machine")
     compiler = shutil.which("g++")
     yield (_OK if compiler else _WARN), "g++", compiler or "missing; apt-get install g++ (or your system's package)"
-    free = shutil.disk_usage(Path.cwd()).free / 1e9
-    yield (_OK if free > 5 else _WARN), "free disk", f"{free:.0f} GB here" + ("" if free > 5 else "; free some")
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield (_OK if files >= 1024 else _WARN), "open files", f"{files}" + ("" if files >= 1024 else "; ulimit -n 4096")
+    free = shutil.disk_usage(Path.cwd()).free
+    yield _level(free, _LEAST_DISK, "free disk", f"{free / 1e9:.0f} GB here", "free some, or choose another output_dir")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    mend = f"ulimit -n {4096 if hard == resource.RLIM_INFINITY else min(4096, hard)}"
+    yield _level(soft, _LEAST_FILES, "open files", str(soft), mend)
     if Path("/dev/shm").is_dir():
-        shared = shutil.disk_usage("/dev/shm").total / 1e9
-        yield (_OK if shared >= 0.5 else _WARN), "shared memory", f"{shared:.1f} GB in /dev/shm"
+        shared = shutil.disk_usage("/dev/shm").total
+        mend = "mount -o remount,size=2G /dev/shm; in a container: docker run --shm-size=2g"
+        yield _level(shared, _LEAST_SHARED, "shared memory", f"{shared / 1e9:.1f} GB in /dev/shm", mend)
+
+
+def _level(found: float, least: float, what: str, text: str, mend: str) -> Finding:
+    return (_OK, what, text) if found >= least else (_WARN, what, f"{text}; {mend}")
+
+
+def _available_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _packages() -> Iterator[Finding]:
@@ -65,6 +117,28 @@ def _packages() -> Iterator[Finding]:
         yield _BAD, "paddle", f"{' and '.join(paddles)} overwrite each other; uninstall all of them, then install one"
 
 
+def _pins() -> Iterator[Finding]:
+    """Installed packages against the ranges llmsuite was tested with."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # comes with Paddle's packages
+        yield _WARN, "pins", "not checked: packaging is missing; pip install packaging"
+        return
+    wrong = 0
+    for text in importlib.metadata.requires("llmsuite") or []:
+        pin = Requirement(text)
+        extra = pin.marker is not None and not any(pin.marker.evaluate({"extra": e}) for e in ("", "cpu", "data"))
+        try:
+            version = importlib.metadata.version(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not wanted; what is needed is told by name above
+        if not extra and not pin.specifier.contains(version, prereleases=True):
+            wrong += 1
+            yield _WARN, "pins", f"{pin.name} {version} was not tested; pip install '{pin.name}{pin.specifier}'"
+    if not wrong:
+        yield _OK, "pins", "every package is of a version that was tested"
+
+
 def _device(name: str, registry: Registry) -> Iterator[Finding]:
     if name not in registry.devices:
         yield _BAD, "device", registry.unknown("device", name)
@@ -73,15 +147,112 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
     for key, value in backend.environment(1).items():
         yours = os.environ.get(key)
         yield _OK, f"env {key}", f"{value} (set by llmsuite)" if yours is None else f"{yours} (set by you)"
+    mkl = os.environ.get("MKL_DEBUG_CPU_TYPE")
+    wanted = backend.environment(1).get("MKL_DEBUG_CPU_TYPE")
+    if wanted is not None and mkl not in (None, wanted):
+        yield _WARN, "MKL path", f"MKL_DEBUG_CPU_TYPE is {mkl}: slow on this AMD processor; unset MKL_DEBUG_CPU_TYPE"
     from llmsuite.devices.start import start_paddle
 
     try:
         start_paddle(backend, 1)
     except ImportError as error:
-        yield _BAD, "device", f"Paddle does not import: {error}"
+        yield _BAD, "device", f"Paddle does not import: {error}; {backend.install}"
         return
     reason = backend.unavailable(1)
     yield (_BAD if reason else _OK), f"device {name}", reason or f"usable; precisions {', '.join(backend.precisions)}"
+    if reason is None:
+        backend.activate(0)
+        yield _OK, "matrix product", f"{_gflops():.0f} GFLOP/s in float32"
+
+
+def _gflops(size: int = 1024) -> float:
+    """Of a product of two square matrices, the fastest of some."""
+    import paddle
+
+    x = paddle.ones([size, size])
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        float(paddle.matmul(x, x)[0, 0])  # waits for it
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds) / 1e9
+
+
+def _network(args: Any, registry: Registry) -> Iterator[Finding]:
+    """Starts a rank a device, on all machines, and lets them add up tensors."""
+    from llmsuite.engine.launch import launch
+    from llmsuite.engine.machines import Machines
+
+    backend = registry.devices[args.device].factory()
+    said: list[str] = []
+    told = ("device", "num_devices", "nnodes", "node_rank", *(["master"] if args.master else []))
+    command = [sys.executable, "-m", "llmsuite", "doctor", *(f"--{name}={getattr(args, name)}" for name in told)]
+    machines = Machines(args.node_rank, args.nnodes, args.master or "", f"doctor {args.num_devices}")
+    with tempfile.TemporaryDirectory(prefix="llmsuite-") as logs:
+        try:
+            backend.prepare_ranks()
+            code = launch(
+                command,
+                args.num_devices,
+                Path(logs),
+                lambda rank: {**backend.environment(args.num_devices), **backend.rank_environment(rank)},
+                said.append,
+                machines,
+                _STALL_SECONDS,
+            )
+        except UserError as error:
+            yield _BAD, "network", str(error)
+            return
+    lines = "".join(said).splitlines()
+    if code != 0:
+        yield _BAD, "network", f"the ranks ended with exit code {code}:\n" + "\n".join(lines[-20:])
+        return
+    if args.node_rank:
+        yield _OK, "network", "checked; machine 0 tells what was measured"
+        return
+    (result,) = (line.removeprefix(_RESULT) for line in lines if line.startswith(_RESULT))
+    yield from judge_network(json.loads(result), args.num_devices * args.nnodes)
+
+
+def judge_network(found: Any, num_ranks: int) -> Iterator[Finding]:
+    """What is told of the fields of `llmsuite.engine.network.Network`."""
+    if not found["right"]:
+        yield (
+            _BAD,
+            "network",
+            "ranks get wrong sums; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the right interface",
+        )
+    speed, call = found["bandwidth"] / 1e9, found["call_seconds"] * 1e3
+    yield (
+        _OK,
+        "network",
+        f"all-reduce over {num_ranks} ranks: {speed:.2f} GB/s a rank at 16 MiB, {call:.2f} ms at 4 KiB",
+    )
+    if found["pairs"]:
+        usual = statistics.median(found["pairs"].values())
+        for pair, bandwidth in found["pairs"].items():
+            text = f"{bandwidth / 1e9:.2f} GB/s"
+            if bandwidth < _SLOW_PAIR * usual:
+                mend = f"others {usual / 1e9:.2f}; look at the cable, switch or interface between their machines"
+                yield _WARN, f"ranks {pair}", f"{text}, {mend}"
+            else:
+                yield _OK, f"ranks {pair}", text
+
+
+def _rank(args: Any, registry: Registry) -> int:
+    """In a rank of the network's check."""
+    from llmsuite.devices.start import start_paddle
+
+    backend = registry.devices[args.device].factory()
+    start_paddle(backend, args.num_devices, join=True)
+    from llmsuite.engine import collective
+    from llmsuite.engine.network import measure
+
+    backend.activate(collective.local_rank())
+    found = measure(args.num_devices * args.nnodes)
+    if collective.rank() == 0:
+        print(_RESULT + json.dumps(dataclasses.asdict(found)), flush=True)
+    return 0
 
 
 def _plugins(registry: Registry) -> Iterator[Finding]:

@@ -111,7 +111,7 @@ def run(args: Any, registry: Registry) -> int:
     try:
         with open(target, "x", encoding="utf-8") as file:
             for prompt, found in zip(prompts, answers):
-                row = {**prompt.row, "answers": [_row(answer) for answer in found]}
+                row = {**prompt.row, "answers": [answer.row() for answer in found]}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
     except OSError as error:
@@ -142,15 +142,6 @@ def _answers(generator: Any, prompts: Any, sampling: Any, args: Any) -> Iterator
         return iter(generator.answers(ids, sampling, args.num_return_sequences, args.batch_size))
     beams = Beams(args.num_beams, args.length_penalty, args.max_new_tokens, args.min_new_tokens)
     return (generator.beam_answers(prompt.ids, beams, args.num_return_sequences) for prompt in prompts)
-
-
-def _row(answer: Any) -> dict[str, Any]:
-    row = {"text": answer.text, "ids": list(answer.ids), "finish_reason": answer.finish_reason}
-    if answer.score is not None:
-        row["score"] = answer.score
-    if answer.logprobs:
-        row["logprobs"] = [{"token": t.token, "logprob": t.logprob, "top": t.top} for t in answer.logprobs]
-    return row
 
 
 def _chat(generator: Any, prompter: Any, sampling: Any) -> int:

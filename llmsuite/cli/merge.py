@@ -19,7 +19,12 @@ def _common_arguments(parser: Any) -> None:
     from jsonargparse.typing import PositiveInt
 
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
-    parser.add_argument("--dtype", type=Literal["fp32", "bf16", "fp16"] | None, default=None, help="default: as it is")
+    parser.add_argument(
+        "--dtype",
+        type=Literal["fp32", "bf16", "fp16", "int8"] | None,
+        default=None,
+        help="default: as it is; int8, with scales, of a run that has trained for it (qat.weight_bits)",
+    )
     parser.add_argument(
         "--max-shard-size", type=str, default=None, help="largest file, such as 5GB (the default is 4GiB)"
     )
@@ -61,6 +66,7 @@ def run(args: Any, registry: Registry) -> int:
     start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
     from llmsuite.checkpoint.adapter import CONFIGS, add_adapter
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
+    from llmsuite.checkpoint.int8 import quantised, rounded_layers
     from llmsuite.checkpoint.rewrite import DTYPES, Form, Rewrite
     from llmsuite.checkpoint.sources import open_source
     from llmsuite.checkpoint.train_state import find_adapter
@@ -78,6 +84,10 @@ def run(args: Any, registry: Registry) -> int:
     adapter = find_adapter(source)
     if args.get("base") and adapter is None:
         raise UserError(f"--base: {source} is no LoRA adapter: it has neither {' nor '.join(CONFIGS)}")
+    is_int8 = args.dtype == "int8"
+    if is_int8 and (adapter is not None or args.fused):
+        reason = "--fused matrices have none" if args.fused else f"{source} is a LoRA adapter, which was not trained so"
+        raise UserError(f"--dtype int8: has a scale for each output of a layer, and {reason}; leave one of the two out")
     config = Path(args.config) if args.config else None
     given = Path(args.base) if args.get("base") else None
     base = source if adapter is None else given or base_path(adapter)
@@ -86,8 +96,10 @@ def run(args: Any, registry: Registry) -> int:
         if given is None:
             check_base(adapter, Base(str(base), model.digest()))
         model = add_adapter(model, adapter, args.allow_pickle)
+    if is_int8:
+        model = quantised(model, rounded_layers(model.path))
     size = _num_bytes(args.max_shard_size) if args.max_shard_size else MAX_FILE_BYTES
-    dtype = DTYPES[args.dtype] if args.dtype else None
+    dtype = DTYPES[args.dtype] if args.dtype and not is_int8 else None
     rewrite = Rewrite(model, Form(args.layout, dtype, size, args.split_num, args.fused))
     with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
         rewrite.write(target, progress)

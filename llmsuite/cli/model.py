@@ -48,8 +48,9 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.engine import collective
     from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
+    from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
-    from llmsuite.inference.load import load_model, open_any, tokenizer_directory
+    from llmsuite.inference.load import as_first_rank, load_model, open_any, tokenizer_directory
     from llmsuite.inference.prompts import stop_tokens
     from llmsuite.recipe.resolve import Degrees
 
@@ -71,13 +72,12 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
         source = open_any(where, registry.models, base, config, args.allow_pickle)
         directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
         model = load_model(source, backend, args.precision, mesh)
+        if args.num_devices == 1:
+            fuse(model)
         decoder = ModelDecoder(model, lambda: backend.autocast(args.precision), mesh)
     if not cached:
         decoder = Uncached(decoder)
 
-    def agree(tokens: list[int]) -> list[int]:
-        return [int(token) for token in collective.from_first_rank([float(token) for token in tokens])]
-
     tokenizer = TextTokenizer(directory)
-    generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), agree)
+    generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), as_first_rank)
     return Opened(generator, collective.rank() == 0, where, model)

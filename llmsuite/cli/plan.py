@@ -44,6 +44,8 @@ def run(args: Any, registry: Registry) -> int:
         for name, text in given.items()
     }
     device = hardware(args.hardware, **amounts)
+    if not plan.stage.trains:
+        raise UserError(f"stage: {plan.stage.name} trains nothing; a plan is of a training step")
     memory = amounts["memory"] or (device.memory if device is not None and args.hardware else None)
     if args.search:
         if memory is None or device is None:

@@ -68,7 +68,7 @@ def _from_paddlenlp(args: Any, registry: Registry) -> int:
 def _new(args: Any, registry: Registry) -> int:
     if args.file is not None:
         raise UserError(f"recipe new: takes no file; to write to {args.file} add -o {args.file}")
-    stage = _chosen("stage", args.stage, list(registry.stages))
+    stage = _chosen("stage", args.stage, [name for name, spec in registry.stages.items() if spec.trains])
     family = registry.models[_chosen("family", args.family, list(registry.models))]
     preset = _chosen("preset", args.preset, list(family.presets))
     device = _chosen("device", args.device or "gpu", list(registry.devices))

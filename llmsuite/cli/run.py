@@ -1,4 +1,4 @@
-"""`llmsuite run RECIPE`: train."""
+"""`llmsuite run RECIPE`: train, or what else its stage does."""
 
 from __future__ import annotations
 
@@ -131,6 +131,8 @@ def fan_out(words: Sequence[str], plan: RunPlan) -> str:
 
 
 def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:
+    if not plan.stage.trains:
+        return int(plan.stage.factory()(plan, registry, resume))
     from llmsuite.stages.run import run as run_stage
 
     return run_stage(plan, registry, resume)
@@ -141,4 +143,10 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-COMMAND = Command(name="run", help="train as a recipe says", add_arguments=add_arguments, run=run, takes_overrides=True)
+COMMAND = Command(
+    name="run",
+    help="do what a recipe says: train, or answer prompts",
+    add_arguments=add_arguments,
+    run=run,
+    takes_overrides=True,
+)

@@ -40,7 +40,7 @@ def run(args: Any, registry: Registry) -> int:
     for name, value in (
         ("data_parallel_degree", plan.degrees.dp),
         ("accumulate_steps", plan.accumulate_steps),
-        ("data.train file", plan.train_file),
+        ("data.train file" if plan.stage.trains else "data.prompts file", plan.train_file),
         ("data.eval file", plan.eval_file),
         ("tokenizer directory", plan.tokenizer),
         ("weights directory", plan.weights),

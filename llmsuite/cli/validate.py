@@ -8,7 +8,7 @@ from typing import Any
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.resolve import RunPlan, plan_run
 
 
 def add_arguments(parser: Any) -> None:
@@ -26,14 +26,8 @@ def run(args: Any, registry: Registry) -> int:
             print(error, file=sys.stderr)
             failed = True
             continue
-        train = plan.recipe.train
-        each = f"{train.micro_batch_size} x {plan.accumulate_steps} micro-batches"
-        if train.micro_batch_tokens is not None:
-            each = f"micro-batches of up to {train.micro_batch_tokens} tokens"
-        print(
-            f"{path}: ok ({plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}; "
-            f"{train.global_batch_size} samples a step = {each} x {plan.degrees.num_data_ranks} data ranks)"
-        )
+        made = f"{plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}"
+        print(f"{path}: ok ({made}{_batch(plan) if plan.stage.trains else ''})")
         notes = []
         try:
             plan.check_files()
@@ -42,6 +36,14 @@ def run(args: Any, registry: Registry) -> int:
         for note in notes:
             print(f"  note: {note}")
     return 2 if failed else 0
+
+
+def _batch(plan: RunPlan) -> str:
+    train = plan.recipe.train
+    each = f"{train.micro_batch_size} x {plan.accumulate_steps} micro-batches"
+    if train.micro_batch_tokens is not None:
+        each = f"micro-batches of up to {train.micro_batch_tokens} tokens"
+    return f"; {train.global_batch_size} samples a step = {each} x {plan.degrees.num_data_ranks} data ranks"
 
 
 COMMAND = Command(

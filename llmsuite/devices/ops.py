@@ -85,6 +85,9 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
+    heads_first: bool = False
+    """Give `attention` keys and values, and keep them in the cache, as [B, J, S, K]: for generation, where turning the
+    whole cache in every pass would take longer than all else."""
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

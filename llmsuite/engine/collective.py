@@ -75,6 +75,11 @@ def sum_over_run(values: Sequence[float]) -> list[float]:
     return _sum(values, None)
 
 
+def max_over_run(values: Sequence[float]) -> list[float]:
+    """The largest of each number over all ranks, in float64."""
+    return _reduced(values, None, dist.ReduceOp.MAX)
+
+
 def sum_over_readers(values: Sequence[float]) -> list[float]:
     """Add up numbers over the ranks that read data (`Mesh.reads_data`), in float64; only those call it."""
     assert mesh().reads_data
@@ -105,11 +110,15 @@ def from_all_ranks(values: Sequence[float]) -> list[list[float]]:
 
 
 def _sum(values: Sequence[float], group: Any) -> list[float]:
+    return _reduced(values, group, dist.ReduceOp.SUM)
+
+
+def _reduced(values: Sequence[float], group: Any, kind: Any) -> list[float]:
     if num_ranks() == 1:
         return list(values)
     tensor = paddle.to_tensor(list(values), dtype="float64")
     with calls.made("all_reduce", tensor, group):
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, op=kind, group=group)
     return [float(v) for v in tensor.numpy()]
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from llmsuite.data.loader import Dealer, ReadAhead
 from llmsuite.engine import calls, collective
 from llmsuite.engine.balance import ExpertBalance
+from llmsuite.engine.guard import Guard
 from llmsuite.engine.loss_ledger import LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.schedule import Kind
 from llmsuite.engine.step import Batch, Look, Objective, evaluate, train_step
 from llmsuite.engine.stop import StopRequest
@@ -56,9 +59,26 @@ class Hooks:
     """Whether somebody has asked this rank for a checkpoint."""
     finish: Callable[[], None]
     """Wait for checkpoints that are still being written."""
+    skipped: Callable[[int, Mapping[str, float]], None]
+    """A step that was not learnt from, with its metrics."""
+    roll_back: Callable[[int], int]
+    """After a bad step: load the last checkpoint; returns its step."""
     peak_memory_bytes: Callable[[], int]
     of_ranks: Callable[[int, Mapping[str, Sequence[float]]], None]
     """With each record of a run of several ranks: a number of every rank."""
+
+
+class _Positions(Iterator[int]):
+    """Positions in the stream of samples where global batches begin; its end may be moved."""
+
+    def __init__(self, first: int, end: int, step: int):
+        self._next, self.end, self._step = first, end, step
+
+    def __next__(self) -> int:
+        if self._next >= self.end:
+            raise StopIteration
+        self._next += self._step
+        return self._next - self._step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +110,18 @@ def fit(
     schedule: Schedule,
     autocast: Callable[[], AbstractContextManager[Any]],
     hooks: Hooks,
+    *,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
     balance: ExpertBalance | None = None,
+    input_scales: InputScales | None = None,
+    guard: Guard | None = None,
 ) -> int:
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
     In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples. What
-    is looked at in front of each global batch are the `looks`.
+    is looked at in front of each global batch are the `looks`. After a step that the `guard` rolls back, training goes
+    on from the last checkpoint with the samples behind that step.
 
     Returns:
         The number of the last step done; below `total_steps` when a signal ended the run early.
@@ -112,8 +136,8 @@ def fit(
     window = Window(collective.num_ranks())
     model.train()
     step, busy = first_step - 1, 0.0
-    positions = range(position, position + (schedule.total_steps - step) * global_batch, global_batch)
-    dealt = (dealer.micro_batches(at, rank) for at in positions)
+    positions = _Positions(position, position + (schedule.total_steps - step) * global_batch, global_batch)
+    dealt = map(functools.partial(dealer.micro_batches, rank=rank), positions)  # goes on once there are more positions
     training, num_workers = objective, schedule.num_workers if objective is not None else 0
     if objective is not None and num_workers:
         training = _MadeAhead(objective)
@@ -125,13 +149,37 @@ def fit(
             samples = next(reader)
             votes = {"stop": stop.signal is not None, "save": hooks.save_requested()}
             metrics = train_step(
-                step, samples, training, model, optimizer, schedule.pipeline, autocast, votes, scale, looks, balance
+                step,
+                samples,
+                training,
+                model,
+                optimizer,
+                schedule.pipeline,
+                autocast,
+                votes,
+                scale=scale,
+                looks=looks,
+                balance=balance,
+                input_scales=input_scales,
+                guard=guard,
             )
             busy += time.perf_counter() - started - (calls.waited() - waited)
             position += global_batch
             stopping = metrics.pop("stop") > 0  # any rank's signal stops all, at the same step
             wanted = metrics.pop("save") > 0
             last = stopping or step == schedule.total_steps
+            rolled_back = metrics.pop("roll_back", 0.0) > 0
+            if metrics.get("skipped"):
+                hooks.skipped(step, metrics)
+            if rolled_back:
+                kept = hooks.roll_back(step)
+                positions.end += (step - kept) * global_batch
+                step = kept
+                window.reset()
+                busy = 0.0
+                if stopping:  # the checkpoint is there; resumed, the run comes to the bad step again
+                    break
+                continue
 
             window.add(metrics)
             if last or step % schedule.log_steps == 0:

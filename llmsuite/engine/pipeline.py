@@ -36,6 +36,7 @@ from llmsuite.engine.parallelize import local_value, reshard
 from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
 from llmsuite.models.lora import adapters
+from llmsuite.models.qat import FakeQuantLinear, observed
 
 Tensor = Any
 T = TypeVar("T")
@@ -70,6 +71,8 @@ class PipelineStage:
         self._at_data = 0 if self.is_first else len(self.chunks) - 1
         self.marks_padding = False
         """Whether layers want to know which tokens are padding; those of a step are marked then."""
+        self.observers: list[FakeQuantLinear] | None = None
+        """What takes note of its inputs in the forward passes of training; None when no rank has any."""
         self._lengths: Any = None
         self._in_schedule = False
         self._passed: tuple[Tensor | None, Tensor] | None = None
@@ -197,13 +200,15 @@ class PipelineStage:
             What `loss` gives. It is the loss on the last stage only.
         """
         self._in_schedule, self._passed = True, None
-        self._lengths = lengths if self.marks_padding else None
-        if loss is not None:
-            terms: T | None = loss()
-            assert self._passed is not None, "the stage's loss did not ask for hidden states"
-        else:
-            terms, (given, documents) = None, self._receive()
-            self._passed = given, self._run(action.chunk, given, documents)
+        self._lengths = lengths if self.marks_padding or self.observers is not None else None
+        # not what is computed again later, in the backward pass of this micro-batch among other forward passes
+        with observed(self.observers or () if paddle.is_grad_enabled() else ()):
+            if loss is not None:
+                terms: T | None = loss()
+                assert self._passed is not None, "the stage's loss did not ask for hidden states"
+            else:
+                terms, (given, documents) = None, self._receive()
+                self._passed = given, self._run(action.chunk, given, documents)
         if paddle.is_grad_enabled():
             assert terms is None or isinstance(terms, LossTerms)
             total = terms.total if terms is not None and self.is_last else None
@@ -247,7 +252,10 @@ class PipelineStage:
 
     def _run(self, chunk: int, x: Tensor, documents: Tensor | None) -> Tensor:
         """Through the layers of a chunk, and on to the next part if there is one."""
-        y, _ = self.chunks[chunk].decode(x, documents=documents)
+        for observer in self.observers or ():
+            observer.counted = None if documents is None else documents >= 0
+        are_marked = self.observers is not None and not self.marks_padding
+        y, _ = self.chunks[chunk].decode(x, documents=_unmarked(documents) if are_marked else documents)
         if not (self.is_last and chunk == len(self.chunks) - 1):
             assert self._edges is not None
             local = local_value(y).detach()
@@ -287,6 +295,13 @@ def _marked(documents: Tensor | None, lengths: Any, shape: Sequence[int]) -> Ten
     documents = paddle.zeros(shape, dtype="int64") if documents is None else documents
     is_padding = paddle.arange(shape[1]) >= paddle.to_tensor(lengths).unsqueeze(-1)
     return paddle.where(is_padding, paddle.full_like(documents, -1), documents)
+
+
+def _unmarked(documents: Tensor | None) -> Tensor | None:
+    """Documents without marks, for layers that do not ask for them; None where each row is one."""
+    if documents is None or not bool((documents > 0).any()):
+        return None
+    return documents.clip(min=0)
 
 
 _END = [0, 0, 0, 0]

@@ -14,10 +14,12 @@ import paddle
 
 from llmsuite.engine import calls, collective
 from llmsuite.engine.balance import ExpertBalance
+from llmsuite.engine.guard import Guard
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.pipeline import PipelineStage
+from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.schedule import Action, Kind, order
 from llmsuite.errors import UserError
 
@@ -41,10 +43,6 @@ class Objective(Protocol):
         """Forward pass of one micro-batch. After looks, `batch["ahead"]` has what they gave: sums over weights."""
 
 
-class NonFiniteLoss(UserError):
-    """The loss or the gradient is infinite or not a number; the parameters are as they were before the step."""
-
-
 def train_step(
     step: int,
     micro_batches: Sequence[Any],
@@ -54,9 +52,12 @@ def train_step(
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
     votes: Mapping[str, bool] | None = None,
+    *,
     scale: LossScale | None = None,
     looks: Sequence[Look] = (),
     balance: ExpertBalance | None = None,
+    input_scales: InputScales | None = None,
+    guard: Guard | None = None,
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
 
@@ -73,9 +74,12 @@ def train_step(
             have "loss_scale", and "skipped": 1 or 0; those that are not finite are left out.
         looks: at the global batch before its loss, in this order; the same on every rank.
         balance: of the experts, where the model has some.
+        input_scales: of layers whose inputs are rounded.
+        guard: decides what becomes of a step that is not finite, or a spike. One that is not learnt from has the
+            metric "skipped", and "roll_back" if the run has to go back to a checkpoint. None stops the run.
 
     Raises:
-        NonFiniteLoss: before anything is updated.
+        NonFiniteLoss, LossSpike: before anything is updated.
     """
     calls.step(step)
     ledger = LossLedger()
@@ -114,25 +118,33 @@ def train_step(
     metrics["learning_rate"] = optimizer.learning_rate(step)
     metrics["reader_seconds"] = reader.seconds
 
-    # summed over all ranks, so that all of them stop, or none
+    # summed over all ranks, so that all of them decide alike
     finite = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
     if scale is not None:
         metrics |= {"loss_scale": scale.value, "skipped": 0.0 if finite else 1.0}
-    if finite:
-        optimizer.step(step)
-        if balance is not None:
-            balance.update()
-        if scale is not None:
-            scale.grow()
-        return metrics
-    if scale is not None and scale.back_off():
-        optimizer.drop_gradients()
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    if scale is not None and not finite and scale.back_off():
+        return _skipped(optimizer, input_scales, metrics)
     lowest = "" if scale is None else f" The loss scale is at its lowest, {scale.value:.0e}."
-    raise NonFiniteLoss(
-        f"step {step}: loss is {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing was updated.{lowest} "
-        "Lower train.learning_rate, or look at the rows of this step"
-    )
+    answer = (guard or Guard()).judge(step, metrics["loss"], metrics["grad_norm"], lowest)
+    if answer != "learn":
+        bad = {"skipped": 1.0, "roll_back": 1.0} if answer == "roll_back" else {"skipped": 1.0}
+        return _skipped(optimizer, input_scales, {**metrics, **bad})
+    optimizer.step(step)
+    if balance is not None:
+        balance.update()
+    if input_scales is not None:
+        input_scales.update()
+    if scale is not None:
+        scale.grow()
+    return metrics
+
+
+def _skipped(optimizer: Optimizer, input_scales: InputScales | None, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Forget what the step has gathered; metrics that JSON can hold."""
+    optimizer.drop_gradients()
+    if input_scales is not None:
+        input_scales.forget()
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 @paddle.no_grad()

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from llmsuite.errors import UserError
-from llmsuite.inference.decoder import Cache, Decoder, join, keep_rows
+from llmsuite.inference.decoder import Cache, Decoder, join, keep_rows, num_columns
 from llmsuite.inference.sampling import Sampling, choose, forbid, generator, log_softmax, penalise
 from llmsuite.inference.text import TextStream
 
@@ -111,7 +111,7 @@ class Batch:
         if new:
             lines, (logits, cache, padding) = list(new), self._read(new)
             if self._cache is not None:
-                longer = cache[0].shape[1] - self._cache[0].shape[1]
+                longer = num_columns(cache) - num_columns(self._cache)
                 self._padding += max(longer, 0)
                 padding = padding + max(-longer, 0)
                 cache = join(self._cache, cache)

@@ -1,7 +1,7 @@
 """One pass of a model over the newest tokens of a batch, and what is done to its cache between passes.
 
-A batch is padded on the left. Its cache is a list of tensors [B, S, …], the same columns in each of them, so that rows
-can be taken out, reordered and joined whatever a family keeps in it.
+A batch is padded on the left. Its cache is a list of tensors [B, …, S, …], their columns the last dim but one and the
+same in each of them, so that rows can be taken out, reordered and joined whatever a family keeps in it.
 """
 
 from __future__ import annotations
@@ -119,26 +119,33 @@ class Uncached:
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
         """See `Decoder`."""
-        text = paddle.to_tensor(ids)
+        text = paddle.to_tensor(ids).unsqueeze(-1)
         if cache is not None:
             text = paddle.concat([cache[0], text], 1)
-        return self._decoder.forward(text.numpy(), padding, None)[0], [text]
+        return self._decoder.forward(text.squeeze(-1).numpy(), padding, None)[0], [text]
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], first_column: int = 0) -> Cache:
     """The cache of some rows, in this order, without the columns before one that are padding in all of them."""
     index = paddle.to_tensor(np.asarray(rows, "int64"))
-    return [paddle.index_select(tensor[:, first_column:] if first_column else tensor, index, 0) for tensor in cache]
+    if first_column:
+        cache = [tensor[..., first_column:, :] for tensor in cache]
+    return [paddle.index_select(tensor, index, 0) for tensor in cache]
+
+
+def num_columns(cache: Cache) -> int:
+    """How long it is."""
+    return int(cache[0].shape[-2])
 
 
 def join(first: Cache, second: Cache) -> Cache:
     """Two caches as one; the shorter gets padding on the left."""
-    length = max(first[0].shape[1], second[0].shape[1])
+    length = max(num_columns(first), num_columns(second))
     return [paddle.concat([_pad_to(a, length), _pad_to(b, length)]) for a, b in zip(first, second)]
 
 
 def _pad_to(tensor: Tensor, length: int) -> Tensor:
-    missing = length - tensor.shape[1]
+    missing = length - tensor.shape[-2]
     if not missing:
         return tensor
-    return paddle.concat([paddle.zeros([tensor.shape[0], missing, *tensor.shape[2:]], tensor.dtype), tensor], 1)
+    return paddle.concat([paddle.zeros([*tensor.shape[:-2], missing, tensor.shape[-1]], tensor.dtype), tensor], -2)

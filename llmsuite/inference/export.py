@@ -7,6 +7,7 @@ the last column and the longer cache come out. A cache of no columns is the star
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -18,14 +19,16 @@ from paddle.static import InputSpec
 
 from llmsuite import __version__
 from llmsuite.checkpoint.files import MANIFEST, committed_directory, read_json_file, sha256_of, write_json
+from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
 from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
 from llmsuite.errors import UserError
+from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model
 from llmsuite.inference.static_experts import make_static
 
 Tensor = Any
-FORMAT = 1
+FORMAT = 2
 KIND = "llmsuite static program"
 PROGRAM, PARAMETERS = "model.json", "model.pdiparams"
 
@@ -36,7 +39,7 @@ class Exported:
 
     precision: str
     cache_shapes: list[list[int]]
-    """Of each tensor of the cache, without batch and columns."""
+    """Of each tensor of the cache, its columns 0."""
     source: str
     """Where the model was."""
     source_sha256: dict[str, str]
@@ -51,7 +54,7 @@ class Pass(nn.Layer):
         self.model = model
 
     def forward(self, input_ids: Tensor, padding: Tensor, cache: list[Tensor]) -> list[Tensor]:
-        """Ids [B, L], padding [B] and cache [B, S, …] to logits [B, V] in float32 and the cache of S + L columns."""
+        """Ids [B, L], padding [B] and cache [B, …, S, …] to logits [B, V] in float32 and the cache of S + L columns."""
         hidden, present = self.model.go_on(input_ids, padding, list(zip(cache[::2], cache[1::2])))
         logits = self.model.logits(hidden[:, -1]).astype("float32")
         return [logits, *(tensor for pair in present for tensor in pair)]
@@ -70,6 +73,7 @@ def export(
     if precision == "int8" and backend.name == "cpu":
         raise UserError("--precision int8: Paddle 3.3.1 has no kernel for int8 weights on cpu; use fp32, or a gpu")
     model = load_model(source, backend, "bf16" if precision == "int8" else precision)
+    fuse(model)
     if precision == "int8":
         _quantise(model)
     shapes = cache_shapes(model)
@@ -77,7 +81,7 @@ def export(
     spec = [
         InputSpec([None, None], "int64", "input_ids"),
         InputSpec([None], "int64", "padding"),
-        [InputSpec([None, None, *shape], dtype, f"cache_{i}") for i, shape in enumerate(shapes)],
+        [InputSpec([None, *shape[:-2], None, shape[-1]], dtype, f"cache_{i}") for i, shape in enumerate(shapes)],
     ]
     files = {path.name: sha256_of(path) for path in _files(source)}
     exported = Exported(precision, shapes, str(source.path.absolute()), files)
@@ -92,14 +96,16 @@ def export(
             paddle.jit.save(whole, str(directory / "model"), input_spec=spec)
         write_json(directory / "config.json", source.config.to_hf())
         copy_tokenizer(tokenizer, directory)
+        for path in sorted(source.path.glob(f"{SCALES}*")):  # for whoever multiplies integers
+            shutil.copyfile(path, directory / path.name)
     return exported
 
 
 def cache_shapes(model: Any) -> list[list[int]]:
-    """What one token adds to each tensor of a model's cache, found by a pass."""
+    """Of each tensor of a model's cache, its columns 0, without the batch; found by a pass."""
     with paddle.no_grad():
         _, present = model.go_on(paddle.zeros([1, 1], "int64"), paddle.zeros([1], "int64"), None)
-    return [list(tensor.shape[2:]) for pair in present for tensor in pair]
+    return [[*tensor.shape[1:-2], 0, tensor.shape[-1]] for pair in present for tensor in pair]
 
 
 def is_exported(path: Path) -> bool:
@@ -135,6 +141,7 @@ def _leave_as_it_is(model: Any) -> None:
         "llmsuite.models.blocks",
         "llmsuite.devices.ops",
         "llmsuite.inference.attention",
+        "llmsuite.inference.fused",
         "llmsuite.inference.static_experts",
         __name__,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.batch import Batch, Line, TokenLogprob, check_room
@@ -26,6 +27,15 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = ()
     score: float | None = None
     """Of beam search."""
+
+    def row(self) -> dict[str, Any]:
+        """As JSON data."""
+        row: dict[str, Any] = {"text": self.text, "ids": list(self.ids), "finish_reason": self.finish_reason}
+        if self.score is not None:
+            row["score"] = self.score
+        if self.logprobs:
+            row["logprobs"] = [{"token": t.token, "logprob": t.logprob, "top": t.top} for t in self.logprobs]
+        return row
 
 
 class Generator:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.models.head import head_of
 from llmsuite.plugins.hookspecs import ModelFamily
+
+if TYPE_CHECKING:
+    from llmsuite.engine.mesh import Mesh
+    from llmsuite.engine.parallelize import ReadSlice
 
 
 def open_any(
@@ -52,7 +56,9 @@ def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
     return adapter if adapter is not None and has_own else source.path
 
 
-def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = "fp32", mesh: Any = None) -> Any:
+def load_model(
+    source: ModelDirectory, backend: DeviceBackend, precision: str = "fp32", mesh: Mesh | None = None
+) -> Any:
     """Build the model on the current device, in evaluation mode.
 
     Args:
@@ -64,9 +70,49 @@ def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = 
     Raises:
         UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
     """
+    from llmsuite.checkpoint.int8 import input_scales
+    from llmsuite.checkpoint.sources import check_shapes
+    from llmsuite.models.qat import fake_quantize_layers, fake_quantized
+
+    if head_of(source.config) == "score":
+        raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
+    if precision not in backend.precisions:
+        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
+
+    def values(model: Any) -> ReadSlice:
+        check_shapes(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+        scales = input_scales(source)
+        fake_quantize_layers(model, list(scales), rounds_weight=False)
+        for name, layer in fake_quantized(model):
+            layer.input_scale = scales[name]
+        return lambda name, shape, index: source.read(name, index)
+
+    return build_model(source.family, source.config, backend, precision, mesh, values)
+
+
+def build_model(
+    family: ModelFamily,
+    config: Any,
+    backend: DeviceBackend,
+    precision: str,
+    mesh: Mesh | None,
+    values: Callable[[Any], ReadSlice],
+) -> Any:
+    """Build a model on the current device, in evaluation mode.
+
+    Args:
+        family: of the model.
+        config: its shape.
+        backend: of the device.
+        precision: of parameters and activations.
+        mesh: this rank's place, for a model that is cut over ranks.
+        values: gets the model, without memory yet, and gives what reads slices of its parameters.
+
+    Raises:
+        UserError: the shape cannot be cut so.
+    """
     import paddle
 
-    from llmsuite.checkpoint.sources import check_shapes
     from llmsuite.devices.ops import causal_mask, rotary
     from llmsuite.engine.mesh import Mesh
     from llmsuite.engine.parallelize import parallelize
@@ -74,26 +120,30 @@ def load_model(source: ModelDirectory, backend: DeviceBackend, precision: str = 
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.recipe.resolve import Degrees
 
-    if head_of(source.config) == "score":
-        raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
-    if precision not in backend.precisions:
-        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
-    cuts = source.family.shard_plan or WHOLE
-    if problem := next(cuts.problems(source.config, mesh.degrees.tp), None):
+    cuts = family.shard_plan or WHOLE
+    if problem := next(cuts.problems(config, mesh.degrees.tp), None):
         raise UserError(f"--num_devices {problem}")
     # the kernels of training know neither a padding on the left nor positions of each row
     plain = dataclasses.replace(
-        backend.ops(precision), causal_mask=causal_mask, attention=grouped_attention, rotary=rotary
+        backend.ops(precision),
+        causal_mask=causal_mask,
+        attention=grouped_attention,
+        rotary=rotary,
+        heads_first=True,
     )
     with paddle.LazyGuard():
-        model = source.family.factory()(source.config, plain)
-    check_shapes(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-    parallelize(
-        model, cuts, mesh, lambda name, _, index: source.read(name, index), backend.parameter_dtype(precision), False
-    )
+        model = family.factory()(config, plain)
+    parallelize(model, cuts, mesh, values(model), backend.parameter_dtype(precision), False)
     model.eval()
     return model
+
+
+def as_first_rank(tokens: list[int]) -> list[int]:
+    """What rank 0 has chosen, on every rank: rounding may differ by rank, and all have to go on with the same."""
+    from llmsuite.engine import collective
+
+    return [int(token) for token in collective.from_first_rank([float(token) for token in tokens])]
 
 
 def parameter_shapes(family: ModelFamily, config: Any) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class Predictor:
             config.set_cpu_math_library_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
         config.switch_ir_optim(True)
         config.enable_memory_optim(False)
-        self._predictor = create_predictor(config)
+        predictor = create_predictor(config)
+        self._runners = [_Runner(predictor), _Runner(predictor.clone())]  # they share the weights
         shape = read_json_file(directory / "config.json")
         self._max_length = int(shape.get("max_position_embeddings") or shape["n_positions"])
         self._vocab_size = int(shape["vocab_size"])
@@ -66,9 +68,35 @@ class Predictor:
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
         """See `llmsuite.inference.decoder.Decoder`."""
         if cache is None:
-            cache = [paddle.zeros([len(ids), 0, *shape], self._dtype) for shape in self.exported.cache_shapes]
+            cache = [paddle.zeros([len(ids), *shape], self._dtype) for shape in self.exported.cache_shapes]
         logits, *present = self._run([paddle.to_tensor(ids), paddle.to_tensor(padding), *cache])
         return np.asarray(logits.numpy()), present
 
     def _run(self, inputs: list[Any]) -> list[Any]:
-        return list(self._predictor.run(inputs))
+        # in a chain of passes, what one gave is given to the other: nothing has to be moved
+        runner = next((runner for runner in self._runners if not runner.held()), self._runners[0])
+        return runner.run(inputs)
+
+
+class _Runner:
+    """A predictor of Paddle whose results stay what they are.
+
+    It writes results where those of an earlier run lie when there is room (3.3.1), though somebody may hold them, or
+    give them to it as a cache: rows of a batch would be mixed up, without an error.
+    """
+
+    def __init__(self, predictor: Any):
+        self._predictor = predictor
+        self._given: list[weakref.ref[Any]] = []
+
+    def held(self) -> list[Any]:
+        """Results of the last run that somebody has still."""
+        return [tensor for reference in self._given if (tensor := reference()) is not None]
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        for tensor in self.held():
+            copy = tensor.clone()
+            tensor.get_tensor()._share_data_with(copy.get_tensor())
+        results = list(self._predictor.run(inputs))
+        self._given = [weakref.ref(tensor) for tensor in results]
+        return results

@@ -1,7 +1,8 @@
 """What decoders have in common, for one card: no degree, no rank, no mesh.
 
 Shapes: B batch, L length, D hidden, H query heads, J key-value heads, K head size, V vocabulary.
-A cache is a pair of tensors a layer, its length S their dim 1, and is replaced, never written in place.
+A cache is a pair of tensors a layer, its length S their last dim but one with `Ops.heads_first`, else their dim 1, and
+is replaced, never written in place.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Attention(nn.Layer):
         """`config` has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps."""
         super().__init__()
         self.head_size, self.rotary, self.core = config.head_size, ops.rotary, ops.attention
+        self.heads_first = ops.heads_first
         width, kv_width = (n * config.head_size for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = linear(config.hidden_size, width, qkv_bias)
         self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
@@ -60,16 +62,25 @@ class Attention(nn.Layer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, J, K]."""
+        """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, J, K], or [B, J, S, K]."""
         heads = [0, 0, -1, self.head_size]
         q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
-        if past is not None:
-            k, v = paddle.concat([past[0], k], 1), paddle.concat([past[1], v], 1)
+        k, v = longer(k, v, past, self.heads_first)
         out = self.core(q, k, v, mask)
         return self.o_proj(out.reshape([0, 0, -1])), (k, v)
+
+
+def longer(k: Tensor, v: Tensor, past: LayerCache | None, heads_first: bool) -> LayerCache:
+    """The cache with new keys and values, each [B, L, J, K]."""
+    if heads_first:
+        k, v = k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3])
+    if past is None:
+        return k, v
+    dim = 2 if heads_first else 1
+    return paddle.concat([past[0], k], dim), paddle.concat([past[1], v], dim)
 
 
 class GatedMLP(nn.Layer):
@@ -159,7 +170,7 @@ class CausalLM(nn.Layer):
         A row may hold several documents. Then `documents` [B, L] says of each token where in its row the token's
         document begins, -1 of padding that is marked: no token sees another document, and each begins at position 0.
         """
-        x, present = self.decode(self.embed(input_ids, _length(cache), documents), cache, documents)
+        x, present = self.decode(self.embed(input_ids, self._length(cache), documents), cache, documents)
         return self.finish(x), present
 
     def embed(self, input_ids: Tensor, start: int = 0, documents: Tensor | None = None) -> Tensor:
@@ -177,7 +188,7 @@ class CausalLM(nn.Layer):
         """Through the layers that are here, [B, L, D] to [B, L, D]; and the cache for the next call."""
         assert cache is None or not self.training, "a cache is for evaluation"
         assert cache is None or documents is None, "a cache is of one document a row"
-        inputs = self.layer_inputs(_length(cache), x.shape[1], x.dtype, documents)
+        inputs = self.layer_inputs(self._length(cache), x.shape[1], x.dtype, documents)
         present = []
         for i, layer in enumerate(self.model.layers):
             if self.training:
@@ -200,7 +211,8 @@ class CausalLM(nn.Layer):
         Returns:
             Normed hidden states [B, L, D], and the cache of S + L columns.
         """
-        length, start = dim_size(input_ids, 1), 0 if cache is None else dim_size(cache[0][0], 1)
+        assert self.ops.heads_first, "the model is built for training"
+        length, start = dim_size(input_ids, 1), 0 if cache is None else dim_size(cache[0][0], -2)
         queries, keys = paddle.arange(length) + start, paddle.arange(start + length)
         first = padding.unsqueeze(1)
         positions = paddle.clip(queries.unsqueeze(0) - first, min=0)
@@ -214,6 +226,9 @@ class CausalLM(nn.Layer):
             x, kv = layer(x, *inputs, past=None if cache is None else cache[i])
             present.append(kv)
         return self.finish(x), present
+
+    def _length(self, cache: list[LayerCache] | None) -> int:
+        return cache[0][0].shape[-2 if self.ops.heads_first else 1] if cache else 0
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """As `embed`, at the positions [B, L]."""
@@ -248,10 +263,6 @@ def dim_size(x: Tensor, dim: int) -> Any:
     """Size of a dim: a number, or in a static program that leaves it open, a tensor."""
     size = x.shape[dim]
     return size if size >= 0 else paddle.shape(x)[dim]
-
-
-def _length(cache: list[LayerCache] | None) -> int:
-    return cache[0][0].shape[1] if cache else 0
 
 
 def positions(documents: Tensor) -> Tensor:

@@ -59,7 +59,9 @@ def adapters(model: nn.Layer) -> Iterator[LoraLinear]:
     return (module for module in model.sublayers() if isinstance(module, LoraLinear))
 
 
-def adapted_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
+def adapted_modules(
+    model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
+) -> list[str]:
     """The matrices of a whole model without adapters that get some; see `pick_modules`."""
     linear = (name for name, module in model.named_sublayers() if isinstance(module, nn.Linear))
-    return pick_modules(list(linear), plan, patterns)
+    return pick_modules(list(linear), plan, patterns, key)

@@ -10,13 +10,16 @@ from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, ShardPlan
 
 
-def pick_modules(linear: Sequence[str], plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
+def pick_modules(
+    linear: Sequence[str], plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
+) -> list[str]:
     """The matrices that get adapters: those a pattern names, without patterns all in the decoder layers.
 
     Args:
         linear: names of all modules that are a matrix.
         plan: of their family.
         patterns: of `fnmatch`, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
+        key: of the recipe, that the patterns are from.
 
     Raises:
         UserError: a pattern matches none.
@@ -31,7 +34,7 @@ def pick_modules(linear: Sequence[str], plan: ShardPlan, patterns: Sequence[str]
         if not matching:
             ends = sorted({name.rpartition(".")[2] for name in known})
             raise UserError(
-                f"lora.target_modules: {pattern!r} matches no matrix of the model; it has {', '.join(ends)}, "
+                f"{key}: {pattern!r} matches no matrix of the model; it has {', '.join(ends)}, "
                 f"with whole names such as {known[0]}"
             )
         chosen.update(matching)

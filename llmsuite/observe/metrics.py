@@ -18,9 +18,18 @@ class MetricsFile:
 
     def __init__(self, path: Path, resume_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if _step(line) <= resume_step] if resume_step else []
-        write_text_atomic(path, "".join(kept))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
+        self._path = path
+        self._open(resume_step)
+
+    def _open(self, last_step: int) -> None:
+        kept = [line for line in _lines(self._path) if _step(line) <= last_step] if last_step else []
+        write_text_atomic(self._path, "".join(kept))
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
+
+    def rewind(self, last_step: int) -> None:
+        """Drop the records of later steps, which are about to be done again."""
+        self._file.close()
+        self._open(last_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object."""

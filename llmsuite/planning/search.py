@@ -117,11 +117,11 @@ def _too_much(layout: Layout, limit: float) -> str:
 
 def broken(plan: RunPlan) -> list[str]:
     """What `llmsuite validate` would say of it."""
-    recipe, adapters = plan.recipe, plan.stage.adapters
+    recipe = plan.recipe
     found = [f"parallel.{key}: {message}" for key, message in recipe.parallel.problems()]
     found += [f"engine.{key}: {message}" for key, message in recipe.engine.problems()]
     precisions = plan.device.factory().precisions
-    asked = Asked(recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, adapters)
+    asked = Asked(recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, plan.stage)
     return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(asked)]
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.errors import UserError
+from llmsuite.plugins import loggers
 from llmsuite.plugins.hookspecs import (
     DataFormat,
     DeviceSpec,
     Exporter,
-    Logger,
     LoggerSpec,
     ModelFamily,
     StageSpec,
@@ -50,9 +48,15 @@ def _kto() -> Any:
     return KtoStage
 
 
+def _infer() -> Any:
+    from llmsuite.stages.infer import work
+
+    return work
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection, KtoSection, PretrainSection, RmSection, SftSection
+    from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
 
     conversations = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
     preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
@@ -83,6 +87,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=SftSection,
             factory=_sft,
             smoke=conversations,
+            quantises=True,
             num_sums=lambda section: 1,
         ),
         StageSpec(
@@ -91,6 +96,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=PretrainSection,
             factory=_pretrain,
             smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
+            quantises=True,
         ),
         StageSpec(
             name="rm",
@@ -110,6 +116,15 @@ def llmsuite_register_stages() -> list[StageSpec]:
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
             num_sums=lambda section: 3 if section.loss == "kto" else 2,
             may_look_ahead=lambda section: section.loss == "kto" or section.reference == "adapter_off",
+        ),
+        StageSpec(
+            name="infer",
+            help="no training: a model answers the prompts of a file",
+            config_cls=InferSection,
+            factory=_infer,
+            smoke={"data.prompts": "data/preference/eval.jsonl", "infer.max_new_tokens": 16},
+            trains=False,
+            result="answers.jsonl",
         ),
     ]
 
@@ -198,28 +213,6 @@ def llmsuite_register_exporters() -> list[Exporter]:
     ]
 
 
-class _VisualDL:
-    """Scalars for `visualdl --logdir RUN/visualdl`."""
-
-    def __init__(self, run_dir: Path):
-        try:
-            from visualdl import LogWriter
-        except ImportError as error:
-            raise UserError("loggers: visualdl is not installed; install it with: pip install visualdl") from error
-        self._writer = LogWriter(logdir=str(run_dir / "visualdl"))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(tag=name, value=value, step=step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _visualdl(run_dir: Path) -> Logger:
-    return _VisualDL(run_dir)
-
-
 @hookimpl
 def llmsuite_register_loggers() -> list[LoggerSpec]:
-    return [LoggerSpec(name="visualdl", help="scalars for VisualDL, below the run's directory", factory=_visualdl)]
+    return list(loggers.BUILTIN)

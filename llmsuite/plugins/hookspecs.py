@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from llmsuite.models.shard_plan import ShardPlan
     from llmsuite.plugins.manager import Registry
     from llmsuite.recipe.section import Section
-    from llmsuite.stages.base import Stage
 
 API_VERSION = 1
 """Major version of this contract. A spec with a greater `api` is refused with a plain message."""
@@ -33,7 +32,7 @@ hookimpl = pluggy.HookimplMarker("llmsuite")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StageSpec:
-    """A training stage: what is learnt from which rows."""
+    """A stage: what is learnt from which rows, or what else is done with a model."""
 
     name: str
     """Value of the recipe key `stage`, and name of the stage's own section."""
@@ -41,8 +40,9 @@ class StageSpec:
     """One line for `llmsuite list stages`."""
     config_cls: type[Section]
     """Dataclass of the stage's section of the recipe."""
-    factory: Callable[[], type[Stage]]
-    """Imports and returns the `Stage` subclass; called where Paddle may be imported."""
+    factory: Callable[[], Any]
+    """Imports and returns the `Stage` subclass; called where Paddle may be imported. Of a stage that does not train, it
+    returns the function that each rank calls: `work(plan, registry, resume)`, which gives the exit code."""
     smoke: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Recipe keys that `--smoke` sets for this stage, such as the embedded data it learns from."""
     head: Literal["language_model", "score"] = "language_model"
@@ -52,12 +52,20 @@ class StageSpec:
     """What its section is called, where that is not `name`: that of another stage, whose keys it has."""
     adapters: bool = False
     """Whether it is for adapters only: a recipe has to set `lora.rank` then."""
+    quantises: bool = False
+    """Whether it goes with quantisation-aware training (the section `qat`): its loss is that of the model being trained
+    alone, and asks no second pass of it."""
     rows_per_sample: int = 1
     """Sequences that a sample takes in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
     may_look_ahead: Callable[[Any], bool] = lambda section: False
     """Whether, with such a section, a global batch is passed over before it is learnt from; `llmsuite plan` says so."""
     num_sums: Callable[[Any], int] = lambda section: 0
     """How many sums its `LossTerms` have, by its section; for `llmsuite plan`, which counts what is added up."""
+    trains: bool = True
+    """False for a stage that answers prompts, or the like: its recipes have `data.prompts`, no keys about training, and
+    as `parallel` the tensor parallel degree only."""
+    result: str = ""
+    """Of a stage that does not train: the file in `output_dir` that it writes."""
     api: int = API_VERSION
 
     @property

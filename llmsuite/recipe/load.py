@@ -23,6 +23,7 @@ from llmsuite.recipe import keys as recipe_keys
 from llmsuite.recipe.schema import ModelSection, Recipe
 from llmsuite.recipe.section import Section, forget_reads, unread
 from llmsuite.recipe.source import Key, parse_json, read_json
+from llmsuite.recipe.untrained import SECTIONS
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
@@ -149,6 +150,9 @@ def _typed_recipe(stage: Any, family: Any) -> type[Recipe]:
         )
         default = dataclasses.field() if required else dataclasses.field(default_factory=stage.config_cls)
         fields.append((stage.section_name, stage.config_cls, default))
+        for name, section in () if stage.trains else SECTIONS.items():
+            default = dataclasses.field(default_factory=section) if name != "data" else dataclasses.field()
+            fields.append((name, section, default))
     return dataclasses.make_dataclass("Recipe", fields, bases=(Recipe,), kw_only=True)
 
 
@@ -273,6 +277,8 @@ def _explain(
             return None  # the name of the stage is wrong, which is reported; its section may be right
         if len(key) == 1 and key[0] in registry.stages:
             return f"is the section of stage {key[0]!r}, which is not the stage of this recipe; remove it"
+        if len(key) > 1 and stage_is_known and not registry.stages[tree["stage"]].trains and key in _of_training():
+            return f"has no meaning for stage {tree['stage']!r}, which trains nothing; remove it"
         return f"unknown key; {recipe_keys.did_you_mean(key, cls)}".rstrip("; ")
     if kind in ("missing", "missing_argument"):
         return f"is required: {recipe_keys.describe(types[key]) if key in types else 'a section'}"
@@ -290,6 +296,11 @@ def _explain(
         near = difflib.get_close_matches(given, options, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"expected {wanted}, found {json.dumps(given)}{hint}"
+
+
+@functools.cache
+def _of_training() -> set[Key]:
+    return {info.key for info in recipe_keys.walk(Recipe)}
 
 
 def _wanted(annotation: Any) -> str:

@@ -21,8 +21,9 @@ from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, LoadedRecipe, in_order, load
-from llmsuite.recipe.rules import RULES, Asked
+from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, Asked
 from llmsuite.recipe.schema import Recipe, TrainSection
+from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
 
 Broken = tuple[str, str]
@@ -74,6 +75,7 @@ class RunPlan:
     """Directory of the initial weights, None to draw them from the seed. May not exist yet: see `check_files`."""
     tokenizer: Path | None
     train_file: Path
+    """Of a stage that does not train, its prompts."""
     eval_file: Path | None
     output_dir: Path
     smoke_of: Degrees | None = None
@@ -86,12 +88,14 @@ class RunPlan:
     def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
         """Raises RecipeError naming every file this process needs that is not there, and how to get it."""
         problems = []
-        data = (("data.train", self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
+        first = "data.train" if self.stage.trains else "data.prompts"
+        data = ((first, self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
         for key, path in data:
             if path is not None and not _has_data(path) and not is_remote(getattr(self.recipe.data, key[5:])):
                 problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
-        if loads_model and self.weights is not None and not (self.weights / "config.json").is_file():
-            problems.append(self.loaded.problem("model.weights", missing_model(self.weights)))
+        weights = self.weights if self.stage.trains or self.weights is None else _behind_adapter(self.weights)
+        if loads_model and weights is not None and not (weights / "config.json").is_file():
+            problems.append(self.loaded.problem("model.weights", missing_model(weights)))
         if self.tokenizer is None:
             message = "is required without model.weights; add --model.tokenizer=DIR, where DIR has a tokenizer.json"
             problems.append(self.loaded.problem("model.tokenizer", message))
@@ -102,6 +106,8 @@ class RunPlan:
 
     def fetched(self, report: Callable[[str], None]) -> RunPlan:
         """With data that lies elsewhere brought to files. Raises UserError when it cannot be."""
+        if not self.stage.trains:
+            return self
         train, evaluation = self.recipe.data.train, self.recipe.data.eval
         return dataclasses.replace(
             self,
@@ -109,8 +115,16 @@ class RunPlan:
             eval_file=fetch(evaluation, report) if evaluation and is_remote(evaluation) else self.eval_file,
         )
 
+    def check_trains(self, command: str) -> None:
+        """Raises UserError where a command is about training and the stage does not train."""
+        if not self.stage.trains:
+            raise UserError(f"{command}: {self.loaded.name} is of stage {self.stage.name}, which trains nothing")
+
     def check_output(self) -> None:
         """Raises RecipeError when a new run would be mixed with the checkpoints of an old one."""
+        if self.stage.result and (self.output_dir / self.stage.result).exists():
+            message = f"{self.output_dir} holds {self.stage.result}; add --resume to go on with it, or choose another"
+            raise RecipeError([self.loaded.problem("output_dir", message)])
         if any((self.output_dir / "checkpoints").glob("step-*")):
             message = f"{self.output_dir} holds checkpoints; add --resume to go on from the last one, or choose another"
             raise RecipeError([self.loaded.problem("output_dir", message)])
@@ -145,31 +159,32 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     recipe = loaded.recipe
     family = registry.models[recipe.model.family]
     weights = _weights(recipe.model.weights) if recipe.model.weights else None
-    config, rules = _model_config(recipe, family, weights, registry.stages[recipe.stage])
+    stage = registry.stages[recipe.stage]
+    shaped = weights if stage.trains or weights is None else _behind_adapter(weights)
+    config, rules = _model_config(recipe, family, shaped, stage)
     rules += _registered_names(recipe, registry)
     degrees = degrees_of(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    adapters = registry.stages[recipe.stage].adapters
-    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, adapters)
-    rules += [broken for rule in RULES for broken in rule.check(asked)]
+    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage)
+    rules += [broken for rule in (RULES if stage.trains else UNTRAINED_RULES) for broken in rule.check(asked)]
     if rules:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))
     tokenizer = find(recipe.model.tokenizer) if recipe.model.tokenizer else weights
     return RunPlan(
         loaded=loaded,
-        stage=registry.stages[recipe.stage],
+        stage=stage,
         family=family,
         model_config=config,
         device=registry.devices[recipe.device],
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
         num_chunks=recipe.parallel.num_chunks,
-        accumulate_steps=accumulate_steps(recipe.train, degrees),
+        accumulate_steps=accumulate_steps(recipe.train, degrees) if stage.trains else None,
         weights=weights,
         tokenizer=tokenizer,
-        train_file=_data_file(recipe.data.train),
-        eval_file=_data_file(recipe.data.eval) if recipe.data.eval else None,
+        train_file=_data_file(recipe.data.train if stage.trains else recipe.data.prompts),
+        eval_file=_data_file(recipe.data.eval) if stage.trains and recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),
     )
 
@@ -189,6 +204,15 @@ def _weights(given: str) -> Path:
 
         return find_model(path)
     return path
+
+
+def _behind_adapter(weights: Path) -> Path:
+    """The model that adapters belong to; any other directory as it is."""
+    from llmsuite.checkpoint.adapter_dir import base_path
+    from llmsuite.checkpoint.train_state import find_adapter
+
+    adapter = find_adapter(weights)
+    return base_path(adapter) if adapter is not None else weights
 
 
 def _data_file(given: str) -> Path:
@@ -271,10 +295,12 @@ def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smo
     Raises:
         UserError: with everything that is wrong.
     """
-    # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
-    loaded = load(path, overrides, registry, layers=[("--smoke", _SMOKE_LENGTH)] if smoke else ())
     if not smoke:
-        return resolve(loaded, registry)
+        return resolve(load(path, overrides, registry), registry)
+    # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
+    written = read_json(path).value
+    trains = isinstance(written, dict) and written.get("train")
+    loaded = load(path, overrides, registry, layers=[("--smoke", _SMOKE_LENGTH)] if trains else ())
     small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
     return dataclasses.replace(resolve(small, registry), smoke_of=degrees_of(loaded.recipe))
 
@@ -292,18 +318,21 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
     small = _smoke_degrees(degrees_of(recipe))
     tp, pp, data = small.tp, small.pp, small.num_data_ranks
+    shape = _smoke_shape(recipe, family, stage, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1))
+    if not stage.trains:
+        return {
+            **_smoke_model(shape),
+            "parallel": {"tensor_parallel_degree": tp},
+            **_smoke_place(recipe, tp),
+            **stage.smoke,
+        }
     sharded = recipe.parallel.sharding != "none" and data > 1
     degree = small.sharding if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1 else 1
     micro = min(recipe.train.micro_batch_size, 4)
     return {
-        "source": REMOVE,
-        "model.weights": REMOVE,
-        "model.preset": REMOVE,
-        "model.config": _smoke_shape(recipe, family, stage, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1)),
-        "model.tokenizer": "data/tokenizer",
+        **_smoke_model(shape),
         "data.max_length": 256,
         "data.format": "auto",
-        "data.chat_template": "tokenizer",
         "parallel": {
             "tensor_parallel_degree": tp,
             "pipeline_parallel_degree": pp,
@@ -313,21 +342,38 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             "sharding_parallel_degree": degree if sharded else 1,
             "expert_parallel_degree": _smoke_experts(recipe, data, degree if sharded else 1),
         },
-        "engine.precision": "fp32",
         **_SMOKE_LENGTH,
         "train.micro_batch_size": micro,
         "train.global_batch_size": 8 * micro,  # the same on any mesh, so that meshes can be compared
         "train.learning_rate": 1e-3,
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
-        "launch.num_devices": tp * pp * data,
+        **_smoke_place(recipe, tp * pp * data),
+        **stage.smoke,
+    }
+
+
+def _smoke_model(shape: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "source": REMOVE,
+        "model.weights": REMOVE,
+        "model.preset": REMOVE,
+        "model.config": shape,
+        "model.tokenizer": "data/tokenizer",
+        "data.chat_template": "tokenizer",
+        "engine.precision": "fp32",
+    }
+
+
+def _smoke_place(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
+    return {
+        "launch.num_devices": num_ranks,
         "launch.nnodes": 1,
         "launch.master": REMOVE,
         "launch.node_rank": REMOVE,
         "loggers": [],
         "device": "cpu",
         "output_dir": f"{recipe.output_dir}-smoke",
-        **stage.smoke,
     }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmsuite.models.shard_plan import ShardPlan
 
 if TYPE_CHECKING:
+    from llmsuite.plugins.hookspecs import StageSpec
     from llmsuite.recipe.resolve import Degrees
     from llmsuite.recipe.schema import EngineSection, ParallelSection, Recipe
 
@@ -42,8 +43,8 @@ class Asked:
     cuts: ShardPlan
     precisions: Sequence[str] | None
     """Those of the device; None when there is no such device."""
-    needs_adapters: bool
-    """Whether the stage is for adapters only."""
+    stage: StageSpec
+    """What the recipe runs."""
 
     @property
     def num_devices(self) -> int:
@@ -246,6 +247,12 @@ def _no_evaluation(asked: Asked) -> Broken:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
+def _nothing_to_go_back_to(asked: Asked) -> Broken:
+    if asked.recipe.train.may_roll_back and asked.recipe.checkpoint.save_steps is None:
+        key = "on_nonfinite" if asked.recipe.train.on_nonfinite == "roll_back" else "on_spike"
+        yield f"train.{key}", "is roll_back, which needs checkpoints: set checkpoint.save_steps, or choose skip"
+
+
 def _nothing_to_switch_off(asked: Asked) -> Broken:
     stage = asked.recipe.stage
     reference = getattr(getattr(asked.recipe, stage, None), "reference", None)
@@ -254,8 +261,42 @@ def _nothing_to_switch_off(asked: Asked) -> Broken:
 
 
 def _nothing_to_train(asked: Asked) -> Broken:
-    if asked.needs_adapters and asked.recipe.lora.rank is None:
+    if asked.stage.adapters and asked.recipe.lora.rank is None:
         yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
+
+
+def _rounded_adapters(asked: Asked) -> Broken:
+    if asked.recipe.qat.weight_bits is not None and asked.recipe.lora.rank is not None:
+        message = "is 8, but lora.rank trains adapters of a model that stays as it is; set one of the two to null"
+        yield "qat.weight_bits", message
+
+
+def _not_rounded(asked: Asked) -> Broken:
+    if asked.recipe.qat.weight_bits is not None and not asked.stage.quantises and not asked.stage.adapters:
+        message = (
+            f"is 8, which the stage {asked.recipe.stage} does not go with; use it with pretrain or sft, or set null"
+        )
+        yield "qat.weight_bits", message
+
+
+def _observed_in_a_program(asked: Asked) -> Broken:
+    if asked.recipe.qat.activation_bits is not None and asked.recipe.engine.mode == "to_static":
+        yield (
+            "qat.activation_bits",
+            "is 8, but what to_static compiles cannot tell how large inputs were; set it to null, or engine.mode to "
+            "dynamic",
+        )
+
+
+def _not_one_group(asked: Asked) -> Broken:
+    degree, key = asked.recipe.parallel.tensor_parallel_degree, "launch.num_devices"
+    if not asked.stage.trains and asked.num_devices != degree:
+        yield key, f"makes {asked.num_devices} ranks; stage {asked.recipe.stage} uses tensor parallel degree = {degree}"
+
+
+def _no_metrics(asked: Asked) -> Broken:
+    if asked.recipe.loggers:
+        yield "loggers", f"stage {asked.recipe.stage} has no metrics to log; remove it"
 
 
 PARALLEL_RULES = (
@@ -392,6 +433,12 @@ RULES = (
         _no_such_precision,
     ),
     Rule(
+        "`roll_back` without `save_steps`",
+        "there is no checkpoint to go back to",
+        ("--train.on_nonfinite=roll_back", "--checkpoint.save_steps=null"),
+        _nothing_to_go_back_to,
+    ),
+    Rule(
         "`best_metric` without evaluation",
         "there is no value to compare",
         ("--data.eval=null", "--checkpoint.best_metric=eval/loss"),
@@ -409,5 +456,35 @@ RULES = (
         (),
         _nothing_to_train,
     ),
+    Rule(
+        "`qat` with adapters",
+        "the rounded weights would not be those that are trained",
+        (),
+        _rounded_adapters,
+    ),
+    Rule(
+        "`qat` with another stage than `pretrain` and `sft`",
+        "it is tested with those",
+        ("--qat.weight_bits=8",),
+        _not_rounded,
+    ),
+    Rule(
+        "`qat.activation_bits` with `to_static`",
+        "inputs are observed between operations",
+        (),
+        _observed_in_a_program,
+    ),
 )
 """Between sections, the model's shape and the device."""
+
+UNTRAINED_RULES = (
+    *(rule for rule in RULES if rule.check in (_no_grid, _uneven_cut, _no_such_precision)),
+    Rule(
+        "a stage that does not train with other ranks than the tensor parallel ones",
+        "they would have nothing to do",
+        (),
+        _not_one_group,
+    ),
+    Rule("loggers with a stage that does not train", "there are no metrics", (), _no_metrics),
+)
+"""The same, for a stage that does not train."""

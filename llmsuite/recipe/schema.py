@@ -67,7 +67,8 @@ class DataSection(Section):
     """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
     packing: Literal["none", "best_fit"] = "none"
     """With "best_fit" rows are put together to samples of up to max_length tokens, in which no token sees another row
-    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stage sft."""
+    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stages sft, dpo
+    and rm."""
     group_by_length: bool = True
     """Deal the samples of a global batch out to micro-batches by their lengths, so that less is padded. What a step
     learns stays the same."""
@@ -169,6 +170,16 @@ class TrainSection(Section):
     """Term in the denominator of the Adam update."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this global norm; null switches clipping off."""
+    on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
+    """When loss or gradient are infinite or not a number (with fp16, at the lowest loss scale): stop the run, leave the
+    batch out, or go back to the last checkpoint and on with the samples behind this batch."""
+    spike_factor: Annotated[float, Gt(1)] | None = None
+    """A step whose gradient norm, before clipping, is above this times the median of the last 32 is a spike. null: none
+    is."""
+    on_spike: Literal["stop", "skip", "roll_back"] = "skip"
+    """The same for a spike."""
+    max_bad_steps: PositiveInt = 10
+    """So many steps may be left out or rolled back before one further than ever is learnt from; then the run stops."""
     expert_balance_loss: NonNegativeFloat = 0.0
     """Factor of the sequence-wise loss of dealing tokens unevenly over experts (`aux_loss_alpha` of DeepSeek-V2, 0.001;
     of V3, 0.0001); 0 for none."""
@@ -185,6 +196,13 @@ class TrainSection(Section):
             yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
         if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
             yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear or cosine"
+        if self.on_spike != "skip" and self.spike_factor is None:
+            yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether a step may send the run back to a checkpoint."""
+        return self.on_nonfinite == "roll_back" or (self.spike_factor is not None and self.on_spike == "roll_back")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -215,6 +233,31 @@ class LoraSection(Section):
         """What the outputs of the adapters are multiplied by."""
         assert self.rank is not None
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(kw_only=True)
+class QatSection(Section):
+    """Quantisation-aware training (Jacob et al. 2018, arXiv 1712.05877): linear layers compute with what int8 leaves
+    of their operands."""
+
+    weight_bits: Literal[8] | None = None
+    """8: weights are rounded to int8, with a scale for each output; null for none of all this."""
+    activation_bits: Literal[8] | None = None
+    """8: the inputs of those layers too, with one scale a layer: a moving average of their largest magnitude."""
+    moving_rate: Decay = 0.9
+    """What remains of that average in each step."""
+    target_modules: list[str] | None = None
+    """Which layers: patterns as those of lora.target_modules. Default: every matrix of attention and MLP; not the
+    routed experts."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.target_modules == []:
+            yield "target_modules", "is empty, so nothing would be rounded; name some, or leave it out"
+        for field in dataclasses.fields(self) if self.weight_bits is None else ():
+            if getattr(self, field.name) != field.default:
+                yield field.name, "has no effect while weight_bits is null; set that to 8, or remove it"
+        if self.weight_bits is not None and self.activation_bits is None and self.moving_rate != 0.9:
+            yield "moving_rate", "has no effect while activation_bits is null; set that to 8, or remove it"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -271,6 +314,7 @@ class Recipe(Section):
     engine: EngineSection = dataclasses.field(default_factory=EngineSection)
     train: TrainSection
     lora: LoraSection = dataclasses.field(default_factory=LoraSection)
+    qat: QatSection = dataclasses.field(default_factory=QatSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)
     device: str = "cpu"

@@ -37,6 +37,8 @@ class Piece:
     number: int
     text: str
     ended: bool
+    num_logprobs: int
+    """How many of the answer's tokens have log-probabilities by now."""
 
 
 class Job:
@@ -51,8 +53,9 @@ class Job:
 
         def listener(number: int) -> Any:
             def hear(text: str, ended: bool) -> None:
+                piece = Piece(number, text, ended, len(lines[number].logprobs))
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                    loop.call_soon_threadsafe(self._pieces.put_nowait, Piece(number, text, ended))
+                    loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
             return hear
 
@@ -97,8 +100,6 @@ class Service:
             raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
         if asked.model not in (None, self.name):
             raise HTTPException(404, f"model {asked.model!r} is not served here; this is {self.name!r}")
-        if asked.stream and asked.logprobs not in (None, False):
-            raise HTTPException(400, "logprobs: are not given in a stream; leave out stream or logprobs")
         if asked.stream_options is not None and not asked.stream:
             raise HTTPException(400, "stream_options: only with stream")
         return asked
@@ -179,9 +180,20 @@ class Service:
         def event(choices: list[Any], **more: Any) -> str:
             return f"data: {json.dumps({**head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
 
-        def choice(number: int, text: str, reason: str | None, **role: str) -> dict[str, Any]:
+        told = [0] * len(job.lines)  # of each answer, the tokens whose log-probabilities have been sent
+
+        def logprobs(piece: Piece) -> dict[str, Any] | None:
+            """Of the tokens since the last event."""
+            line, begin = job.lines[piece.number], told[piece.number]
+            told[piece.number] = piece.num_logprobs
+            form = protocol.chat_logprobs if is_chat else protocol.completion_logprobs
+            return form(line.logprobs[: piece.num_logprobs], self.generator.tokenizer, begin) if wants else None
+
+        wants = asked.logprobs not in (None, False)
+
+        def choice(number: int, text: str, reason: str | None, more: Any = None, **role: str) -> dict[str, Any]:
             said: dict[str, Any] = {"delta": {**role, **({"content": text} if text or role else {})}}
-            return {"index": number, **(said if is_chat else {"text": text}), "finish_reason": reason, "logprobs": None}
+            return {"index": number, **(said if is_chat else {"text": text}), "finish_reason": reason, "logprobs": more}
 
         try:
             if is_chat:
@@ -192,9 +204,10 @@ class Service:
                     if first:
                         self.metrics.first_token.observe(time.monotonic() - begun)
                         first = False
-                    yield event([choice(piece.number, piece.text, None)])
-                if piece.ended:
-                    yield event([choice(piece.number, "", job.lines[piece.number].finished)])
+                    yield event([choice(piece.number, piece.text, None, logprobs(piece))])
+                if piece.ended:  # tokens without a text of their own may be left
+                    last = logprobs(piece) if told[piece.number] < piece.num_logprobs else None
+                    yield event([choice(piece.number, "", job.lines[piece.number].finished, last)])
             if asked.stream_options is not None and asked.stream_options.include_usage:
                 yield event([], usage=protocol.usage(job.lines, num_prompts))
             self.metrics.duration.observe(time.monotonic() - begun)

@@ -102,8 +102,8 @@ def usage(lines: Sequence[Line], num_prompts: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
 
-def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Of a choice of a chat."""
+def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
+    """Of a choice of a chat, from a token on."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
@@ -111,17 +111,19 @@ def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer) -> dic
 
     return {
         "content": [
-            {**entry(t.token, t.logprob), "top_logprobs": [entry(other, value) for other, value in t.top]} for t in kept
+            {**entry(t.token, t.logprob), "top_logprobs": [entry(other, value) for other, value in t.top]}
+            for t in kept[begin:]
         ]
     }
 
 
-def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Of a choice of a completion."""
+def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
+    """Of a choice of a completion, from a token on."""
     texts = [tokenizer.decode([t.token]) for t in kept]
     offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
-    top = [{tokenizer.decode([other]): value for other, value in t.top} for t in kept]
-    return {"tokens": texts, "token_logprobs": [t.logprob for t in kept], "top_logprobs": top, "text_offset": offsets}
+    top = [{tokenizer.decode([other]): value for other, value in t.top} for t in kept[begin:]]
+    logprobs = [t.logprob for t in kept[begin:]]
+    return {"tokens": texts[begin:], "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets[begin:]}
 
 
 def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:

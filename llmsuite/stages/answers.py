@@ -1,6 +1,6 @@
 """Prompts with an answer to each: what stages that compare answers share.
 
-Shapes: A answers, L length, D hidden, N tokens of answers.
+Shapes: A answers, D hidden, N tokens of answers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 
 from llmsuite.stages.base import Batch
+from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.reference_cache import answer_key
 
 Tensor = Any
@@ -42,37 +43,53 @@ def ended(answer: list[int], eos: int) -> list[int]:
 
 
 def collate(answers: Sequence[Answer], pad_id: int, length_multiple: int) -> Batch:
-    """Answers to arrays, padded on the right to a multiple; the last token of each is only a target."""
-    longest = max(map(len, answers)) - 1
-    length = -(-longest // length_multiple) * length_multiple
-    input_ids = np.full([len(answers), length], pad_id, dtype="int64")
-    positions, targets, owners = [], [], []
-    for i, answer in enumerate(answers):
-        input_ids[i, : len(answer) - 1] = (answer.prompt + answer.ids)[:-1]
-        first = i * length + len(answer.prompt) - 1  # the position that predicts the first token of the answer
-        positions.append(np.arange(first, first + len(answer.ids)))
-        targets.append(answer.ids)
-        owners.append(np.full(len(answer.ids), i))
-    return {
+    """Answers to arrays, one a row; see `collate_rows`."""
+    return collate_rows([[answer] for answer in answers], pad_id, length_multiple)
+
+
+def collate_rows(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int) -> Batch:
+    """Rows of answers to arrays, padded on the right to a multiple; the last token of each answer is only a target.
+
+    Answers are numbered through the rows. With several in a row the batch has "documents", as `CausalLM.hidden_states`
+    takes it: each answer with its prompt is one, and the padding.
+    """
+    lengths = [sum(len(answer) - 1 for answer in row) for row in rows]
+    length = -(-max(lengths) // length_multiple) * length_multiple
+    input_ids = np.full([len(rows), length], pad_id, dtype="int64")
+    documents = np.empty_like(input_ids)
+    positions: list[np.ndarray] = []
+    targets: list[list[int]] = []
+    for i, row in enumerate(rows):
+        begin = 0
+        for answer in row:
+            end = begin + len(answer) - 1
+            input_ids[i, begin:end] = (answer.prompt + answer.ids)[:-1]
+            documents[i, begin:end] = begin
+            last = i * length + end
+            positions.append(np.arange(last - len(answer.ids), last))  # each predicts the token behind it
+            targets.append(answer.ids)
+            begin = end
+        documents[i, begin:] = begin
+    batch = {
         "input_ids": input_ids,
         "positions": np.concatenate(positions),
         "targets": np.concatenate(targets).astype("int64"),
-        "owners": np.concatenate(owners),
-        "lengths": np.array([len(answer) - 1 for answer in answers]),
-        "num_tokens": sum(map(len, answers)),
-        "num_supervised": sum(len(answer.ids) for answer in answers),
+        "owners": np.repeat(np.arange(len(targets)), [len(ids) for ids in targets]),
+        "lengths": np.array(lengths),
+        "num_tokens": sum(lengths) + len(targets),
+        "num_supervised": sum(map(len, targets)),
     }
+    return batch | {"documents": documents} if len(targets) > len(rows) else batch
 
 
 def answer_logps(model: Any, batch: Batch) -> Tensor:
     """[A]: log-probability of each answer given its prompt. Logits are made for the positions of answers only."""
-    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]))  # [A, L, D]
-    picked = hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)  # [N, D]
+    picked = hidden_at_positions(model, batch)  # [N, D]
     nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
-    belongs = batch["owners"] == np.arange(len(batch["input_ids"]))[:, None]
+    belongs = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
     return -paddle.mv(paddle.to_tensor(belongs.astype("float32")), nll)
 
 
 def num_tokens(batch: Batch) -> np.ndarray:
     """[A]: tokens of each answer."""
-    return np.bincount(batch["owners"], minlength=len(batch["input_ids"])).astype("float32")
+    return np.bincount(batch["owners"]).astype("float32")

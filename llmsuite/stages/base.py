@@ -125,7 +125,7 @@ class Stage(abc.ABC, Generic[S]):
         """What `look_ahead` is to be called for before each global batch is learnt from, in this order."""
         return ()
 
-    def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> list[S]:
+    def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> Sequence[S]:
         """Rows to samples. Counts the rows that would train nothing and leaves them out."""
         raise AssertionError(f"{type(self).__name__} has to make samples of rows, or to read files in a way of its own")
 

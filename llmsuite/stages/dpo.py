@@ -8,15 +8,17 @@ Shapes: P pairs, A = 2 P answers (chosen first).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 
 from llmsuite.stages import preference_losses
-from llmsuite.stages.answers import answer_logps, collate, num_tokens
+from llmsuite.stages.answers import answer_logps, collate_rows, num_tokens
 from llmsuite.stages.base import Batch, Look, LossTerms, StageContext, Sums
-from llmsuite.stages.pairs import Pair, PairStage
+from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pairs_of
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import DpoSection
 
@@ -43,27 +45,28 @@ class DpoStage(PairStage):
 
     # data
 
-    def collate(self, samples: Sequence[Pair]) -> Batch:
+    def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
-        answers = [pair.answers[side] for side in (0, 1) for pair in samples]
-        batch = collate(answers, self.context.tokenizer.pad_id, self.context.length_multiple)
-        batch["weight"] = float(len(samples))
+        rows = answer_rows(samples)
+        batch = collate_rows(rows, self.context.tokenizer.pad_id, self.context.length_multiple)
+        batch["weight"] = float(sum(map(len, rows)) // 2)
         if self._takes_reference == "cache" and self._reference.known:
-            batch["reference"] = self._reference.of(answers)
+            batch["reference"] = self._reference.of([answer for row in rows for answer in row])
         return batch
 
     # what is known before a step
 
-    def before_training(self, model: Any, samples: Iterable[Pair]) -> None:
+    def before_training(self, model: Any, samples: Iterable[Pair | Pairs]) -> None:
         """Log-probabilities under the initial model, if the loss compares with them."""
         if self._takes_reference == "cache":
-            self._reference.compute(model, (answer for pair in samples for answer in pair.answers))
+            pairs = itertools.chain.from_iterable(map(pairs_of, samples))
+            self._reference.compute(model, (answer for pair in pairs for answer in pair.answers))
 
     def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
         """Pairs a token, the reference of these answers, or the mean log-ratios of both kinds of answers."""
         if look == "batch":
-            num_pairs = len(batch["input_ids"]) // 2
-            return {"pairs a token": (num_pairs, float(num_tokens(batch)[:num_pairs].sum()))}
+            chosen, _ = np.split(num_tokens(batch), 2)
+            return {"pairs a token": (len(chosen), float(chosen.sum()))}
         logps = answer_logps(model, batch)
         if look == "adapters_off":
             batch["reference"] = logps.numpy()

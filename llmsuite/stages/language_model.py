@@ -83,15 +83,21 @@ def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int
     }
 
 
+def hidden_at_positions(model: Any, batch: Batch) -> Any:
+    """[N, D]: hidden states at the "positions" of a batch, which count through its rows [B L]. With "documents" in the
+    batch none of them sees another document than its own."""
+    documents = {"documents": paddle.to_tensor(batch["documents"])} if "documents" in batch else {}
+    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **documents)  # [B, L, D]
+    return hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)
+
+
 def weighted_loss(model: Any, batch: Batch) -> LossTerms:
     """Sum over the tokens of weight times negative log-probability. Logits are made for weighted positions only.
 
     The metric `tokens/likely` is the share of them that gets a probability above 1/2: greedy decoding picks them for
     certain, so it is a lower bound of the token accuracy, and costs no second look at the logits, which may be cut.
     """
-    documents = {"documents": paddle.to_tensor(batch["documents"])} if "documents" in batch else {}
-    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **documents)  # [B, L, D]
-    picked = hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)  # [N, D]
+    picked = hidden_at_positions(model, batch)  # [N, D]
     nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
     weights = paddle.to_tensor(batch["weights"])
     weight = batch["weight"]

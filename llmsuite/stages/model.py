@@ -30,12 +30,14 @@ from llmsuite.engine.optimizer import Optimizer, StateTensor
 from llmsuite.engine.parallelize import ReadSlice, between_layers, parallelize, read_local
 from llmsuite.engine.partition import SHARDING_STAGES, own_slice
 from llmsuite.engine.pipeline import Edges, PipelineStage
+from llmsuite.engine.quantisation import InputScales
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.static import compile_layers
 from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE, is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.qat import fake_quantize_layers
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
 from llmsuite.models.targets import is_factor, is_trained
 from llmsuite.observe.progress import report
@@ -61,13 +63,19 @@ class BuiltModel:
     """What there is to know of the adapters, where those are trained."""
     balance: ExpertBalance | None
     """Of the experts, where the family has some."""
+    rounded: list[str]
+    """Names of the fake-quantised layers of the whole model, in order."""
+    input_scales: InputScales | None
+    """Of those, where their inputs are rounded too."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
     """This rank's part of the model with its initial weights."""
     engine, seed, cuts = plan.recipe.engine, plan.recipe.seed, plan.family.shard_plan or WHOLE
-    lora, adapted = plan.recipe.lora, []
-    ratio = lora.lora_plus_ratio
+    lora, qat = plan.recipe.lora, plan.recipe.qat
+    adapted: list[str] = []
+    rounded: list[str] = []
+    ratio, moving_rate = lora.lora_plus_ratio, qat.moving_rate
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
@@ -75,6 +83,9 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
             if lora.rank is not None:
                 adapted = adapted_modules(model, cuts, lora.target_modules)
                 add_adapters(model, adapted, lora.rank, lora.scale)
+            if qat.weight_bits is not None:
+                rounded = adapted_modules(model, cuts, qat.target_modules, "qat.target_modules")
+                fake_quantize_layers(model, rounded, rounds_weight=True)
             chunks.append(model)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
@@ -97,14 +108,14 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
         stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}
         if drawn := not_to_be_read(source, stored, load, report):
-            read = _first_of(drawn, _draw(chunks, seed, plan.model_config.initializer_range), read)
+            read = _first_of(drawn, draw(chunks, seed, plan.model_config.initializer_range), read)
             digest.update(json.dumps(["drawn", seed, sorted(drawn)]).encode())
         if SCORE in is_new:
             report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
             read = _with_new_head(read, seed, plan.model_config.initializer_range)
             digest.update(f"score of seed {seed}".encode())
     else:
-        read = _draw(chunks, seed, plan.model_config.initializer_range)
+        read = draw(chunks, seed, plan.model_config.initializer_range)
         digest.update(f"seed {seed}".encode())
         base = Base(None, digest.copy().hexdigest())
     adapters = None
@@ -148,7 +159,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         train = plan.recipe.train
         balance = ExpertBalance(chunks, cuts, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
         part.marks_padding = True
-    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters, balance)
+    scales = InputScales(rounded, part, moving_rate) if qat.activation_bits is not None else None
+    return BuiltModel(part, own, trained, bounds, digest.hexdigest(), adapters, balance, rounded, scales)
 
 
 class WholeModel:
@@ -278,7 +290,8 @@ def _with_new_head(read: ReadSlice, seed: int, std: float) -> ReadSlice:
     return read_or_draw
 
 
-def _draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
+def draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
+    """The initial values of the parameters that a seed stands for, of a model in one part or several."""
     constants = {}
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
         if parameter.ndim == 1:  # gains and biases start as their layers say

@@ -48,6 +48,19 @@ class Output:
     def stepped(self, step: int) -> None:
         self._line.step(step, None)
 
+    def skipped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step that was not learnt from."""
+        known = {name: metrics[name] for name in ("loss", "grad_norm", "loss_scale") if name in metrics}
+        add_event(self._view.output_dir, "skipped", step=step, **known)
+
+    def rolled_back(self, step: int, kept: int) -> None:
+        """After a bad step the run goes on from a checkpoint; what is recorded of later steps goes."""
+        report(f"step {step} was bad: going on from step {kept} with the samples behind it")
+        add_event(self._view.output_dir, "rolled back", step=step, to=kept)
+        self._file.rewind(kept)
+        if self._ranks is not None:
+            self._ranks.rewind(kept)
+
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         # JSON knows no NaN, and an evaluation that went wrong is no reason to lose the run
         named = {f"eval/{name}": value if math.isfinite(value) else None for name, value in metrics.items()}

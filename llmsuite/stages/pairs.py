@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llmsuite.data.packing import best_fit
 from llmsuite.data.rows import Preference
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, ended
@@ -28,7 +30,14 @@ class Pair:
         return Answer(self.prompt, self.chosen), Answer(self.prompt, self.rejected)
 
 
-class PairStage(Stage[Pair]):
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """A sample: one pair, or several whose chosen answers share a row of a batch, and whose rejected ones another."""
+
+    pairs: tuple[Pair, ...]
+
+
+class PairStage(Stage["Pair | Pairs"]):
     """Base of the stages that learn from pairs of answers."""
 
     row_kind = "preference"
@@ -36,6 +45,7 @@ class PairStage(Stage[Pair]):
     def __init__(self, section: Any, context: StageContext):
         super().__init__(section, context)
         self._max_length = context.recipe.data.max_length
+        self._is_packed = context.recipe.data.packing == "best_fit"
         self._template = context.template()
 
     def make_samples(self, rows: Sequence[Preference], counts: DropCounts) -> list[Pair]:
@@ -74,6 +84,41 @@ class PairStage(Stage[Pair]):
                 pairs.append(pair)
         return pairs
 
-    def row_lengths(self, samples: Sequence[Pair]) -> np.ndarray:
-        """[pairs, 2]."""
-        return np.array([[len(answer) - 1 for answer in pair.answers] for pair in samples], dtype="int64")
+    def read(self, path: Path) -> Sequence[Pair | Pairs]:
+        """The pairs of a file, or packs of them."""
+        samples = super().read(path)
+        if not self._is_packed:
+            return samples
+        lengths = self.row_lengths(samples)
+        packs = pack([pair for sample in samples for pair in pairs_of(sample)], lengths, self._max_length)
+        filled = lengths.sum() / (lengths.shape[1] * len(packs) * self._max_length)
+        self.context.report(f"{path}: packed into {len(packs)} samples, which are {filled:.1%} full")
+        return packs
+
+    def row_lengths(self, samples: Sequence[Pair | Pairs]) -> np.ndarray:
+        """[samples, 2]: of the chosen answers, and of the rejected ones."""
+        rows = answer_rows(samples)
+        lengths = [sum(len(answer) - 1 for answer in row) for row in rows]
+        return np.array(lengths, dtype="int64").reshape(2, len(samples)).T
+
+
+def pack(pairs: Sequence[Pair], lengths: np.ndarray, max_length: int) -> list[Pairs]:
+    """Pairs put together so that neither the chosen answers of a pack nor the rejected ones take more than `max_length`
+    positions; see `best_fit`.
+
+    Args:
+        pairs: to pack.
+        lengths: [pairs, 2], of their rows.
+        max_length: at least the largest of them.
+    """
+    return [Pairs(tuple(pairs[i] for i in picked)) for picked in best_fit(lengths.max(1).tolist(), max_length)]
+
+
+def pairs_of(sample: Pair | Pairs) -> tuple[Pair, ...]:
+    """Of a sample."""
+    return sample.pairs if isinstance(sample, Pairs) else (sample,)
+
+
+def answer_rows(samples: Sequence[Pair | Pairs]) -> list[list[Answer]]:
+    """The rows of a batch: the chosen answers of each sample in the first half, the rejected ones in the second."""
+    return [[pair.answers[side] for pair in pairs_of(sample)] for side in (0, 1) for sample in samples]

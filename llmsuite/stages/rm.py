@@ -3,7 +3,7 @@
 rows -> token ids of prompt, chosen and rejected answer -> one forward pass over both answers -> score of the last token
 of each, its end of sequence -> loss of the difference
 
-Shapes: P pairs, A = 2 P answers (chosen first), L length, D hidden.
+Shapes: P pairs, A = 2 P answers (chosen first), D hidden.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import paddle
 
 from llmsuite.stages.base import Batch, LossTerms, StageContext
-from llmsuite.stages.pairs import Pair, PairStage
+from llmsuite.stages.language_model import hidden_at_positions
+from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pairs_of
 from llmsuite.stages.preference_losses import bradley_terry
 from llmsuite.stages.sections import RmSection
 
@@ -27,31 +27,39 @@ class RmStage(PairStage):
         super().__init__(section, context)
         self._margin, self._centering = section.margin, section.center_rewards
 
-    def row_lengths(self, samples: Sequence[Pair]) -> np.ndarray:
-        """[pairs, 2]; the last token is an input too."""
-        return super().row_lengths(samples) + 1
+    def row_lengths(self, samples: Sequence[Pair | Pairs]) -> np.ndarray:
+        """[samples, 2]; the last token of an answer is an input too."""
+        return super().row_lengths(samples) + [[len(pairs_of(sample))] for sample in samples]
 
-    def collate(self, samples: Sequence[Pair]) -> Batch:
+    def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
-        answers = [pair.answers[side] for side in (0, 1) for pair in samples]
-        multiple = self.context.length_multiple
-        length = -(-max(map(len, answers)) // multiple) * multiple
-        input_ids = np.full([len(answers), length], self.context.tokenizer.pad_id, dtype="int64")
-        for i, answer in enumerate(answers):
-            input_ids[i, : len(answer)] = answer.prompt + answer.ids
-        return {
+        rows, multiple = answer_rows(samples), self.context.length_multiple
+        length = -(-max(sum(map(len, row)) for row in rows) // multiple) * multiple
+        input_ids = np.full([len(rows), length], self.context.tokenizer.pad_id, dtype="int64")
+        documents = np.empty_like(input_ids)
+        positions = []
+        for i, row in enumerate(rows):
+            begin = 0
+            for answer in row:
+                end = begin + len(answer)
+                input_ids[i, begin:end] = answer.prompt + answer.ids
+                documents[i, begin:end] = begin
+                positions.append(i * length + end - 1)
+                begin = end
+            documents[i, begin:] = begin
+        batch = {
             "input_ids": input_ids,
-            "positions": np.array([i * length + len(answer) - 1 for i, answer in enumerate(answers)]),
-            "weight": float(len(samples)),
-            "lengths": np.array([len(answer) for answer in answers]),
-            "num_tokens": sum(map(len, answers)),
-            "num_supervised": len(answers),
+            "positions": np.array(positions),
+            "weight": len(positions) / 2,
+            "lengths": np.array([sum(map(len, row)) for row in rows]),
+            "num_tokens": sum(len(answer) for row in rows for answer in row),
+            "num_supervised": len(positions),
         }
+        return batch | {"documents": documents} if len(positions) > len(rows) else batch
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the pairs; every pair weighs 1."""
-        hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]))  # [A, L, D]
-        last = hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)  # [A, D]
+        last = hidden_at_positions(model, batch)  # [A, D]
         chosen, rejected = model.scores(last).split(2)
         losses = bradley_terry(chosen, rejected, self._margin)
         if self._centering:

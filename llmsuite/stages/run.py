@@ -25,6 +25,7 @@ from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import Dealer, SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine import collective
+from llmsuite.engine.guard import Guard
 from llmsuite.engine.launch import INTERRUPTED
 from llmsuite.engine.loop import Hooks, Schedule, fit
 from llmsuite.engine.loss_scale import LossScale
@@ -46,6 +47,7 @@ from llmsuite.stages.sequences import check_learnable
 # What may differ between a run and its continuation: it does not change what is learnt.
 _FREE_ON_RESUME = (
     "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
+    "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.max_bad_steps",
     "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
     "data.group_by_length", "data.num_workers",
 )  # fmt: skip
@@ -108,6 +110,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         recipe.launch.nnodes,
     )
     loggers = _loggers(plan, registry)
+    train = recipe.train
+    guard = Guard(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps)
     if stage is not None and (unread := plan.loaded.unread()):
         raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
 
@@ -115,7 +119,9 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     order = SampleOrder(len(train_samples), recipe.seed)
     dealer = _dealer(plan, order, lengths)
     if stage is not None:
-        num_used = min(schedule.total_steps * schedule.global_batch_size, len(train_samples))
+        # a run that goes back to a checkpoint takes more samples than its steps have
+        most = len(train_samples) if recipe.train.may_roll_back else schedule.total_steps * schedule.global_batch_size
+        num_used = min(most, len(train_samples))
         used = (train_samples[order.at(i)] for i in range(num_used))
         stage.before_training(model, itertools.chain(used, eval_samples))
         if model.is_first:
@@ -141,8 +147,18 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     output = Output(view, registry, state.step, loggers) if collective.rank() == 0 else None
     outputs += [output] if output else []
 
+    guard.norms, guard.bad_steps, guard.furthest = list(state.norms), state.bad_steps, state.furthest
+
     def at(step: int, samples: int) -> TrainState:
-        now = dataclasses.replace(state, step=step, samples=samples)
+        now = dataclasses.replace(
+            state,
+            step=step,
+            samples=samples,
+            norms=tuple(guard.norms),
+            bad_steps=guard.bad_steps,
+            furthest=guard.furthest,
+            rounded=_rounded(built),
+        )
         if scale is None:
             return now
         return dataclasses.replace(now, loss_scale=scale.value, good_steps=scale.good_steps)
@@ -166,6 +182,19 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             output.evaluated(step, metrics)
         saver.evaluated(at(step, samples), metrics)
 
+    def skipped(step: int, metrics: Mapping[str, float]) -> None:
+        if output is not None:
+            output.skipped(step, metrics)
+
+    def roll_back(step: int) -> int:
+        kept = _load(saver.last, plan, registry, built, optimizer)
+        guard.norms = list(kept.norms)
+        if scale is not None and kept.loss_scale is not None:
+            scale.value, scale.good_steps = kept.loss_scale, kept.good_steps
+        if output is not None:
+            output.rolled_back(step, kept.step)
+        return kept.step
+
     hooks = Hooks(
         logged=logged,
         stepped=stepped,
@@ -173,6 +202,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         save=lambda step, samples: saver.save(at(step, samples)),
         save_requested=saver.requested,
         finish=saver.finish,
+        skipped=skipped,
+        roll_back=roll_back,
         peak_memory_bytes=backend.peak_memory_bytes,
         of_ranks=of_ranks,
     )
@@ -189,9 +220,11 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             schedule,
             autocast,
             hooks,
-            scale,
-            plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
-            built.balance,
+            scale=scale,
+            looks=plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
+            balance=built.balance,
+            input_scales=built.input_scales,
+            guard=guard,
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once
@@ -354,10 +387,25 @@ def _restore(
         report(f"no checkpoint in {checkpoints}; starting at step 0")
         return fresh
     path = checkpoints / f"step-{found}"
-    state = train_state.load_state(path)
-    restore(path, plan, registry, built, optimizer, collective.mesh())
+    state = _load(path, plan, registry, built, optimizer)
     report(f"resuming from {path}")
     return state
+
+
+def _load(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer) -> TrainState:
+    """Take over all that a checkpoint has of the model and the optimizer."""
+    state = train_state.load_state(path)
+    restore(path, plan, registry, built, optimizer, collective.mesh())
+    if built.input_scales is not None:
+        assert state.rounded is not None, "the digest of the recipe has to tell"
+        built.input_scales.load(state.rounded)
+    return state
+
+
+def _rounded(built: BuiltModel) -> dict[str, list[float]] | None:
+    if built.input_scales is not None:
+        return built.input_scales.state()
+    return {name: [] for name in built.rounded} or None
 
 
 def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,18 @@ class Saver:
         self._best = best if best and best.metric == self._metric and best.step <= step else None
         self._last_saved = step
 
+    @property
+    def last(self) -> Path:
+        """The last checkpoint, which all ranks have written when this returns. Raises UserError when there is none."""
+        self.finish()
+        collective.barrier()
+        if not self._last_saved:
+            raise UserError(
+                "train: a step has to be rolled back and there is no checkpoint yet; lower checkpoint.save_steps, or "
+                "choose skip"
+            )
+        return self.root / f"step-{self._last_saved}"
+
     def requested(self) -> bool:
         """Whether somebody has put the file `save-now` into the run's directory; it is taken away."""
         if collective.rank() != 0 or not self._trigger.exists():

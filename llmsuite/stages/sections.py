@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from llmsuite.recipe.schema import NonNegativeFloat, PositiveFloat, PositiveInt
+from llmsuite.recipe.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.recipe.section import Section
 
 _SMOOTHED = ("sigmoid", "simpo")
@@ -99,6 +99,61 @@ class SftSection(Section):
     truncate: bool = False
     """Cut conversations behind data.max_length tokens and learn what is left; false to drop them. Both are counted
     and reported."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class InferSection(Section):
+    """A model answers prompts, and nothing is trained; see `llmsuite generate --help` too."""
+
+    max_new_tokens: PositiveInt = 128
+    """Longest answer in tokens."""
+    min_new_tokens: NonNegativeInt = 0
+    """No answer ends before so many."""
+    stop: list[str] = dataclasses.field(default_factory=list)
+    """Texts that end an answer; they are not part of it."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    top_k: NonNegativeInt = 0
+    """Choose among so many of the likeliest tokens; 0 for all."""
+    top_p: Fraction = 1.0
+    """Choose among the likeliest tokens that together reach this probability."""
+    min_p: Fraction = 0.0
+    """Choose among tokens at least so likely as this share of the likeliest one."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Logits of tokens in prompt or answer are divided by it where positive, else multiplied."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it is in the answer."""
+    presence_penalty: float = 0.0
+    """Taken from a token's logit once if it is in the answer."""
+    num_return_sequences: PositiveInt = 1
+    """Answers to each prompt."""
+    num_beams: PositiveInt = 1
+    """Above 1: beam search, which draws nothing."""
+    length_penalty: float = 1.0
+    """Of beam search: a score is divided by the length to this power."""
+    logprobs: NonNegativeInt | None = None
+    """Give log-probabilities of the tokens, and of so many of the likeliest."""
+    batch_size: PositiveInt = 8
+    """Answers that are decoded together."""
+    raw: bool = False
+    """Continue prompts as plain text, without chat template."""
+    system: str | None = None
+    """A system turn in front of conversations that have none."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.min_new_tokens > self.max_new_tokens:
+            yield "min_new_tokens", f"is {self.min_new_tokens}, above max_new_tokens = {self.max_new_tokens}"
+        if not all(self.stop):
+            yield "stop", "has an empty text, which would end every answer; remove it"
+        if self.num_beams == 1 and self.length_penalty != 1:
+            yield "length_penalty", "has no effect without num_beams; remove it"
+        for key in ("temperature", "stop", "logprobs") if self.num_beams > 1 else ():
+            if getattr(self, key) not in (0, [], None) or (key == "logprobs" and self.logprobs == 0):
+                yield key, "does not go with num_beams: beam search draws nothing; remove it"
+        if 1 < self.num_beams < self.num_return_sequences:
+            yield "num_return_sequences", f"is {self.num_return_sequences}, more than num_beams = {self.num_beams}"
+        if self.raw and self.system is not None:
+            yield "system", "does not go with raw, which has no turns; remove one of them"
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -37,7 +37,7 @@ def taught_sequences(batch: Batch, document_end: int | None = None) -> list[Taug
         return None
     inputs = np.asarray(batch["input_ids"])
     if "targets" not in batch:
-        return _scored(inputs, np.asarray(batch["positions"]))
+        return _scored(inputs, np.asarray(batch["positions"]), batch.get("documents"))
     targets = np.asarray(batch["targets"])
     num_rows, length = inputs.shape
     positions = batch.get("positions")
@@ -58,11 +58,11 @@ def taught_sequences(batch: Batch, document_end: int | None = None) -> list[Taug
     return rows
 
 
-def _scored(inputs: np.ndarray, positions: np.ndarray) -> list[TaughtSequence]:
+def _scored(inputs: np.ndarray, positions: np.ndarray, documents: np.ndarray | None) -> list[TaughtSequence]:
     """Where a score is learnt rather than tokens: it is read off the last one, which counts."""
     rows = []
     for row, position in zip(*np.divmod(positions, inputs.shape[1])):
-        ids = inputs[row, : position + 1]
+        ids = inputs[row, 0 if documents is None else documents[row, position] : position + 1]
         weights = np.zeros(len(ids))
         weights[-1] = 1
         rows.append(TaughtSequence(ids, weights, np.zeros(len(ids), "int64")))

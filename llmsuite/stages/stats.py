@@ -71,7 +71,7 @@ def file_stats(stage: Stage[Any], path: Path) -> FileStats:
         num_learnt=learnt,
         num_ends=ends,
         padding=_padding(stage, samples, sizes),
-        packed=_packing(stage, sizes) if getattr(stage, "row_kind", "") == "conversation" else None,
+        packed=_packing(stage, samples) if getattr(stage, "row_kind", "") in ("conversation", "preference") else None,
     )
 
 
@@ -100,12 +100,15 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
     return 1 - used / positions
 
 
-def _packing(stage: Stage[Any], sizes: Sequence[Sequence[int]]) -> tuple[int, float]:
-    """How many samples `best_fit` would make, and how full; of those that are packed already, as they are."""
-    capacity = stage.context.recipe.data.max_length
-    inputs = [size for rows in sizes for size in rows]
-    packs = len(inputs) if stage.context.recipe.data.packing == "best_fit" else len(best_fit(inputs, capacity))
-    return packs, sum(inputs) / (packs * capacity)
+def _packing(stage: Stage[Any], samples: Sequence[Any]) -> tuple[int, float] | None:
+    """How many samples `best_fit` would make, and how full; of those that are packed already, as they are. None when
+    the stage does not tell the lengths of its rows."""
+    data, lengths = stage.context.recipe.data, stage.row_lengths(samples)
+    if lengths is None:
+        return None
+    is_packed = data.packing == "best_fit"
+    packs = len(samples) if is_packed else len(best_fit(lengths.max(1).tolist(), data.max_length))
+    return packs, float(lengths.sum()) / (packs * lengths.shape[1] * data.max_length)
 
 
 def histogram(lengths: np.ndarray, width: int = 50, num_bins: int = 16) -> list[str]:

@@ -117,6 +117,12 @@ def test_the_official_client_gets_what_generate_says(server: Server, runner: Run
     assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == expected["text"]
     assert len(stream) > 6
     assert stream[-1].usage == answer.usage
+    with_logprobs = client.chat.completions.create(**asked, stream=True, logprobs=True, top_logprobs=2)
+    told = [c.choices[0].logprobs for c in with_logprobs]
+    streamed_ones = [t for logprobs in told if logprobs is not None for t in logprobs.content or []]
+    assert [t.bytes for t in streamed_ones] == [t.bytes for t in choice.logprobs.content]
+    assert [t.logprob for t in streamed_ones] == pytest.approx([t.logprob for t in choice.logprobs.content], abs=1e-4)
+    assert len(told) > 6
     parts = client.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": [
         {"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]}]})  # fmt: skip
     assert parts.choices[0].message.content == expected["text"]
@@ -136,6 +142,24 @@ def test_completions_take_every_form_of_prompt(server: Server) -> None:
     assert tokens.choices[0].text == same.choices[0].text
     streamed = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=4, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == tokens.choices[0].text
+    prompt: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "three",
+        "max_tokens": 9,
+        "temperature": 0,
+        "logprobs": 2,
+        "n": 2,
+    }
+    whole = client.completions.create(**prompt)
+    parts: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in client.completions.create(**prompt, stream=True):
+        if (logprobs := chunk.choices[0].logprobs) is not None:
+            parts[chunk.choices[0].index].append(logprobs)
+    for wanted in whole.choices:
+        assert wanted.logprobs is not None
+        for key in ("tokens", "text_offset"):
+            assert [v for part in parts[wanted.index] for v in getattr(part, key)] == getattr(wanted.logprobs, key)
+        assert sum(len(part.top_logprobs) for part in parts[wanted.index]) == 9
 
 
 def test_64_clients_at_once_lose_nothing(server: Server) -> None:
@@ -178,7 +202,6 @@ def test_64_clients_at_once_lose_nothing(server: Server) -> None:
         ({"logit_bias": {"5": 3}}, 400, "logit_bias: Extra inputs are not permitted"),
         ({"tools": []}, 400, "tools: "),
         ({"seed": -3}, 400, "seed: "),
-        ({"stream": True, "logprobs": True}, 400, "not given in a stream"),
     ],
     ids=lambda value: None if isinstance(value, int) else str(value)[:30].encode("ascii", "replace").decode(),
 )

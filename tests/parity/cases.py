@@ -173,12 +173,9 @@ def compare(
                 far = abs(b[key] - a[key]) if key == "kl" else abs(b[key] / a[key] - 1)
                 difference = result.check(f"step {a['step']}: {key}", far, KL_LIMIT if key == "kl" else LIMIT)
                 result.metrics = max(result.metrics, difference)
-    (gradients,), stages = _gradients(runner, one), _gradients(runner, many)
-    assert gradients.keys() == set().union(*stages)
-    for stage in stages:  # of which two may have a tied parameter
-        for name, value in stage.items():
-            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), gradient_limit)
-            result.gradients = max(result.gradients, difference)
+    gradients = compare_gradients(runner, one, many, gradient_limit)
+    result.gradients = gradients.gradients
+    result.problems += gradients.problems
     first, last, found = (runner.weights(n, s, stem) for n, s in ((one, 1), (one, STEPS), (many, STEPS)))
     assert last.keys() == found.keys()
     for name, value in last.items():
@@ -191,6 +188,18 @@ def compare(
     for name, value in slots.items():
         difference = _difference(found[name], value)
         result.state = max(result.state, result.check(name, difference, STATE_LIMIT))
+    return result
+
+
+def compare_gradients(runner: Runner, one: str, many: str, limit: float = GRADIENT_LIMIT) -> Comparison:
+    """Compare the first step's gradients alone."""
+    result = Comparison()
+    (gradients,), stages = _gradients(runner, one), _gradients(runner, many)
+    assert gradients.keys() == set().union(*stages)
+    for stage in stages:  # of which two may have a tied parameter
+        for name, value in stage.items():
+            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), limit)
+            result.gradients = max(result.gradients, difference)
     return result
 
 

@@ -107,6 +107,31 @@ def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parallelize, "own_slice", first_slice)
 
 
+def scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:
+    """Inputs are rounded by the largest one that this rank has seen of its part of them."""
+    from llmsuite.engine import collective
+
+    patch.setattr(collective, "max_over_run", list)
+
+
+def weight_scale_of_own_part(patch: pytest.MonkeyPatch) -> None:
+    """Of a matrix that is cut by its inputs, every rank rounds by the largest weight of its part."""
+    import paddle.distributed as dist
+    from paddle.distributed.auto_parallel.api import dtensor_from_local
+
+    from llmsuite.models import qat
+
+    scale_of = qat.weight_scale
+
+    def own_scale(weight: Any) -> Any:
+        if not (weight.is_dist() and weight.placements[0].is_shard(0)):
+            return scale_of(weight)
+        mine = scale_of(weight._local_value())
+        return dtensor_from_local(mine, weight.process_mesh, [dist.Replicate()])  # which it is not
+
+    patch.setattr(qat, "weight_scale", own_scale)
+
+
 def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:
     from llmsuite.engine.mesh import Mesh
 
@@ -125,6 +150,9 @@ MUTATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     )
 }
 OF_ADAPTERS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {"factor_of_first_rank": factor_of_first_rank}
+OF_ROUNDING: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
+    mutation.__name__: mutation for mutation in (scale_of_own_rank, weight_scale_of_own_part)
+}
 
 
 @contextlib.contextmanager
@@ -132,5 +160,5 @@ def mutated(name: str | None) -> Iterator[None]:
     """While active, an error is in; none for None."""
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
-            {**MUTATIONS, **OF_ADAPTERS}[name](patch)
+            {**MUTATIONS, **OF_ADAPTERS, **OF_ROUNDING}[name](patch)
         yield

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from llmsuite.testing import assert_stage_contract
-from tests.conftest import STAGES, PluginSite
+from tests.conftest import TRAINING_STAGES, PluginSite
 
 # keys that make a short run of a stage whose embedded data are many
 SMALLER: Mapping[str, Mapping[str, Any]] = {"pretrain": {"pretrain.max_eval_samples": 64, "pretrain.mix": {}}}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", TRAINING_STAGES)
 def test_a_built_in_stage_keeps_the_contract(stage: str, tmp_path: Path) -> None:
     assert_stage_contract(stage, tmp_path, SMALLER.get(stage))
 

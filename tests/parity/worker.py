@@ -57,7 +57,8 @@ def main(path: Path) -> int:
             during.enter_context(_samples_of_each_step(directory, rank))
             if case["trace"]:
                 during.enter_context(_traffic_of_last_step(directory, rank))
-            code = run(plan, registry, resume=case["resume"])
+            work = run if plan.stage.trains else plan.stage.factory()
+            code = work(plan, registry, resume=case["resume"])
         if code != 0:  # interrupted
             return code
         if rank == 0:
@@ -105,14 +106,14 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
 
     train_step = loop.train_step
 
-    def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
+    def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any, **more: Any) -> Any:
         told = None
         if objective is not None and all(isinstance(batch, list) for batch in micro_batches):  # no thread reads them
             told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in micro_batches]
         record = {"step": step, "data_rank": collective.mesh().data_rank, "micro_batches": told}
         with open(directory / f"samples-{rank}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        return train_step(step, micro_batches, objective, *args)
+        return train_step(step, micro_batches, objective, *args, **more)
 
     loop.train_step = noted_step
     try:
@@ -129,11 +130,11 @@ def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
 
     train_step, before = loop.train_step, _live_bytes()
 
-    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any) -> Any:
+    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any, **more: Any) -> Any:
         ranks = traffic.communicators()
         messages: traffic.Messages = collections.Counter()
         with traffic.traced(messages), _memory_of_a_step(before) as held:
-            result = train_step(step, micro_batches, objective, *args)
+            result = train_step(step, micro_batches, objective, *args, **more)
         sent: traffic.Traffic = collections.Counter()
         for (_, name, shape, _), count in messages.items():
             sent[name, shape] += count

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.train_state import WholeTensor
+from llmsuite.engine.guard import Guard
 from llmsuite.engine.loss_ledger import LossTerms
 from llmsuite.engine.loss_scale import LossScale
 from llmsuite.engine.mesh import Mesh
@@ -88,14 +89,26 @@ def step(
     optimizer: Optimizer,
     stop: bool = False,
     scale: LossScale | None = None,
+    guard: Guard | None = None,
 ) -> dict[str, float]:
     """`train_step` of a model that is whole, in full precision."""
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
         part = PipelineStage([model], MESH, model.config.hidden_size, [], None)
     looks = objective.looks(objective.section) if isinstance(objective, Stage) else ()
+    votes = {"stop": stop}
     return train_step(
-        number, micro_batches, objective, part, optimizer, "1F1B", contextlib.nullcontext, {"stop": stop}, scale, looks
+        number,
+        micro_batches,
+        objective,
+        part,
+        optimizer,
+        "1F1B",
+        contextlib.nullcontext,
+        votes,
+        scale=scale,
+        looks=looks,
+        guard=guard,
     )
 
 

@@ -36,7 +36,8 @@ def family_model(name: str, attention: Any = grouped_attention) -> Any:
 
     spec = FAMILIES[name]
     config = spec.config_cls(**{**spec.smoke, "vocab_size": 32})
-    model = spec.factory()(config, dataclasses.replace(Ops(), attention=attention))
+    ops = dataclasses.replace(Ops(), attention=attention, heads_first=attention is grouped_attention)
+    model = spec.factory()(config, ops)
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             parameter.set_value(initial_values(1, parameter_name, parameter.shape, 0.25))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
 from llmsuite.checkpoint.model_dir import open_model, write_model
@@ -17,6 +18,7 @@ from llmsuite.engine.init import initial_values
 from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.export import export
+from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import Generator, generate
 from llmsuite.inference.load import load_model, parameter_shapes
 from llmsuite.inference.predictor import Predictor
@@ -73,6 +75,40 @@ def test_lines_of_a_predictor_come_and_go_as_those_of_the_model(pair: tuple[Path
     decoder = live(pair[0])
     for prompt, (answer,) in zip(prompts, together):
         assert list(answer.ids) == list(generate(decoder, prompt, set(), sampling))
+
+
+def test_a_pass_leaves_what_passes_before_it_gave(pair: tuple[Path, Path]) -> None:
+    """Paddle writes results where those of an earlier run lie, when there is room."""
+    predictor, trained = Predictor(pair[1]), live(pair[0])
+    draw = np.random.default_rng(0)
+    rows, padding = draw.integers(0, predictor.vocab_size, [3, 12]), np.zeros(3, "int64")
+    kept = [predictor.forward(rows[:, : 12 - i], padding, None)[1] for i in range(4)]
+    before = [[tensor.numpy().copy() for tensor in cache] for cache in kept]
+    cache = expected_cache = None
+    for step in range(5):
+        new = rows[:, :4] if step == 0 else rows[:, step : step + 1]
+        logits, cache = predictor.forward(new, padding, cache)
+        expected, expected_cache = trained.forward(new, padding, expected_cache)
+        assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
+    for values, tensors in zip(before, kept):
+        assert all(np.array_equal(value, tensor.numpy()) for value, tensor in zip(values, tensors))
+
+
+def test_fused_layers_give_the_same(pair: tuple[Path, Path]) -> None:
+    source, ids = open_model(pair[0], FAMILIES), np.asarray([[7, 300, 12, 9], [0, 5, 41, 8]])
+    model = load_model(source, CpuBackend())
+    names = {name for name, _ in model.named_parameters()}
+    before = model(paddle.to_tensor(ids)).numpy()
+    fuse(model)
+    assert np.abs(model(paddle.to_tensor(ids)).numpy() - before).max() <= 1e-5 * np.abs(before).max()
+    now = {name for name, _ in model.named_parameters()}
+    assert (now == names) == (source.family.name == "gpt")
+    assert sum(p.size for p in model.parameters()) == sum(
+        int(np.prod(shape)) for shape in parameter_shapes(source.family, source.config).values()
+    )
+    logits = ModelDecoder(model).forward(ids, np.asarray([0, 1]), None)[0]
+    expected = live(pair[0]).forward(ids, np.asarray([0, 1]), None)[0]
+    assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_another_model_is_noticed(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_logits_are_the_same_in_pieces_with_the_cache(case: str, pieces: list[in
             hidden, cache = model.hidden_states(paddle.to_tensor(piece), cache)
             parts.append(model.logits(hidden).numpy())
     assert cache is not None
-    assert cache[0][0].shape[1] == input_ids.shape[1]
+    assert cache[0][0].shape[-2] == input_ids.shape[1]
     assert np.abs(np.concatenate(parts, 1) - logits).max() <= TOLERANCE
 
 

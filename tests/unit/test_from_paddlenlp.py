@@ -183,13 +183,15 @@ def test_what_has_no_choice_here_is_told(converted: Convert) -> None:
         ({**SFT, "lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
         ({**SFT, "tensor_parallel_degree": 1, "sequence_parallel": True}, "sequence_parallel"),
         ({**PRETRAIN, "recompute_granularity": "odd"}, "recompute_granularity"),
-        ({**DPO, "zero_padding": True}, "zero_padding"),
     ):
         found = converted(values)
         assert key in {name for name, _, _ in found.left_out}, key
     found = converted({**SFT, "tensor_parallel_degree": 8})
     assert ("sharding", "stage2", "there is one data rank on 8 devices") in found.left_out
     assert "sharding" not in found.recipe["parallel"]
+    packed, unpacked = (converted({**DPO, "zero_padding": True}, stage=stage) for stage in ("dpo", "kto"))
+    assert packed.recipe["data"]["packing"] == "best_fit"
+    assert ("zero_padding", True, "rows are not packed in stage kto") in unpacked.left_out
 
 
 @pytest.mark.parametrize(

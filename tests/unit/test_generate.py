@@ -55,7 +55,7 @@ def without_cache(model: Any, prompt: list[int], num_tokens: int, sampling: Samp
 def test_the_cache_changes_no_token(name: str, sampling: Sampling, prompt: list[int]) -> None:
     seen = set()
     for seed in (1, 2, 3):
-        model = tiny_llama.model(CONFIGS[name], seed)
+        model = tiny_llama.model(CONFIGS[name], seed, generates=True)
         tokens = list(generate(model, prompt, set(), 12, sampling))
         assert tokens == without_cache(model, prompt, 12, sampling)
         seen.update(tokens)
@@ -64,7 +64,7 @@ def test_the_cache_changes_no_token(name: str, sampling: Sampling, prompt: list[
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_llama.model(seed=2)
+    return tiny_llama.model(seed=2, generates=True)
 
 
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it(model: Any) -> None:

@@ -78,7 +78,7 @@ def test_a_third_claim_does_not_succeed_either() -> None:
 
 def test_a_refused_plugin_leaves_none_of_its_names() -> None:
     registry = registry_with(first=Loggers("x"), second=Loggers("y", "x", "z"), third=Loggers("y", "z"))
-    assert set(registry.loggers) == {"visualdl", "y", "z"}
+    assert set(registry.loggers) == {*registry_with().loggers, "y", "z"}
     assert registry.owner("logger", "y").name == "third"
 
 
@@ -143,10 +143,12 @@ def test_unknown_name_of_every_kind() -> None:
         registry.unknown("device", "gpus")
         == "no device is called 'gpus'; did you mean 'gpu'? registered: cpu, gpu, xpu"
     )
-    assert registry.unknown("logger", "zzz") == "no logger is called 'zzz'; registered: visualdl"
+    assert registry.unknown("logger", "zzz") == (
+        "no logger is called 'zzz'; registered: mlflow, swanlab, tensorboard, visualdl, wandb"
+    )
     registry.plugins.append(PluginInfo("x", "x 1.0", "x", error="first line\nBadError: last line"))
     assert registry.unknown("logger", "zzz").endswith(
-        "registered: visualdl. Plugins that failed to load may bring it: x (BadError: last line)"
+        "visualdl, wandb. Plugins that failed to load may bring it: x (BadError: last line)"
     )
 
 

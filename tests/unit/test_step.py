@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.engine import collective
+from llmsuite.engine.guard import Guard, LossSpike, NonFiniteLoss
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms
 from llmsuite.engine.loss_scale import GROWTH_STEPS, LOWEST, LossScale
 from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.step import NonFiniteLoss
 from llmsuite.errors import UserError
 from tests.unit import alone, dpo_case
 
@@ -140,6 +140,35 @@ def test_a_loss_that_hangs_on_no_parameter_is_our_bug() -> None:
     model, optimizer = trained()
     with pytest.raises(AssertionError, match="hangs on no parameter"):
         alone.step(1, [[1.0]], Detached(), model, optimizer)
+
+
+def test_a_bad_step_may_be_left_out() -> None:
+    model, optimizer = trained()
+    before, state = model.weight.numpy(), alone.state(optimizer)
+    guard = Guard(on_nonfinite="skip", on_spike="roll_back", spike_factor=3.0, norms=[2.0] * 8)
+    metrics = alone.step(2, [[1.0], [math.nan]], Scripted(), model, optimizer, guard=guard)
+    assert metrics["skipped"] == 1
+    assert "loss" not in metrics, "JSON has no NaN"
+    metrics = alone.step(3, [[100.0]], Scripted(), model, optimizer, guard=guard)
+    assert (metrics["skipped"], metrics["roll_back"]) == (1, 1)
+    assert metrics["grad_norm"] == pytest.approx(100 * math.sqrt(6), rel=1e-6)
+    assert np.array_equal(model.weight.numpy(), before)
+    assert alone.same(alone.state(optimizer), state)
+    # nothing of their gradients is left
+    follower, its_optimizer = trained()
+    metrics = alone.step(4, [[1.0]], Scripted(), model, optimizer, guard=guard)
+    alone.step(4, [[1.0]], Scripted(), follower, its_optimizer)
+    assert "skipped" not in metrics
+    assert np.array_equal(model.weight.numpy(), follower.weight.numpy())
+
+
+def test_a_spike_may_stop_the_run() -> None:
+    model, optimizer = trained()
+    guard = Guard(on_spike="stop", spike_factor=10.0, norms=[2.0] * 8)
+    with pytest.raises(
+        LossSpike, match=r"^step 2: gradient norm 244\.9 is 122 times the usual 2, .* nothing was updated"
+    ):
+        alone.step(2, [[100.0]], Scripted(), model, optimizer, guard=guard)
 
 
 # loss scaling

@@ -39,7 +39,8 @@ def test_every_recipe_that_was_run_is_still_that_one(report: dict[str, Any], reg
 def test_what_passed_is_within_the_limit(report: dict[str, Any]) -> None:
     passed = [run for run in report["runs"] if run["passed"]]
     assert passed
-    assert all(max(run["loss"], run["grad_norm"]) <= matrix.LIMIT for run in passed)
+    assert all(max(run["loss"], run["grad_norm"]) <= matrix.LIMIT for run in passed if run["stage"] != "infer")
+    assert all(run["tokens"] > 100 for run in passed if run["stage"] == "infer")
     assert all(run["problem"] for run in report["runs"] if not run["passed"])
 
 

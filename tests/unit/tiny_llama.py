@@ -83,11 +83,13 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a)
 
 
-def model(config: LlamaConfig = CONFIG, seed: int = 0) -> Any:
-    """The live model with these parameters, in evaluation mode. Imports Paddle."""
+def model(config: LlamaConfig = CONFIG, seed: int = 0, generates: bool = False) -> Any:
+    """The live model with these parameters, in evaluation mode; the plain one, or that for generation. Imports
+    Paddle."""
     from llmsuite.devices.ops import Ops
+    from llmsuite.inference.attention import grouped_attention
 
-    built = FAMILY.factory()(config, Ops())
+    built = FAMILY.factory()(config, Ops(attention=grouped_attention, heads_first=True) if generates else Ops())
     parameters = values(config, seed)
     for name, parameter in built.named_parameters():
         parameter.set_value(parameters[name])

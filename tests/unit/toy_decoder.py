@@ -26,11 +26,12 @@ class ToyDecoder:
         return self.table[before, text[-1]]
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
-        text = paddle.to_tensor(ids)
+        text = paddle.to_tensor(ids).unsqueeze(-1)
         if cache is not None:
             text = paddle.concat([cache[0], text], 1)
         self.batch_sizes.append(len(ids))
-        return np.stack([self.logits(row[start:]) for row, start in zip(text.numpy(), padding)]), [text]
+        rows = text.squeeze(-1).numpy()
+        return np.stack([self.logits(row[start:]) for row, start in zip(rows, padding)]), [text]
 
 
 class ToyTokenizer:

@@ -60,7 +60,7 @@ class Attention(nn.Layer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D]; the cache holds compressed keys and values [B, S, C] and rotated keys [B, S, 1, R].
+        """x [B, L, D] to [B, L, D]; the cache holds compressed keys and values [B, S, C] and rotated keys [B, S, R].
 
         Scores are the sum of two products, not one of concatenated heads: under Paddle's static mode every form with
         the concatenation gives wrong gradients (3.3.1).
@@ -70,13 +70,13 @@ class Attention(nn.Layer):
         latent, k_turned = self.kv_a_proj_with_mqa(x).split(self.latent_sizes, -1)
         latent = self.kv_a_layernorm(latent)
         q_turned = self.rotary(_halves(q_turned), cos, sin)
-        k_turned = self.rotary(_halves(k_turned.unsqueeze(2)), cos, sin)
+        k_turned = self.rotary(_halves(k_turned.unsqueeze(2)), cos, sin).squeeze(2)
         if past is not None:
             latent, k_turned = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_turned], 1)
         heads = self.kv_b_proj(latent).reshape([0, 0, -1, sum(self.key_value_sizes)])
         k_plain, v = (part.transpose([0, 2, 1, 3]) for part in heads.split(self.key_value_sizes, -1))
         q_plain, q_turned = ((part * self.scale).transpose([0, 2, 1, 3]) for part in (q_plain, q_turned))
-        shared = k_turned.expand([-1, -1, self.num_heads, -1]).transpose([0, 2, 1, 3])
+        shared = k_turned.unsqueeze(2).expand([-1, -1, self.num_heads, -1]).transpose([0, 2, 1, 3])
         out = self.core(q_plain, q_turned, k_plain, shared, v, mask).transpose([0, 2, 1, 3])
         return self.o_proj(out.reshape([0, 0, -1])), (latent, k_turned)
 

@@ -94,8 +94,9 @@ def _recipe(run: Conversion) -> dict[str, Any]:
         recipe["lora"] = lora
     recipe["checkpoint"] = _checkpoint(run, recipe["data"], own)
     recipe["device"] = run.take("device") or run.arguments.device or "gpu"
-    if "visualdl" in str(run.take("report_to") or ""):
-        recipe["loggers"] = ["visualdl"]
+    told = str(run.take("report_to") or "")
+    if named := [name for name in ("visualdl", "tensorboard", "wandb", "swanlab") if name in told]:
+        recipe["loggers"] = named
     recipe["seed"] = run.number("seed", 42)
     recipe["output_dir"] = str(run.take("output_dir") or f"runs/{Path(run.name).stem}")
     return {key: value for key, value in recipe.items() if value != {}}
@@ -149,7 +150,7 @@ def _data(run: Conversion, own: dict[str, Any]) -> dict[str, Any]:
     if length := next((value for value in lengths if value is not None), None):
         data["max_length"] = length
     if run.flag("zero_padding"):
-        if "data.packing" in run.keys and run.section == "sft":
+        if "data.packing" in run.keys and run.section in ("sft", "dpo", "rm"):
             data["packing"] = "best_fit"
         else:
             run.left_out("zero_padding", True, f"rows are not packed in stage {run.stage}")

@@ -1,0 +1,161 @@
+"""What the engine costs beside a training loop written by hand: metrics, ledger, log of calls and watchdog on.
+
+    python benchmarks/overhead.py              # one process
+    python benchmarks/overhead.py --ranks 2    # data parallel, gradients added up
+
+A run of the stage pretrain goes on as ever, every step logged. Between its steps the same batch goes through the loop
+below, on a model of its own: forward, backward, gradients added up, clipping, AdamW, the loss as a number. What is told
+is the median, over pairs of neighbouring steps, of the engine's time over the loop's: of the clock, and of the CPU,
+which other work on the machine lengthens less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+WARM_UP = 3
+MODEL = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "max_position_embeddings": 512, "vocab_size": 4096,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=40, help="pairs of steps that count")
+    arguments = parser.parse_args()
+    from llmsuite.devices.cpu import CpuBackend
+    from llmsuite.engine.launch import is_worker, launch
+
+    if is_worker():
+        return work(arguments.ranks, arguments.steps)
+    backend = CpuBackend()
+    backend.prepare_ranks()
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["LLMSUITE_OVERHEAD"] = directory
+        command = [sys.executable, __file__, f"--ranks={arguments.ranks}", f"--steps={arguments.steps}"]
+        environment = backend.environment(arguments.ranks)
+        return launch(command, arguments.ranks, Path(directory) / "logs", lambda rank: environment, say, None, 600.0)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def work(num_ranks: int, steps: int) -> int:
+    """A rank."""
+    from llmsuite.cli import commands
+    from llmsuite.devices.cpu import CpuBackend
+    from llmsuite.devices.start import start_paddle
+    from llmsuite.plugins import builtin
+    from llmsuite.plugins.manager import load_plugins
+    from llmsuite.recipe.resolve import plan_run
+
+    start_paddle(CpuBackend(), num_ranks, join=num_ranks > 1)
+    from llmsuite.engine import calls
+    from llmsuite.stages.pretrain import PretrainStage
+    from llmsuite.stages.run import run
+    from llmsuite.stages.saving import Saver
+
+    calls.start()  # also where there is nobody to call
+    os.environ["LLMSUITE_PLUGINS"] = ""
+    registry = load_plugins(builtin, commands)
+    words = [
+        f"--train.max_steps={WARM_UP + steps + 1}", f"--train.global_batch_size={4 * num_ranks}", "--data.eval=null",
+        "--train.micro_batch_size=4", "--data.max_length=256", "--parallel={}", f"--launch.num_devices={num_ranks}",
+        "--checkpoint.save_steps=null", f"--output_dir={os.environ['LLMSUITE_OVERHEAD']}/run", "--pretrain.split=null",
+        *(f"--model.config.{key}={value}" for key, value in MODEL.items()),
+    ]  # fmt: skip
+    plan = plan_run(ROOT / "recipes" / "llama" / "pretrain.json", words, registry, smoke=True)
+    loop = Loop(plan, num_ranks)
+    times: list[tuple[Time, Time]] = []
+    taken: list[Any] = []
+    loss, check = PretrainStage.loss, Saver.check
+    since = [Time()]
+
+    def noted(self: Any, model: Any, batch: Any) -> Any:
+        taken.append(batch)
+        return loss(self, model, batch)
+
+    def between_steps(self: Any) -> None:
+        """Called by every rank when a step is done, in front of what is written of it: that counts for the next."""
+        check(self)
+        engine = since[0].until_now()
+        start = Time()
+        loop.step(taken.pop())
+        times.append((engine, start.until_now()))
+        since[0] = Time()
+
+    PretrainStage.loss, Saver.check = noted, between_steps  # type: ignore[method-assign]
+    code = run(plan, registry, resume=False)
+    if os.environ["PADDLE_TRAINER_ID"] == "0":
+        tell(times[WARM_UP : WARM_UP + steps], sum(p.size for p in loop.model.parameters()))
+    return code
+
+
+class Time:
+    """A moment, or the time between two: of the clock, and of the CPU in all threads of this process."""
+
+    def __init__(self, clock: float | None = None, cpu: float | None = None):
+        self.clock = time.perf_counter() if clock is None else clock
+        self.cpu = time.process_time() if cpu is None else cpu
+
+    def until_now(self) -> Time:
+        return Time(time.perf_counter() - self.clock, time.process_time() - self.cpu)
+
+
+class Loop:
+    """A training loop as one would write it by hand."""
+
+    def __init__(self, plan: Any, num_ranks: int):
+        import paddle
+
+        from llmsuite.devices.ops import Ops
+
+        self.model = plan.family.factory()(plan.model_config, Ops())
+        self.model.train()
+        train, self._num_ranks = plan.recipe.train, num_ranks
+        decayed = {p.name for p in self.model.parameters() if len(p.shape) > 1}
+        self.optimizer = paddle.optimizer.AdamW(
+            learning_rate=train.learning_rate, parameters=self.model.parameters(), weight_decay=train.weight_decay,
+            apply_decay_param_fun=decayed.__contains__, grad_clip=paddle.nn.ClipGradByGlobalNorm(train.max_grad_norm),
+        )  # fmt: skip
+
+    def step(self, batch: Any) -> float:
+        import paddle
+        import paddle.distributed as dist
+
+        hidden, _ = self.model.hidden_states(paddle.to_tensor(batch["input_ids"]))
+        loss = self.model.token_nll(hidden.flatten(0, 1), paddle.to_tensor(batch["targets"])).mean()
+        loss.backward()
+        if self._num_ranks > 1:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad.scale_(1 / self._num_ranks)
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        return float(loss)
+
+
+def tell(times: list[tuple[Time, Time]], num_parameters: int) -> None:
+    print(f"{num_parameters / 1e6:.1f}M parameters, {len(times)} pairs of steps")
+    for name in ("clock", "cpu"):
+        pairs = [(getattr(engine, name), getattr(bare, name)) for engine, bare in times]
+        ratio = statistics.median(engine / bare for engine, bare in pairs)
+        engine, bare = (statistics.median(column) for column in zip(*pairs))
+        print(f"{name:5}  engine {engine:.4f} s  by hand {bare:.4f} s  overhead {100 * (ratio - 1):+.1f}%", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

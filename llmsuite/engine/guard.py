@@ -1,0 +1,78 @@
+"""What becomes of a step that is not finite, or whose gradient is far larger than those before: decided by the recipe.
+
+A decision is a function of numbers that are equal on all ranks, and of what a checkpoint has: so all ranks decide
+alike, and a run that is resumed decides as the one that was not stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import Literal
+
+from llmsuite.errors import UserError
+
+Answer = Literal["stop", "skip", "roll_back"]
+WINDOW, LEAST = 32, 8
+"""Steps whose gradient norms are compared with, and how many there have to be."""
+
+
+class NonFiniteLoss(UserError):
+    """The loss or the gradient is infinite or not a number; the parameters are as they were before the step."""
+
+
+class LossSpike(UserError):
+    """The gradient is far larger than those before; the parameters are as they were before the step."""
+
+
+@dataclasses.dataclass
+class Guard:
+    """Judges every step before anything is updated."""
+
+    on_nonfinite: Answer = "stop"
+    on_spike: Answer = "skip"
+    spike_factor: float | None = None
+    max_bad_steps: int = 10
+    norms: list[float] = dataclasses.field(default_factory=list)
+    """Of the last steps that were learnt from; kept where they are needed."""
+    bad_steps: int = 0
+    """Not learnt from since the furthest step that was."""
+    furthest: int = 0
+
+    def judge(self, step: int, loss: float, norm: float, note: str = "") -> Literal["learn", "skip", "roll_back"]:
+        """What to do with a step.
+
+        Args:
+            step: counted from 1.
+            loss: of the global batch.
+            norm: of its gradient, before it is clipped.
+            note: what else to tell when the run stops because they are not finite.
+
+        Raises:
+            NonFiniteLoss, LossSpike: the run has to stop.
+        """
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        usual = statistics.median(self.norms) if len(self.norms) >= LEAST else math.inf
+        if finite and (self.spike_factor is None or norm <= self.spike_factor * usual):
+            if self.spike_factor is not None:
+                self.norms = [*self.norms, norm][-WINDOW:]
+            if step > self.furthest:
+                self.bad_steps, self.furthest = 0, step
+            return "learn"
+        self.bad_steps += 1
+        answer = self.on_spike if finite else self.on_nonfinite
+        many = answer != "stop" and self.bad_steps > self.max_bad_steps
+        if answer != "stop" and not many:
+            return answer
+        why = f" This has happened {self.bad_steps} times, more than train.max_bad_steps." if many else ""
+        if finite:
+            raise LossSpike(
+                f"step {step}: gradient norm {norm:.4g} is {norm / usual:.3g} times the usual {usual:.4g}, more than "
+                f"train.spike_factor; nothing was updated.{why} Lower train.learning_rate, or look at the rows of "
+                "this step"
+            )
+        raise NonFiniteLoss(
+            f"step {step}: loss is {loss}, gradient norm {norm}; nothing was updated.{note}{why} "
+            "Lower train.learning_rate, or look at the rows of this step"
+        )

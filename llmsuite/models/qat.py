@@ -1,0 +1,132 @@
+"""Quantisation-aware training: linear layers that compute with what int8 will leave of their operands, for one card.
+
+Values are float32 on a symmetric grid of 255 steps, q s with q from -127 to 127 (Jacob et al. 2018, arXiv 1712.05877,
+section 3; the zero point is 0, as in Krishnamoorthi 2018, arXiv 1806.08342, section 2.2). Weights have a scale for each
+output, the largest magnitude / 127, and so are never cut off. Inputs have one scale a layer, which is given: it is
+frozen while a step, or an evaluation, computes. Rounding is to the nearest, ties to even (IEEE 754, as NumPy's `rint`).
+
+Gradients pass the rounding as they are (straight-through, Bengio et al. 2013, arXiv 1308.3432), and are zero for inputs
+that are cut off.
+
+Shapes: I inputs and O outputs of a matrix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from llmsuite.models.grid import LEAST, LEVELS
+
+Tensor = Any
+
+
+def weight_scale(weight: Tensor) -> Tensor:
+    """The scale of each output of a weight [I, O], [O] in float32: the largest magnitude / 127."""
+    return _float32(weight.detach()).abs().max(0).clip(min=LEAST) * (1.0 / LEVELS)
+
+
+def fake_quantize_weight(weight: Tensor) -> Tensor:
+    """A weight [I, O] as round(w / s) s; its gradient is that of the weight itself."""
+    with _exact(weight):
+        own = weight.detach()
+        scale = weight_scale(own)
+        rounded = (paddle.round(_float32(own) / scale) * scale).astype(weight.dtype)
+        # a zero that carries the gradient: w + (rounded - w) would not be on the grid, to the last bit
+        return rounded if weight.stop_gradient else rounded + (weight - own)
+
+
+def fake_quantize(x: Tensor, scale: float) -> Tensor:
+    """x as clip(round(x / s), -127, 127) s; its gradient is passed where |x| <= 127 s, and zero elsewhere."""
+    with _exact(x):
+        own = x.detach()
+        seen = _float32(own)
+        rounded = (paddle.round(seen * (1.0 / scale)).clip(-LEVELS, LEVELS) * scale).astype(x.dtype)
+        if x.stop_gradient:
+            return rounded
+        inside = (seen.abs() <= LEVELS * scale).astype(x.dtype)
+        return rounded + (x - own) * inside
+
+
+class FakeQuantLinear(nn.Layer):
+    """A linear layer on fake-quantised operands, with the parameters of a plain one; the bias stays as it is."""
+
+    def __init__(self, linear: nn.Linear, rounds_weight: bool):
+        """
+        Args:
+            linear: whose place it takes.
+            rounds_weight: False where the weight lies on the grid already.
+        """
+        super().__init__()
+        self.weight, self.bias, self.rounds_weight = linear.weight, linear.bias, rounds_weight
+        self.input_scale: float | None = None
+        """Of the inputs; while there is none they stay as they are."""
+        self.is_observing = False
+        """Whether to take note of the inputs."""
+        self.counted: Tensor | None = None
+        """Which tokens are no padding, [B, L]; None for all. The others are not taken note of: how many there are
+        depends on what a batch was put together of."""
+        self.largest: Tensor | None = None
+        """Scalar: the largest magnitude of the inputs that were seen here since it was last taken away."""
+        self.here: Callable[[Tensor], Tensor] = unchanged
+        """What of the inputs is seen here, should each rank have a part only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        if self.is_observing:
+            self._observe(self.here(x.detach()))
+        if self.input_scale is not None:
+            x = fake_quantize(x, self.input_scale)
+        weight = fake_quantize_weight(self.weight) if self.rounds_weight else self.weight
+        return F.linear(x, weight, self.bias)
+
+    @paddle.no_grad()
+    def _observe(self, x: Tensor) -> None:
+        magnitudes = x.abs()
+        if self.counted is not None and x.ndim == 3:  # behind the layers only tokens that count are left, [N, I]
+            magnitudes = paddle.where(self.counted.unsqueeze(-1), magnitudes, paddle.zeros_like(magnitudes))
+        largest = magnitudes.max().astype("float32")
+        self.largest = largest if self.largest is None else paddle.maximum(self.largest, largest)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def fake_quantize_layers(model: nn.Layer, modules: Sequence[str], rounds_weight: bool) -> None:
+    """Put `FakeQuantLinear` in the place of these linear layers."""
+    found = dict(model.named_sublayers(include_self=True))
+    for name in modules:
+        owner, _, attribute = name.rpartition(".")
+        setattr(found[owner], attribute, FakeQuantLinear(found[name], rounds_weight))
+
+
+def fake_quantized(model: nn.Layer) -> Iterator[tuple[str, FakeQuantLinear]]:
+    """The fake-quantised layers of a model by name; none where `fake_quantize_layers` was not called."""
+    return ((name, module) for name, module in model.named_sublayers() if isinstance(module, FakeQuantLinear))
+
+
+@contextlib.contextmanager
+def observed(layers: Collection[FakeQuantLinear]) -> Iterator[None]:
+    """While active, these layers take note of their inputs."""
+    for layer in layers:
+        layer.is_observing = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_observing = False
+
+
+def _float32(x: Tensor) -> Tensor:
+    return x if x.dtype == paddle.float32 else x.astype("float32")
+
+
+def _exact(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Of 16-bit values the grid is computed in float32 all the same."""
+    return contextlib.nullcontext() if x.dtype == paddle.float32 else paddle.amp.auto_cast(enable=False)

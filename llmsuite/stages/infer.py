@@ -1,0 +1,156 @@
+"""The stage `infer`: a model answers the prompts of a file, each line of which becomes one of `answers.jsonl`.
+
+prompts -> model -> answers, those that are there already left out
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmsuite.checkpoint.files import lock_directory, read_json_file, write_text_atomic
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.engine import collective
+from llmsuite.engine.mesh import Mesh
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.inference.beam import Beams
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.fused import fuse
+from llmsuite.inference.generate import Answer, Generator
+from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any, tokenizer_directory
+from llmsuite.inference.prompts import Prompt, Prompter, stop_tokens
+from llmsuite.inference.sampling import Sampling
+from llmsuite.observe.progress import report, track
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.section import as_plain
+from llmsuite.stages.model import draw
+from llmsuite.stages.sections import InferSection
+
+_DECIDING = ("model", "data", "infer", "seed")
+"""What of a recipe decides the answers; precision and strategy do so by rounding only."""
+
+
+def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
+    """Answer as the plan says, in this rank of a tensor parallel group. Returns the exit code.
+
+    Raises:
+        UserError: the input is wrong; nothing that existed was changed.
+    """
+    recipe = plan.recipe
+    section: InferSection = getattr(recipe, plan.stage.section_name)
+    backend = plan.device.factory()
+    backend.activate(collective.local_rank())
+    is_first = collective.rank() == 0
+    lock = lock_directory(plan.output_dir) if is_first else None
+    mesh = collective.start(plan.degrees)
+    plan.check_files()
+    if recipe.source:
+        report(f"numbers from {recipe.source}")
+
+    generator = _generator(plan, registry, backend, mesh)
+    template = None if section.raw else recipe.data.chat_template
+    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_file)
+    sampling = Sampling(
+        temperature=section.temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        min_p=section.min_p,
+        repetition_penalty=section.repetition_penalty,
+        frequency_penalty=section.frequency_penalty,
+        presence_penalty=section.presence_penalty,
+        seed=recipe.seed,
+        max_new_tokens=section.max_new_tokens,
+        min_new_tokens=section.min_new_tokens,
+        stop=tuple(section.stop),
+        num_logprobs=section.logprobs,
+    )
+    beams = Beams(section.num_beams, section.length_penalty, section.max_new_tokens, section.min_new_tokens)
+    count, batch_size = section.num_return_sequences, section.batch_size
+    if unread := plan.loaded.unread():
+        raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
+
+    target = plan.output_dir / plan.stage.result
+    done = _answered(plan, target, prompts) if is_first and resume else 0
+    done = int(collective.from_first_rank([float(done)])[0])
+    if is_first:
+        write_text_atomic(plan.output_dir / "recipe.json", json.dumps(as_plain(recipe), indent=2, ensure_ascii=False))
+    left = prompts[done:]
+    found: Iterator[list[Answer]]
+    if section.num_beams > 1:
+        found = (generator.beam_answers(prompt.ids, beams, count) for prompt in left)
+    else:
+        found = generator.answers((prompt.ids for prompt in left), sampling, count, batch_size)
+    if is_first:
+        with open(target, "a", encoding="utf-8") as file:
+            for prompt, answers in zip(track(left, "answering"), found):
+                row = {**prompt.row, "answers": [answer.row() for answer in answers]}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+        report(f"wrote {target}: answers to {len(prompts)} prompts")
+    else:
+        for _ in found:  # the other ranks compute, the first one writes
+            pass
+    if lock is not None:
+        lock.close()
+    return 0
+
+
+def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> Generator:
+    """The model of the recipe: from files, or without any drawn from the seed."""
+    precision = plan.recipe.engine.precision
+    tokenizer = plan.tokenizer
+    if plan.weights is not None:
+        source = open_any(plan.weights, registry.models)
+        report(f"loading {plan.weights} ({source.description})")
+        model = load_model(source, backend, precision, mesh)
+        if plan.recipe.model.tokenizer is None:
+            tokenizer = tokenizer_directory(plan.weights, source)
+    else:
+        seed, std = plan.recipe.seed, plan.model_config.initializer_range
+        report(f"no model.weights: parameters are drawn from seed {seed}")
+        model = build_model(
+            plan.family, plan.model_config, backend, precision, mesh, lambda model: draw([model], seed, std)
+        )
+    if mesh.degrees.num_ranks == 1:
+        fuse(model)
+    assert tokenizer is not None  # plan.check_files has seen to it
+    words = TextTokenizer(tokenizer)
+    if words.vocab_size > plan.model_config.vocab_size:
+        raise UserError(
+            f"model.tokenizer: {tokenizer} has {words.vocab_size} tokens, more than the "
+            f"{plan.model_config.vocab_size} of the model"
+        )
+    decoder = ModelDecoder(model, lambda: backend.autocast(precision), mesh)
+    return Generator(decoder, words, stop_tokens(tokenizer, words), as_first_rank)
+
+
+def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:
+    """How many prompts have answers in a file already; what is half written is taken away.
+
+    Raises:
+        UserError: it is not of these prompts, or was written by another recipe.
+    """
+    if not target.exists():
+        return 0
+    started, now = read_json_file(plan.output_dir / "recipe.json"), as_plain(plan.recipe)
+    if differing := [key for key in _DECIDING if started.get(key) != now[key]]:
+        raise UserError(
+            f"{target}: was written by a recipe with another {', '.join(differing)}; go on with "
+            f"{plan.output_dir / 'recipe.json'}, or choose another --output_dir"
+        )
+    whole = target.read_bytes()
+    whole = whole[: whole.rfind(b"\n") + 1]
+    rows = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+    if len(rows) > len(prompts) or any(
+        {key: value for key, value in row.items() if key != "answers"}
+        != {key: value for key, value in prompt.row.items() if key != "answers"}
+        for row, prompt in zip(rows, prompts)
+    ):
+        raise UserError(f"{target}: has answers to other prompts; choose another --output_dir")
+    with open(target, "r+b") as file:
+        file.truncate(len(whole))
+    report(f"{len(rows)} of {len(prompts)} prompts are answered")
+    return len(rows)

@@ -1,0 +1,110 @@
+"""What the doctor finds, and what it says mends it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import resource
+import shutil
+import types
+from typing import Any
+
+import pytest
+
+from llmsuite.cli import doctor
+from llmsuite.cli.main import main
+from llmsuite.plugins.manager import Registry
+
+Patch = pytest.MonkeyPatch
+
+
+def told(findings: Any) -> dict[str, tuple[str, str]]:
+    return {what: (level, text) for level, what, text in findings}
+
+
+def test_a_machine_that_will_do() -> None:
+    assert {level for level, _ in told(doctor._machine()).values()} <= {"ok", "warn"}
+
+
+@pytest.mark.parametrize(
+    ("what", "patch", "mend"),
+    [
+        ("free disk", lambda p: p.setattr(shutil, "disk_usage", lambda path: usage(1e9)), "free some"),
+        ("shared memory", lambda p: p.setattr(shutil, "disk_usage", lambda path: usage(6e7)), "--shm-size=2g"),
+        ("g++", lambda p: p.setattr(shutil, "which", lambda name: None), "apt-get install g++"),
+        ("open files", lambda p: p.setattr(resource, "getrlimit", lambda kind: (256, 2048)), "ulimit -n 2048"),
+        ("memory", lambda p: p.setattr(doctor, "_available_memory", lambda: 10**9), "end other programs"),
+    ],
+)
+def test_what_is_short_is_told_with_its_mend(monkeypatch: Patch, what: str, patch: Any, mend: str) -> None:
+    patch(monkeypatch)
+    level, text = told(doctor._machine())[what]
+    assert level == "warn"
+    assert mend in text
+
+
+def usage(size: float) -> Any:
+    return types.SimpleNamespace(free=size, total=size)
+
+
+def test_another_python_is_refused(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 12, 1))
+    level, text = told(doctor._machine())["python"]
+    assert (level, "install Python 3.10 or 3.11" in text) == ("BAD", True)
+
+
+def test_packages_outside_of_their_pins(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [
+        "numpy<2,>=1.26", "pluggy<1", 'paddlepaddle==9.9.9; extra == "cpu"', 'pytest<1; extra == "test"', "absent>=3",
+    ])  # fmt: skip
+    found = [text for level, _, text in doctor._pins() if level == "warn"]
+    assert len(found) == 2
+    assert found[0].endswith("was not tested; pip install 'pluggy<1'")
+    assert found[1].endswith("was not tested; pip install 'paddlepaddle==9.9.9'")
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=1"])
+    assert [level for level, _, _ in doctor._pins()] == ["ok"]
+
+
+def test_two_paddles_overwrite_each_other(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.3.1")
+    assert told(doctor._packages())["paddle"][0] == "BAD"
+
+
+def test_the_wrong_path_of_mkl(monkeypatch: Patch, registry: Registry) -> None:
+    monkeypatch.setattr("llmsuite.devices.cpu.is_amd", lambda: True)
+    monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "4")
+    level, text = told(doctor._device("cpu", registry))["MKL path"]
+    assert (level, text.endswith("unset MKL_DEBUG_CPU_TYPE")) == ("warn", True)
+    monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "5")
+    found = told(doctor._device("cpu", registry))
+    assert "MKL path" not in found
+    assert float(found["matrix product"][1].split()[0]) > 0
+
+
+def test_a_device_that_is_not_there(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(doctor._device("gpux", registry))["device"][0] == "BAD"
+    assert main(["doctor", "--device=gpu", "--num_devices=2"]) == 2
+    out = capsys.readouterr().out
+    assert "BAD   device gpu" in out
+    assert "network" not in out, "nothing to check without a device"
+
+
+def test_a_slow_pair_is_named() -> None:
+    found = {"right": True, "call_seconds": 3e-4, "bandwidth": 1e9, "pairs": {"0-1": 9e8, "1-2": 1e8, "2-3": 1e9}}
+    told_ = told(doctor.judge_network(found, 4))
+    assert told_["network"] == ("ok", "all-reduce over 4 ranks: 1.00 GB/s a rank at 16 MiB, 0.30 ms at 4 KiB")
+    assert {what: level for what, (level, _) in told_.items() if what.startswith("ranks")} == {
+        "ranks 0-1": "ok",
+        "ranks 1-2": "warn",
+        "ranks 2-3": "ok",
+    }
+    assert "others 0.90" in told_["ranks 1-2"][1]
+
+
+def test_wrong_sums_are_bad() -> None:
+    found = {"right": False, "call_seconds": 1.0, "bandwidth": 1.0, "pairs": {}}
+    assert next(iter(doctor.judge_network(found, 2)))[0] == "BAD"
+
+
+def test_several_machines_need_a_place_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--nnodes=2"]) == 2
+    assert "--master: is required with several machines" in capsys.readouterr().err
