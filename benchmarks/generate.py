@@ -3,9 +3,10 @@
     python benchmarks/generate.py models/smollm2-135m-instruct --transformers /path/to/python
 
 with the path of a Python that has torch and transformers; without it that engine is left out. Each engine runs in a
-process of its own with the same number of threads. It reads prompts of `--prompt_tokens` random tokens, makes
-`--new_tokens` greedily without an end, once to warm up and `--repeats` times to be timed; the median counts. The tokens
-of all engines are compared.
+process of its own with the same number of threads. It reads prompts of `--prompt_tokens` random tokens and makes
+`--new_tokens` greedily without an end. After one round to warm up the engines take turns for `--rounds` rounds, so that
+what else the machine does meets all of them; the median of tokens a second counts, and the median over rounds of each
+one's ratio to the last. The tokens of all engines are compared.
 """
 
 from __future__ import annotations
@@ -27,22 +28,19 @@ from transformers import AutoModelForCausalLM
 asked = json.load(open(sys.argv[1]))
 torch.set_num_threads(asked["threads"])
 model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
-results = []
-for prompts in asked["batches"]:
-    ids, times = torch.tensor(prompts), []
-    for _ in range(asked["repeats"] + 1):
-        begun = time.perf_counter()
-        with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked["new_tokens"],
-                                 min_new_tokens=asked["new_tokens"], do_sample=False, pad_token_id=0)
-        times.append(time.perf_counter() - begun)
-    results.append({"times": times[1:], "tokens": out[:, ids.shape[1]:].tolist()})
-print("RESULT " + json.dumps(results))
+for line in sys.stdin:
+    ids = torch.tensor(asked["batches"][int(line)])
+    begun = time.perf_counter()
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked["new_tokens"],
+                             min_new_tokens=asked["new_tokens"], do_sample=False, pad_token_id=0)
+    seconds = time.perf_counter() - begun
+    print("RESULT " + json.dumps({"seconds": seconds, "tokens": out[:, ids.shape[1]:].tolist()}), flush=True)
 """
 
 
 def run_llmsuite(path: str, engine: str) -> None:
-    """One engine, in its own process."""
+    """One engine, in its own process: for each number of a batch on stdin, its tokens and seconds on stdout."""
     import time
 
     from llmsuite.cli import commands
@@ -67,18 +65,39 @@ def run_llmsuite(path: str, engine: str) -> None:
         model = load_model(open_any(Path(asked["model"]), registry.models), backend)
         fuse(model)
         decoder = ModelDecoder(model)
-    sampling, results = Sampling(max_new_tokens=asked["new_tokens"]), []
-    for prompts in asked["batches"]:
-        times = []
-        for _ in range(asked["repeats"] + 1):
-            lines, batch = [Line(prompt, sampling, set()) for prompt in prompts], Batch(decoder)
-            begun = time.perf_counter()
-            batch.advance(lines)
-            while batch.lines:
-                batch.advance()
-            times.append(time.perf_counter() - begun)
-        results.append({"times": times[1:], "tokens": [line.ids for line in lines]})
-    print("RESULT " + json.dumps(results))
+    sampling = Sampling(max_new_tokens=asked["new_tokens"])
+    for number in sys.stdin:
+        prompts = asked["batches"][int(number)]
+        lines, batch = [Line(prompt, sampling, set()) for prompt in prompts], Batch(decoder)
+        begun = time.perf_counter()
+        batch.advance(lines)
+        while batch.lines:
+            batch.advance()
+        seconds = time.perf_counter() - begun
+        print("RESULT " + json.dumps({"seconds": seconds, "tokens": [line.ids for line in lines]}), flush=True)
+
+
+class Engine:
+    """A process that generates when it is told to."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]):
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def generate(self, number: int) -> dict[str, Any]:
+        """The tokens and seconds of a batch."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(number, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("RESULT "):
+                result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+                return result
+        raise SystemExit(f"an engine has ended with {self._process.wait()}")
+
+    def stop(self) -> None:
+        self._process.communicate()
 
 
 def main() -> int:
@@ -88,7 +107,7 @@ def main() -> int:
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt_tokens", type=int, default=64)
     parser.add_argument("--new_tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     import random
@@ -105,26 +124,26 @@ def main() -> int:
         ]
         content: dict[str, Any] = {**vars(arguments), "model": model, "static": str(static), "batches": batches}
         asked.write_text(json.dumps(content))
-        engines = {name: [sys.executable, __file__, "--run", str(asked), name] for name in ("dynamic", "static")}
+        commands = {name: [sys.executable, __file__, "--run", str(asked), name] for name in ("dynamic", "static")}
         if arguments.transformers:
-            engines["transformers"] = [arguments.transformers, "-c", _TRANSFORMERS, str(asked)]
+            commands["transformers"] = [arguments.transformers, "-c", _TRANSFORMERS, str(asked)]
         threads = {"OMP_NUM_THREADS": str(arguments.threads), "MKL_NUM_THREADS": str(arguments.threads)}
-        found: dict[str, list[dict[str, Any]]] = {}
-        for name, command in engines.items():
-            done = subprocess.run(command, env={**os.environ, **threads}, stdout=subprocess.PIPE, text=True, check=True)
-            line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-            found[name] = json.loads(line.removeprefix("RESULT "))
-    last = list(found)[-1]
-    print(f"| batch | engine | tokens/s | against {last} | same tokens |")
-    print("|---|---|---|---|---|")
-    for number, size in enumerate(arguments.batch_sizes):
-        speeds = {
-            name: size * arguments.new_tokens / statistics.median(result[number]["times"])
-            for name, result in found.items()
-        }
-        for name, speed in speeds.items():
-            same = sum(a == b for a, b in zip(found[name][number]["tokens"], found[last][number]["tokens"]))
-            print(f"| {size} | {name} | {speed:.1f} | {speed / speeds[last]:.2f} | {same} of {size} |")
+        engines = {name: Engine(command, {**os.environ, **threads}) for name, command in commands.items()}
+        last = list(engines)[-1]
+        print(f"| batch | engine | tokens/s | against {last}, median (lowest to highest) | same tokens |")
+        print("|---|---|---|---|---|")
+        for number, size in enumerate(arguments.batch_sizes):
+            rounds = [
+                {name: engine.generate(number) for name, engine in engines.items()} for _ in range(arguments.rounds + 1)
+            ]
+            for name in engines:
+                speed = size * arguments.new_tokens / statistics.median(r[name]["seconds"] for r in rounds[1:])
+                ratios = sorted(r[last]["seconds"] / r[name]["seconds"] for r in rounds[1:])
+                same = sum(a == b for a, b in zip(rounds[0][name]["tokens"], rounds[0][last]["tokens"]))
+                ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+                print(f"| {size} | {name} | {speed:.1f} | {ratio} | {same} of {size} |", flush=True)
+        for engine in engines.values():
+            engine.stop()
     return 0
 
 

@@ -140,9 +140,10 @@ class Loop:
         loss = self.model.token_nll(hidden.flatten(0, 1), paddle.to_tensor(batch["targets"])).mean()
         loss.backward()
         if self._num_ranks > 1:
-            for parameter in self.model.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad.scale_(1 / self._num_ranks)
+            with paddle.no_grad():
+                for parameter in self.model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad.scale_(1 / self._num_ranks)
         self.optimizer.step()
         self.optimizer.clear_grad()
         return float(loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
@@ -10,6 +11,7 @@ from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 
+_MOST = 10
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("kmgtp", 1)}
 
@@ -19,17 +21,44 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--smoke", action="store_true", help="plan the small run that --smoke makes of it")
     parser.add_argument("--devices", type=int, default=None, help="so many devices, eight a machine, instead of launch")
     parser.add_argument("--memory", type=str, default=None, help="of a device, such as 80GiB: does it fit?")
+    parser.add_argument("--plot", type=str, default=None, help="draw the pipeline's schedule into a .png or .svg")
+    parser.add_argument("--search", action="store_true", help="which strategies fit, the fastest first")
+    parser.add_argument("--hardware", type=str, default=None, help="h100, h800, h200, a100 or a800: figures for times")
+    parser.add_argument("--flops", type=str, default=None, help="peak of a device, such as 989TFLOPS")
+    parser.add_argument("--bandwidth", type=str, default=None, help="between machines, a device, such as 50GB/s")
+    parser.add_argument("--local_bandwidth", type=str, default=None, help="between devices of a machine")
 
 
 def run(args: Any, registry: Registry) -> int:
+    from llmsuite.planning.cost import hardware
     from llmsuite.planning.estimate import estimate
-    from llmsuite.planning.show import show_plan
+    from llmsuite.planning.plot import plot_schedule
+    from llmsuite.planning.search import search
+    from llmsuite.planning.show import show_plan, show_search
 
     plan = plan_run(args.recipe, [*_devices(args.devices), *args.overrides], registry, args.smoke)
-    memory = None if args.memory is None else parse_amount("--memory", args.memory)
+    plan.check_trains("plan")
+    given = {"memory": args.memory, "flops": args.flops, "network": args.bandwidth, "local": args.local_bandwidth}
+    options = {"network": "--bandwidth", "local": "--local_bandwidth"}
+    amounts = {
+        name: None if text is None else parse_amount(options.get(name, f"--{name}"), text)
+        for name, text in given.items()
+    }
+    device = hardware(args.hardware, **amounts)
+    memory = amounts["memory"] or (device.memory if device is not None and args.hardware else None)
+    if args.search:
+        if memory is None or device is None:
+            raise UserError("--search: needs a device: --hardware, or --memory, --flops and --bandwidth")
+        fitting, rejected = search(plan, memory, device)
+        for line in show_search(fitting, rejected, _MOST):
+            print(line)
+        return 0 if fitting else 3
     found = estimate(plan)
-    for line in show_plan(found, memory):
+    for line in show_plan(found, memory, device):
         print(line)
+    if args.plot is not None:
+        plot_schedule(found.timeline, Path(args.plot))
+        print(f"the schedule is drawn in {args.plot}")
     return 0 if memory is None or found.peak <= memory else 3
 
 

@@ -6,6 +6,7 @@ The launcher asks it when nothing has happened in any rank for a while, and when
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import signal
 import time
@@ -180,8 +181,9 @@ def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
                 text = file.read().decode(errors="replace")
             # the main thread comes last, and its last line is that of the program itself
             if rank not in found and "<module>" in text:
-                head = text.rfind("(most recent call first):")
-                found[rank] = "\n".join(text[head:].splitlines()[1:][:_STACK_LINES])
+                frames = text[text.rfind("(most recent call first):") :].splitlines()[1:]
+                own = itertools.takewhile(lambda frame: "multiprocessing/process.py" not in frame, frames)  # of a fork
+                found[rank] = "\n".join(list(own)[:_STACK_LINES])
     return found
 
 

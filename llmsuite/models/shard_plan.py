@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,7 @@ class ShardPlan:
     """Parameter of a gate that counts for the choice only, in the shapes whose `has_gate_bias` is true. It lies in
     float32 whatever the precision: what it is moved by is small."""
 
+    @functools.cache  # noqa: B019  (there are as many plans as families)
     def dim(self, parameter: str) -> int | None:
         """The dim of a parameter that is cut over tp; None when it is not.
 
@@ -54,10 +56,12 @@ class ShardPlan:
             return dim if dim == (FIRST_FACTOR, SECOND_FACTOR).index(kind) else None
         return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)
 
+    @functools.cache  # noqa: B019
     def is_expert(self, parameter: str) -> bool:
         """Whether a parameter is a stack of routed experts."""
         return bool(self.experts) and fnmatch.fnmatchcase(parameter, f"{self.experts}.*")
 
+    @functools.cache  # noqa: B019
     def is_gate_bias(self, parameter: str) -> bool:
         """Whether a parameter is the bias of a gate."""
         return bool(self.gate_bias) and fnmatch.fnmatchcase(parameter, f"{self.gates}.{self.gate_bias}")

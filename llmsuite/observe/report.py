@@ -66,13 +66,13 @@ def write_report(runs: Sequence[Run]) -> list[Path]:
 
 
 def page(runs: Sequence[Run], live: bool = False) -> str:
-    """The whole page. A live one asks its server for `content` again and again."""
+    """The whole page. A live one has nothing but asks its server for `content`, again and again."""
     import jinja2
     from markupsafe import Markup
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(title=runs[0].directory.name, content=Markup(content(runs)), live=live)
+    return template.render(title=runs[0].directory.name, content=Markup("" if live else content(runs)), live=live)
 
 
 def content(runs: Sequence[Run]) -> str:

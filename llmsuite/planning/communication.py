@@ -6,6 +6,7 @@ Along tp, Paddle's rules decide what is sent; what they decide is written down h
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +15,6 @@ from llmsuite.models.anatomy import Anatomy, Latent, LayerAnatomy, Mixture, Plai
 from llmsuite.models.shard_plan import SECOND_FACTOR
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.layout import BYTES, Held, Layout
-from llmsuite.planning.schedule import orders
 
 TENSOR, DATA, SHARDING, DP, PIPELINE, EXPERT, RUN = "tp", "data", "sharding", "dp", "pp", "ep", "run"
 AXES = {TENSOR: ("tp",), DATA: ("dp", "sharding"), SHARDING: ("sharding",), DP: ("dp",), EXPERT: ("ep",)}
@@ -60,18 +60,21 @@ class Traffic:
         self._compiled = self._plan.recipe.engine.mode == "to_static"
         self._cut = self._plan.recipe.parallel.sequence_parallel
         self.counts: Counts = {}
+        self._times = 1
         stage, degrees = mesh.coordinate["pp"], mesh.degrees
         self._is_first, self._is_last = stage == 0, stage == degrees.pp - 1
-        for batch in batches:
+        for batch, self._times in collections.Counter(batches).items():
             for part in layout.parts_of(stage):
                 if degrees.tp > 1:
                     self._tensor(part, batch)
                 if degrees.ep > 1:
                     self._experts(part, batch)
-            if layout.sharding == 3:
-                self._gathers()
-        if degrees.pp > 1:
-            self._edges()
+                if degrees.pp > 1:
+                    self._edges(part, batch)
+        self._times = len(batches)
+        if layout.sharding == 3:
+            self._gathers()
+        self._times = 1
         self._gradients()
         self._small()
 
@@ -87,7 +90,7 @@ class Traffic:
     ) -> None:
         message = Message(axis, operation, tuple(shape), width or self._width, why, experts)
         if count:
-            self.counts[message] = self.counts.get(message, 0) + count
+            self.counts[message] = self.counts.get(message, 0) + count * self._times
 
     # along tp
 
@@ -227,7 +230,7 @@ class Traffic:
 
     def _exchange(self, operation: str, rows: int, why: str, count: int) -> None:
         message = Message(EXPERT, operation, (rows, self._anatomy.hidden), self._width, why, True, False)
-        self.counts[message] = self.counts.get(message, 0) + count
+        self.counts[message] = self.counts.get(message, 0) + count * self._times
 
     # stage 3
 
@@ -252,22 +255,18 @@ class Traffic:
 
     # pipeline
 
-    def _edges(self) -> None:
+    def _edges(self, part: int, batch: Pass) -> None:
         """Activations on, gradients back."""
-        plan, degrees = self._plan, self._mesh.degrees
-        stage, last = self._mesh.coordinate["pp"], len(self._layout.bounds) - 2
-        actions = orders(plan.schedule, degrees.pp, len(self._batches), plan.num_chunks)[stage]
-        for action in actions:
-            part, batch = action.chunk * degrees.pp + stage, self._batches[action.micro_batch]
-            length = batch.length // (degrees.tp if self._cut else 1)
-            shape = (batch.rows, length, self._anatomy.hidden)
-            if action.forward and part != last:
-                self._add(PIPELINE, "send", (4,), "the size of what follows", width=8)
-                if batch.documents:
-                    self._add(PIPELINE, "send", (batch.rows, batch.length), "where documents begin", width=8)
-                self._add(PIPELINE, "send", shape, "activations to the next part")
-            elif not action.forward and part != 0:
-                self._add(PIPELINE, "send", shape, "gradients to the part before")
+        last = len(self._layout.bounds) - 2
+        length = batch.length // (self._mesh.degrees.tp if self._cut else 1)
+        shape = (batch.rows, length, self._anatomy.hidden)
+        if part != last:
+            self._add(PIPELINE, "send", (4,), "the size of what follows", width=8)
+            if batch.documents:
+                self._add(PIPELINE, "send", (batch.rows, batch.length), "where documents begin", width=8)
+            self._add(PIPELINE, "send", shape, "activations to the next part")
+        if part != 0:
+            self._add(PIPELINE, "send", shape, "gradients to the part before")
 
     # once a step
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
 from llmsuite.models.anatomy import Anatomy
 from llmsuite.planning.activations import Pass
-from llmsuite.planning.layout import Layout
+from llmsuite.planning.communication import Counts, Traffic
+from llmsuite.planning.cost import FAST, SLOW, Hardware, PartCost, Reached, communication_time, part_costs
+from llmsuite.planning.layout import Layout, ranks
 from llmsuite.planning.memory import StageMemory, full_pass, memory
+from llmsuite.planning.schedule import Timeline, orders, simulate
+from llmsuite.planning.storage import Storage, storage
 from llmsuite.recipe.resolve import RunPlan
 
 
@@ -25,15 +32,72 @@ class Estimate:
     num_micro_batches: int
     """Of a step, on one rank."""
     stages: list[StageMemory]
+    traffic: list[Counts]
+    """Of a rank of each pipeline stage, in a step."""
+    costs: list[PartCost]
+    timeline: Timeline
+    """In units of FLOPs on a rank. Of as many micro-batches as show the schedule: those behind repeat."""
+    storage: Storage
 
     @property
     def peak(self) -> float:
         """Of the rank that has most, in bytes."""
         return max(stage.peak for stage in self.stages)
 
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.batch.tokens * self.num_micro_batches * self.plan.degrees.num_data_ranks
 
-def estimate(plan: RunPlan, layout: Layout | None = None) -> Estimate:
-    """Of a run whose micro-batches are full.
+    @property
+    def flops(self) -> float:
+        """Of a step, over all ranks, with what is computed again."""
+        each = sum(cost.forward + cost.backward for cost in self.costs)
+        return each * self.num_micro_batches * self.plan.degrees.num_data_ranks
+
+    def step_seconds(self, device: Hardware) -> tuple[float, float]:
+        """The shortest and the longest time that a step is likely to take."""
+        return self._seconds(device, FAST), self._seconds(device, SLOW)
+
+    def _seconds(self, device: Hardware, reached: Reached) -> float:
+        plan, tp = self.plan, self.plan.degrees.tp
+        times = [communication_time(self.layout, counts, device, reached) for counts in self.traffic]
+        # what a stage sends between products goes to its passes: a third forward, the rest backward
+        each = [time.in_passes / (self.num_micro_batches * self._num_chunks) for time in times]
+        speed = device.flops * reached.flops * tp
+        pp = plan.degrees.pp
+        if len(each) < pp:  # those between the ends are alike
+            each = [each[0], *each[1:2] * (pp - 2), each[-1]]
+        forward = [c.forward / speed + each[i % pp] / 3 for i, c in enumerate(self.costs)]
+        backward = [c.backward / speed + each[i % pp] * 2 / 3 for i, c in enumerate(self.costs)]
+        transfer = max(time.a_message for time in times)
+        passes = self._length(simulate(_orders(plan, self._num_played), forward, backward, transfer), forward, backward)
+        return passes + max(time.at_the_end for time in times)
+
+    @property
+    def _num_chunks(self) -> int:
+        return self.plan.num_chunks if self.plan.degrees.pp > 1 else 1
+
+    @property
+    def _num_played(self) -> int:
+        return num_played(self.plan, self.num_micro_batches)
+
+    def _length(self, timeline: Timeline, forward: Sequence[float], backward: Sequence[float]) -> float:
+        """Of all micro-batches: each that was not played takes as long as it keeps the busiest rank."""
+        pp = self.plan.degrees.pp
+        busiest = max(sum(forward[stage::pp]) + sum(backward[stage::pp]) for stage in range(pp))
+        return timeline.length + (self.num_micro_batches - self._num_played) * busiest
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in the passes of a step in which they wait."""
+        forward, backward = ([getattr(cost, way) for cost in self.costs] for way in ("forward", "backward"))
+        length = self._length(self.timeline, forward, backward)
+        return 1 - (sum(forward) + sum(backward)) * self.num_micro_batches / (self.plan.degrees.pp * length)
+
+
+def estimate(plan: RunPlan, layout: Layout | None = None, quick: bool = False) -> Estimate:
+    """Of a run whose micro-batches are full; `quick` looks at the `busiest` pipeline stages only.
 
     Raises:
         UserError: the family does not say what it is made of.
@@ -42,7 +106,34 @@ def estimate(plan: RunPlan, layout: Layout | None = None) -> Estimate:
     anatomy = anatomy_of(plan)
     batch = full_pass(plan)
     count = micro_batches(plan, batch)
-    return Estimate(plan, layout, anatomy, batch, count, memory(layout, anatomy, batch, count))
+    own = plan.device.name != "cpu"
+    meshes = busiest(plan) if quick else ranks(plan)
+    traffic = [Traffic(layout, anatomy, mesh, [batch] * count, own).counts for mesh in meshes]
+    costs = part_costs(layout, anatomy, batch)
+    played = num_played(plan, count)
+    timeline = simulate(_orders(plan, played), [cost.forward for cost in costs], [cost.backward for cost in costs])
+    stages = memory(layout, anatomy, [batch] * played, meshes)
+    return Estimate(plan, layout, anatomy, batch, count, stages, traffic, costs, timeline, storage(layout))
+
+
+def busiest(plan: RunPlan) -> list[Mesh]:
+    """Ranks of the first, the second and the last pipeline stage: where layers are dealt out evenly, a stage between
+    has no more of them than the second one, and holds fewer micro-batches."""
+    meshes = ranks(plan)
+    return [*meshes[:2], *meshes[-1:]] if len(meshes) > 3 else meshes
+
+
+def num_played(plan: RunPlan, num_micro_batches: int) -> int:
+    """How many micro-batches show what a pipeline holds and how it waits. With FThenB that is all of them."""
+    if plan.schedule == "FThenB" and plan.degrees.pp > 1:
+        return num_micro_batches
+    rounds = 4 * plan.degrees.pp
+    return min(num_micro_batches, rounds + num_micro_batches % plan.degrees.pp)
+
+
+def _orders(plan: RunPlan, num_micro_batches: int) -> list[list[Action]]:
+    chunks = plan.num_chunks if plan.degrees.pp > 1 else 1
+    return orders(plan.schedule, plan.degrees.pp, num_micro_batches, chunks)
 
 
 def anatomy_of(plan: RunPlan) -> Anatomy:

@@ -109,6 +109,7 @@ class Layout:
         if pp > 1:
             costs = layer_costs(shapes, self.cuts, self.num_layers, self.tied)
             self.bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
+        self._held: dict[int, list[Held]] = {}
         self.sharding = SHARDING_STAGES[plan.recipe.parallel.sharding]
 
     @property
@@ -138,6 +139,11 @@ class Layout:
 
     def held(self, mesh: Mesh) -> list[Held]:
         """What a rank has, in the order of its parts."""
+        if mesh.rank not in self._held:
+            self._held[mesh.rank] = self._make_held(mesh)
+        return self._held[mesh.rank]
+
+    def _make_held(self, mesh: Mesh) -> list[Held]:
         precision = self.plan.recipe.engine.precision
         result = []
         for part in self.parts_of(mesh.coordinate["pp"]):

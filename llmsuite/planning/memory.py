@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from llmsuite.engine.mesh import Mesh
+from llmsuite.engine.schedule import Action
 from llmsuite.models.anatomy import Anatomy, Latent, Mixture
 from llmsuite.planning import activations
 from llmsuite.planning.activations import How, Pass
@@ -38,8 +40,9 @@ class StageMemory:
     """When the last micro-batch is through."""
     activations: float
     """Kept for backward passes, at most at once."""
-    kept_by_micro_batch: list[float]
-    """What a micro-batch leaves in each chunk of the rank."""
+    held: float
+    """Activations and gradients together, at most at once between two passes: the first micro-batches meet no
+    gradients yet."""
     buffers: float
     """The largest temporary set of tensors: of a layer, the logits, or a parameter that is brought together."""
     update: float
@@ -54,8 +57,7 @@ class StageMemory:
     @property
     def peak(self) -> float:
         """In the passes, or in the update."""
-        passes = self.gradients + self.activations + self.buffers
-        return self.between_steps + max(passes, self.update)
+        return self.between_steps + max(self.held + self.buffers, self.update)
 
 
 def how_of(layout: Layout) -> How:
@@ -96,17 +98,46 @@ def documents_of(plan: RunPlan) -> bool:
     return recipe.data.packing != "none" or getattr(section, "document_mask", False) or marked
 
 
-def memory(layout: Layout, anatomy: Anatomy, batch: Pass, num_micro_batches: int) -> list[StageMemory]:
-    """Of each pipeline stage, the rank that has most."""
+def memory(
+    layout: Layout, anatomy: Anatomy, batches: Sequence[Pass], meshes: Sequence[Mesh] | None = None
+) -> list[StageMemory]:
+    """Of a rank of each pipeline stage, that which has most; or of the ranks in `meshes`.
+
+    Args:
+        layout: of the run.
+        anatomy: of its model.
+        batches: the micro-batches of a rank, in their order.
+        meshes: places of ranks.
+    """
     plan = layout.plan
     how, pp = how_of(layout), plan.degrees.pp
-    schedules = orders(plan.schedule, pp, num_micro_batches, plan.num_chunks if pp > 1 else 1)
+    schedules = orders(plan.schedule, pp, len(batches), plan.num_chunks if pp > 1 else 1)
     result = []
-    for mesh in ranks(plan):
-        stage = mesh.coordinate["pp"]
-        held = layout.held(mesh)
-        kept = [kept_by_part(layout, anatomy, part, batch, how) for part in layout.parts_of(stage)]
-        result.append(_stage(layout, anatomy, stage, held, kept, peak_held(schedules[stage], kept), batch, how))
+    for mesh in ranks(plan) if meshes is None else meshes:
+        stage, held, largest = (
+            mesh.coordinate["pp"],
+            layout.held(mesh),
+            max(batches, key=lambda b: b.rows * b.length**2),
+        )
+        parts = list(layout.parts_of(stage))
+        kept = {(p, batch): kept_by_part(layout, anatomy, p, batch, how) for p in parts for batch in set(batches)}
+
+        def left(action: Action, parts: list[int] = parts, kept: dict[tuple[int, Pass], float] = kept) -> float:
+            return kept[parts[action.chunk], batches[action.micro_batch]]
+
+        gradients = [float(sum(h.gradient_bytes for h in held if h.part == part)) for part in parts]
+        result.append(
+            _stage(
+                layout,
+                anatomy,
+                stage,
+                held,
+                peak_held(schedules[stage], left),
+                peak_held(schedules[stage], left, gradients),
+                largest,
+                how,
+            )
+        )
     return result
 
 
@@ -130,8 +161,8 @@ def _stage(
     anatomy: Anatomy,
     stage: int,
     held: Sequence[Held],
-    kept: Sequence[float],
-    most: float,
+    activations_kept: float,
+    with_gradients: float,
     batch: Pass,
     how: How,
 ) -> StageMemory:
@@ -154,8 +185,8 @@ def _stage(
         copies=0.0 if away else copies,
         moments=0.0 if away else moments,
         gradients=gradients,
-        activations=most,
-        kept_by_micro_batch=list(kept),
+        activations=activations_kept,
+        held=with_gradients,
         buffers=_buffers(layout, anatomy, stage, held, batch, how),
         update=float(update),
         host=copies + moments if away else 0.0,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from llmsuite.engine.schedule import Action, Kind, order
 
@@ -85,27 +86,43 @@ def simulate(
     return Timeline(ranks)
 
 
-def peak_held(actions: Sequence[Action], kept: Sequence[float]) -> float:
-    """The most that a rank holds at once, of what each of its chunks keeps from a forward pass to its backward pass."""
+def peak_held(actions: Sequence[Action], kept: Callable[[Action], float], gradients: Sequence[float] = ()) -> float:
+    """The most that a rank holds at once between two passes.
+
+    Args:
+        actions: its passes.
+        kept: what a forward pass keeps until its backward pass.
+        gradients: of each chunk, which are there from its first backward pass on; none to leave them out.
+    """
     held = peak = 0.0
+    there: set[int] = set()
     for action in actions:
-        held += kept[action.chunk] if action.forward else -kept[action.chunk]
-        peak = max(peak, held)
+        held += kept(action) if action.forward else -kept(action)
+        if not action.forward:
+            there.add(action.chunk)
+        peak = max(peak, held + sum(gradients[chunk] for chunk in there if gradients))
     return peak
 
 
+def most_held(timed: Sequence[Timed]) -> int:
+    """The most passes a rank holds at once for their backward pass."""
+    return round(peak_held([t.action for t in timed], lambda action: 1.0))
+
+
 def draw_text(timeline: Timeline, width: int = 100) -> list[str]:
-    """A line a rank: digits and letters are forward passes of a micro-batch, by chunk, `-` backward ones, `.` waits."""
-    shortest = min(t.end - t.start for rank in timeline.ranks for t in rank)
-    columns = max(1, min(width, round(timeline.length / shortest)))
-    scale = columns / timeline.length
+    """A line a rank: digits and letters are forward passes of a micro-batch, by chunk, `-` backward ones, `.` waits.
+
+    The shortest pass is a column; of what is longer than `width` the beginning is drawn.
+    """
+    unit = min(t.end - t.start for rank in timeline.ranks for t in rank)
+    columns = math.ceil(round(timeline.length / unit, 6))
     lines = []
     for stage, timed in enumerate(timeline.ranks):
         cells = ["."] * columns
         for t in timed:
-            first, end = round(t.start * scale), round(t.end * scale)
+            first, end = round(t.start / unit), round(t.end / unit)
             names = "0123456789" if t.action.chunk == 0 else "abcdefghij"
-            for i in range(first, min(columns, max(end, first + 1))):
-                cells[i] = names[t.action.micro_batch % 10] if t.action.forward else "-"
-        lines.append(f"stage {stage:>3} |{''.join(cells)}|")
+            cells[first:end] = [names[t.action.micro_batch % 10] if t.action.forward else "-"] * (end - first)
+        drawn = "".join(cells)
+        lines.append(f"stage {stage:>3} |{drawn[:width]}{' …' if columns > width else '|'}")
     return lines

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
+from llmsuite.models.anatomy import Mixture
+from llmsuite.planning.cost import FAST, SLOW, Hardware, axis_size, total_bytes
 from llmsuite.planning.estimate import Estimate
 from llmsuite.planning.memory import NOT_COUNTED, StageMemory
+from llmsuite.planning.schedule import draw_text, most_held
+from llmsuite.planning.search import Fitting, Rejected
 
 
-def show_plan(found: Estimate, memory: float | None) -> Iterator[str]:
-    """The lines of a plan; `memory` of a device, in bytes, where it is known."""
-    yield from _model(found)
+def show_plan(found: Estimate, memory: float | None, device: Hardware | None) -> Iterator[str]:
+    """The lines of a plan.
+
+    Args:
+        found: what is shown.
+        memory: of a device, in bytes, where it is known.
+        device: where it is known, for times.
+    """
+    parts = [_model(found), _memory(found, memory), _traffic(found), _schedule(found), _work(found, device)]
+    for lines in (*parts, _storage(found)):
+        yield from lines
+        yield ""
+    yield "not counted, or not exactly:"
+    yield from (f"  - {what}" for what in inexact(found))
+
+
+def show_search(fitting: Sequence[Fitting], rejected: Sequence[Rejected], most: int) -> Iterator[str]:
+    """The lines of a search: the `most` fastest strategies, and every reason for which others are none."""
+    yield f"{len(fitting)} strategies fit, {len(rejected)} do not"
+    if fitting:
+        rows = [["", "strategy", "peak", "seconds a step"]]
+        for number, found in enumerate(fitting[:most], 1):
+            seconds = f"{found.seconds[0]:.3g} to {found.seconds[1]:.3g}"
+            rows.append([str(number), str(found.strategy), size(found.estimate.peak), seconds])
+        yield from table(rows, left=(1,))
+        yield f"the first: llmsuite plan RECIPE {fitting[0].strategy.overrides}"
     yield ""
-    yield from _memory(found, memory)
-    yield ""
-    yield "not counted:"
-    yield from (f"  - {what}" for what in NOT_COUNTED)
+    yield "rejected"
+    rows = [["strategy", "reason"], *([str(r.strategy), r.reason] for r in rejected)]
+    yield from table(rows, left=(0, 1))
+
+
+def inexact(found: Estimate) -> Iterator[str]:
+    """What of a plan is no count."""
+    yield "micro-batches are taken as full: rows of data.max_length, every position learnt; shorter ones take less"
+    yield from NOT_COUNTED[:2]
+    if any(isinstance(layer.mlp, Mixture) for layer in found.anatomy.layers):
+        yield NOT_COUNTED[2]
+    if found.plan.degrees.ep > 1:
+        yield "bytes to and from experts: taken as evenly dealt; calls, and the bytes of all else, are counted"
+    section = getattr(found.plan.recipe, found.plan.stage.section_name)
+    if found.plan.stage.may_look_ahead(section):
+        yield "passes over a global batch before it is learnt from (a reference without its adapter, an estimate of kl)"
+    if found.plan.device.name != "cpu":
+        yield "buffers and fused kernels of this device: no such device has been measured"
+    yield "times: assumed are " + " to ".join(
+        f"{reached.flops:.0%} of the peak and {reached.bandwidth:.0%} of the bandwidth" for reached in (SLOW, FAST)
+    )
 
 
 def _model(found: Estimate) -> Iterator[str]:
@@ -44,6 +89,53 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
         yield f"peak {size(found.peak)}: {verdict} in {size(memory)}"
 
 
+def _traffic(found: Estimate) -> Iterator[str]:
+    yield "what a rank sends in a step, on the pipeline stage that sends most"
+    totals = [total_bytes(counts) for counts in found.traffic]
+    counts = found.traffic[totals.index(max(totals))]
+    rows = [["axis", "ranks", "operation", "calls", "bytes", "why"]]
+    merged: dict[tuple[str, int, str, str], list[int]] = {}
+    for message, count in counts.items():
+        key = message.axis, axis_size(found.layout, message), message.operation, message.why
+        total = merged.setdefault(key, [0, 0])
+        total[0] += count
+        total[1] += count * math.prod(message.shape) * message.num_bytes
+    for (axis, size_, operation, why), (calls, num_bytes) in merged.items():
+        rows.append([axis, str(size_), operation, f"{calls:,}", f"{num_bytes:,}", why])
+    if len(rows) == 1:
+        yield "  nothing: there is one rank"
+        return
+    yield from table(rows, left=(0, 2, 5))
+
+
+def _schedule(found: Estimate) -> Iterator[str]:
+    if found.plan.degrees.pp == 1:
+        yield "no pipeline"
+        return
+    held = [most_held(rank) for rank in found.timeline.ranks]
+    yield f"pipeline {found.plan.schedule}: ranks wait {found.bubble:.1%} of a step's passes"
+    yield f"  passes held at once, by stage: {', '.join(map(str, held))}"
+    yield from (f"  {line}" for line in draw_text(found.timeline))
+
+
+def _work(found: Estimate, device: Hardware | None) -> Iterator[str]:
+    yield f"a step: {found.tokens:,} tokens, {found.flops:.3g} FLOPs over all ranks"
+    if device is None:
+        yield "  no time without --hardware, or --flops and --bandwidth"
+        return
+    fast, slow = found.step_seconds(device)
+    a_day = [found.tokens / seconds * 86400 for seconds in (slow, fast)]
+    yield f"  {fast:.3g} to {slow:.3g} s; {a_day[0]:.3g} to {a_day[1]:.3g} tokens a day"
+    part = [found.flops / (found.plan.degrees.num_ranks * device.flops * s) for s in (slow, fast)]
+    yield f"  {part[0]:.0%} to {part[1]:.0%} of the devices' peak, with what is computed again"
+
+
+def _storage(found: Estimate) -> Iterator[str]:
+    what = found.storage
+    yield f"a checkpoint: {size(what.checkpoint)}; on disk at most {size(what.on_disk)}"
+    yield f"host memory of a rank: {size(what.loading)} to read the model, {size(what.saving)} to save it"
+
+
 def _parts(stage: StageMemory) -> list[float]:
     return [
         *(stage.parameters, stage.copies, stage.moments, stage.gradients, stage.activations),
@@ -60,9 +152,9 @@ def size(num_bytes: float) -> str:
     return f"{value:.3g} {units[0]}"
 
 
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows in columns that are as wide as their widest cell, all but the first column to the right."""
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Iterator[str]:
+    """Rows in columns that are as wide as their widest cell; those in `left` begin at the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        cells = [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
         yield "  " + "  ".join(cells).rstrip()

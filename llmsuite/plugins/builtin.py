@@ -69,6 +69,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             smoke=preference,
             rows_per_sample=2,
             num_sums=lambda section: 7 if section.sft_part else 6,
+            may_look_ahead=lambda section: section.loss == "kto_pair" or section.reference_from == "adapter_off",
         ),
         StageSpec(
             name="lora",
@@ -114,6 +115,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_kto,
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
             num_sums=lambda section: 3 if section.loss == "kto" else 2,
+            may_look_ahead=lambda section: section.loss == "kto" or section.reference == "adapter_off",
         ),
         StageSpec(
             name="infer",

@@ -57,6 +57,8 @@ class StageSpec:
     alone, and asks no second pass of it."""
     rows_per_sample: int = 1
     """Sequences that a sample takes in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
+    may_look_ahead: Callable[[Any], bool] = lambda section: False
+    """Whether, with such a section, a global batch is passed over before it is learnt from; `llmsuite plan` says so."""
     num_sums: Callable[[Any], int] = lambda section: 0
     """How many sums its `LossTerms` have, by its section; for `llmsuite plan`, which counts what is added up."""
     trains: bool = True

@@ -105,6 +105,8 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
     recipe["data"]["max_length"] = min(recipe["data"]["max_length"], config.max_position_embeddings)
     train = recipe["train"]
     train["micro_batch_size"] = 1
+    if not getattr(config, "has_gate_bias", False):  # of another shape of the family
+        train.pop("expert_bias_rate", None)
     train["global_batch_size"] = math.ceil(train["global_batch_size"] / ranks) * ranks
     recipe["engine"] = {
         "mode": "dynamic",

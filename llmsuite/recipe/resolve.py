@@ -163,7 +163,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     shaped = weights if stage.trains or weights is None else _behind_adapter(weights)
     config, rules = _model_config(recipe, family, shaped, stage)
     rules += _registered_names(recipe, registry)
-    degrees = _degrees(recipe)
+    degrees = degrees_of(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
     asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage)
@@ -180,7 +180,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
         num_chunks=recipe.parallel.num_chunks,
-        accumulate_steps=_accumulate_steps(recipe.train, degrees) if stage.trains else None,
+        accumulate_steps=accumulate_steps(recipe.train, degrees) if stage.trains else None,
         weights=weights,
         tokenizer=tokenizer,
         train_file=_data_file(recipe.data.train if stage.trains else recipe.data.prompts),
@@ -189,7 +189,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     )
 
 
-def _accumulate_steps(train: TrainSection, degrees: Degrees) -> int | None:
+def accumulate_steps(train: TrainSection, degrees: Degrees) -> int | None:
+    """Micro-batches of a step on one rank; None where that depends on their lengths."""
     if train.micro_batch_tokens is not None:
         return None
     return train.global_batch_size // (train.micro_batch_size * degrees.num_data_ranks)
@@ -277,7 +278,8 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Broken]:
             yield "loggers", registry.unknown("logger", name)
 
 
-def _degrees(recipe: Recipe) -> Degrees:
+def degrees_of(recipe: Recipe) -> Degrees:
+    """The sizes of the mesh axes that a recipe asks for."""
     p = recipe.parallel
     world = recipe.launch.num_devices * recipe.launch.nnodes
     sharding = p.sharding_parallel_degree
@@ -300,7 +302,7 @@ def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smo
     trains = isinstance(written, dict) and written.get("train")
     loaded = load(path, overrides, registry, layers=[("--smoke", _SMOKE_LENGTH)] if trains else ())
     small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
-    return dataclasses.replace(resolve(small, registry), smoke_of=_degrees(loaded.recipe))
+    return dataclasses.replace(resolve(small, registry), smoke_of=degrees_of(loaded.recipe))
 
 
 _SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
@@ -314,7 +316,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     """
     recipe = loaded.recipe
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
-    small = _smoke_degrees(_degrees(recipe))
+    small = _smoke_degrees(degrees_of(recipe))
     tp, pp, data = small.tp, small.pp, small.num_data_ranks
     shape = _smoke_shape(recipe, family, stage, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1))
     if not stage.trains:

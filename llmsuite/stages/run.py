@@ -6,9 +6,7 @@ device -> ranks -> tokenizer -> model -> stage and data -> optimizer -> checkpoi
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint import train_state
-from llmsuite.checkpoint.adapter_dir import check_base
-from llmsuite.checkpoint.files import lock_directory, read_json_file, write_text_atomic
+from llmsuite.checkpoint.files import lock_directory, write_text_atomic
 from llmsuite.checkpoint.model_dir import copy_tokenizer
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import BUILTIN, load_template
@@ -39,18 +35,11 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.section import as_plain
 from llmsuite.stages.base import Stage, StageContext
-from llmsuite.stages.model import BuiltModel, WholeModel, build_model, restore
+from llmsuite.stages.model import WholeModel, build_model
 from llmsuite.stages.output import Output
+from llmsuite.stages.resume import fresh, learning_digest, load_all, resume_from, rounded
 from llmsuite.stages.saving import Saver
 from llmsuite.stages.sequences import check_learnable
-
-# What may differ between a run and its continuation: it does not change what is learnt.
-_FREE_ON_RESUME = (
-    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
-    "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.max_bad_steps",
-    "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
-    "data.group_by_length", "data.num_workers",
-)  # fmt: skip
 
 
 def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
@@ -131,10 +120,10 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             model.relay()
 
     # rank 0 alone compares and writes it: it takes the data to know
-    digest = _learning_digest(plan, built.digest, stage) if stage is not None and collective.rank() == 0 else ""
-    state = _fresh(digest, recipe.seed)
+    digest = learning_digest(plan, built.digest, stage) if stage is not None and collective.rank() == 0 else ""
+    state = fresh(digest, recipe.seed)
     if resume:
-        state = _restore(plan, state, saver.root, registry, built, optimizer)
+        state = resume_from(plan, state, saver.root, registry, built, optimizer)
         saver.resume(state.step)
     if state.step == schedule.total_steps:
         report(f"nothing to do: step {state.step} of {schedule.total_steps} is done")
@@ -157,7 +146,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             norms=tuple(guard.norms),
             bad_steps=guard.bad_steps,
             furthest=guard.furthest,
-            rounded=_rounded(built),
+            rounded=rounded(built),
         )
         if scale is None:
             return now
@@ -187,7 +176,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             output.skipped(step, metrics)
 
     def roll_back(step: int) -> int:
-        kept = _load(saver.last, plan, registry, built, optimizer)
+        kept = load_all(saver.last, plan, registry, built, optimizer)
         guard.norms = list(kept.norms)
         if scale is not None and kept.loss_scale is not None:
             scale.value, scale.good_steps = kept.loss_scale, kept.good_steps
@@ -350,89 +339,6 @@ def _schedule(plan: RunPlan, num_samples: int) -> Schedule:
         eval_steps=train.eval_steps,
         save_steps=plan.recipe.checkpoint.save_steps,
     )
-
-
-def _fresh(recipe_sha256: str, seed: int) -> TrainState:
-    return TrainState(step=0, samples=0, seed=seed, recipe_sha256=recipe_sha256)
-
-
-def _restore(
-    plan: RunPlan,
-    fresh: TrainState,
-    checkpoints: Path,
-    registry: Registry,
-    built: BuiltModel,
-    optimizer: Optimizer,
-) -> TrainState:
-    """The newest whole checkpoint, loaded; step 0 when there never was one."""
-    found = -1
-    if collective.rank() == 0:  # one rank looks and checks, so that all go on from the same
-        train_state.remove_unfinished(checkpoints)
-        path = train_state.find_latest(checkpoints, report)
-        if path is not None:
-            state = train_state.load_state(path)
-            if built.adapters is not None:
-                check_base(path, built.adapters.base)
-            if state.recipe_sha256 != fresh.recipe_sha256:
-                differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
-                raise UserError(
-                    f"{path}: was written by a run that differs in {differing}; resume it with "
-                    f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
-                )
-            found = state.step
-        elif train_state.list_steps(checkpoints):
-            raise UserError(f"{checkpoints}: none of its checkpoints is whole; move them away to start at step 0")
-    found = int(collective.from_first_rank([float(found)])[0])
-    if found < 0:
-        report(f"no checkpoint in {checkpoints}; starting at step 0")
-        return fresh
-    path = checkpoints / f"step-{found}"
-    state = _load(path, plan, registry, built, optimizer)
-    report(f"resuming from {path}")
-    return state
-
-
-def _load(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer) -> TrainState:
-    """Take over all that a checkpoint has of the model and the optimizer."""
-    state = train_state.load_state(path)
-    restore(path, plan, registry, built, optimizer, collective.mesh())
-    if built.input_scales is not None:
-        assert state.rounded is not None, "the digest of the recipe has to tell"
-        built.input_scales.load(state.rounded)
-    return state
-
-
-def _rounded(built: BuiltModel) -> dict[str, list[float]] | None:
-    if built.input_scales is not None:
-        return built.input_scales.state()
-    return {name: [] for name in built.rounded} or None
-
-
-def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The part of a resolved recipe that decides what is learnt, by dotted key."""
-    flat: dict[str, Any] = {"engine.precision": recipe["engine"]["precision"]}
-    for section, value in recipe.items():
-        if section in _FREE_ON_RESUME:
-            continue
-        keys = {f"{section}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {section: value}
-        flat.update({key: v for key, v in keys.items() if key not in _FREE_ON_RESUME})
-    return flat
-
-
-def _learning_digest(plan: RunPlan, model_digest: str, stage: Stage[Any]) -> str:
-    """Of the recipe, the initial model and the content of the data: equal digests are the same run."""
-    files = [stage.digest(path) for path in (plan.train_file, plan.eval_file) if path is not None]
-    data = [_learnt_keys(as_plain(plan.recipe)), model_digest, files]
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _differing_keys(plan: RunPlan) -> list[str]:
-    """Keys in which the recipe differs from the one the run was started with."""
-    started = plan.output_dir / "recipe.json"
-    if not started.is_file():
-        return []
-    now, then = _learnt_keys(as_plain(plan.recipe)), _learnt_keys(read_json_file(started))
-    return sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
 
 
 def _loggers(plan: RunPlan, registry: Registry) -> list[Any]:

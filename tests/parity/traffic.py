@@ -53,6 +53,8 @@ def communicators() -> dict[int, tuple[int, ...]]:
     from llmsuite.engine import collective
 
     mesh = collective.mesh()
+    if mesh.degrees.num_ranks == 1:
+        return {}
     experts, every = mesh.of_experts, tuple(range(mesh.degrees.num_ranks))
     groups = [mesh.tensor_group, mesh.data_group, mesh.dp_group, mesh.sharding_group, mesh.pipeline_group]
     groups += [mesh.tied_group, mesh.reading_group, experts.expert_group, experts.data_group, experts.dp_group]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -105,14 +106,14 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
 
     train_step = loop.train_step
 
-    def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any, **named: Any) -> Any:
+    def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any, **more: Any) -> Any:
         told = None
         if objective is not None and all(isinstance(batch, list) for batch in micro_batches):  # no thread reads them
             told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in micro_batches]
         record = {"step": step, "data_rank": collective.mesh().data_rank, "micro_batches": told}
         with open(directory / f"samples-{rank}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        return train_step(step, micro_batches, objective, *args, **named)
+        return train_step(step, micro_batches, objective, *args, **more)
 
     loop.train_step = noted_step
     try:
@@ -123,16 +124,17 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
-    """While active, each training step leaves what this rank has sent in it, and the shape of its batch."""
+    """While active, each training step leaves what this rank has sent in it, the shape of its batch, and the bytes of
+    its tensors."""
     from llmsuite.engine import loop
 
-    train_step = loop.train_step
+    train_step, before = loop.train_step, _live_bytes()
 
-    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any, **named: Any) -> Any:
+    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any, **more: Any) -> Any:
         ranks = traffic.communicators()
         messages: traffic.Messages = collections.Counter()
-        with traffic.traced(messages):
-            result = train_step(step, micro_batches, objective, *args, **named)
+        with traffic.traced(messages), _memory_of_a_step(before) as held:
+            result = train_step(step, micro_batches, objective, *args, **more)
         sent: traffic.Traffic = collections.Counter()
         for (_, name, shape, _), count in messages.items():
             sent[name, shape] += count
@@ -141,6 +143,7 @@ def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
             "micro_batches": [
                 [*b["input_ids"].shape, len(b["targets" if "targets" in b else "positions"])] for b in batches
             ],
+            "memory": held,
             "sent": [[name, list(shape), count] for (name, shape), count in sorted(sent.items())],
             "messages": [
                 [ranks.get(communicator), name, list(shape), width, count]
@@ -155,6 +158,42 @@ def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
         yield
     finally:
         loop.train_step = train_step
+
+
+def _live_bytes() -> int:
+    """Of all tensors of this process, by Paddle's own count."""
+    from paddle.base import core
+
+    gc.collect()
+    return int(core.host_memory_stat_current_value("Allocated", 0))
+
+
+@contextlib.contextmanager
+def _memory_of_a_step(before: int) -> Iterator[dict[str, int]]:
+    """While active, notes the bytes of tensors beyond `before`: between steps, when gradients are there, and the most
+    that is alive between two passes."""
+    from llmsuite.engine.optimizer import Optimizer
+    from llmsuite.engine.pipeline import PipelineStage
+
+    held = {"between_steps": _live_bytes() - before, "gradients": 0, "between_passes": 0}
+    forward, finish = PipelineStage.forward, Optimizer.finish_gradients
+
+    def noted_forward(self: PipelineStage, *args: Any) -> Any:
+        result = forward(self, *args)
+        held["between_passes"] = max(held["between_passes"], _live_bytes() - before)
+        return result
+
+    def noted_finish(self: Optimizer, weight: float) -> float:
+        held["gradients"] = _live_bytes() - before
+        return finish(self, weight)
+
+    PipelineStage.forward = noted_forward  # type: ignore[method-assign, assignment]
+    Optimizer.finish_gradients = noted_finish  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        PipelineStage.forward = forward  # type: ignore[method-assign]
+        Optimizer.finish_gradients = finish  # type: ignore[method-assign]
 
 
 def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Callable[[list[int]], Any]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 
 from llmsuite.engine import collective, mesh
@@ -124,8 +125,11 @@ def _distributed(table: Table, backend: str) -> types.SimpleNamespace:
         assert tensor.dtype in (paddle.float32, paddle.float64), "sums over ranks are made in full precision"
         return np.sum(table.exchange(tensor.numpy(), group), axis=0, dtype=tensor.numpy().dtype)
 
-    def all_reduce(tensor: Any, group: Group | None = None) -> None:
-        tensor.copy_(paddle.to_tensor(add_up(tensor, group)), True)
+    def all_reduce(tensor: Any, op: int = dist.ReduceOp.SUM, group: Group | None = None) -> None:
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+        largest = op == dist.ReduceOp.MAX
+        found = np.max(table.exchange(tensor.numpy(), group), axis=0) if largest else add_up(tensor, group)
+        tensor.copy_(paddle.to_tensor(found), True)
 
     def all_gather(parts: list[Any], part: Any, group: Group | None = None) -> None:
         gathered = table.exchange(part.clone(), group)
@@ -144,6 +148,7 @@ def _distributed(table: Table, backend: str) -> types.SimpleNamespace:
         out.copy_(paddle.to_tensor(np.concatenate(parts)), True)
 
     members: dict[str, Any] = {"all_reduce": all_reduce, "all_gather": all_gather, "get_backend": lambda group: backend}
+    members["ReduceOp"] = dist.ReduceOp
     if backend != "GLOO":  # which has none
         members |= {"reduce_scatter": reduce_scatter, "alltoall_single": alltoall_single}
     return types.SimpleNamespace(**members)

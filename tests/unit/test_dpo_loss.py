@@ -10,8 +10,8 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.engine.guard import NonFiniteLoss
 from llmsuite.engine.recompute import recompute_layers
-from llmsuite.engine.step import NonFiniteLoss
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage

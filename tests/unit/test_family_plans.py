@@ -51,6 +51,7 @@ PUBLISHED = {
     "llama-2-13b": 13.02e9,
     "llama-3-8b": 8.030e9,
     "llama-3.1-8b": 8.030e9,
+    "llama-3.1-405b": 405.85e9,
     "smollm2-135m": 0.1345e9,
     "digits": 431e3,  # ours
 }

@@ -108,7 +108,8 @@ def test_missing_prompts_are_named(recipe: Path, capsys: Any) -> None:
 
 
 def test_commands_about_training_say_so(recipe: Path, capsys: Any) -> None:
-    assert main(["data", "stats", str(recipe)]) == 2
-    assert "is of stage infer, which trains nothing" in capsys.readouterr().err
+    for words in (["data", "stats"], ["data", "explain"], ["plan"]):
+        assert main([*words, str(recipe)]) == 2
+        assert "is of stage infer, which trains nothing" in capsys.readouterr().err
     assert main(["validate", str(recipe)]) == 0
     assert "ok (infer, llama, pp1 dp1 sharding1 tp1 on cpu)" in capsys.readouterr().out

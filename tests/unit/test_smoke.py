@@ -42,15 +42,21 @@ def test_every_recipe_has_a_smoke_run(
 def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
     whole, small = (plan_run(recipe, [], registry, smoke).recipe for smoke in (False, True))
     stage = whole.stage
+    changed = {key.partition(".")[2] for key in registry.stages[stage].smoke if key.startswith(f"{stage}.")}
     for key in ("stage", stage, "seed"):
-        assert as_plain(small)[key] == as_plain(whole)[key]
+        before, now = as_plain(whole)[key], as_plain(small)[key]
+        if key == stage and not registry.stages[stage].trains:  # answers are short
+            before, now = ({k: v for k, v in section.items() if k not in changed} for section in (before, now))
+        assert now == before
     assert small.model.family == whole.model.family
+    assert small.output_dir == f"{whole.output_dir}-smoke"  # a real run is not written over
+    if not registry.stages[stage].trains:
+        return
     for key in ("lr_schedule", "warmup_ratio", "optimizer", "weight_decay", "max_grad_norm"):
         assert as_plain(small.train)[key] == as_plain(whole.train)[key]
     assert small.engine.recompute == whole.engine.recompute
     for key in ("sharding", "sequence_parallel", "pipeline_schedule", "virtual_pipeline_degree", "pipeline_cut"):
         assert as_plain(small.parallel)[key] == as_plain(whole.parallel)[key]
-    assert small.output_dir == f"{whole.output_dir}-smoke"  # a real run is not written over
 
 
 def test_size(recipe: Path, registry: Registry) -> None:
@@ -59,6 +65,8 @@ def test_size(recipe: Path, registry: Registry) -> None:
     assert small.degrees.num_ranks == min(8, whole.degrees.num_ranks)
     for axis in ("pp", "sharding", "tp"):  # what is cut stays cut
         assert (getattr(small.degrees, axis) > 1) == (getattr(whole.degrees, axis) > 1)
+    if not small.stage.trains:
+        return
     assert small.recipe.train.max_steps <= 8  # type: ignore[operator]
     assert small.recipe.data.max_length <= small.model_config.max_position_embeddings
     assert small.recipe.train.micro_batch_size <= 4

@@ -146,7 +146,8 @@ _13B = {
 }
 
 # config.json of huggingface.co/huggyllama/llama-7b and llama-13b (facebook/llama-7b and 13b with PaddleNLP),
-# meta-llama/Llama-2-7b-hf, Llama-2-13b-hf, Meta-Llama-3-8B, Llama-3.1-8B-Instruct, HuggingFaceTB/SmolLM2-135M-Instruct
+# meta-llama/Llama-2-7b-hf, Llama-2-13b-hf, Meta-Llama-3-8B, Llama-3.1-8B-Instruct, Llama-3.1-405B,
+# HuggingFaceTB/SmolLM2-135M-Instruct
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "llama-13b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, **_13B},
@@ -154,6 +155,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-2-13b": _13B,
     "llama-3-8b": {**_LLAMA_3_1, "intermediate_size": 14336, "max_position_embeddings": 8192, "rope_scaling": None},
     "llama-3.1-8b": {**_LLAMA_3_1, "intermediate_size": 14336},
+    "llama-3.1-405b": {
+        **_LLAMA_3_1,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    },
     "smollm2-135m": {
         "vocab_size": 49152,
         "hidden_size": 576,

@@ -1,0 +1,169 @@
+"""Which strategies fit so many devices and so much memory: every one tried as `llmsuite run` would take it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.planning.cost import Hardware
+from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate, micro_batches, num_played
+from llmsuite.planning.layout import Layout, model_shapes
+from llmsuite.planning.memory import full_pass, memory
+from llmsuite.recipe.resolve import RunPlan, accumulate_steps, degrees_of
+from llmsuite.recipe.rules import RULES, Asked
+from llmsuite.recipe.schema import ParallelSection
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """What is tried."""
+
+    tp: int
+    pp: int
+    sharding: str
+    ep: int
+    recompute: str
+
+    def __str__(self) -> str:
+        words = [f"tp{self.tp}", f"pp{self.pp}", f"sharding {self.sharding}"]
+        words += [f"ep{self.ep}"] if self.ep > 1 else []
+        return ", ".join([*words, f"recompute {self.recompute}"])
+
+    @property
+    def overrides(self) -> str:
+        """The words of a command line that choose it."""
+        parallel = [f'"tensor_parallel_degree": {self.tp}', f'"pipeline_parallel_degree": {self.pp}']
+        parallel += [f'"sharding": "{self.sharding}"'] if self.sharding != "none" else []
+        parallel += [f'"expert_parallel_degree": {self.ep}'] if self.ep > 1 else []
+        parallel += ['"sequence_parallel": true'] if self.tp > 1 else []
+        return f"--parallel='{{{', '.join(parallel)}}}' --engine.recompute={self.recompute}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitting:
+    """A strategy that fits."""
+
+    strategy: Strategy
+    estimate: Estimate
+    seconds: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejected:
+    """One that does not, with the reason."""
+
+    strategy: Strategy
+    reason: str
+
+
+def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting], list[Rejected]]:
+    """Try degrees of every axis, sharding stages and ways of computing again, with the recipe's own batch.
+
+    Of a strategy the first way of computing again that fits is taken: it takes the least time.
+
+    Args:
+        plan: of the recipe, with the devices that there are.
+        limit: bytes of a device.
+        device: for times.
+
+    Returns:
+        What fits, the fastest first, and what does not.
+    """
+    fitting: list[Fitting] = []
+    rejected: list[Rejected] = []
+    shapes = model_shapes(plan)
+    for strategy in _strategies(plan):
+        found = _try(plan, strategy, shapes, limit, device)
+        if isinstance(found, Fitting):
+            fitting.append(found)
+        else:
+            rejected.append(found)
+    return sorted(fitting, key=lambda f: f.seconds), rejected
+
+
+def _try(
+    plan: RunPlan, strategy: Strategy, shapes: Mapping[str, Sequence[int]], limit: float, device: Hardware
+) -> Fitting | Rejected:
+    # what does not fit with layers computed again does not fit at all
+    full = dataclasses.replace(strategy, recompute="full")
+    first = _with(plan, full)
+    if reasons := broken(first):
+        return Rejected(strategy, reasons[0])
+    layout = Layout(first, shapes)
+    if reason := _too_much(layout, limit):
+        return Rejected(full, reason)
+    for recompute in ("none", "selective", "full"):
+        tried = dataclasses.replace(strategy, recompute=recompute)
+        layout.plan = _with(plan, tried)
+        if not broken(layout.plan) and not _too_much(layout, limit):
+            break
+    found = estimate(layout.plan, layout, quick=True)
+    return Fitting(tried, found, found.step_seconds(device))
+
+
+def _too_much(layout: Layout, limit: float) -> str:
+    """By how much a run does not fit; empty when it does."""
+    plan, batch = layout.plan, full_pass(layout.plan)
+    count = num_played(plan, micro_batches(plan, batch))
+    stages = memory(layout, anatomy_of(plan), [batch] * count, busiest(plan))
+    worst = max(stages, key=lambda stage: stage.peak)
+    if worst.peak <= limit:
+        return ""
+    gib = 2.0**30
+    return f"takes {worst.peak / gib:.1f} GiB on pipeline stage {worst.stage}, more than {limit / gib:.1f} GiB"
+
+
+def broken(plan: RunPlan) -> list[str]:
+    """What `llmsuite validate` would say of it."""
+    recipe = plan.recipe
+    found = [f"parallel.{key}: {message}" for key, message in recipe.parallel.problems()]
+    found += [f"engine.{key}: {message}" for key, message in recipe.engine.problems()]
+    precisions = plan.device.factory().precisions
+    asked = Asked(recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, plan.stage)
+    return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(asked)]
+
+
+def _with(plan: RunPlan, strategy: Strategy) -> RunPlan:
+    """The plan of the same recipe with another strategy."""
+    parallel = ParallelSection(
+        tensor_parallel_degree=strategy.tp,
+        pipeline_parallel_degree=strategy.pp,
+        sharding=strategy.sharding,  # type: ignore[arg-type]
+        expert_parallel_degree=strategy.ep,
+        sequence_parallel=strategy.tp > 1,
+    )
+    engine = dataclasses.replace(
+        plan.recipe.engine,
+        recompute=strategy.recompute,  # type: ignore[arg-type]
+        recompute_every=1,
+    )
+    recipe = dataclasses.replace(plan.recipe, parallel=parallel, engine=engine)
+    degrees = degrees_of(recipe)
+    return dataclasses.replace(
+        plan,
+        loaded=dataclasses.replace(plan.loaded, recipe=recipe),
+        degrees=degrees,
+        schedule=parallel.pipeline_schedule,
+        num_chunks=parallel.num_chunks,
+        accumulate_steps=accumulate_steps(recipe.train, degrees),
+    )
+
+
+def _strategies(plan: RunPlan) -> Iterator[Strategy]:
+    """Powers of two of each degree: tp within a machine, pp up to the layers, of experts 1, 8 and 64 ranks."""
+    launch, layers = plan.recipe.launch, plan.model_config.num_hidden_layers
+    devices = launch.num_devices * launch.nnodes
+    experts = bool(plan.family.shard_plan and plan.family.shard_plan.experts)
+    for tp, pp in itertools.product(_powers(min(launch.num_devices, 16)), _powers(min(devices, layers))):
+        if tp * pp > devices:
+            continue
+        data = devices // (tp * pp)
+        for sharding in ("none", "stage1", "stage2", "stage3") if data > 1 else ("none",):
+            for ep in sorted({1, *(e for e in (8, 64) if e <= data)}) if experts else (1,):
+                yield Strategy(tp, pp, sharding, ep, "none")
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << k for k in range(most.bit_length()) if 1 << k <= most]

@@ -1,0 +1,157 @@
+"""Plans as a whole: traffic by hand, schedules in time, FLOPs, files, the search, and what the command says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.cli.main import main
+from llmsuite.cli.plan import parse_amount
+from llmsuite.engine.schedule import Action, peak_live
+from llmsuite.planning.activations import Pass
+from llmsuite.planning.communication import Message, Traffic
+from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
+from llmsuite.planning.estimate import anatomy_of, estimate
+from llmsuite.planning.layout import Layout, ranks
+from llmsuite.planning.schedule import draw_text, most_held, orders, simulate
+from llmsuite.planning.search import search
+from tests.unit.test_planning_memory import RECIPE, run_plan
+
+
+@given(st.integers(1, 6), st.integers(1, 24), st.sampled_from(["1F1B", "FThenB"]))
+def test_the_bubble_is_that_of_the_formula(stages: int, count: int, kind: str) -> None:
+    """(p - 1) / (m + p - 1) of the time, for equal stages (Narayanan et al. 2021, arXiv 2104.04473)."""
+    played = simulate(orders(kind, stages, count, 1), [1.0] * stages, [2.0] * stages)  # type: ignore[arg-type]
+    assert played.bubble == pytest.approx((stages - 1) / (count + stages - 1))
+    live = peak_live(kind, stages, count)  # type: ignore[arg-type]
+    assert [most_held(rank) for rank in played.ranks] == live
+
+
+def test_ranks_do_in_time_what_the_engine_orders() -> None:
+    wanted = orders("interleaved", 2, 4, 2)
+    played = simulate(wanted, [1.0] * 4, [2.0] * 4)
+    assert [[timed.action for timed in rank] for rank in played.ranks] == wanted
+    done: dict[tuple[bool, int, int], float] = {}
+    for stage, rank in enumerate(played.ranks):
+        for timed in rank:
+            done[timed.action.forward, timed.action.chunk * 2 + stage, timed.action.micro_batch] = timed.end
+    for stage, rank in enumerate(played.ranks):
+        for timed in rank:
+            part, step = timed.action.chunk * 2 + stage, -1 if timed.action.forward else 1
+            before = done.get((timed.action.forward, part + step, timed.action.micro_batch))
+            assert before is None or before <= timed.start
+
+
+def test_a_schedule_is_drawn() -> None:
+    played = simulate(orders("1F1B", 2, 2, 1), [1.0, 1.0], [2.0, 2.0])
+    assert draw_text(played) == ["stage   0 |01..--.--|", "stage   1 |.0--1--..|"]
+    assert draw_text(played, 4) == ["stage   0 |01.. …", "stage   1 |.0-- …"]
+    assert played.ranks[0][0].action == Action(True, 0)
+
+
+def test_micro_batches_that_are_not_played_take_as_long() -> None:
+    """A step of many micro-batches is as long as if all of them were played."""
+    words = ("--engine.precision=bf16", "--train.global_batch_size=128")
+    found = estimate(run_plan(RECIPE, *words))
+    assert len(found.timeline.ranks[0]) < 2 * found.num_micro_batches
+    costs = [c.forward for c in found.costs], [c.backward for c in found.costs]
+    assert found.bubble == pytest.approx(simulate(orders("1F1B", 2, found.num_micro_batches, 1), *costs).bubble)
+
+
+def test_data_ranks_send_every_gradient_once() -> None:
+    plan = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=4", "--engine.precision=fp32")
+    layout = Layout(plan)
+    (mesh,) = ranks(plan)
+    sent = Traffic(layout, anatomy_of(plan), mesh, [Pass(1, 64, 64)] * 4, True).counts
+    gradients = {message: count for message, count in sent.items() if message.axis == "data"}
+    assert sum(math.prod(m.shape) * m.num_bytes * count for m, count in gradients.items()) == 4 * layout.num_parameters
+    assert sum(gradients.values()) == len(layout.shapes)
+
+
+def test_rings_send_parts() -> None:
+    message = Message("data", "all_reduce", (1000,), 4, "")
+    assert wire_bytes(message, 4) == 6000
+    assert wire_bytes(Message("data", "all_gather", (1000,), 4, ""), 4) == 12000
+    assert wire_bytes(Message("pp", "send", (1000,), 4, ""), 2) == 4000
+
+
+def test_flops_are_six_for_each_weight_and_token() -> None:
+    """But for the embedding, which multiplies nothing, and attention."""
+    plan = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1", "--engine.recompute=none")
+    anatomy, layout = anatomy_of(plan), Layout(plan)
+    (cost,) = part_costs(layout, anatomy, Pass(1, 1, 1))
+    weights = sum(math.prod(s) for n, s in layout.shapes.items() if len(s) == 2 and "embed" not in n)
+    pairs = 3 * 2 * 32 * 128 * 32
+    assert cost.forward + cost.backward == 6 * weights + pairs
+    again = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1")
+    (more,) = part_costs(Layout(again), anatomy, Pass(1, 1, 1))
+    head = 2 * anatomy.hidden * anatomy.vocabulary
+    assert more.backward - cost.backward == cost.forward - head
+
+
+def test_a_search_says_what_fits_and_why_others_do_not() -> None:
+    plan = run_plan(RECIPE)
+    fitting, rejected = search(plan, 30 * 2.0**30, HARDWARE["a100"])
+    assert [f.seconds for f in fitting] == sorted(f.seconds for f in fitting)
+    assert all(f.estimate.peak <= 30 * 2.0**30 for f in fitting)
+    reasons = {str(r.strategy): r.reason for r in rejected}
+    assert reasons["tp1, pp1, sharding none, recompute full"].startswith("takes ")
+    # as validate would say it
+    assert "sharding: is stage1, but there is one data rank" not in str(reasons)
+    words = fitting[0].strategy.overrides.replace("'", "").split(" --engine")
+    again = run_plan(RECIPE, words[0], f"--engine{words[1]}")
+    assert estimate(again).peak == fitting[0].estimate.peak
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("80GiB", 80 * 2.0**30), ("50GB/s", 5e10), ("989 TFLOPS", 989e12), ("4e11", 4e11)]
+)
+def test_amounts(text: str, value: float) -> None:
+    assert parse_amount("--memory", text) == value
+
+
+def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", RECIPE, "--hardware", "a100"]) == 0
+    said = capsys.readouterr().out
+    for part in ("memory of a rank", "what a rank sends in a step", "pipeline 1F1B", "tokens a day", "a checkpoint:"):
+        assert part in said
+    assert main(["plan", RECIPE, "--hardware", "abacus"]) == 2
+    assert "--hardware: 'abacus' is not known" in capsys.readouterr().err
+    assert main(["plan", RECIPE, "--search"]) == 2
+    assert "--search: needs a device" in capsys.readouterr().err
+
+
+def test_the_pages_numbers_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
+    for recipe in ("recipes/deepseek/deepseek-v3-pretrain.json",):
+        main(["plan", recipe, "--hardware", "h800"])
+        peak = capsys.readouterr().out.split("\npeak ")[1].split(":")[0]
+        assert peak in page
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_schedule_becomes_a_picture(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"schedule.{kind}"
+    assert main(["plan", RECIPE, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG" if kind == "png" else b"<?xml")
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in (("a.gif", "has to end in .png or .svg"), ("nowhere/a.png", "cannot be written")):
+        assert main(["plan", RECIPE, "--plot", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_plan_reads_json_alike(tmp_path: Path) -> None:
+    """Overrides and file say the same."""
+    recipe = json.loads(Path(RECIPE).read_text())
+    recipe["train"]["micro_batch_size"] = 2
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(recipe))
+    found, other = estimate(run_plan(str(path))), estimate(run_plan(RECIPE, "--train.micro_batch_size=2"))
+    assert found.peak == other.peak
