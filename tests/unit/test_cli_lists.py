@@ -123,11 +123,11 @@ def test_plugins_list_and_info(run: Run) -> None:
         ["builtin", "llmsuite (built in)", "ok"],
         ["commands", "llmsuite (built in)", "ok"],
     ]
-    assert "stage pretrain, stage rm, stage kto, model llama, model qwen, model gpt, model deepseek, device cpu" in out
+    assert "stage pretrain, stage rm, stage kto, stage infer, model llama, model qwen, model gpt, model deepseek" in out
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
     assert "entry point   llmsuite.plugins.builtin\n" in out
-    assert "provides      stage dpo, stage lora, stage sft, stage pretrain, stage rm, stage kto, model llama" in out
+    assert "provides      stage dpo, stage lora, stage sft, stage pretrain, stage rm, stage kto, stage infer, " in out
     assert "llmsuite_register_stages" in out
     assert out.endswith("status        ok\n")
     assert run("plugins", "info", "x") == (2, "", "no plugin is called 'x'; there are: builtin, commands\n")
