@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +107,11 @@ def _watch(args: Any, registry: Registry) -> int:
 
     with make_server(Path(args.run), args.port) as server:
         print(f"watching {args.run} on http://127.0.0.1:{server.server_port}/", flush=True)
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # jobs in the background begin with SIGINT ignored
+            signal.signal(number, signal.default_int_handler)
         server.serve_forever()
     return 0
 

@@ -26,6 +26,7 @@ from llmsuite.errors import UserError
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
 _TAIL_LINES = 40
+_MOST_EXPLAINED = 4
 _MACHINES_SECONDS = 60.0
 INTERRUPTED = 130
 
@@ -137,7 +138,8 @@ def _watch(
                 return End(elsewhere.code, elsewhere.why)
             if code:
                 write(first_log.read())
-                end = _explain(first, failed[0], code, log_dir, write, machines)
+                alike = {local: c for local in failed if (c := codes[local] or 0) * code > 0}
+                end = _explain(first, alike, log_dir, write, machines)
                 for difference in list(hang.differences(watch.calls()))[:1]:  # which may be why it failed
                     write(f"ranks differ in what they ask of each other: {difference}\n")
                 return end
@@ -166,18 +168,30 @@ def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
     return End(0, "")
 
 
-def _explain(first: int, local: int, code: int, log_dir: Path, write: Callable[[str], None], machines: Machines) -> End:
-    """Say which rank failed and why."""
-    rank = first + local
-    log = log_dir / f"workerlog.{rank}"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    if local != 0:  # what the first one said is on the terminal already
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        write("\n".join(lines) + "\n")
-    where = f" on machine {machines.index}" if machines.count > 1 else ""
-    why = f"rank {rank}{where} {how}; its log: {log}"
-    write(f"{why}\n")
-    return End(code if code > 0 else 1, why, killed=code < 0)
+def _explain(
+    first: int, codes: Mapping[int, int], log_dir: Path, write: Callable[[str], None], machines: Machines
+) -> End:
+    """Say which ranks failed and why. One of them has failed because of another, but which cannot be told: they end
+    within one look of the launcher.
+
+    Args:
+        first: rank of the first process on this machine.
+        codes: exit codes of the ranks that failed, by their number on this machine, what is to blame first.
+        log_dir: of `workerlog.N`.
+        write: as of `launch`.
+        machines: of the run.
+    """
+    where, reasons = f" on machine {machines.index}" if machines.count > 1 else "", []
+    for local, code in list(codes.items())[:_MOST_EXPLAINED]:
+        log = log_dir / f"workerlog.{first + local}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if local != 0:  # what the first one said is on the terminal already
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+            write("\n".join(lines) + "\n")
+        reasons.append(f"rank {first + local}{where} {how}; its log: {log}")
+        write(f"{reasons[-1]}\n")
+    code = next(iter(codes.values()))
+    return End(code if code > 0 else 1, reasons[0], killed=code < 0)
 
 
 def _explain_stall(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.engine.launch import INTERRUPTED, launch
+from llmsuite.engine.launch import INTERRUPTED, _explain, launch
+from llmsuite.engine.machines import End, Machines
 
 
 def _launch(work: Callable[[], int], directory: Path, num_ranks: int = 2) -> tuple[int, str]:
@@ -91,3 +92,12 @@ def test_a_signal_reaches_all(tmp_path: Path, number: signal.Signals) -> None:
     assert _launch(work, tmp_path)[0] == INTERRUPTED
     assert (tmp_path / "told-0").exists()
     assert (tmp_path / "told-1").exists()
+
+
+def test_ranks_that_fail_together_are_all_named(tmp_path: Path) -> None:
+    (tmp_path / "workerlog.1").write_text("the reason\n")
+    said: list[str] = []
+    end = _explain(0, {0: 1, 1: 1}, tmp_path, said.append, Machines())
+    first, second = (f"rank {rank} ended with exit code 1; its log: {tmp_path}/workerlog.{rank}" for rank in (0, 1))
+    assert "".join(said) == f"{first}\nthe reason\n{second}\n"
+    assert end == End(1, first)
