@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.grid import input_scale, to_int8, weight_scale
 from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.layout import Arrangement
 from llmsuite.checkpoint.model_dir import ModelDirectory
@@ -27,7 +28,6 @@ from llmsuite.checkpoint.tensors import Dequantised, TensorSpec
 from llmsuite.checkpoint.train_state import load_state
 from llmsuite.checkpoint.write import Written, write_tensors
 from llmsuite.errors import UserError
-from llmsuite.models.grid import input_scale, to_int8, weight_scale
 
 
 class Int8Weights:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.cli.amounts import parse_amount
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def _common_arguments(parser: Any) -> None:
@@ -79,7 +76,7 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     if args.fused and args.layout != "paddlenlp":
         raise UserError("--fused: only PaddleNLP has fused matrices; add --layout paddlenlp")
-    if args.max_shard_size and args.split_num:
+    if args.max_shard_size is not None and args.split_num:
         raise UserError("--split-num: contradicts --max-shard-size; give one of them")
     adapter = find_adapter(source)
     if args.get("base") and adapter is None:
@@ -98,7 +95,11 @@ def run(args: Any, registry: Registry) -> int:
         model = add_adapter(model, adapter, args.allow_pickle)
     if is_int8:
         model = quantised(model, rounded_layers(model.path))
-    size = _num_bytes(args.max_shard_size) if args.max_shard_size else MAX_FILE_BYTES
+    size = (
+        max(1, int(parse_amount("--max-shard-size", args.max_shard_size, "bytes")))
+        if args.max_shard_size
+        else MAX_FILE_BYTES
+    )
     dtype = DTYPES[args.dtype] if args.dtype and not is_int8 else None
     rewrite = Rewrite(model, Form(args.layout, dtype, size, args.split_num, args.fused))
     with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
@@ -139,14 +140,6 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
         manifest.update(dataclasses.asdict(written))
     print(f"wrote {target}: adapters of {len(adapters.modules)} matrices of a {family.name}, {args.layout} layout")
     return 0
-
-
-def _num_bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if size < 1:
-        raise UserError(f"--max-shard-size: {text!r} is no size; write it as 5GB or 500MB")
-    return size
 
 
 MERGE = Command(

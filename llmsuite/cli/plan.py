@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
+from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 
 _MOST = 10
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
-_UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("kmgtp", 1)}
 
 
 def add_arguments(parser: Any) -> None:
@@ -38,11 +36,11 @@ def run(args: Any, registry: Registry) -> int:
 
     plan = plan_run(args.recipe, [*_devices(args.devices), *args.overrides], registry, args.smoke)
     plan.check_trains("plan")
-    given = {"memory": args.memory, "flops": args.flops, "network": args.bandwidth, "local": args.local_bandwidth}
-    options = {"network": "--bandwidth", "local": "--local_bandwidth"}
     amounts = {
-        name: None if text is None else parse_amount(options.get(name, f"--{name}"), text)
-        for name, text in given.items()
+        "memory": _amount("--memory", args.memory, "bytes"),
+        "flops": _amount("--flops", args.flops, "FLOPS"),
+        "network": _amount("--bandwidth", args.bandwidth, "bytes/s"),
+        "local": _amount("--local_bandwidth", args.local_bandwidth, "bytes/s"),
     }
     device = hardware(args.hardware, **amounts)
     memory = amounts["memory"] or (device.memory if device is not None and args.hardware else None)
@@ -72,22 +70,8 @@ def _devices(count: int | None) -> list[str]:
     return [f"--launch.num_devices={per_machine}", f"--launch.nnodes={count // per_machine}"]
 
 
-def parse_amount(option: str, text: str) -> float:
-    """A number with a unit, such as 80GiB, 400GB/s, 989TFLOPS, 4e11.
-
-    Raises:
-        UserError: it is none.
-    """
-    match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]i?|)(b|b/s|flops|flop/s)?", text.strip().lower())
-    try:
-        if match is None:
-            raise ValueError
-        value = float(match[1]) * _UNITS[match[2]]
-    except ValueError:
-        raise UserError(f"{option}: {text!r} is no amount; write it such as 80GiB, 400GB/s or 989TFLOPS") from None
-    if value <= 0:
-        raise UserError(f"{option}: is {text}; it has to be above 0")
-    return value
+def _amount(option: str, text: str | None, unit: Unit) -> float | None:
+    return None if text is None else parse_amount(option, text, unit)
 
 
 COMMAND = Command(

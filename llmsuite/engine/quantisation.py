@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from llmsuite.checkpoint.grid import input_scale
 from llmsuite.engine import collective
 from llmsuite.engine.parallelize import local_value
 from llmsuite.engine.pipeline import PipelineStage
-from llmsuite.models.grid import input_scale
 from llmsuite.models.qat import fake_quantized
 
 

@@ -21,7 +21,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.models.grid import LEAST, LEVELS
+from llmsuite.checkpoint.grid import LEAST, LEVELS
 
 Tensor = Any
 

@@ -6,11 +6,9 @@ import os
 import sys
 
 import numpy as np
-import pytest
 
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.launch import launch
-from tests.multi.conftest import ROOT, Runner
+from tests.multi.conftest import Runner
 
 NUM_RANKS = 4
 
@@ -39,14 +37,7 @@ def main() -> int:
 
 
 def test_rows_arrive(runner: Runner) -> None:
-    backend, printed = CpuBackend(), list[str]()
-    backend.prepare_ranks()
-    command = [sys.executable, "-m", "tests.multi.test_all_to_all"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        environment = {**backend.environment(NUM_RANKS), "LLMSUITE_PLUGINS": ""}
-        code = launch(command, NUM_RANKS, runner.directory / "logs", lambda _: environment, printed.append)
-    assert code == 0, "".join(printed)
+    runner.run_ranks("tests.multi.test_all_to_all", NUM_RANKS)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,17 @@ class Case:
     """Whether it goes on from the checkpoints that are in its directory."""
 
 
+def four_layers(family: str) -> tuple[str, ...]:
+    """A tiny shape that tensor parallel degree 4 and four pipeline stages can cut."""
+    heads = ("--model.config.num_attention_heads=4", "--model.config.num_key_value_heads=4")
+    return (*(heads if family in ("llama", "qwen") else ()), "--model.config.num_hidden_layers=4")
+
+
+def once(words: Iterable[str]) -> list[str]:
+    """Overrides of which the last one of each key counts."""
+    return list({word.partition("=")[0]: word for word in words}.values())
+
+
 def one_process(point: Point) -> Case:
     """The run that a point is compared with."""
     name = "one-" + "-".join(str(value) for _, value in point.run)

@@ -6,15 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case
+from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, four_layers, once
 
 LORA = ("--lora.rank=4", "--lora.lora_plus_ratio=4")
-_SHAPES = {
-    "llama": ("--model.config.num_attention_heads=4", "--model.config.num_key_value_heads=4"),
-    "qwen": ("--model.config.num_attention_heads=4", "--model.config.num_key_value_heads=4"),
-    "gpt": (),
-    "deepseek": (),
-}
 
 
 def recipe(family: str, stage: str = "lora") -> str:
@@ -53,8 +47,7 @@ def case(
     )
     one = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}", "--engine.recompute=none")
     many = ("--checkpoint.save_steps=null",)
-    every = [*COMMON, *OPTIMIZERS[optimizer], *_SHAPES[family], "--model.config.num_hidden_layers=4", *LORA, *run]
+    every = [*COMMON, *OPTIMIZERS[optimizer], *four_layers(family), *LORA, *run]
     given = [*(one if num_ranks == 1 else many), *micro, f"--parallel={json.dumps(parallel or {})}", *words]
-    # what is said last counts, once
-    keyed = {word.partition("=")[0]: word for word in [*every, f"--launch.num_devices={num_ranks}", *given]}
-    return Case(name, num_ranks, list(keyed.values()), mutation, recipe(family, stage), resume=resume)
+    words = once([*every, f"--launch.num_devices={num_ranks}", *given])
+    return Case(name, num_ranks, words, mutation, recipe(family, stage), resume=resume)

@@ -19,16 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import COMMON, LIMIT, OPTIMIZERS, STEPS, Case, compare_gradients
+from tests.parity.cases import COMMON, LIMIT, OPTIMIZERS, STEPS, Case, compare_gradients, four_layers, once
 
 WEIGHTS = ("--qat.weight_bits=8",)
 BOTH = (*WEIGHTS, "--qat.activation_bits=8")
-_SHAPES = {
-    "llama": ("--model.config.num_attention_heads=4", "--model.config.num_key_value_heads=4"),
-    "qwen": ("--model.config.num_attention_heads=4", "--model.config.num_key_value_heads=4"),
-    "gpt": (),
-    "deepseek": (),
-}
 _RATES = {"sgd": ("--train.learning_rate=0.05",), "adamw": ()}
 """A rate that magnifies less than that of the other comparisons what a turned value has changed."""
 FLIPPED = {"loss": 2e-3, "grad_norm": 2e-2}
@@ -68,12 +62,11 @@ def case(
     micro = f"--train.micro_batch_size={8 if num_ranks == 1 else 1}"
     every = [
         "--train.weight_decay=0", "--train.min_lr_ratio=0", *COMMON, *OPTIMIZERS[optimizer], *_RATES[optimizer],
-        *_SHAPES[family], "--model.config.num_hidden_layers=4", *run,
+        *four_layers(family), *run,
     ]  # fmt: skip
     saved = ["--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}", "--engine.recompute=none"]
     given = [*saved, micro, f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps(parallel or {})}", *words]
-    keyed = {word.partition("=")[0]: word for word in [*every, *given]}  # what is said last counts, once
-    return Case(name, num_ranks, list(keyed.values()), mutation, f"recipes/{family}/{stage}.json", resume=resume)
+    return Case(name, num_ranks, once([*every, *given]), mutation, f"recipes/{family}/{stage}.json", resume=resume)
 
 
 def scales(runner: Runner, name: str, step: int) -> dict[str, list[float]]:

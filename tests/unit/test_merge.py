@@ -143,7 +143,10 @@ def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["merge", str(tmp_path / "none"), "-o", b], "is not a directory"),
         (["merge", str(tmp_path), "-o", b], "holds no model; looked for model.safetensors"),
         (["merge", a, "-o", a], "exists; choose another --output"),
-        (["merge", a, "-o", b, "--max-shard-size", "5 apples"], "'5 apples' is no size"),
+        (
+            ["merge", a, "-o", b, "--max-shard-size", "5 apples"],
+            "'5 apples' is no amount of bytes",
+        ),
         (["merge", a, "-o", b, "--max-shard-size", "5GB", "--split-num", "2"], "give one of them"),
         (["merge", a, "-o", b, "--split-num", "22"], "--split-num is 22; the model has 21 tensors"),
         (["merge", a, "-o", b, "--fused"], "add --layout paddlenlp"),

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.cli.main import main
-from llmsuite.cli.plan import parse_amount
 from llmsuite.engine.schedule import Action, peak_live
+from llmsuite.errors import UserError
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.communication import Message, Traffic
 from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
@@ -109,10 +110,26 @@ def test_a_search_says_what_fits_and_why_others_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("80GiB", 80 * 2.0**30), ("50GB/s", 5e10), ("989 TFLOPS", 989e12), ("4e11", 4e11)]
+    ("text", "unit", "value"),
+    [
+        ("80GiB", "bytes", 80 * 2.0**30),
+        ("500 MB", "bytes", 5e8),
+        ("80g", "bytes", 80e9),
+        ("50GB/s", "bytes/s", 5e10),
+        ("989 TFLOPS", "FLOPS", 989e12),
+        ("4e11", "FLOPS", 4e11),
+    ],
 )
-def test_amounts(text: str, value: float) -> None:
-    assert parse_amount("--memory", text) == value
+def test_amounts(text: str, unit: Unit, value: float) -> None:
+    assert parse_amount("--x", text, unit) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"), [("80GiB", "FLOPS"), ("989TFLOPS", "bytes"), ("400Gb/s", "bytes/s"), ("1.2.3GB", "bytes")]
+)
+def test_amounts_of_another_unit_are_refused(text: str, unit: Unit) -> None:
+    with pytest.raises(UserError, match=f"--x: '{text}' is no amount of {unit}; write it such as"):
+        parse_amount("--x", text, unit)
 
 
 def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from llmsuite.checkpoint import grid
 from llmsuite.checkpoint.files import write_json
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.train_state import FORMAT, TrainState
@@ -28,7 +29,6 @@ from llmsuite.engine.recompute import recompute_layers
 from llmsuite.engine.schedule import Action
 from llmsuite.errors import Problem, UserError
 from llmsuite.inference.load import load_model
-from llmsuite.models import grid
 from llmsuite.models.lora import adapted_modules
 from llmsuite.models.qat import (
     FakeQuantLinear,
