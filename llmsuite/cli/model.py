@@ -52,7 +52,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.load import as_first_rank, load_model, open_any, tokenizer_directory
     from llmsuite.inference.prompts import stop_tokens
-    from llmsuite.recipe.resolve import Degrees
+    from llmsuite.recipe.degrees import Degrees
 
     if reason := backend.unavailable(args.num_devices):
         raise UserError(f"--device {args.device}: {reason}")

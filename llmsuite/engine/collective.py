@@ -18,7 +18,7 @@ import paddle.distributed as dist
 from llmsuite.engine import calls
 from llmsuite.engine.mesh import Mesh
 from llmsuite.errors import UserError
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 
 Tensor = Any
 _NOTHING = types.SimpleNamespace(shape=(), dtype="")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 
 AXES = ("pp", "dp", "sharding", "ep", "tp")
 

@@ -10,7 +10,7 @@ import paddle
 import paddle.distributed as dist
 
 from llmsuite.engine import collective
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 
 SMALL, LARGE = 1 << 10, 1 << 22
 """Elements of float32: 4 KiB for the time of a call, 16 MiB for the bandwidth."""

@@ -118,7 +118,7 @@ def build_model(
     from llmsuite.engine.parallelize import parallelize
     from llmsuite.inference.attention import grouped_attention
     from llmsuite.models.shard_plan import WHOLE
-    from llmsuite.recipe.resolve import Degrees
+    from llmsuite.recipe.degrees import Degrees
 
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
     cuts = family.shard_plan or WHOLE

@@ -11,7 +11,8 @@ from llmsuite.planning.cost import Hardware
 from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate, micro_batches, num_played
 from llmsuite.planning.layout import Layout, model_shapes
 from llmsuite.planning.memory import full_pass, memory
-from llmsuite.recipe.resolve import RunPlan, accumulate_steps, degrees_of
+from llmsuite.recipe.degrees import accumulate_steps, degrees_of
+from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.rules import RULES, Asked
 from llmsuite.recipe.schema import ParallelSection
 

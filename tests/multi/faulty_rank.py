@@ -37,7 +37,7 @@ def work(fault: str) -> int:
     import paddle
 
     from llmsuite.engine import calls, collective
-    from llmsuite.recipe.resolve import Degrees
+    from llmsuite.recipe.degrees import Degrees
 
     mesh = collective.start(Degrees(1, 2, 1, 1))
     long, short = paddle.ones([8]), paddle.ones([3])

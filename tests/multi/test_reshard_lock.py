@@ -27,7 +27,7 @@ def run(arguments, registry):
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import dtensor_from_local
     from llmsuite.engine import collective
-    from llmsuite.recipe.resolve import Degrees
+    from llmsuite.recipe.degrees import Degrees
 
     mesh, sign = collective.start(Degrees(1, 1, 1, 2)), Path(arguments.file)
     part = dtensor_from_local(paddle.ones([4]), mesh.tensor, [dist.Partial()])

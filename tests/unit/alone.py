@@ -18,7 +18,7 @@ from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.engine.schedule import Action
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.engine.step import Objective, train_step
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from llmsuite.recipe.schema import TrainSection
 from llmsuite.stages.base import Stage
 

@@ -17,7 +17,7 @@ import pytest
 
 from llmsuite.engine import collective, mesh
 from llmsuite.engine.mesh import Mesh
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 
 T = TypeVar("T")
 MESHES = [

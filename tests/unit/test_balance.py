@@ -20,7 +20,7 @@ from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Balance
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from llmsuite.recipe.schema import TrainSection
 from tests.unit import alone, many
 

@@ -11,7 +11,7 @@ import pytest
 from llmsuite.engine import collective
 from llmsuite.engine.loss_ledger import LossLedger, LossTerms
 from llmsuite.engine.mesh import Mesh
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from tests.unit import many
 
 every_mesh = pytest.mark.parametrize("degrees", many.MESHES, ids=str)

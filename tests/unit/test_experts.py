@@ -20,7 +20,7 @@ from llmsuite.engine.partition import own_slice
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Experts, sort_rows
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from llmsuite.recipe.schema import TrainSection
 from tests.unit import many
 

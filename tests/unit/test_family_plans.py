@@ -16,7 +16,7 @@ from llmsuite.checkpoint.model_dir import read_config
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.partition import own_slice
 from llmsuite.errors import UserError
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from tests.unit.families import FAMILIES, PRESETS, tiny
 
 # number of parameters as the model cards say

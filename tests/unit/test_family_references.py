@@ -24,7 +24,7 @@ from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import generate
 from llmsuite.inference.sampling import Sampling, choose, generator
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from tests.unit.families import CASES, FAMILIES, REFERENCE, config_of, load, read_config, reference
 
 TOLERANCE = 1e-5

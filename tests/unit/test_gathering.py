@@ -15,7 +15,7 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.recompute import recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from tests.unit import many, tiny_llama
 
 DEGREES = Degrees(pp=1, dp=1, sharding=2, tp=1)

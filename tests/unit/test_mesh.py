@@ -9,7 +9,7 @@ import paddle.distributed as dist
 import pytest
 
 from llmsuite.engine.mesh import AXES, Mesh
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from tests.unit.many import EXPERT_MESHES, MESHES
 
 GROUPS = {

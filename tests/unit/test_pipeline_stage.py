@@ -14,7 +14,7 @@ from llmsuite.engine import pipeline
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.errors import UserError
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 
 
 class Neighbours:

@@ -32,7 +32,8 @@ from llmsuite.planning.memory import memory
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import load_plugins
-from llmsuite.recipe.resolve import Degrees, RunPlan, plan_run
+from llmsuite.recipe.degrees import Degrees
+from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests.unit.families import CASES, FAMILIES, config_of, tiny
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmsuite.engine.mesh import Mesh
 from llmsuite.errors import UserError
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from llmsuite.stages.reference_cache import ReferenceCache, answer_key, complete
 from tests.unit import dpo_case, many
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.resolve import Degrees, RunPlan, plan_run
+from llmsuite.recipe.degrees import Degrees
+from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.resources import bundled
 from tests.conftest import VALID, position, registry_with
 from tests.unit.test_train_state import quick_save

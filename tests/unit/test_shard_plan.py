@@ -18,7 +18,7 @@ from llmsuite.models.llama.config import PRESETS, SMOKE, LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.models.shard_plan import WHOLE
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from tests.unit import tiny_llama
 
 CONFIGS = {"untied": LlamaConfig(**SMOKE), "tied": tiny_llama.tied(), "own head size": tiny_llama.CONFIG}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.sharding import ParameterShard
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from llmsuite.recipe.schema import TrainSection
 from tests.unit import alone, many
 

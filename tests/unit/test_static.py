@@ -12,7 +12,7 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.recompute import recompute_layers
 from llmsuite.engine.static import compile_layers
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 from tests.unit import tiny_llama
 
 ALONE = Mesh(Degrees(1, 1, 1, 1), 0)

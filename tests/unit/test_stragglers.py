@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.stragglers import stragglers
-from llmsuite.recipe.resolve import Degrees
+from llmsuite.recipe.degrees import Degrees
 
 
 def test_the_slowest_rank_is_named_on_every_axis() -> None:

@@ -10,7 +10,7 @@ from llmsuite.models.shard_plan import ShardPlan
 
 if TYPE_CHECKING:
     from llmsuite.plugins.hookspecs import StageSpec
-    from llmsuite.recipe.resolve import Degrees
+    from llmsuite.recipe.degrees import Degrees
     from llmsuite.recipe.schema import Recipe
 
 Broken = Iterator[tuple[str, str]]

@@ -1,0 +1,136 @@
+"""What `--smoke` makes of a recipe: the same strategy, loss and schedule, on what a laptop has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llmsuite.plugins.hookspecs import ModelFamily, StageSpec
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.degrees import Degrees, degrees_of
+from llmsuite.recipe.load import REMOVE, LoadedRecipe
+from llmsuite.recipe.schema import Recipe
+from llmsuite.recipe.shape import model_config, weights_of
+
+SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
+"""How long a small run is."""
+
+
+def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
+    """What `--smoke` changes: tiny shape, embedded data, CPU processes, a few steps.
+
+    Stage, loss, schedule of the learning rate and strategy stay as the recipe has them; degrees are cut down to what
+    makes 8 processes (`_degrees`).
+    """
+    recipe = loaded.recipe
+    family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
+    small = _degrees(degrees_of(recipe))
+    tp, pp, data = small.tp, small.pp, small.num_data_ranks
+    shape = _shape(recipe, family, stage, tp, pp * (recipe.parallel.num_chunks if pp > 1 else 1))
+    if not stage.trains:
+        return {
+            **_model(shape),
+            "parallel": {"tensor_parallel_degree": tp},
+            **_place(recipe, tp),
+            **stage.smoke,
+        }
+    sharded = recipe.parallel.sharding != "none" and data > 1
+    degree = small.sharding if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1 else 1
+    micro = min(recipe.train.micro_batch_size, 4)
+    return {
+        **_model(shape),
+        "data.max_length": 256,
+        "data.format": "auto",
+        "parallel": {
+            "tensor_parallel_degree": tp,
+            "pipeline_parallel_degree": pp,
+            **_pipeline(recipe, pp),
+            "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
+            "sharding": recipe.parallel.sharding if sharded else "none",
+            "sharding_parallel_degree": degree if sharded else 1,
+            "expert_parallel_degree": _experts(recipe, data, degree if sharded else 1),
+        },
+        **SMOKE_LENGTH,
+        "train.micro_batch_size": micro,
+        "train.global_batch_size": 8 * micro,  # the same on any mesh, so that meshes can be compared
+        "train.learning_rate": 1e-3,
+        "train.eval_steps": REMOVE,
+        "checkpoint.save_steps": 4,
+        **_place(recipe, tp * pp * data),
+        **stage.smoke,
+    }
+
+
+def _model(shape: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "source": REMOVE,
+        "model.weights": REMOVE,
+        "model.preset": REMOVE,
+        "model.config": shape,
+        "model.tokenizer": "data/tokenizer",
+        "data.chat_template": "tokenizer",
+        "engine.precision": "fp32",
+    }
+
+
+def _place(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
+    return {
+        "launch.num_devices": num_ranks,
+        "launch.nnodes": 1,
+        "launch.master": REMOVE,
+        "launch.node_rank": REMOVE,
+        "loggers": [],
+        "device": "cpu",
+        "output_dir": f"{recipe.output_dir}-smoke",
+    }
+
+
+_RANKS = 8
+
+
+def _degrees(asked: Degrees) -> Degrees:
+    """At most 8 ranks: the largest degree is halved until they are, and what is cut stays cut, by 2 at least.
+
+    Of equal ones dp goes first, then sharding, pp, tp; with all four at 2, dp is given up. The tiny shapes and their
+    batch can be cut by powers of two only, but for the pipeline.
+    """
+    degrees = {axis: 1 << getattr(asked, axis).bit_length() - 1 for axis in ("dp", "sharding")}
+    degrees |= {"pp": asked.pp, "tp": 1 << asked.tp.bit_length() - 1}
+    while math.prod(degrees.values()) > _RANKS:
+        axis = max(degrees, key=lambda name: degrees[name])
+        degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
+    return Degrees(**degrees)
+
+
+def _experts(recipe: Recipe, data: int, sharding: int) -> int:
+    """As many data ranks as the recipe has share the experts, as far as they are there still."""
+    ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
+    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
+
+
+def _pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
+    """Schedule and cut, as far as there is a pipeline still. Named layers become those of a tiny shape: one a part."""
+    parallel = recipe.parallel
+    if pp == 1:
+        return {}
+    cut = parallel.pipeline_cut
+    return {
+        "pipeline_schedule": parallel.pipeline_schedule,
+        "virtual_pipeline_degree": parallel.virtual_pipeline_degree,
+        "pipeline_cut": cut if isinstance(cut, str) else list(range(1, pp * recipe.parallel.num_chunks)),
+    }
+
+
+def _shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts: int) -> dict[str, Any]:
+    """The family's tiny shape, with as many heads and layers as it takes to be cut so, running the recipe's code."""
+    shape = dict(family.smoke)
+    weights = weights_of(recipe.model.weights) if recipe.model.weights else None
+    config, _ = model_config(recipe, family, weights, stage)
+    for key in family.smoke_keeps if config is not None else ():
+        value = getattr(config, key)
+        if value is None or isinstance(value, (str, bool)):  # of a size, only that there is none
+            shape[key] = value
+    for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):
+        if key in shape:
+            shape[key] = max(shape[key], least)
+    return shape
