@@ -102,6 +102,12 @@ class Layout:
             adapted = pick_modules(linear_modules(shapes, self.cuts), self.cuts, lora.target_modules)
             shapes = with_adapters(shapes, adapted, lora.rank)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
+        qat = plan.recipe.qat
+        rounded: Sequence[str] = ()
+        if qat.weight_bits is not None:
+            rounded = pick_modules(linear_modules(shapes, self.cuts), self.cuts, qat.target_modules)
+        self.rounded = frozenset(rounded)
+        """Modules whose weights are rounded, and their inputs where that is asked for."""
         self.shapes = shapes
         self.trained = {n for n in shapes if (lora.rank is None or is_trained(n))}
         self.num_layers, pp = config.num_hidden_layers, plan.degrees.pp
