@@ -1,6 +1,4 @@
-"""A rank that runs one recipe after another in the same process; `tests.parity.cases` starts it.
-
-    python -m tests.parity.worker CASES.json
+"""A rank that runs one recipe after another in the same process; `tests.parity.cases` starts it by `tests.launched`.
 
 Every case gets a mesh, a model and a cache of its own. Groups are used again by the cases that have the same ones: each
 brings two threads that wake up all the time, and after some dozen cases the processes would do nothing else.
@@ -22,21 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.cli import commands
-from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.start import start_paddle
 from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests.parity import traffic
 
 
-def main(path: Path) -> int:
-    """Run the cases in a file; after each, rank 0 leaves a file `done` in its directory."""
-    cases = json.loads(path.read_text())
-    rank, num_ranks = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
-    if any(case["trace"] for case in cases):
+def before_paddle(file: str) -> None:
+    """In the launcher, of whose process each rank is a fork."""
+    if any(case["trace"] for case in json.loads(Path(file).read_text())):
         traffic.install()
-    start_paddle(CpuBackend(), num_ranks, join=num_ranks > 1)
+
+
+def main(file: str) -> int:
+    """Run the cases in a file; after each, rank 0 leaves a file `done` in its directory."""
+    path, rank = Path(file), int(os.environ["PADDLE_TRAINER_ID"])
+    cases, opened = json.loads(path.read_text()), list[str]()
+    sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
     import paddle.distributed as dist
 
     from llmsuite.stages.run import run
@@ -59,10 +59,13 @@ def main(path: Path) -> int:
             during.enter_context(_samples_of_each_step(directory, rank))
             if case["trace"]:
                 during.enter_context(_traffic_of_last_step(directory, rank, plan.recipe.train.max_steps or 0))
+            opened.clear()
             work = run if plan.stage.trains else plan.stage.factory()
             code = work(plan, registry, resume=case["resume"])
         if code != 0:  # interrupted
             return code
+        if case["note_opened"]:
+            (directory / f"opened-{rank}.json").write_text(json.dumps(opened))
         if rank == 0:
             (directory / "done").touch()
     return 0
@@ -322,7 +325,3 @@ def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Ca
         return groups[key, asked[key]]
 
     return group_of
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
