@@ -39,6 +39,14 @@ class Truth:
     problems: list[str] = dataclasses.field(default_factory=list)
     """What was sent or done otherwise."""
 
+    @property
+    def live_memory(self) -> float:
+        """The largest error of what lives between passes; what a pass takes while it runs is an estimate."""
+        return max((self.memory[what] for what in _LIVE), key=abs)
+
+
+_LIVE = "between_steps", "gradients", "between_passes"
+
 
 def truth_of(directory: Path, plan: RunPlan) -> Truth:
     """Of the run in a directory, whose last step was traced by `tests.parity.worker`."""
@@ -48,7 +56,7 @@ def truth_of(directory: Path, plan: RunPlan) -> Truth:
     # what nobody reads in the middle of a pipeline is what others of the same data rank read
     by_data = {mesh.data_rank: record for mesh, record in zip(meshes, records) if record["micro_batches"]}
     layout, anatomy = Layout(plan), anatomy_of(plan)
-    found = Truth(memory=dict.fromkeys(("between_steps", "gradients", "between_passes", "peak"), 0.0))
+    found = Truth(memory=dict.fromkeys((*_LIVE, "peak"), 0.0))
     for mesh, record in zip(meshes, records):
         read = by_data[mesh.data_rank]
         batches = [_pass(plan, sizes) for sizes in read["micro_batches"]]
@@ -84,8 +92,7 @@ def check_truth(directory: Path, plan: RunPlan) -> Truth:
     """Assert that a run was as planned: all that was sent, the order of passes and their bubble; live memory nearly."""
     found = truth_of(directory, plan)
     assert found.problems == [], "\n".join(found.problems[:20])
-    for what, error in found.memory.items():
-        assert abs(error) <= LIMIT or what == "peak", found.memory
+    assert abs(found.live_memory) <= LIMIT, found.memory
     return found
 
 
