@@ -101,6 +101,12 @@ class Model:
             adapted = pick_modules(linear_modules(shapes, self.cuts), self.cuts, lora.target_modules)
             shapes = with_adapters(shapes, adapted, lora.rank)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
+        qat = plan.recipe.qat
+        rounded: Sequence[str] = ()
+        if qat.weight_bits is not None:
+            rounded = pick_modules(linear_modules(shapes, self.cuts), self.cuts, qat.target_modules)
+        self.rounded = frozenset(rounded)
+        """Modules whose weights are rounded, and their inputs where that is asked for."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.trained = {n for n in shapes if (lora.rank is None or is_trained(n))}
         self._parts: dict[tuple[int, ...], list[list[str]]] = {}
@@ -132,7 +138,8 @@ class Layout:
     def __init__(self, plan: RunPlan, model: Model | None = None):
         """`model`: of the run, where it is known already."""
         self.plan, self.model = plan, Model(plan) if model is None else model
-        self.cuts, self.tied, self.adapted = self.model.cuts, self.model.tied, self.model.adapted
+        self.cuts, self.tied = self.model.cuts, self.model.tied
+        self.adapted, self.rounded = self.model.adapted, self.model.rounded
         self.model_shapes, self.shapes, self.trained = self.model.model_shapes, self.model.shapes, self.model.trained
         self.num_layers, pp = self.model.num_layers, plan.degrees.pp
         self.bounds = [0, self.num_layers]

@@ -73,7 +73,17 @@ def how_of(layout: Layout) -> How:
         fused=plan.device.factory().fused(engine.precision),
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
+        rounded={name: _local_sizes(layout, name) for name in layout.rounded},
+        rounds_inputs=plan.recipe.qat.activation_bits is not None,
     )
+
+
+def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
+    """Inputs and outputs that a rank has of a matrix."""
+    name, tp = f"{module}.weight", layout.plan.degrees.tp
+    inputs, outputs = layout.shapes[name]
+    dim = layout.cuts.dim(name)
+    return inputs // (tp if dim == 0 else 1), outputs // (tp if dim == 1 else 1)
 
 
 def full_pass(plan: RunPlan) -> Pass:
@@ -87,7 +97,7 @@ def full_pass(plan: RunPlan) -> Pass:
     if recipe.train.micro_batch_tokens is not None:
         rows = max(1, recipe.train.micro_batch_tokens // length)
     supervised = rows if plan.stage.head == "score" else rows * length
-    return Pass(rows, length, supervised, documents_of(plan))
+    return Pass(rows, length, supervised, documents_of(plan), marked=recipe.qat.activation_bits is not None)
 
 
 def documents_of(plan: RunPlan) -> bool:
