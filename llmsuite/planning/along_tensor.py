@@ -57,7 +57,7 @@ class AlongTensor:
             else:
                 self._send("all_reduce", (count, self._anatomy.hidden), why)
         for number in self._layout.layers_of(part):
-            if self._engine.recompute == "full" and number % self._engine.recompute_every == 0:
+            if self._engine.computes_again(number):
                 self._layer_forward(number, batch, whole, piece, with_adapters=True, again=True)
             self._layer_backward(number, batch, whole, piece)
         if part == 0 and self._cut and self._adapter_rank is None:
@@ -110,7 +110,7 @@ class AlongTensor:
         layer = self._anatomy.layers[number]
         if self._cut:
             self._send("all_gather", piece, "backward of what is cut behind them", 2)
-        again = self._engine.recompute == "full" and number % self._engine.recompute_every == 0
+        again = self._engine.computes_again(number)
         # with adapters only, what goes into the first layer has no gradient, unless it is computed again
         if not (number == 0 and self._adapter_rank is not None and not again):
             self._attention_backward(number, batch, whole)

@@ -128,7 +128,7 @@ class Traffic:
             what = self._anatomy.layers[number].mlp
             if not isinstance(what, Mixture):
                 continue
-            again = is_learnt and engine.recompute == "full" and number % engine.recompute_every == 0
+            again = is_learnt and engine.computes_again(number)
             times = 2 if again else 1
             slots = what.experts // mesh.degrees.tp
             self._add(EXPERT, "all_gather", (slots,), "rows of each rank for each expert", times, 8, True)
