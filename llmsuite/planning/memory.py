@@ -197,8 +197,9 @@ def _stage(
     how: How,
 ) -> StageMemory:
     recipe = layout.plan.recipe
+    optimizer = recipe.train.optimizer
     copies = float(sum(h.copy_bytes for h in held))
-    moments = float(sum(h.moment_bytes(recipe.train.optimizer) for h in held))
+    moments = float(sum(h.moment_bytes(optimizer) for h in held))
     away = recipe.engine.offload_optimizer and layout.plan.device.name != "cpu"
     gradients = float(sum(h.gradient_bytes for h in held))
     # the update hands gradients on a parameter at a time: a copy each, before the gradient itself is freed
@@ -207,7 +208,7 @@ def _stage(
     joined = max((2 * h.num_bytes * h.piece * h.parts for h in held if h.parts > 1), default=0)
     update = max(gradients + 4 * largest, handed + joined)
     if away:
-        update += max((h.copy_bytes + h.moment_bytes(recipe.train.optimizer) for h in held), default=0)
+        update += max((h.copy_bytes + h.moment_bytes(optimizer) for h in held), default=0)
     return StageMemory(
         stage=stage,
         num_parameters=sum(h.size for h in held),

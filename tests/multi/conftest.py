@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from llmsuite.cache import cache_root
 from tests.conftest import PluginSite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,14 @@ def llmsuite_step_end(run, step, metrics):
 
 
 class Runner:
-    """Starts `llmsuite` from the repository root, with a reference cache of its own."""
+    """Starts `llmsuite` from the repository root, with a cache of its own but for the kernels, which are built once."""
 
     def __init__(self, directory: Path):
         self.directory = directory
+        kernels = cache_root() / "gloo"
+        kernels.mkdir(parents=True, exist_ok=True)
+        (directory / "cache").mkdir()
+        (directory / "cache" / "gloo").symlink_to(kernels)
         self.environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache"), "LLMSUITE_PLUGINS": ""}
         self._site = directory / "site"
 

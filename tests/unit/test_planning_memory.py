@@ -28,7 +28,7 @@ from llmsuite.models.qat import fake_quantize_layers, fake_quantized
 from llmsuite.models.targets import linear_modules, pick_modules, with_adapters
 from llmsuite.planning import activations
 from llmsuite.planning.activations import How, Pass
-from llmsuite.planning.layout import Layout
+from llmsuite.planning.layout import Layout, Model
 from llmsuite.planning.memory import memory
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.plugins import builtin
@@ -107,7 +107,7 @@ def test_each_part_has_the_parameters_that_are_kept_for_it(family: str, tied: bo
 )
 def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precision: str, frozen: bool) -> None:
     name, width = "model.norm.weight", 4 if precision == "fp32" else 2
-    layout = Layout(ONE_DEVICE[precision], {name: (size,)})
+    layout = Layout(ONE_DEVICE[precision], Model(ONE_DEVICE[precision], {name: (size,)}))
     layout.sharding, layout.trained = stage, set() if frozen else {name}
     for rank in range(parts):
         mesh = Mesh(Degrees(1, 1, parts, 1), rank)
