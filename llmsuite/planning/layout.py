@@ -138,7 +138,8 @@ class Layout:
     def __init__(self, plan: RunPlan, model: Model | None = None):
         """`model`: of the run, where it is known already."""
         self.plan, self.model = plan, Model(plan) if model is None else model
-        self.cuts, self.tied, self.adapted = self.model.cuts, self.model.tied, self.model.adapted
+        self.cuts, self.tied = self.model.cuts, self.model.tied
+        self.adapted, self.rounded = self.model.adapted, self.model.rounded
         self.model_shapes, self.shapes, self.trained = self.model.model_shapes, self.model.shapes, self.model.trained
         self.rounded = self.model.rounded
         self.num_layers, pp = self.model.num_layers, plan.degrees.pp
