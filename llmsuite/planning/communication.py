@@ -234,6 +234,7 @@ class Traffic:
             module.endswith(("input_layernorm", "post_attention_layernorm")) or module == self._layout.cuts.last_norm
         )
         second = held.name.endswith(f".{SECOND_FACTOR}") and self._layout.cuts.dim(f"{module}.weight") == 0
+        second = second and self._layout.cuts.is_region(module.rpartition(".")[0])
         return of_heads or (self._cut and (between or second))
 
     def _small(self) -> None:
