@@ -196,7 +196,10 @@ def _num_readers(layer: LayerAnatomy, name: str) -> int:
 
 
 def kept_in_front(anatomy: Anatomy, batch: Pass, how: How) -> float:
-    """By the embedding: the ids, and what the first layer takes."""
+    """By the embedding: the ids, and what the first layer takes. With adapters only, nothing there has a gradient: less
+    is kept than `kept_by_layer` says, unless the layer is computed again."""
+    if how.adapter_rank is not None and how.recompute != "full":
+        return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, how)
     positions = INDEX_BYTES * batch.length if anatomy.learned_positions else 0
     return batch.tokens * INDEX_BYTES + positions + _between(anatomy.hidden, batch, how)
 
