@@ -42,6 +42,9 @@ class CpuBackend(DeviceBackend):
     def fused(self, precision: str) -> frozenset[str]:
         return frozenset(_KERNELS) if can_be_built() else frozenset()
 
+    def joins_rows(self, precision: str) -> bool:
+        return "attention" in self.fused(precision)
+
     def prepare_ranks(self) -> None:
         from llmsuite.devices.cpu.build import library
         from llmsuite.devices.cpu.gloo.shims import KERNELS as GLOO

@@ -97,11 +97,30 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
   return {out, sums};
 }
 
+// Gradients [B, S, H, K] of the keys or values that each query head has seen, as those [B, S, J, K] of `given`.
+Tensor Grouped(const Tensor& each, const Tensor& given, int64_t group) {
+  if (group == 1) return each;
+  Tensor sum = Like(given);
+  const int64_t size = given.shape()[3], heads = given.numel() / size;
+  const float* in = each.data<float>();
+  float* out = sum.data<float>();
+#pragma omp parallel for
+  for (int64_t j = 0; j < heads; ++j)
+    for (int64_t i = 0; i < size; ++i) {
+      float total = 0.f;
+      for (int64_t h = j * group; h < (j + 1) * group; ++h) total += in[h * size + i];
+      out[j * size + i] = total;
+    }
+  return sum;
+}
+
 std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& begins,
                              const Tensor& out, const Tensor& sums, const Tensor& d_out) {
   const Shape s = Read(q, k, v, begins);
   const Tensor d_whole = d_out.contiguous();
-  Tensor dq = Like(q), dk = Like(k), dv = Like(v);
+  const int64_t group = s.H / s.J;
+  // every query head has keys of its own here, so that heads can be dealt to threads; those of a group are added up
+  Tensor dq = Like(q), dk = Floats({s.B, s.S, s.H, s.K}, q), dv = Floats({s.B, s.S, s.H, s.K}, q);
   const float *pq = q.data<float>(), *pk = k.data<float>(), *pv = v.data<float>();
   const float *po = out.data<float>(), *ps = sums.data<float>(), *pd = d_whole.data<float>();
   const int64_t* pb = begins ? begins->data<int64_t>() : nullptr;
@@ -111,51 +130,52 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
 #pragma omp parallel
   {
     std::vector<float> weights(kBlock * s.S), slopes(kBlock * s.S);
-    // the heads of a group add to the same keys: they are one thread's
 #pragma omp for collapse(2) schedule(monotonic : dynamic)
     for (int64_t b = 0; b < s.B; ++b)
-      for (int64_t j = 0; j < s.J; ++j)
-        for (int64_t h = j * (s.H / s.J); h < (j + 1) * (s.H / s.J); ++h)
-          for (int64_t number = 0; number < s.blocks(); ++number) {
-            const Block block(s, number, pb ? pb + b * s.L : nullptr);
-            const int64_t n = block.keys(), rows = block.rows;
-            const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
-            const int64_t at_k = (b * s.S + block.low) * s.narrow() + j * s.K;
-            Product(kPlain, kTransposed, rows, n, s.K, scale, pq + at_q, s.wide(), pk + at_k, s.narrow(), 0.f,
-                    weights.data(), n);
-            Product(kPlain, kTransposed, rows, n, s.K, 1.f, pd + at_q, s.wide(), pv + at_k, s.narrow(), 0.f,
-                    slopes.data(), n);
-            for (int64_t r = 0; r < rows; ++r) {
-              float *weight = weights.data() + r * n, *slope = slopes.data() + r * n;
-              const float *d = pd + at_q + r * s.wide(), *o = po + at_q + r * s.wide();
-              const float log_sum = ps[(b * s.H + h) * s.L + block.first + r];
-              const int64_t from = block.from(r), to = block.to(r);
-              float mean = 0.f;
+      for (int64_t h = 0; h < s.H; ++h)
+        for (int64_t number = 0; number < s.blocks(); ++number) {
+          const Block block(s, number, pb ? pb + b * s.L : nullptr);
+          const int64_t n = block.keys(), rows = block.rows;
+          const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
+          const int64_t at_k = (b * s.S + block.low) * s.narrow() + h / group * s.K;
+          const int64_t at_dk = (b * s.S + block.low) * s.wide() + h * s.K;
+          Product(kPlain, kTransposed, rows, n, s.K, scale, pq + at_q, s.wide(), pk + at_k, s.narrow(), 0.f,
+                  weights.data(), n);
+          Product(kPlain, kTransposed, rows, n, s.K, 1.f, pd + at_q, s.wide(), pv + at_k, s.narrow(), 0.f,
+                  slopes.data(), n);
+          for (int64_t r = 0; r < rows; ++r) {
+            float *weight = weights.data() + r * n, *slope = slopes.data() + r * n;
+            const float *d = pd + at_q + r * s.wide(), *o = po + at_q + r * s.wide();
+            const float log_sum = ps[(b * s.H + h) * s.L + block.first + r];
+            const int64_t from = block.from(r), to = block.to(r);
+            float mean = 0.f;
 #pragma omp simd reduction(+ : mean)
-              for (int64_t i = 0; i < s.K; ++i) mean += d[i] * o[i];
+            for (int64_t i = 0; i < s.K; ++i) mean += d[i] * o[i];
 #pragma omp simd
-              for (int64_t i = from; i < to; ++i) {
-                weight[i] = Exp(weight[i] - log_sum);
-                slope[i] = weight[i] * (slope[i] - mean) * scale;
-              }
-              std::fill(weight, weight + from, 0.f), std::fill(weight + to, weight + n, 0.f);
-              std::fill(slope, slope + from, 0.f), std::fill(slope + to, slope + n, 0.f);
+            for (int64_t i = from; i < to; ++i) {
+              weight[i] = Exp(weight[i] - log_sum);
+              slope[i] = weight[i] * (slope[i] - mean) * scale;
             }
-            Product(kTransposed, kPlain, n, s.K, rows, 1.f, weights.data(), n, pd + at_q, s.wide(), 1.f, pdv + at_k,
-                    s.narrow());
-            Product(kTransposed, kPlain, n, s.K, rows, 1.f, slopes.data(), n, pq + at_q, s.wide(), 1.f, pdk + at_k,
-                    s.narrow());
-            Product(kPlain, kPlain, rows, s.K, n, 1.f, slopes.data(), n, pk + at_k, s.narrow(), 0.f, pdq + at_q,
-                    s.wide());
+            std::fill(weight, weight + from, 0.f), std::fill(weight + to, weight + n, 0.f);
+            std::fill(slope, slope + from, 0.f), std::fill(slope + to, slope + n, 0.f);
           }
+          Product(kTransposed, kPlain, n, s.K, rows, 1.f, weights.data(), n, pd + at_q, s.wide(), 1.f, pdv + at_dk,
+                  s.wide());
+          Product(kTransposed, kPlain, n, s.K, rows, 1.f, slopes.data(), n, pq + at_q, s.wide(), 1.f, pdk + at_dk,
+                  s.wide());
+          Product(kPlain, kPlain, rows, s.K, n, 1.f, slopes.data(), n, pk + at_k, s.narrow(), 0.f, pdq + at_q,
+                  s.wide());
+        }
   }
-  return {dq, dk, dv};
+  return {dq, Grouped(dk, k, group), Grouped(dv, v, group)};
 }
 
 using Dims = std::vector<int64_t>;
 std::vector<Dims> Shapes(const Dims& q, const Dims&, const Dims&, const paddle::optional<Dims>&) {
   return {q, {q[0], q[2], q[1]}};
 }
+using Type = paddle::DataType;
+std::vector<Type> Types(const Type& q, const Type&, const Type&, const paddle::optional<Type>&) { return {q, q}; }
 
 }  // namespace
 
@@ -163,7 +183,8 @@ PD_BUILD_OP(llmsuite_attention)
     .Inputs({"q", "k", "v", paddle::Optional("begins")})
     .Outputs({"out", "sums"})
     .SetKernelFn(PD_KERNEL(Forward))
-    .SetInferShapeFn(PD_INFER_SHAPE(Shapes));
+    .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(Types));
 PD_BUILD_GRAD_OP(llmsuite_attention)
     .Inputs({"q", "k", "v", paddle::Optional("begins"), "out", "sums", paddle::Grad("out")})
     .Outputs({paddle::Grad("q"), paddle::Grad("k"), paddle::Grad("v")})

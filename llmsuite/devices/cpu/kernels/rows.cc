@@ -172,11 +172,15 @@ std::vector<Dims> NormShapes(const Dims& x, const Dims& weight, float) {
   return {x, {rows}};
 }
 std::vector<Dims> RotaryShapes(const Dims& x, const Dims&, const Dims&) { return {x}; }
+std::vector<Dims> RotaryGradShapes(const Dims&, const Dims&, const Dims& d_y) { return {d_y}; }
 std::vector<Dims> SwigluShapes(const Dims& gate, const Dims&) { return {gate}; }
 std::vector<Dims> CrossEntropyShapes(const Dims& logits, const Dims&) { return {{logits[0]}, {logits[0]}}; }
 
-using Types = paddle::DataType;
-std::vector<Types> CrossEntropyTypes(const Types& logits, const Types&) { return {logits, logits}; }
+using Type = paddle::DataType;
+std::vector<Type> TwoLikeFirst(const Type& first, const Type&) { return {first, first}; }
+std::vector<Type> LikeFirst(const Type& first, const Type&) { return {first}; }
+std::vector<Type> RotaryTypes(const Type& x, const Type&, const Type&) { return {x}; }
+std::vector<Type> RotaryGradTypes(const Type&, const Type&, const Type& d_y) { return {d_y}; }
 
 }  // namespace
 
@@ -185,7 +189,8 @@ PD_BUILD_OP(llmsuite_rms_norm)
     .Outputs({"y", "scales"})
     .Attrs({"eps: float"})
     .SetKernelFn(PD_KERNEL(NormForward))
-    .SetInferShapeFn(PD_INFER_SHAPE(NormShapes));
+    .SetInferShapeFn(PD_INFER_SHAPE(NormShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(TwoLikeFirst));
 PD_BUILD_GRAD_OP(llmsuite_rms_norm)
     .Inputs({"x", "weight", "scales", paddle::Grad("y")})
     .Outputs({paddle::Grad("x"), paddle::Grad("weight")})
@@ -195,17 +200,21 @@ PD_BUILD_OP(llmsuite_rotary)
     .Inputs({"x", "cos", "sin"})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(RotaryForward))
-    .SetInferShapeFn(PD_INFER_SHAPE(RotaryShapes));
+    .SetInferShapeFn(PD_INFER_SHAPE(RotaryShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(RotaryTypes));
 PD_BUILD_GRAD_OP(llmsuite_rotary)
     .Inputs({"cos", "sin", paddle::Grad("y")})
     .Outputs({paddle::Grad("x")})
-    .SetKernelFn(PD_KERNEL(RotaryBackward));
+    .SetKernelFn(PD_KERNEL(RotaryBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(RotaryGradShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(RotaryGradTypes));
 
 PD_BUILD_OP(llmsuite_swiglu)
     .Inputs({"gate", "up"})
     .Outputs({"y"})
     .SetKernelFn(PD_KERNEL(SwigluForward))
-    .SetInferShapeFn(PD_INFER_SHAPE(SwigluShapes));
+    .SetInferShapeFn(PD_INFER_SHAPE(SwigluShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(LikeFirst));
 PD_BUILD_GRAD_OP(llmsuite_swiglu)
     .Inputs({"gate", "up", paddle::Grad("y")})
     .Outputs({paddle::Grad("gate"), paddle::Grad("up")})
@@ -216,7 +225,7 @@ PD_BUILD_OP(llmsuite_cross_entropy)
     .Outputs({"nll", "sums"})
     .SetKernelFn(PD_KERNEL(CrossEntropyForward))
     .SetInferShapeFn(PD_INFER_SHAPE(CrossEntropyShapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(CrossEntropyTypes));
+    .SetInferDtypeFn(PD_INFER_DTYPE(TwoLikeFirst));
 PD_BUILD_GRAD_OP(llmsuite_cross_entropy)
     .Inputs({"logits", "targets", "sums", paddle::Grad("nll")})
     .Outputs({paddle::Grad("logits")})
