@@ -121,7 +121,7 @@ def attention_kept(layer: LayerAnatomy, batch: Pass, how: How) -> float:
         kept += tokens * e * (heads + kv_heads) * size  # both halves of queries and keys, before
     output = tokens * e * heads * size
     if is_fused(layer, how):
-        statistics = heads * tokens * 4
+        statistics = 0 if again else heads * tokens * 4
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output + statistics
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
@@ -196,7 +196,10 @@ def _num_readers(layer: LayerAnatomy, name: str) -> int:
 
 
 def kept_in_front(anatomy: Anatomy, batch: Pass, how: How) -> float:
-    """By the embedding: the ids, and what the first layer takes."""
+    """By the embedding: the ids, and what the first layer takes. With adapters only, nothing there has a gradient: less
+    is kept than `kept_by_layer` says, unless the layer is computed again."""
+    if how.adapter_rank is not None and how.recompute != "full":
+        return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, how)
     positions = INDEX_BYTES * batch.length if anatomy.learned_positions else 0
     return batch.tokens * INDEX_BYTES + positions + _between(anatomy.hidden, batch, how)
 
@@ -236,6 +239,7 @@ def kept_behind(anatomy: Anatomy, batch: Pass, how: How, scores: bool) -> float:
     picked = batch.supervised * (anatomy.hidden * how.num_bytes + INDEX_BYTES)
     if scores:
         return norm + picked
-    # of float32 logits softmax's output; where they are cut: shifted, their exponentials, and which one is the target
+    # of float32 logits softmax's output, or they themselves; where they are cut: shifted, their exponentials, and which
+    # one is the target
     times = 1 if how.tp == 1 else 3
     return norm + picked + batch.supervised * (times * 4 * anatomy.vocabulary / how.tp + 3 * 4)

@@ -57,7 +57,7 @@ class AlongTensor:
             else:
                 self._send("all_reduce", (count, self._anatomy.hidden), why)
         for number in self._layout.layers_of(part):
-            if self._engine.recompute == "full" and number % self._engine.recompute_every == 0:
+            if self._engine.computes_again(number):
                 self._layer_forward(number, batch, whole, piece, with_adapters=True, again=True)
             self._layer_backward(number, batch, whole, piece)
         if part == 0 and self._cut and self._adapter_rank is None:
@@ -110,7 +110,7 @@ class AlongTensor:
         layer = self._anatomy.layers[number]
         if self._cut:
             self._send("all_gather", piece, "backward of what is cut behind them", 2)
-        again = self._engine.recompute == "full" and number % self._engine.recompute_every == 0
+        again = self._engine.computes_again(number)
         # with adapters only, what goes into the first layer has no gradient, unless it is computed again
         if not (number == 0 and self._adapter_rank is not None and not again):
             self._attention_backward(number, batch, whole)
@@ -163,8 +163,9 @@ class AlongTensor:
     def _adapters_forward(self, number: int, batch: Pass) -> None:
         if self._adapter_rank is not None:
             narrow = batch.rows, batch.length, self._adapter_rank
-            for _ in self._inside(self._layout.adapted, number, dim=0):
-                self._sum(narrow, "adapters, forward: of matrices cut by their inputs", self._cut)
+            for module in self._inside(self._layout.adapted, number, dim=0):
+                cut = self._cut and self._ends_region(module)
+                self._sum(narrow, "adapters, forward: of matrices cut by their inputs", cut)
 
     def _adapters_backward(self, number: int, batch: Pass) -> None:
         if self._adapter_rank is None:
@@ -172,9 +173,14 @@ class AlongTensor:
         narrow = batch.rows, batch.length, self._adapter_rank
         for _ in self._inside(self._layout.adapted, number, dim=1):
             self._send("all_reduce", narrow, "adapters, backward: of matrices cut by their outputs")
-        for _ in self._inside(self._layout.adapted, number, dim=0) if self._cut else ():
-            piece = batch.rows, batch.length // self._mesh.degrees.tp, self._adapter_rank
-            self._send("all_gather", piece, "adapters, backward of what is cut behind them")
+        for module in self._inside(self._layout.adapted, number, dim=0):
+            if self._cut and self._ends_region(module):
+                piece = batch.rows, batch.length // self._mesh.degrees.tp, self._adapter_rank
+                self._send("all_gather", piece, "adapters, backward of what is cut behind them")
+
+    def _ends_region(self, module: str) -> bool:
+        """Whether sequences are cut again right behind a matrix."""
+        return self._layout.cuts.is_region(module.rpartition(".")[0])
 
     def _inside(self, modules: Iterable[str], number: int, dim: int) -> list[str]:
         """Those modules of a layer that are cut along a dim."""

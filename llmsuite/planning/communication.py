@@ -128,7 +128,7 @@ class Traffic:
             what = self._anatomy.layers[number].mlp
             if not isinstance(what, Mixture):
                 continue
-            again = is_learnt and engine.recompute == "full" and number % engine.recompute_every == 0
+            again = is_learnt and engine.computes_again(number)
             times = 2 if again else 1
             slots = what.experts // mesh.degrees.tp
             self._add(EXPERT, "all_gather", (slots,), "rows of each rank for each expert", times, 8, True)
@@ -234,6 +234,7 @@ class Traffic:
             module.endswith(("input_layernorm", "post_attention_layernorm")) or module == self._layout.cuts.last_norm
         )
         second = held.name.endswith(f".{SECOND_FACTOR}") and self._layout.cuts.dim(f"{module}.weight") == 0
+        second = second and self._layout.cuts.is_region(module.rpartition(".")[0])
         return of_heads or (self._cut and (between or second))
 
     def _small(self) -> None:

@@ -141,6 +141,7 @@ class Layout:
         self.cuts, self.tied = self.model.cuts, self.model.tied
         self.adapted, self.rounded = self.model.adapted, self.model.rounded
         self.model_shapes, self.shapes, self.trained = self.model.model_shapes, self.model.shapes, self.model.trained
+        self.rounded = self.model.rounded
         self.num_layers, pp = self.model.num_layers, plan.degrees.pp
         self.bounds = [0, self.num_layers]
         if pp > 1:

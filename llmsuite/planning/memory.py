@@ -130,7 +130,12 @@ def memory(
             max(batches, key=lambda b: b.rows * b.length**2),
         )
         parts = list(layout.parts_of(stage))
-        kept = {(p, batch): kept_by_part(layout, anatomy, p, batch, how) for p in parts for batch in set(batches)}
+        programs = {part: _kept_by_programs(layout, anatomy, [h for h in held if h.part == part]) for part in parts}
+        kept = {
+            (part, batch): kept_by_part(layout, anatomy, part, batch, how) + programs[part]
+            for part in parts
+            for batch in set(batches)
+        }
 
         def left(action: Action, parts: list[int] = parts, kept: dict[tuple[int, Pass], float] = kept) -> float:
             return kept[parts[action.chunk], batches[action.micro_batch]]
@@ -163,6 +168,21 @@ def kept_by_part(layout: Layout, anatomy: Anatomy, part: int, batch: Pass, how: 
         kept += batch.tokens * activations.INDEX_BYTES if batch.documents else 0
     if part == last:
         kept += activations.kept_behind(anatomy, batch, how, layout.plan.stage.head == "score")
+    return kept
+
+
+def _kept_by_programs(layout: Layout, anatomy: Anatomy, held: Iterable[Held]) -> float:
+    """What a micro-batch keeps of the parameters that stage 3 brings together: a program keeps what goes into it until
+    its backward pass, so giving the memory back frees it only where the layer is computed again."""
+    engine = layout.plan.recipe.engine
+    if engine.mode != "to_static":
+        return 0.0
+    kept = 0.0
+    for h in held:
+        if h.is_stored_in_parts and h.layer is not None and not engine.computes_again(h.layer):
+            experts = isinstance(anatomy.layers[h.layer].mlp, Mixture)  # of these layers attention alone is compiled
+            if not experts or any(word in h.name for word in (".input_layernorm.", ".self_attn.")):
+                kept += h.size * h.num_bytes
     return kept
 
 
@@ -216,8 +236,10 @@ def _buffers(layout: Layout, anatomy: Anatomy, stage: int, held: Sequence[Held],
         behind = activations.kept_behind(anatomy, batch, how, scores_only)
     largest_in_layer = _largest(h for h in held if h.layer is not None)
     if is_last and not scores_only:
-        # forward logits beside softmax's output, backward its gradient; of 16-bit logits a float32 copy comes first
-        wide = 4 + (how.num_bytes if how.num_bytes < 4 else 0)
+        # forward logits beside softmax's output, backward its gradient, unless a kernel has one place for all of them;
+        # of 16-bit logits a float32 copy comes first
+        wide = 0 if "cross_entropy" in how.fused and how.tp == 1 else 4
+        wide += how.num_bytes if how.num_bytes < 4 else 0
         outside = _largest(h for h in held if h.layer is None)
         head = batch.supervised * anatomy.vocabulary / how.tp * wide + outside
     layer, e = anatomy.layers[top], how.num_bytes

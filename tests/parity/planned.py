@@ -105,7 +105,7 @@ def _check_schedule(found: Truth, plan: RunPlan, meshes: Sequence[Mesh], records
         lines[mesh.data_rank, mesh.coordinate["tp"]].append([Action(*action) for action in record["actions"]])
     costs = [cost.forward for cost in planned.costs], [cost.backward for cost in planned.costs]
     for line in lines.values():
-        if line != wanted:
+        if line != [list(actions) for actions in wanted]:
             found.problems.append("passes have run in another order")
             return
         found.bubble = simulate(line, *costs).bubble
