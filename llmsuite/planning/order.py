@@ -73,7 +73,7 @@ def check_order(plan: RunPlan) -> Played | None:
         return None
     calls = calls_of_ranks(plan)
     if problem := first_problem(calls):
-        raise UserError(f"the ranks of this run would not meet: {problem}")
+        raise UserError(f"{plan.loaded.name}: the ranks of this run would not meet: {problem}")
     return Played(len(calls), sum(map(len, calls.values())))
 
 
