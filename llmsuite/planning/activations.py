@@ -26,11 +26,11 @@ class Pass:
     supervised: int
     """Positions whose logits or scores are made."""
     documents: bool = False
-    """Whether layers are told that rows hold several documents, or what is padding."""
+    """Whether rows hold several documents, and layers are told."""
+    marked: bool = False
+    """Whether padding is marked, for gates or for those who take note of what goes into rounded layers."""
     expert_rows: float | None = None
     """Rows that come to the experts of a rank, a layer, where it is known; None when they are evenly dealt."""
-    marked: bool = False
-    """Whether padding is marked for those who take note of what goes into rounded layers."""
 
     @property
     def tokens(self) -> int:
@@ -208,6 +208,8 @@ def kept_for_all_layers(anatomy: Anatomy, batch: Pass, how: How) -> float:
     """The rotation, which every layer of a pass shares, and the mask where attention is to be computed again."""
     attention = anatomy.layers[0].attention
     again = mask_bytes(anatomy.layers[0], batch, how) if how.recompute != "none" else 0.0
+    if how.recompute == "full" and batch.marked and any(isinstance(layer.mlp, Mixture) for layer in anatomy.layers):
+        again += 4 * batch.tokens  # which tokens count, for gates
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return again
     size = attention.turned if isinstance(attention, Latent) else attention.head_size

@@ -97,15 +97,15 @@ def full_pass(plan: RunPlan) -> Pass:
     if recipe.train.micro_batch_tokens is not None:
         rows = max(1, recipe.train.micro_batch_tokens // length)
     supervised = rows if plan.stage.head == "score" else rows * length
-    return Pass(rows, length, supervised, documents_of(plan), marked=recipe.qat.activation_bits is not None)
-
-
-def documents_of(plan: RunPlan) -> bool:
-    """Whether layers are told where documents begin, or what is padding."""
-    recipe = plan.recipe
     section = getattr(recipe, plan.stage.section_name)
-    marked = bool(plan.family.shard_plan is not None and plan.family.shard_plan.gates)
-    return recipe.data.packing != "none" or getattr(section, "document_mask", False) or marked
+    documents = recipe.data.packing != "none" or getattr(section, "document_mask", False)
+    return Pass(rows, length, supervised, documents, marks_padding(plan))
+
+
+def marks_padding(plan: RunPlan) -> bool:
+    """Whether it is marked in the rows what is padding: for gates, and for those who take note of inputs."""
+    gates = plan.family.shard_plan is not None and bool(plan.family.shard_plan.gates)
+    return gates or plan.recipe.qat.activation_bits is not None
 
 
 def memory(
@@ -165,7 +165,6 @@ def kept_by_part(layout: Layout, anatomy: Anatomy, part: int, batch: Pass, how: 
         kept += activations.kept_in_front(anatomy, batch, how)
     else:  # what was received
         kept += batch.tokens * anatomy.hidden * how.num_bytes / (how.tp if how.sequence_parallel else 1)
-        kept += batch.tokens * activations.INDEX_BYTES if batch.documents else 0
     if part == last:
         kept += activations.kept_behind(anatomy, batch, how, layout.plan.stage.head == "score")
     return kept
