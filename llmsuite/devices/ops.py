@@ -85,6 +85,8 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    """Of logits that nothing else needs."""
     heads_first: bool = False
     """Give `attention` keys and values, and keep them in the cache, as [B, J, S, K]: for generation, where turning the
     whole cache in every pass would take longer than all else."""

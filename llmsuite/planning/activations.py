@@ -121,7 +121,7 @@ def attention_kept(layer: LayerAnatomy, batch: Pass, how: How) -> float:
         kept += tokens * e * (heads + kv_heads) * size  # both halves of queries and keys, before
     output = tokens * e * heads * size
     if is_fused(layer, how):
-        statistics = heads * tokens * 4
+        statistics = 0 if again else heads * tokens * 4
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output + statistics
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
@@ -241,6 +241,7 @@ def kept_behind(anatomy: Anatomy, batch: Pass, how: How, scores: bool) -> float:
     picked = batch.supervised * (anatomy.hidden * how.num_bytes + INDEX_BYTES)
     if scores:
         return norm + picked
-    # of float32 logits softmax's output; where they are cut: shifted, their exponentials, and which one is the target
+    # of float32 logits softmax's output, or they themselves; where they are cut: shifted, their exponentials, and which
+    # one is the target
     times = 1 if how.tp == 1 else 3
     return norm + picked + batch.supervised * (times * 4 * anatomy.vocabulary / how.tp + 3 * 4)

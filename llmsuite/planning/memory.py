@@ -235,8 +235,10 @@ def _buffers(layout: Layout, anatomy: Anatomy, stage: int, held: Sequence[Held],
         behind = activations.kept_behind(anatomy, batch, how, scores_only)
     largest_in_layer = _largest(h for h in held if h.layer is not None)
     if is_last and not scores_only:
-        # forward logits beside softmax's output, backward its gradient; of 16-bit logits a float32 copy comes first
-        wide = 4 + (how.num_bytes if how.num_bytes < 4 else 0)
+        # forward logits beside softmax's output, backward its gradient, unless a kernel has one place for all of them;
+        # of 16-bit logits a float32 copy comes first
+        wide = 0 if "cross_entropy" in how.fused and how.tp == 1 else 4
+        wide += how.num_bytes if how.num_bytes < 4 else 0
         outside = _largest(h for h in held if h.layer is None)
         head = batch.supervised * anatomy.vocabulary / how.tp * wide + outside
     layer, e = anatomy.layers[top], how.num_bytes

@@ -4,8 +4,8 @@ Each rank's calls of a step are written down in the order in which the engine ma
 `engine.schedule` with the messages of `engine.pipeline` between them, then what `engine.step` does once. Then they are
 compared, group by group, and played through. A test holds them against the calls that ranks have logged.
 
-What goes along tp, to experts and between pieces of parameters inside of a pass stands as one call of the whole group:
-there the ranks of a group run the same operations of the same part.
+What is sent inside of a pass, along tp, to experts, of pieces of parameters and of gradients, stands as one call of the
+whole group: there its ranks run the same operations of the same part.
 
 Ranks that differ in their place along dp, sharding, ep or tp differ only in what they own. So of each such axis two are
 played, however long it is.
@@ -216,8 +216,9 @@ class _Rank:
         gated = bool(self._layout.cuts.gates)
         if gated and train.expert_balance_loss:
             yield from self._call("run", "all_reduce", (2,), "weight of the balance loss")
+        last_backward = {action.chunk: action for action in passes if not action.forward}
         for action in passes:
-            yield from self._pass(action)
+            yield from self._pass(action, sums=last_backward.get(action.chunk) is action)
         yield from self._ledger()
         learnt = [held for held in self._held if held.is_trained]
         for held in learnt:
@@ -242,7 +243,8 @@ class _Rank:
         if len((group := self._groups[name]).ranks) > 1:
             yield Call(group, what, size, why)
 
-    def _pass(self, action: Action, evaluates: bool = False) -> Iterator[Call]:
+    def _pass(self, action: Action, evaluates: bool = False, sums: bool = False) -> Iterator[Call]:
+        """`sums`: whether gradients that are complete behind it are added up over the data ranks meanwhile."""
         part = action.chunk * len(self._line) + self._stage
         ahead, behind = (part + 1, part - 1) if action.forward else (part - 1, part + 1)
         if 0 <= behind <= self._last:
@@ -256,6 +258,9 @@ class _Rank:
         cuts = self._layout.sharding == 3 or (self._layout.sharding == 2 and not action.forward)
         for name in ("sharding", "experts' sharding"):
             if cuts and any(held.parts > 1 and _axis("sharding", held) == name for held in inside):
+                yield from self._call(name, "pass", (), why)
+        for name in ("data", "experts' data"):
+            if sums and any(h.has_gradient and not _adds_up_early(h) and _axis("data", h) == name for h in inside):
                 yield from self._call(name, "pass", (), why)
         if 0 <= ahead <= self._last:
             yield from self._messages("send", action, ahead, evaluates)
@@ -283,13 +288,16 @@ class _Rank:
 
     def _gradient(self, held: Held) -> Iterator[Call]:
         why = f"gradient of {held.name}"
-        if held.stage >= 2 and held.parts > 1:
+        if _adds_up_early(held):
             yield from self._call(_axis("dp", held), "all_reduce", (held.piece,), why)
-        else:
-            yield from self._call(_axis("data", held), "all_reduce", held.local_shape, why)
         if held.is_tied:
             own = (held.owned,) if held.parts > 1 else held.local_shape
             yield from self._call("tied", "all_reduce", own, f"{why}, of first and last stage")
+
+
+def _adds_up_early(held: Held) -> bool:
+    """Whether a gradient is cut over the sharding axis as every backward pass makes it."""
+    return held.stage >= 2 and held.parts > 1
 
 
 def _axis(name: str, held: Held) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from llmsuite.cli import commands
+from llmsuite.engine.mesh import Mesh
+from llmsuite.planning.layout import Layout
 from llmsuite.planning.order import calls_of_ranks
 from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import load_plugins
@@ -69,19 +71,21 @@ def test_ranks_make_the_calls_that_are_written_down(logged: Runner, name: str) -
     plan = plan_run(f"recipes/{RUNS[name][0]}.json", _words(name), load_plugins(builtin, commands), smoke=True)
     planned = calls_of_ranks(plan, 8 // plan.degrees.num_data_ranks)
     assert sorted(planned) == [0, 1, 2, 3]
+    layout = Layout(plan)
     for rank, calls in planned.items():
         end = next(i for i, call in enumerate(calls) if call.why.endswith("in an evaluation"))
         expected = [call for call in calls[:end] if call.what != "pass"]
         records = json.loads((logged.directory / name / f"{rank}.json").read_text())
-        found = [r for r in records if r["step"] == STEP and not _aside(r)]
+        step = [
+            r for r in records if r["step"] == STEP and not r["where"].startswith("loop.py")
+        ]  # which writes it down
+        ledger = next(i for i, r in enumerate(step) if r["where"].startswith("loss_ledger.py"))
+        inside = [r for r in step[:ledger] if r["where"].startswith(("sharding.py", "experts.py"))]
+        found = [r for r in step if r not in inside]
         assert [(r["what"], r["ranks"]) for r in found] == [(c.what, sorted(c.group.ranks)) for c in expected], rank
         for call, record in zip(expected, found):
             assert not call.size or record["shape"] == str(list(call.size)), (call, record)
-
-
-def _aside(record: dict[str, Any]) -> bool:
-    """Whether a call is made inside of a pass, or by the loop when it writes down a step."""
-    return record["what"] in ("reduce_scatter", "all_to_all") or record["where"].split(":")[0] in (
-        "loop.py",
-        "experts.py",
-    )
+        sums = [r["shape"] for r in inside if r["what"] == "all_reduce"]
+        held = [h for h in layout.held(Mesh(plan.degrees, rank)) if h.has_gradient and h.stage < 2]
+        summed = held if plan.degrees.num_data_ranks > 1 else []
+        assert sorted(sums) == sorted(str(list(h.local_shape)) for h in summed)

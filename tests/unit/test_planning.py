@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +197,35 @@ def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--search: needs a device" in capsys.readouterr().err
 
 
-def test_the_pages_numbers_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
-    for recipe in ("recipes/deepseek/deepseek-v3-pretrain.json",):
-        main(["plan", recipe, "--hardware", "h800"])
-        peak = capsys.readouterr().out.split("\npeak ")[1].split(":")[0]
-        assert peak in page
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
+PUBLISHED = PAGE[PAGE.index("## Published layouts") :]
+COMMANDS = [line for line in PUBLISHED.splitlines() if line.startswith("llmsuite plan ")]
+
+
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
+def test_the_pages_numbers_are_those_of_the_command(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The peak; of the one whose point is another number, what the parameters of a stage take."""
+    main(shlex.split(COMMANDS[number])[1:])
+    said = capsys.readouterr().out
+    told = re.search(r"\n  1 +[\d,]+ +(\S+ GiB)" if "--devices 16 " in COMMANDS[number] else r"\npeak (\S+ GiB)", said)
+    assert told is not None
+    assert told[1] in PUBLISHED, told[1]
+
+
+def test_the_page_compares_what_the_plan_says() -> None:
+    words = shlex.split(next(line for line in COMMANDS if "=selective" in line))[3:]
+    plan = run_plan("recipes/deepseek/deepseek-v3-pretrain.json", *_without_devices(words))
+    second, gb = estimate(plan).stages[1], 1e9
+    assert f"{(second.parameters + second.gradients) / gb:.1f} GB on the second stage" in PUBLISHED
+    assert f"{(second.copies + second.moments) / gb:.1f} GB" in PUBLISHED
+    kept = second.activations / gb
+    whole = run_plan(plan.loaded.name, *_without_devices(words), "--engine.recompute=none")
+    assert f"{estimate(whole).stages[1].activations / gb:.0f} GB on the second stage, {kept:.0f} GB" in PUBLISHED
+
+
+def _without_devices(words: list[str]) -> list[str]:
+    assert words[:4] == ["--devices", "256", "--hardware", "h100"]
+    return ["--launch.num_devices=8", "--launch.nnodes=32", *words[4:]]
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from paddle.base import core
 
 from llmsuite.cli import commands
 from llmsuite.cli.main import main
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.xpu import XpuBackend
@@ -55,10 +57,10 @@ def run_plan(recipe: str, *words: str, smoke: bool = False) -> RunPlan:
     return plan_run(recipe, words, load_plugins(builtin, commands), smoke)
 
 
-def trained(family: str, shape: dict[str, Any]) -> Any:
+def trained(family: str, shape: dict[str, Any], ops: Ops) -> Any:
     """A tiny model with memory, in training."""
     spec = FAMILIES[family]
-    model = spec.factory()(spec.config_cls(**{**spec.smoke, **shape}), Ops())
+    model = spec.factory()(spec.config_cls(**{**spec.smoke, **shape}), ops)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.set_value(paddle.randn(parameter.shape) * 0.05)
@@ -125,11 +127,13 @@ def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precis
         assert held.owned == (0 if shard.is_empty else local.numel().item() if parts == 1 else shard.owned.size)
 
 
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
-def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recompute: str) -> None:
+def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recompute: str, is_fused: bool) -> None:
     """By the count of the allocator, byte for byte."""
-    model, spec = trained(family, shape), FAMILIES[family]
+    backend = CpuBackend()
+    model, spec = trained(family, shape, backend.ops("fp32") if is_fused else Ops()), FAMILIES[family]
     assert spec.shard_plan is not None
     assert spec.anatomy is not None
     if recompute == "full":
@@ -143,7 +147,8 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
     for number in (2, 3):
         layer = model.model.layers[number]
         found = allocated(lambda layer=layer: layer.states(x, *inputs))
-        how = How(num_bytes=4, recompute=recompute, every=2)
+        fused = backend.fused("fp32") if is_fused else frozenset[str]()
+        how = How(num_bytes=4, recompute=recompute, every=2, fused=fused)
         planned = activations.kept_by_layer(spec.anatomy(model.config), number, Pass(rows, length, rows * length), how)
         assert found == planned, number
 
@@ -177,6 +182,7 @@ def allocated(call: Callable[[], Any]) -> int:
     """Bytes that are alive when a call is over, its result included."""
     del_first = call()  # what is made once a process
     del del_first
+    gc.collect()  # or what another test has left is freed meanwhile
     before = core.host_memory_stat_current_value("Allocated", 0)
     result = call()
     found = core.host_memory_stat_current_value("Allocated", 0) - before
@@ -197,11 +203,11 @@ def test_a_pass_holds_most_where_the_schedule_does() -> None:
         assert peak_held(actions, lambda action: 3.0 if action.chunk else 5.0) == most
 
 
-@pytest.mark.parametrize("backend", [GpuBackend(), XpuBackend()], ids=["gpu", "xpu"])
+@pytest.mark.parametrize("backend", [CpuBackend(), GpuBackend(), XpuBackend()], ids=["cpu", "gpu", "xpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_fused_kernels_are_those_that_models_get(backend: Any, precision: str) -> None:
     plain, ops = Ops(), backend.ops(precision)
-    names = ("attention", "rms_norm", "rotary", "swiglu")
+    names = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")
     assert backend.fused(precision) == {name for name in names if getattr(ops, name) is not getattr(plain, name)}
 
 
