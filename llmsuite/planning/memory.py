@@ -63,6 +63,9 @@ class StageMemory:
 def how_of(layout: Layout) -> How:
     """What of a run decides what a pass keeps."""
     plan, engine, parallel = layout.plan, layout.plan.recipe.engine, layout.plan.recipe.parallel
+    backend = plan.device.factory()
+    fused = backend.fused(engine.precision)
+    in_programs = plan.degrees.tp > 1 and engine.mode == "to_static"
     return How(
         num_bytes=BYTES[engine.precision],
         tp=plan.degrees.tp,
@@ -70,7 +73,9 @@ def how_of(layout: Layout) -> How:
         sequence_parallel=parallel.sequence_parallel,
         recompute=engine.recompute,
         every=engine.recompute_every,
-        fused=plan.device.factory().fused(engine.precision),
+        fused=frozenset() if backend.fuses_alike_only and in_programs else fused,
+        fused_outside=fused,
+        fuses_alike_only=backend.fuses_alike_only,
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
