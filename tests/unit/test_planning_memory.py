@@ -26,10 +26,11 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.qat import fake_quantize_layers, fake_quantized
 from llmsuite.models.targets import linear_modules, pick_modules, with_adapters
 from llmsuite.planning import activations
 from llmsuite.planning.activations import How, Pass
-from llmsuite.planning.layout import Layout
+from llmsuite.planning.layout import Layout, Model
 from llmsuite.planning.memory import memory
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.plugins import builtin
@@ -108,7 +109,7 @@ def test_each_part_has_the_parameters_that_are_kept_for_it(family: str, tied: bo
 )
 def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precision: str, frozen: bool) -> None:
     name, width = "model.norm.weight", 4 if precision == "fp32" else 2
-    layout = Layout(ONE_DEVICE[precision], {name: (size,)})
+    layout = Layout(ONE_DEVICE[precision], Model(ONE_DEVICE[precision], {name: (size,)}))
     layout.sharding, layout.trained = stage, set() if frozen else {name}
     for rank in range(parts):
         mesh = Mesh(Degrees(1, 1, parts, 1), rank)
@@ -150,6 +151,31 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
         how = How(num_bytes=4, recompute=recompute, every=2, fused=fused)
         planned = activations.kept_by_layer(spec.anatomy(model.config), number, Pass(rows, length, rows * length), how)
         assert found == planned, number
+
+
+@pytest.mark.parametrize("rounds_inputs", [False, True])
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
+def test_a_rounded_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], rounds_inputs: bool) -> None:
+    """Of quantisation-aware training: weights and inputs on the grid of int8, byte for byte."""
+    model, spec = trained(family, shape), FAMILIES[family]
+    assert spec.shard_plan is not None
+    assert spec.anatomy is not None
+    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    modules = adapted_modules(model, spec.shard_plan, None)
+    fake_quantize_layers(model, modules, rounds_weight=True)
+    for _, module in fake_quantized(model):
+        module.input_scale = 0.01 if rounds_inputs else None
+    rows, length = 2, 37
+    x = paddle.randn([rows, length, model.config.hidden_size])
+    x.stop_gradient = False
+    inputs = model.layer_inputs(0, length, x.dtype)
+    for number in (0, 3):
+        layer = model.model.layers[number]
+        found = allocated(lambda layer=layer: layer.states(x, *inputs))
+        rounded = {module: sizes[f"{module}.weight"] for module in modules}
+        how = How(num_bytes=4, rounded=rounded, rounds_inputs=rounds_inputs)  # type: ignore[arg-type]
+        batch = Pass(rows, length, rows * length)
+        assert found == activations.kept_by_layer(spec.anatomy(model.config), number, batch, how), number
 
 
 def allocated(call: Callable[[], Any]) -> int:
