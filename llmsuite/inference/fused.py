@@ -32,7 +32,7 @@ def fuse(model: CausalLM) -> None:
     for module in model.sublayers():
         if isinstance(module, GatedMLP) and _is_plain(module.gate_proj, module.up_proj):
             module.__dict__["forward"] = FusedMLP(module).forward
-        elif isinstance(module, RMSNorm) and module.norm is rms_norm:
+        elif isinstance(module, RMSNorm) and module.norm is rms_norm and module.weight.place.is_cpu_place():
             module.norm = _rms_norm
         elif type(module).forward is DecoderLayer.forward:
             module.__dict__["forward"] = FusedLayer(module).forward
