@@ -77,7 +77,7 @@ class ParameterShard:
         """Whether the backward pass that is under way is the step's last one through this parameter."""
         self._on_its_way: tuple[Tensor | None, Any] | None = None
         """The gradient that is added up over the data ranks, and what to wait for."""
-        if (self._collects_early or mesh.data_group is not None) and not parameter.stop_gradient:
+        if (self._collects_early or mesh.degrees.num_data_ranks > 1) and not parameter.stop_gradient:
             parameter._register_backward_hook(self._pass_ended)
 
     # values

@@ -39,10 +39,10 @@ class Runner:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        kernels = cache_root() / "gloo"
-        kernels.mkdir(parents=True, exist_ok=True)
         (directory / "cache").mkdir()
-        (directory / "cache" / "gloo").symlink_to(kernels)
+        for kernels in (cache_root() / "gloo", cache_root() / "kernels"):
+            kernels.mkdir(parents=True, exist_ok=True)
+            (directory / "cache" / kernels.name).symlink_to(kernels)
         self.environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache"), "LLMSUITE_PLUGINS": ""}
         self._site = directory / "site"
 

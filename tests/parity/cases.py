@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from llmsuite.engine.launch import INTERRUPTED
-from tests.multi.conftest import RECIPE, Runner
+from llmsuite.plugins.manager import PluginInfo
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from tests.conftest import registry_with
+from tests.multi.conftest import RECIPE, ROOT, Runner
 from tests.parity import token_stage
 from tests.parity.points import Point
 
@@ -83,7 +86,14 @@ def one_process(point: Point) -> Case:
 def many_processes(point: Point) -> Case:
     """The run of a point."""
     words = [*COMMON, *_MANY, *OPTIMIZERS[point["optimizer"]], *point.words()]
-    return Case(str(point), point.num_ranks, words, recipe=RECIPES[point["stage"]])
+    return Case(str(point), point.num_ranks, words, recipe=RECIPES[point["stage"]], trace=True)
+
+
+def plan_of(case: Case) -> RunPlan:
+    """What a case runs."""
+    registry = registry_with()
+    registry.add(PluginInfo("tokens", "tests", "tokens", plugin=token_stage))
+    return plan_run(ROOT / case.recipe, case.words, registry, smoke=True)
 
 
 def run_points(runner: Runner, points: Iterable[Point]) -> dict[str, str]:
