@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "benchmarks" / "peers"
 sys.path[:0] = [str(ROOT), str(PEERS)]
 
-from tasks import TASKS, Prepared, Task, prepare  # noqa: E402
+from tasks import ENVIRONMENTS, TASKS, Prepared, Task, prepare  # noqa: E402
 from turns import MARK  # noqa: E402
 from venvs import python_of, versions  # noqa: E402
 
@@ -107,7 +107,7 @@ class Engine:
 def _command(name: str, prepared: Prepared) -> list[str]:
     if name == OURS:
         return [sys.executable, "-m", "llmsuite", "run", str(prepared.recipe)]
-    environment = "paddlenlp" if name.startswith("paddlenlp") else "torch"
+    environment = ENVIRONMENTS[name]
     return [str(python_of(environment)), str(PEERS / f"{environment}_steps.py"), str(prepared.asked), name]
 
 
@@ -167,10 +167,22 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def loss_difference(task: Task, peer: str, ours: Measured, theirs: Measured) -> float:
+def loss_difference(task: Task, ours: Measured, theirs: Measured) -> float:
     """The largest between the losses of a step; of LoRA only the first, as each draws its adapters itself."""
     count = 1 if task.name == "lora" else len(ours.losses)
     return max(abs(a - b) for a, b in zip(ours.losses[:count], theirs.losses[:count]))
+
+
+def check_losses(found: Mapping[str, Mapping[str, Measured]]) -> None:
+    """Raises SystemExit when an engine has learnt something else than ours."""
+    for name, engines in found.items():
+        for peer, theirs in engines.items():
+            ours = engines[OURS]
+            if (difference := loss_difference(TASKS[name], ours, theirs)) > TOLERANCE:
+                raise SystemExit(
+                    f"{name}: losses of {OURS} and {peer} differ by {difference:.1e}, more than {TOLERANCE}: "
+                    f"{ours.losses} and {theirs.losses}"
+                )
 
 
 def table(found: Mapping[str, Mapping[str, Measured]]) -> list[str]:
@@ -188,7 +200,7 @@ def table(found: Mapping[str, Mapping[str, Measured]]) -> list[str]:
             memory = f"**{ours.peak_bytes / theirs.peak_bytes:.2f}**"
             seconds = f"{statistics.median(ours.seconds):.2f}, {statistics.median(theirs.seconds):.2f}"
             size = f"{ours.peak_bytes / 1e9:.2f}, {theirs.peak_bytes / 1e9:.2f}"
-            difference = f"{loss_difference(TASKS[name], peer, ours, theirs):.1e}"
+            difference = f"{loss_difference(TASKS[name], ours, theirs):.1e}"
             cells = [TASKS[name].title, peer, speed, memory, seconds, size, difference]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -222,8 +234,7 @@ def main() -> int:
     data = os.environ.get("LLMSUITE_TEST_DATA", str(ROOT.parent / "shared" / "data"))
     parser.add_argument("--data", type=Path, default=Path(data), help="default: $LLMSUITE_TEST_DATA")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    everyone = sorted({peer for task in TASKS.values() for peer in task.peers})
-    parser.add_argument("--peers", nargs="+", choices=everyone, help="default: all that have the task")
+    parser.add_argument("--peers", nargs="+", choices=list(ENVIRONMENTS), help="default: all that have the task")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1, help="of a round")
     parser.add_argument("--threads", type=int, default=2, help="of each engine")
@@ -237,20 +248,10 @@ def main() -> int:
     if arguments.json:
         plain = {task: {name: dataclasses.asdict(m) for name, m in engines.items()} for task, engines in found.items()}
         arguments.json.write_text(json.dumps(plain, indent=1) + "\n")
-    names = {peer for engines in found.values() for peer in engines}
-    environments = [e for e in ("torch", "paddlenlp") if any(n != OURS and (n[:6] == e[:6]) == (e != "torch") for n in names)]
-    lines = [conditions(arguments, environments), "", *table(found)]
+    used = sorted({ENVIRONMENTS[name] for engines in found.values() for name in engines if name != OURS})
+    lines = [conditions(arguments, used), "", *table(found)]
     print("\n".join(lines))
-    wrong = [
-        f"{name}: losses of {OURS} and {peer} differ by {difference:.1e}, more than {TOLERANCE}: {ours.losses} "
-        f"against {engines[peer].losses}"
-        for name, engines in found.items()
-        for ours in [engines[OURS]]
-        for peer in engines
-        if (difference := loss_difference(TASKS[name], peer, ours, engines[peer])) > TOLERANCE
-    ]
-    if wrong:
-        raise SystemExit("\n".join(wrong))
+    check_losses(found)
     if arguments.write:
         write_page(lines)
     return 0

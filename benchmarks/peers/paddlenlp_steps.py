@@ -126,7 +126,7 @@ def main() -> None:
         rows: Any = np.load(task["rows"])
         PlainTrainer(model, data_collator=stretches, train_dataset=Rows(rows), **common).train()
         return
-    rows = [json.loads(line) for line in Path(task["rows"]).open()]
+    rows = [json.loads(line) for line in Path(task["rows"]).read_text().splitlines()]
     if kind == "dpo":
         from types import SimpleNamespace
 
@@ -135,12 +135,18 @@ def main() -> None:
             ref_model_update_steps=-1, sft_loss_ratio=0.0, pref_loss_ratio=1.0, dpop_lambda=50, simpo_gamma=0.5,
             normalize_logps=False,
         )  # fmt: skip
-        PairTrainer(
-            model, pairs, ref_model=load(), dpo_config=config, train_dataset=Rows(rows), **common
-        ).train()
+        PairTrainer(model, pairs, ref_model=load(), dpo_config=config, train_dataset=Rows(rows), **common).train()
         return
     if kind == "lora":
-        names = [".*q_proj.*", ".*k_proj.*", ".*v_proj.*", ".*o_proj.*", ".*gate_proj.*", ".*up_proj.*", ".*down_proj.*"]
+        names = [
+            ".*q_proj.*",
+            ".*k_proj.*",
+            ".*v_proj.*",
+            ".*o_proj.*",
+            ".*gate_proj.*",
+            ".*up_proj.*",
+            ".*down_proj.*",
+        ]
         lora = LoRAConfig(target_modules=names, r=task["rank"], lora_alpha=task["alpha"], dtype="float32")
         model = LoRAModel(model, lora)
         model.mark_only_lora_as_trainable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,11 @@ RANDOM_MODEL = {
 }  # fmt: skip
 ROWS = {"sft": "alpaca_en_demo.json", "lora": "alpaca_en_demo.json", "dpo": "dpo_en_demo.json"}
 """Files of LLaMA-Factory's `data/`."""
+ENVIRONMENTS = {
+    "transformers": "torch", "trl": "torch", "trl-precomputed": "torch", "paddlenlp": "paddlenlp",
+    "paddlenlp-as-is": "paddlenlp",
+}  # fmt: skip
+"""Peers, and the virtual environment each runs in (`venvs.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +44,10 @@ class Task:
 TASKS = {
     task.name: task
     for task in (
-        Task("pretrain", "pretraining, 33.7M, 4 x 512 tokens", 4, 1e-4, ("transformers", "paddlenlp", "paddlenlp-as-is")),
-        Task("sft", "SFT, SmolLM2-135M, 4 rows", 4, 1e-5, ("trl", "paddlenlp")),
-        Task("lora", "LoRA of rank 16, the same rows", 4, 1e-4, ("trl", "paddlenlp")),
-        Task("dpo", "DPO, SmolLM2-135M, 2 pairs", 2, 1e-5, ("trl", "trl-precomputed", "paddlenlp")),
+        Task("pretrain", "pretraining", 4, 1e-4, ("transformers", "paddlenlp", "paddlenlp-as-is")),
+        Task("sft", "SFT", 4, 1e-5, ("trl", "paddlenlp")),
+        Task("lora", "LoRA", 4, 1e-4, ("trl", "paddlenlp")),
+        Task("dpo", "DPO", 2, 1e-5, ("trl", "trl-precomputed", "paddlenlp")),
     )
 }
 
@@ -67,6 +72,7 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         threads: of each engine.
     """
     from llmsuite.cli import commands
+    from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.plugins import builtin
     from llmsuite.plugins.manager import load_plugins
 
@@ -97,9 +103,11 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
     }  # fmt: skip
     recipe = place / "recipe.json"
     recipe.write_text(json.dumps(content, indent=2))
-    rows = _rows(task, recipe, load_plugins(builtin, commands), steps * task.batch)
+    tokenizer = TextTokenizer(model)
+    rows = _write_rows(task, recipe, load_plugins(builtin, commands), place, steps * task.batch, tokenizer)
     asked = {
-        "kind": task.name, "model": str(model), "rows": str(rows(place)), "batch": task.batch, "steps": steps,
+        "kind": task.name, "model": str(model), "eos": tokenizer.special_tokens["eos_token"],
+        "rows": str(rows), "batch": task.batch, "steps": steps,
         "learning_rate": task.learning_rate, "max_length": LENGTH, "beta": BETA, **LORA, "threads": threads,
         "scratch": str(place / "peers"),
     }  # fmt: skip
@@ -107,8 +115,8 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
     return Prepared(recipe, place / "asked.json")
 
 
-def _rows(task: Task, recipe: Path, registry: Any, count: int) -> Callable[[Path], Path]:
-    """What llmsuite will read from the recipe, in the order in which it takes it; writes it down for the peers."""
+def _write_rows(task: Task, recipe: Path, registry: Any, place: Path, count: int, tokenizer: Any) -> Path:
+    """What llmsuite will read from the recipe, in the order in which it takes it, for the peers."""
     from llmsuite.data.loader import SampleOrder
     from llmsuite.recipe.resolve import plan_run
     from llmsuite.stages.explain import open_stage
@@ -118,9 +126,10 @@ def _rows(task: Task, recipe: Path, registry: Any, count: int) -> Callable[[Path
     samples = stage.read(plan.train_file)
     order = SampleOrder(len(samples), SEED)
     taken = [samples[order.at(position)] for position in range(count)]
-    if task.name == "pretrain":
-        return lambda place: _save_stretches(place / "rows.npy", taken)
-    return lambda place: _save_texts(place / "rows.jsonl", [_parts(sample) for sample in taken], stage.context.tokenizer)
+    if task.name != "pretrain":
+        return _save_texts(place / "rows.jsonl", [_parts(sample) for sample in taken], tokenizer)
+    np.save(place / "rows.npy", np.stack(taken).astype("int64"))
+    return place / "rows.npy"
 
 
 def _parts(sample: Any) -> dict[str, list[int]]:
@@ -130,11 +139,6 @@ def _parts(sample: Any) -> dict[str, list[int]]:
     begin = int(np.flatnonzero(sample.weights)[0])
     assert sample.weights[begin:].all(), "several answers in a row: a peer would be taught something else"
     return {"prompt": sample.ids[:begin].tolist(), "completion": sample.ids[begin:].tolist()}
-
-
-def _save_stretches(path: Path, samples: Sequence[np.ndarray]) -> Path:
-    np.save(path, np.stack(samples).astype("int64"))
-    return path
 
 
 def _save_texts(path: Path, rows: Sequence[dict[str, list[int]]], tokenizer: Any) -> Path:

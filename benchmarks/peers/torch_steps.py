@@ -1,6 +1,6 @@
 """A peer: HF transformers' Trainer, or TRL's, on torch. Runs in a virtual environment of its own, see `venvs.py`.
 
-    python torch_steps.py TASK.json PEER
+python torch_steps.py TASK.json PEER
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from turns import Turns
 
@@ -62,10 +62,16 @@ def main() -> None:
     kind = task["kind"]
     common: dict[str, Any] = {"callbacks": [TakeTurns()]}
     if kind == "pretrain":
+        arguments["remove_unused_columns"] = False  # or `shift_labels` would go, and with it the last target
         Trainer(model, TrainingArguments(**arguments), train_dataset=Stretches(task["rows"]), **common).train()
         return
-    common["train_dataset"] = Dataset.from_list([json.loads(line) for line in Path(task["rows"]).open()])
-    common["processing_class"] = AutoTokenizer.from_pretrained(task["model"])
+    common["train_dataset"] = Dataset.from_list(
+        [json.loads(line) for line in Path(task["rows"]).read_text().splitlines()]
+    )
+    # by its file: the class that the directory names is a matter of whoever wrote it
+    common["processing_class"] = PreTrainedTokenizerFast(
+        tokenizer_file=f"{task['model']}/tokenizer.json", eos_token=task["eos"], pad_token=task["eos"]
+    )
     arguments |= {"max_length": task["max_length"], "pad_to_multiple_of": None}
     if kind == "dpo":
         precompute = peer == "trl-precomputed"
@@ -74,7 +80,9 @@ def main() -> None:
     else:
         lora = None
         if kind == "lora":
-            lora = LoraConfig(r=task["rank"], lora_alpha=task["alpha"], target_modules="all-linear", task_type="CAUSAL_LM")
+            lora = LoraConfig(
+                r=task["rank"], lora_alpha=task["alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
+            )
         SFTTrainer(model, args=SFTConfig(**arguments), peft_config=lora, **common).train()
 
 

@@ -12,8 +12,9 @@ MARK = "TURN "
 class Turns:
     """Counts the steps of a training loop that calls `wait`, and holds it between them.
 
-    On stdin comes a number of steps. When they are done, and once before the first, a line goes to stdout: how long they
-    have taken in all, by the clock and of CPU time, the losses the loop has told, and the peak of resident memory so far.
+    On stdin comes a number of steps. When they are done, and once before the first, a line goes to stdout: how long
+    they have taken in all, by the clock and of CPU time, the losses the loop has told, and the peak of resident memory
+    so far.
     """
 
     def __init__(self) -> None:

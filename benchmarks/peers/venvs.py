@@ -16,8 +16,15 @@ TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PACKAGES = {
     "torch": ["transformers==5.23.0", "trl==1.16.0", "peft==0.21.2", "accelerate==1.15.0", "datasets==5.2.0"],
-    # numpy and aistudio-sdk: see pyproject.toml
-    "paddlenlp": ["paddlepaddle==3.3.1", "paddlenlp==3.0.0b4", "aistudio-sdk<0.3", "numpy==1.26.4"],
+    # what is beside paddlenlp: see pyproject.toml
+    "paddlenlp": [
+        "paddlepaddle==3.3.1",
+        "paddlenlp==3.0.0b4",
+        "aistudio-sdk<0.3",
+        "numpy==1.26.4",
+        "datasets==5.0.1",
+        "pyarrow==25.0.1",
+    ],
 }
 
 
