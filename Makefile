@@ -44,6 +44,7 @@ matrix: $(VENV)/test
 faults: $(VENV)/test
 	$(BIN)/python -m tests.faults
 	$(BIN)/python -m tests.kills 50
+	$(BIN)/python -m tests.stalls
 	$(BIN)/python -m tests.unit.merge_memory 4000
 
 # LLMSUITE_TEST_DATA: a directory with the files that docs/results.md names; for --tasks and the like call step.py itself

@@ -153,6 +153,24 @@ _ROUNDED = """\
 all others do; in later ones a last bit turns some values to the next step of the grid ([qat.md](qat.md))."""
 
 
+def _planned(runs: list[dict[str, Any]]) -> list[str]:
+    """How far runs are from their plans; nothing when no run was held against its plan."""
+    held = [run for run in runs if "calls" in run]
+    if not held:
+        return []
+    calls, num_bytes = sum(run["calls"] for run in held), sum(run["bytes"] for run in held)
+    worst = max(held, key=lambda run: abs(run["memory"]))
+    return [
+        "## Against the plan",
+        "",
+        f"Of {len(held)} runs the last step was held against `llmsuite plan`, on every rank: each of {calls:,} calls "
+        f"({num_bytes / 1e9:.2f} GB) is planned, with its operation, group and shape; passes ran in the planned order, "
+        f"and ranks of a pipeline waited as long. Live memory differs by at most {abs(worst['memory']):.1%} "
+        f"({worst['recipe']}, {worst['mode']}). See [planning.md](planning.md).",
+        "",
+    ]
+
+
 def support_page(report: Mapping[str, Any], registry: Registry) -> str:
     """What has passed, by family and stage, and each run."""
     runs: list[dict[str, Any]] = report["runs"]
@@ -168,7 +186,14 @@ def support_page(report: Mapping[str, Any], registry: Registry) -> str:
                     modes.setdefault(run["mode"], []).append(run["passed"])
             cells.append(", ".join(m if all(passed) else f"{m} FAILS" for m, passed in modes.items()) or "not tested")
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
-    lines += ["", "## Recipes", "", "| recipe | mode | its mesh | run on | loss | gradient norm |", "|---" * 6 + "|"]
+    lines += [
+        "",
+        *_planned(runs),
+        "## Recipes",
+        "",
+        "| recipe | mode | its mesh | run on | loss | gradient norm |",
+        "|---" * 6 + "|",
+    ]
     for run in runs:
         if not run["passed"]:
             numbers = [run["problem"], ""]

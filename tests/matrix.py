@@ -1,6 +1,7 @@
 """Every recipe, made small by `--smoke`, on its own mesh against one process.
 
-Of a recipe that does not train, answers are compared in place of losses, to the token.
+Of a recipe that does not train, answers are compared in place of losses, to the token. One that trains is held
+against its plan too: what every rank sends in a step, in which order its passes run, what lives in its memory.
 
 `make matrix` runs all of them and writes docs/support.json, of which docs/support.md is made; a test fails when a
 recipe is not the one that was run. With names it runs those only and puts them in their place in the report:
@@ -25,7 +26,9 @@ from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.section import as_plain
 from tests.conftest import registry_with
 from tests.multi.conftest import ROOT, Runner
+from tests.parity import planned
 from tests.parity.cases import LIMIT, Case, run_cases
+from tests.parity.planned import truth_of
 from tests.parity.qat import FLIPPED
 
 REPORT = ROOT / "docs" / "support.json"
@@ -86,7 +89,8 @@ class Entry:
 
     def many(self, registry: Registry) -> Case:
         """On its own mesh."""
-        return Case(self.name, self.plan(registry).degrees.num_ranks, self.words(registry), recipe=self.path)
+        num_ranks, words = self.plan(registry).degrees.num_ranks, self.words(registry)
+        return Case(self.name, num_ranks, words, recipe=self.path, trace=self.trains(registry))
 
     def one(self, registry: Registry) -> Case:
         """The same model and batch in one process; equal ones of several recipes are one case."""
@@ -138,6 +142,8 @@ def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dic
         else:
             rounded = plan.recipe.qat.activation_bits is not None
             record |= _compared(runner, ones[entry].name, entry.name, rounded)
+            if record["passed"]:
+                record |= _planned(runner, entry.name, plan)
         records.append(record)
     return records
 
@@ -158,6 +164,17 @@ def _compared(runner: Runner, one: str, many: str, rounded: bool) -> dict[str, A
         return {"passed": False, "problem": f"differs by {json.dumps(found_by)}"}
     told = {"rounded": True} if rounded else {}
     return {**{key: max(values) for key, values in found_by.items()}, **told, "passed": True}
+
+
+def _planned(runner: Runner, name: str, plan: RunPlan) -> dict[str, Any]:
+    """How the last step was against its plan."""
+    found = truth_of(runner.directory / name, plan)
+    if found.problems:
+        return {"passed": False, "problem": f"not as planned: {found.problems[0]}"}
+    live = found.live_memory
+    if not abs(live) <= planned.LIMIT:
+        return {"passed": False, "problem": f"live memory is planned {live:+.1%} off"}
+    return {"calls": found.calls, "bytes": found.num_bytes, "memory": live, "bubble": found.bubble}
 
 
 def _same_answers(runner: Runner, one: str, many: str) -> dict[str, Any]:

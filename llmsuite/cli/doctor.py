@@ -34,6 +34,7 @@ Finding = tuple[str, str, str]
 def add_arguments(parser: Any) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="the device to check; see: llmsuite list devices")
     parser.add_argument("--num_devices", type=int, default=1, help="devices here; above 1 their network is checked too")
+    parser.add_argument("--ops", action="store_true", help="show which kernel each operation of a model gets instead")
     parser.add_argument("--nnodes", type=int, default=1, help="machines; start the same command on each of them")
     parser.add_argument("--master", type=str | None, help="host:port of machine 0, with several")
     parser.add_argument("--node_rank", type=int, default=0, help="which machine this is, from 0")
@@ -46,12 +47,31 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError("--master: is required with several machines: host:port of machine 0, where the others find it")
     if is_worker():
         return _rank(args, registry)
+    if args.ops:
+        return _show_ops(args.device, registry)
     width = 14
     worst = 0
     for level, what, text in _findings(args, registry):
         print(f"{level:4}  {what:{width}}  {text}", flush=True)
         worst = max(worst, 2 if level == _BAD else 0)
     return worst
+
+
+def _show_ops(name: str, registry: Registry) -> int:
+    """Also of a device that is not here: what it would do."""
+    if name not in registry.devices:
+        raise UserError(f"--device: {registry.unknown('device', name)}")
+    backend = registry.devices[name].factory()
+    from llmsuite.devices.start import start_paddle
+
+    start_paddle(backend, 1)
+    from llmsuite.devices.ops import chosen
+
+    for precision in backend.precisions:
+        print(f"{name}, {precision}")
+        for operation, is_fused, what in chosen(backend.ops(precision)):
+            print(f"  {operation:14}  {'fused' if is_fused else 'plain'}  {what}")
+    return 0
 
 
 def _findings(args: Any, registry: Registry) -> Iterator[Finding]:

@@ -36,6 +36,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.engine.launch import is_worker, launch
     from llmsuite.engine.machines import Machines
     from llmsuite.engine.ranks import can_fork
+    from llmsuite.planning.order import check_order
 
     if not is_worker():  # a rank looks for what it reads itself
         plan.check_files()
@@ -56,6 +57,8 @@ def run(args: Any, registry: Registry) -> int:
     num_ranks, local_ranks = plan.degrees.num_ranks, where.num_devices
     starts_ranks = num_ranks > 1 and not is_worker()
     if starts_ranks:
+        if plan.stage.trains:
+            check_order(plan)
         backend.prepare_ranks()
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
     if is_worker():

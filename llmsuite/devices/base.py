@@ -31,6 +31,11 @@ class DeviceBackend(abc.ABC):
         keep for a backward pass differs. Imports no Paddle."""
         return frozenset()
 
+    def joins_rows(self, precision: str) -> bool:
+        """Whether its attention goes past what a token does not see of its row: then the sequences of a batch cost less
+        as documents of one row than as rows with padding. Imports no Paddle."""
+        return False
+
     def environment(self, local_ranks: int) -> dict[str, str]:
         """Variables a worker needs before it imports Paddle; what the user has set wins."""
         return {}

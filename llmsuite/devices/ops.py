@@ -7,7 +7,7 @@ F intermediate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import paddle
@@ -85,9 +85,21 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    """Of logits that nothing else needs."""
     heads_first: bool = False
     """Give `attention` keys and values, and keep them in the cache, as [B, J, S, K]: for generation, where turning the
     whole cache in every pass would take longer than all else."""
+
+
+def chosen(ops: Ops) -> Iterator[tuple[str, bool, str]]:
+    """Of each operation its name, whether a kernel has taken the place of the plain form, and what the form that is
+    used says of itself."""
+    for field in dataclasses.fields(Ops):
+        form = getattr(ops, field.name)
+        if callable(form):
+            said = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
+            yield field.name, form is not field.default, said
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

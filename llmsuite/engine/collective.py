@@ -129,6 +129,18 @@ def sum_in_group(tensor: Tensor, group: Any) -> None:
             dist.all_reduce(tensor, group=group)
 
 
+def begin_sum(tensor: Tensor, group: Any) -> Any:
+    """`sum_in_group` that goes on beside other work, where the library can; over Gloo it is done on return.
+
+    Returns:
+        What to `wait()` for before the tensor is used or freed; None where there is nothing to wait for.
+    """
+    if group is None:
+        return None
+    with calls.made("all_reduce", tensor, group):
+        return dist.all_reduce(tensor, group=group, sync_op=False)
+
+
 def reduce_scatter(flat: Tensor, group: Any) -> Tensor:
     """Add up a flat tensor over a group; each rank gets its part, in the order of the group."""
     if group is None:

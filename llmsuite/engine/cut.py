@@ -41,7 +41,7 @@ def layer_costs(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, num_layers
         shapes: of every parameter of the whole model.
         plan: of its family.
         num_layers: of the model.
-        tied: whether the last part needs a copy of what is in front of the layers.
+        tied: whether the last part needs a copy of the embedding.
     """
     costs = [0] * num_layers
     for name, shape in shapes.items():
@@ -49,7 +49,7 @@ def layer_costs(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, num_layers
         layer = layer_of(name, plan)
         if layer is None:
             layer = 0 if _in_front(name, plan) else num_layers - 1
-            if tied and _in_front(name, plan):
+            if tied and _is_embedding(name, plan):
                 costs[-1] += size
         costs[layer] += size
     return costs
@@ -82,7 +82,7 @@ def keep_part(model: Any, plan: ShardPlan, part: int, bounds: Sequence[int], tie
         plan: of its family.
         part: the one that is kept.
         bounds: see `part_bounds`.
-        tied: whether the last part needs the modules in front of the layers too.
+        tied: whether the last part needs the embedding too.
     """
     last = len(bounds) - 2
     modules = dict(model.named_sublayers())
@@ -90,7 +90,7 @@ def keep_part(model: Any, plan: ShardPlan, part: int, bounds: Sequence[int], tie
     for i in range(len(layers)):
         if not bounds[part] <= i < bounds[part + 1]:
             del layers._sub_layers[str(i)]
-    gone = [] if part == 0 or (tied and part == last) else list(plan.first)
+    gone = [] if part == 0 else [name for name in plan.first if not (tied and part == last and name == plan.embedding)]
     gone += [] if part == last else list(plan.last)
     for name in gone:
         owner, _, attribute = name.rpartition(".")
@@ -105,7 +105,7 @@ def parts_with(parameter: str, plan: ShardPlan, bounds: Sequence[int], tied: boo
     if layer is not None:
         return [bisect.bisect_right(bounds, layer) - 1]
     if _in_front(parameter, plan):
-        return sorted({0, last}) if tied else [0]
+        return sorted({0, last}) if tied and _is_embedding(parameter, plan) else [0]
     return [last]
 
 
@@ -123,3 +123,7 @@ def layer_of(parameter: str, plan: ShardPlan) -> int | None:
 
 def _in_front(parameter: str, plan: ShardPlan) -> bool:
     return any(parameter.startswith(f"{module}.") for module in plan.first)
+
+
+def _is_embedding(parameter: str, plan: ShardPlan) -> bool:
+    return parameter.startswith(f"{plan.embedding}.")

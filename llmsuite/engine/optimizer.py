@@ -77,6 +77,12 @@ class Optimizer:
         fall = (1 - done) if self._schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self._peak * (self._floor + (1 - self._floor) * fall)
 
+    def begin_backward(self, is_last: bool) -> None:
+        """Say before a backward pass whether the parameters it goes through have all of their gradient behind it: then
+        it is added up over the ranks while the pass goes on."""
+        for shard in self.shards:
+            shard.is_last_pass = is_last
+
     @paddle.no_grad()
     def finish_gradients(self, weight: float) -> float:
         """Add up the gradients over the ranks, divide them by the loss's weight and clip them.

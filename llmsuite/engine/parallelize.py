@@ -15,6 +15,7 @@ import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
 from paddle import nn
+from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.engine import calls
@@ -147,7 +148,20 @@ class VocabularyParallelLookup(dist.LocalLayer):
         ids = input_ids - self._first
         mine = paddle.logical_and(ids >= 0, ids < rows.shape[0])
         found = F.embedding(paddle.where(mine, ids, paddle.zeros_like(ids)), rows)
-        return (found * mine.astype(found.dtype).unsqueeze(-1)).unsqueeze(0)
+        return _Masked.apply(found, (mine.astype(found.dtype).unsqueeze(-1),)).unsqueeze(0)
+
+
+class _Masked(PyLayer):
+    """A product with a mask, given as the only one of a tuple. A plain product would keep the other factor too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, masks: tuple[Tensor]) -> Tensor:
+        (ctx.mask,) = masks
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.mask
 
 
 def _vocabulary_parallel_cross_entropy(mesh: Mesh) -> Callable[[Tensor, Tensor], Tensor]:
@@ -159,7 +173,11 @@ def _vocabulary_parallel_cross_entropy(mesh: Mesh) -> Callable[[Tensor, Tensor],
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets = _replicated(targets, mesh)
         shifted = logits - logits.detach().max(-1, keepdim=True)
-        ids = paddle.arange(logits.shape[-1], dtype=targets.dtype)
+        here = logits.shape[-1] // mesh.degrees.tp
+        first = mesh.coordinate["tp"] * here
+        # cut as the logits: else each rank would keep a tensor as long as the whole vocabulary
+        ids = paddle.arange(first, first + here, dtype=targets.dtype)
+        ids = dtensor_from_local(ids, mesh.tensor, [dist.Shard(0)])
         is_target = (ids == targets.unsqueeze(-1)).astype(shifted.dtype)
         nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)
         # from here on every rank has the same plain numbers

@@ -40,6 +40,18 @@ def _again(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if first.stop_gradient:  # as behind a frozen embedding: without one input to differentiate there is no graph
             first = first.detach()
             first.stop_gradient = False
-        return paddle.distributed.fleet.utils.recompute(function, first, *rest)
+        # what has no gradient is no argument: of each Paddle would keep a copy a layer, distributed over tp
+        learnt = [tensor for tensor in rest if _has_gradient(tensor)]
+        shared = [None if _has_gradient(tensor) else (tensor,) for tensor in rest]
+
+        def run(first: Tensor, *learnt: Tensor) -> Tensor:
+            given = iter(learnt)
+            return function(first, *(next(given) if of_all is None else of_all[0] for of_all in shared))
+
+        return paddle.distributed.fleet.utils.recompute(run, first, *learnt)
 
     return computed_again
+
+
+def _has_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and not tensor.stop_gradient

@@ -72,8 +72,13 @@ class ParameterShard:
             self._stored = part
             self.free()
         self._collects_early = collects_early(stage, self._parts, self.has_master)
-        if self._collects_early and not parameter.stop_gradient:
-            parameter._register_backward_hook(self._collect)
+        self._adds_up_early = stage >= 2 and self._parts > 1
+        self.is_last_pass = False
+        """Whether the backward pass that is under way is the step's last one through this parameter."""
+        self._on_its_way: tuple[Tensor | None, Any] | None = None
+        """The gradient that is added up over the data ranks, and what to wait for."""
+        if (self._collects_early or mesh.degrees.num_data_ranks > 1) and not parameter.stop_gradient:
+            parameter._register_backward_hook(self._pass_ended)
 
     # values
 
@@ -159,18 +164,19 @@ class ParameterShard:
 
         Nothing may be changed in its memory once it was handed on to `set_gradient`.
         """
-        if self._collects_early:
-            own, self._sum = self._sum, None
-        else:
-            own = self._local_gradient()
+        if self._on_its_way is None:
+            self._begin_sum()
+        assert self._on_its_way is not None
+        own, arrival = self._on_its_way
+        self._on_its_way = None
         if own is None:
             return None
-        if self._stage >= 2 and self._parts > 1:  # it was added up over the sharding axis as it came
-            collective.sum_in_group(own, self._mesh.dp_group)
+        if arrival is not None:
+            arrival.wait()
+        if self._adds_up_early:
             own = own[: self._range.stop - self._range.start]
-        else:
-            collective.sum_in_group(own, self._mesh.data_group)
-            own = own.flatten()[self._range] if self._parts > 1 else own
+        elif self._parts > 1:
+            own = own.flatten()[self._range]
         if self._is_tied:
             collective.sum_in_group(own, self._mesh.tied_group)
         if self.is_empty:
@@ -188,23 +194,39 @@ class ParameterShard:
         self.parameter.clear_gradient(False)  # by keyword it is set to zero nevertheless (Paddle 3.3.1)
 
     @paddle.no_grad()
-    def _collect(self) -> None:
+    def _pass_ended(self) -> None:
         """Called when a backward pass has made the parameter's gradient: nothing in this pass needs either any more.
 
         On all ranks of a group backward passes run through the same operations, so they come here in the same order.
         """
         with paddle.amp.auto_cast(enable=False):
-            own = self._local_gradient()
-            if own is None:
-                return
-            if self._stage >= 2 and self._parts > 1:
-                own = collective.reduce_scatter(self._padded(own.flatten(), self._parts), self._mesh.sharding_group)
-            if self._sum is None:
-                self._sum = own
-            else:
-                self._sum.add_(own)
+            if self._collects_early:
+                self._collect()
+            if self.is_last_pass and not self._adds_up_early:  # what was cut has little left to be sent
+                self._begin_sum()
+
+    def _collect(self) -> None:
+        own = self._local_gradient()
+        if own is None:
+            return
+        if self._adds_up_early:
+            own = collective.reduce_scatter(self._padded(own.flatten(), self._parts), self._mesh.sharding_group)
+        if self._sum is None:
+            self._sum = own
+        else:
+            self._sum.add_(own)
         self.drop_gradient()
         self.free()
+
+    def _begin_sum(self) -> None:
+        """Add the gradient up over the data ranks, while the backward pass goes on where the device can do both."""
+        assert self._on_its_way is None, f"{self.name}: its last backward pass has ended twice"
+        if self._collects_early:
+            own, self._sum = self._sum, None
+        else:
+            own = self._local_gradient()
+        group = self._mesh.dp_group if self._adds_up_early else self._mesh.data_group
+        self._on_its_way = own, None if own is None else collective.begin_sum(own, group)
 
     def _local_gradient(self) -> Tensor | None:
         """The parameter's gradient on this rank, a 16-bit one as float32, added up over tp."""

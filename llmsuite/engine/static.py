@@ -19,7 +19,6 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 from paddle.distributed.auto_parallel.static import process_group
 
 from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.parallelize import local_value
 from llmsuite.models.shard_plan import ShardPlan
 
 Tensor = Any
@@ -99,8 +98,7 @@ class LayerProgram:
         return states
 
     def _run(self, x: Tensor, context: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        # `recompute` makes distributed tensors of plain ones
-        given, present = [local_value(t) for t in context if t is not None], [t is not None for t in context]
+        given, present = [t for t in context if t is not None], [t is not None for t in context]
         if self._mesh.tensor is None:
             return self.compiled([x, *given], parameters, present)
         inputs = [self._part(x, self._placements), *given]

@@ -89,8 +89,11 @@ def train_step(
     if balance is not None:
         balance.begin(reader.all, 1.0 if scale is None else scale.value)
 
-    for action in _order(schedule, model, len(micro_batches)):
+    actions = _order(schedule, model, len(micro_batches))
+    last_backward = {action.chunk: action for action in actions if not action.forward}.values()
+    for action in actions:
         if not action.forward:
+            optimizer.begin_backward(is_last=action in last_backward)
             # gradients of the sum: nothing is divided before all of it is there
             model.backward(action, 1.0 if scale is None else scale.value)
             continue

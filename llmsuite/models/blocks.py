@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, cross_entropy
+from llmsuite.devices.ops import Ops
 from llmsuite.models.head import head_of, is_tied
 
 Tensor = Any
@@ -139,7 +139,7 @@ class CausalLM(nn.Layer):
         """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head`."""
         super().__init__()
         self.config, self.ops = config, ops
-        self.cross_entropy = cross_entropy
+        self.cross_entropy = ops.cross_entropy
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
         scores = head_of(config) == "score"
         self.lm_head = None if scores or is_tied(config) else linear(config.hidden_size, config.vocab_size)

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.observe.runs import Run, differing, flat
+from llmsuite.observe.runs import Record, Run, differing, flat
+from llmsuite.planning.plot import schedule_figure
+from llmsuite.planning.schedule import Timeline, orders, simulate
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _SHOWN_EVENTS = 200
+_SHOWN_ROUNDS = 4
+_NEEDS = "report: needs the package matplotlib; install it with: pip install matplotlib"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +115,31 @@ def figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
         steps = [step for step, _ in numbers]
         curves = [(f"rank {rank}", steps, [values[rank] for _, values in numbers]) for rank in range(count)]
         yield chart.name, chart.title, _figure(chart, curves)
+    if (passes := _passes(runs[0].recipe)) is not None:
+        try:
+            figure = schedule_figure(passes, "forward passes of a part, if all take as long", 6)
+        except ImportError as error:
+            raise UserError(_NEEDS) from error
+        yield "schedule", "Passes of the pipeline", figure
+
+
+def _passes(recipe: Record) -> Timeline | None:
+    """The passes of a step in the order in which the engine makes them, at most some rounds; None without a pipeline,
+    and where their number depends on lengths."""
+    parallel, engine, train, launch = (recipe.get(name) or {} for name in ("parallel", "engine", "train", "launch"))
+    stages, tp = parallel.get("pipeline_parallel_degree", 1), parallel.get("tensor_parallel_degree", 1)
+    if stages == 1 or not train.get("global_batch_size") or train.get("micro_batch_tokens") is not None:
+        return None
+    kind = parallel.get("pipeline_schedule", "1F1B")
+    chunks = parallel.get("virtual_pipeline_degree") or (2 if kind == "interleaved" else 1)
+    data = max(1, launch.get("num_devices", 1) * launch.get("nnodes", 1) // (stages * tp))
+    count = train["global_batch_size"] // (train.get("micro_batch_size", 1) * data)
+    drawn = min(count, _SHOWN_ROUNDS * stages + count % stages)
+    # backward twice the products, with adapters alone as many; and what is computed again
+    backward = 1.0 if (recipe.get("lora") or {}).get("rank") is not None else 2.0
+    backward += engine.get("recompute") == "full"
+    parts = stages * chunks
+    return simulate(orders(kind, stages, drawn, chunks), [1.0] * parts, [backward] * parts)
 
 
 def _label(run: Run, label: str, runs: Sequence[Run]) -> str:
@@ -123,7 +152,7 @@ def _figure(chart: Chart, curves: Sequence[tuple[str, Sequence[int], Sequence[fl
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise UserError("report: needs the package matplotlib; install it with: pip install matplotlib") from error
+        raise UserError(_NEEDS) from error
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

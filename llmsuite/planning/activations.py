@@ -9,6 +9,7 @@ counted here are temporaries while a pass runs: see `memory`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from llmsuite.models.anatomy import Anatomy, Gated, GroupedQuery, Latent, LayerAnatomy, Mixture
 
@@ -25,7 +26,11 @@ class Pass:
     supervised: int
     """Positions whose logits or scores are made."""
     documents: bool = False
-    """Whether rows hold several documents, or padding is marked."""
+    """Whether layers are told that rows hold several documents, or what is padding."""
+    expert_rows: float | None = None
+    """Rows that come to the experts of a rank, a layer, where it is known; None when they are evenly dealt."""
+    marked: bool = False
+    """Whether padding is marked for those who take note of what goes into rounded layers."""
 
     @property
     def tokens(self) -> int:
@@ -48,6 +53,10 @@ class How:
     adapter_rank: int | None = None
     adapted: frozenset[str] = frozenset()
     """Full names of the modules that have adapters."""
+    rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Inputs and outputs, on a rank, of the modules whose weights are rounded, by their full names."""
+    rounds_inputs: bool = False
+    """Whether their inputs are rounded too."""
 
 
 def kept_by_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float:
@@ -64,7 +73,7 @@ def inside_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float:
     norms = 2 * _norm(layer.norm, anatomy.hidden, batch, how)
     inputs = 2 * batch.tokens * anatomy.hidden * how.num_bytes  # of both regions; whole also where sequences are cut
     kept = norms + inputs + attention_kept(layer, batch, how) + mlp_kept(layer, anatomy.hidden, batch, how)
-    return kept + 2 * between + _adapters(number, batch, how)
+    return kept + 2 * between + _adapters(number, batch, how) + _rounded(layer, number, batch, how)
 
 
 def _between(hidden: int, batch: Pass, how: How) -> float:
@@ -112,7 +121,7 @@ def attention_kept(layer: LayerAnatomy, batch: Pass, how: How) -> float:
         kept += tokens * e * (heads + kv_heads) * size  # both halves of queries and keys, before
     output = tokens * e * heads * size
     if is_fused(layer, how):
-        statistics = heads * tokens * 4
+        statistics = 0 if again else heads * tokens * 4
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output + statistics
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
@@ -135,7 +144,7 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: Pass, how: How) -> float:
     if not isinstance(what, Mixture):
         return tokens * e * 2 * what.width / how.tp
     # evenly dealt, a rank has as many rows as tokens x experts of each, its tensor parallel group together
-    rows = tokens * what.chosen / how.tp
+    rows = tokens * what.chosen / how.tp if batch.expert_rows is None else batch.expert_rows
     routed = rows * e * (hidden + times * what.width) + tokens * what.chosen * e * hidden
     shared = tokens * e * times * what.shared_width / how.tp
     # scores; of each choice its number, weight and place among the sorted rows
@@ -152,8 +161,45 @@ def _adapters(number: int, batch: Pass, how: How) -> float:
     return count * batch.tokens * how.adapter_rank * how.num_bytes
 
 
+_OWN_INPUT = frozenset(("o_proj", "down_proj", "q_b_proj", "kv_b_proj"))
+"""Matrices that no other one shares its input with."""
+
+
+def _rounded(layer: LayerAnatomy, number: int, batch: Pass, how: How) -> float:
+    """Beyond what plain products keep. A product keeps the rounded weight, and as its input the rounded one, of which
+    the way back keeps two more tensors of that size; what was rounded is kept no more unless others share it."""
+    inside = {name: sizes for name, sizes in how.rounded.items() if f".{number}." in name}
+    extra = sum(inputs * outputs for inputs, outputs in inside.values()) * float(how.num_bytes)
+    if not how.rounds_inputs:
+        return extra
+    sharing: dict[str, list[int]] = {}
+    for name, (inputs, _) in inside.items():
+        owner, _, word = name.rpartition(".")
+        extra += 3.0 * batch.tokens * inputs * how.num_bytes
+        sharing.setdefault(name if word in _OWN_INPUT else owner, []).append(inputs)
+    for name, widths in sharing.items():
+        if len(widths) == _num_readers(layer, name):
+            extra -= batch.tokens * widths[0] * how.num_bytes
+    return extra
+
+
+def _num_readers(layer: LayerAnatomy, name: str) -> int:
+    """How many matrices read an input: that of a matrix of its own, or of a module."""
+    word = name.rpartition(".")[2]
+    if word in _OWN_INPUT:
+        return 1
+    if word == "self_attn":
+        return 2 if isinstance(layer.attention, Latent) else 3
+    if isinstance(layer.mlp, Mixture):
+        return 3  # with the gate, which is not rounded
+    return 2 if isinstance(layer.mlp, Gated) else 1
+
+
 def kept_in_front(anatomy: Anatomy, batch: Pass, how: How) -> float:
-    """By the embedding: the ids, and what the first layer takes."""
+    """By the embedding: the ids, and what the first layer takes. With adapters only, nothing there has a gradient: less
+    is kept than `kept_by_layer` says, unless the layer is computed again."""
+    if how.adapter_rank is not None and how.recompute != "full":
+        return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, how)
     positions = INDEX_BYTES * batch.length if anatomy.learned_positions else 0
     return batch.tokens * INDEX_BYTES + positions + _between(anatomy.hidden, batch, how)
 
@@ -193,6 +239,7 @@ def kept_behind(anatomy: Anatomy, batch: Pass, how: How, scores: bool) -> float:
     picked = batch.supervised * (anatomy.hidden * how.num_bytes + INDEX_BYTES)
     if scores:
         return norm + picked
-    # of float32 logits softmax's output; where they are cut: shifted, their exponentials, and which one is the target
+    # of float32 logits softmax's output, or they themselves; where they are cut: shifted, their exponentials, and which
+    # one is the target
     times = 1 if how.tp == 1 else 3
     return norm + picked + batch.supervised * (times * 4 * anatomy.vocabulary / how.tp + 3 * 4)

@@ -111,7 +111,7 @@ def part_costs(layout: Layout, anatomy: Anatomy, batch: Pass) -> list[PartCost]:
     costs = []
     for part in range(last + 1):
         each = {i: layer_flops(anatomy.layers[i], anatomy.hidden, batch) for i in layout.layers_of(part)}
-        again = sum(f for i, f in each.items() if engine.recompute == "full" and i % engine.recompute_every == 0)
+        again = sum(f for i, f in each.items() if engine.computes_again(i))
         head = head_flops(anatomy, batch) if part == last and layout.plan.stage.head != "score" else 0.0
         forward = sum(each.values()) + head
         costs.append(PartCost(forward, times * forward + again))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
 from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.schedule import Action
+from llmsuite.engine.schedule import Kind
 from llmsuite.errors import UserError
 from llmsuite.models.anatomy import Anatomy
 from llmsuite.planning.activations import Pass
-from llmsuite.planning.communication import Counts, Traffic
+from llmsuite.planning.communication import Counts, Traffic, looks_of
 from llmsuite.planning.cost import FAST, SLOW, Hardware, PartCost, Reached, communication_time, part_costs
 from llmsuite.planning.layout import Layout, ranks
 from llmsuite.planning.memory import StageMemory, full_pass, memory
-from llmsuite.planning.schedule import Timeline, orders, simulate
+from llmsuite.planning.schedule import Timeline, length, orders, simulate, turns_of
 from llmsuite.planning.storage import Storage, storage
 from llmsuite.recipe.resolve import RunPlan
 
@@ -35,9 +36,20 @@ class Estimate:
     traffic: list[Counts]
     """Of a rank of each pipeline stage, in a step."""
     costs: list[PartCost]
-    timeline: Timeline
-    """In units of FLOPs on a rank. Of as many micro-batches as show the schedule: those behind repeat."""
-    storage: Storage
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """In units of FLOPs on a rank. Of as many micro-batches as show the schedule: those behind repeat."""
+        return simulate(orders(*self._played), *self._flops_of_parts)
+
+    @functools.cached_property
+    def storage(self) -> Storage:
+        return storage(self.layout)
+
+    @property
+    def _flops_of_parts(self) -> tuple[list[float], list[float]]:
+        """Of a forward and of a backward pass of each."""
+        return [cost.forward for cost in self.costs], [cost.backward for cost in self.costs]
 
     @property
     def peak(self) -> float:
@@ -51,8 +63,8 @@ class Estimate:
 
     @property
     def flops(self) -> float:
-        """Of a step, over all ranks, with what is computed again."""
-        each = sum(cost.forward + cost.backward for cost in self.costs)
+        """Of a step, over all ranks, with what is computed again and what is looked at before."""
+        each = sum((1 + self._looks) * cost.forward + cost.backward for cost in self.costs)
         return each * self.num_micro_batches * self.plan.degrees.num_data_ranks
 
     def step_seconds(self, device: Hardware) -> tuple[float, float]:
@@ -71,8 +83,16 @@ class Estimate:
         forward = [c.forward / speed + each[i % pp] / 3 for i, c in enumerate(self.costs)]
         backward = [c.backward / speed + each[i % pp] * 2 / 3 for i, c in enumerate(self.costs)]
         transfer = max(time.a_message for time in times)
-        passes = self._length(simulate(_orders(plan, self._num_played), forward, backward, transfer), forward, backward)
-        return passes + max(time.at_the_end for time in times)
+        played = length(turns_of(*self._played), forward, backward, transfer)
+        # looks go forward only: each micro-batch as long as it keeps the busiest rank, once the first has got there
+        busiest = max(sum(forward[stage::pp]) for stage in range(pp))
+        looks = self._looks * ((self.num_micro_batches - 1) * busiest + sum(forward))
+        return self._length(played, forward, backward) + looks + max(time.at_the_end for time in times)
+
+    @property
+    def _looks(self) -> int:
+        """How often the model passes over the global batch before it learns from it, in its own number of rows."""
+        return sum(look.rows for look in looks_of(self.plan))
 
     @property
     def _num_chunks(self) -> int:
@@ -82,38 +102,50 @@ class Estimate:
     def _num_played(self) -> int:
         return num_played(self.plan, self.num_micro_batches)
 
-    def _length(self, timeline: Timeline, forward: Sequence[float], backward: Sequence[float]) -> float:
+    @property
+    def _played(self) -> tuple[Kind, int, int, int]:
+        """The schedule that is played, as `orders` takes it."""
+        return self.plan.schedule, self.plan.degrees.pp, self._num_played, self._num_chunks
+
+    def _length(self, played: float, forward: Sequence[float], backward: Sequence[float]) -> float:
         """Of all micro-batches: each that was not played takes as long as it keeps the busiest rank."""
         pp = self.plan.degrees.pp
         busiest = max(sum(forward[stage::pp]) + sum(backward[stage::pp]) for stage in range(pp))
-        return timeline.length + (self.num_micro_batches - self._num_played) * busiest
+        return played + (self.num_micro_batches - self._num_played) * busiest
 
     @property
     def bubble(self) -> float:
         """The part of all ranks' time in the passes of a step in which they wait."""
-        forward, backward = ([getattr(cost, way) for cost in self.costs] for way in ("forward", "backward"))
-        length = self._length(self.timeline, forward, backward)
-        return 1 - (sum(forward) + sum(backward)) * self.num_micro_batches / (self.plan.degrees.pp * length)
+        forward, backward = self._flops_of_parts
+        whole = self._length(self.timeline.length, forward, backward)
+        return 1 - (sum(forward) + sum(backward)) * self.num_micro_batches / (self.plan.degrees.pp * whole)
 
 
-def estimate(plan: RunPlan, layout: Layout | None = None, quick: bool = False) -> Estimate:
-    """Of a run whose micro-batches are full; `quick` looks at the `busiest` pipeline stages only.
+def estimate(plan: RunPlan) -> Estimate:
+    """Of a run whose micro-batches are full.
 
     Raises:
         UserError: the family does not say what it is made of.
     """
-    layout = layout or Layout(plan)
-    anatomy = anatomy_of(plan)
+    layout, anatomy, meshes = Layout(plan), anatomy_of(plan), ranks(plan)
+    return estimate_of(plan, layout, anatomy, meshes, memory_of(plan, layout, anatomy, meshes))
+
+
+def memory_of(plan: RunPlan, layout: Layout, anatomy: Anatomy, meshes: Sequence[Mesh]) -> list[StageMemory]:
+    """Of some ranks of a run whose micro-batches are full."""
+    batch = full_pass(plan)
+    return memory(layout, anatomy, [batch] * num_played(plan, micro_batches(plan, batch)), meshes)
+
+
+def estimate_of(
+    plan: RunPlan, layout: Layout, anatomy: Anatomy, meshes: Sequence[Mesh], stages: list[StageMemory]
+) -> Estimate:
+    """What follows for a run from some of its ranks, whose memory is known."""
     batch = full_pass(plan)
     count = micro_batches(plan, batch)
     own = plan.device.name != "cpu"
-    meshes = busiest(plan) if quick else ranks(plan)
     traffic = [Traffic(layout, anatomy, mesh, [batch] * count, own).counts for mesh in meshes]
-    costs = part_costs(layout, anatomy, batch)
-    played = num_played(plan, count)
-    timeline = simulate(_orders(plan, played), [cost.forward for cost in costs], [cost.backward for cost in costs])
-    stages = memory(layout, anatomy, [batch] * played, meshes)
-    return Estimate(plan, layout, anatomy, batch, count, stages, traffic, costs, timeline, storage(layout))
+    return Estimate(plan, layout, anatomy, batch, count, stages, traffic, part_costs(layout, anatomy, batch))
 
 
 def busiest(plan: RunPlan) -> list[Mesh]:
@@ -129,11 +161,6 @@ def num_played(plan: RunPlan, num_micro_batches: int) -> int:
         return num_micro_batches
     rounds = 4 * plan.degrees.pp
     return min(num_micro_batches, rounds + num_micro_batches % plan.degrees.pp)
-
-
-def _orders(plan: RunPlan, num_micro_batches: int) -> list[list[Action]]:
-    chunks = plan.num_chunks if plan.degrees.pp > 1 else 1
-    return orders(plan.schedule, plan.degrees.pp, num_micro_batches, chunks)
 
 
 def anatomy_of(plan: RunPlan) -> Anatomy:

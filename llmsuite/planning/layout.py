@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from llmsuite.engine.cut import layer_costs, layer_of, part_bounds, parts_with
 from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.partition import SHARDING_STAGES, collects_early, has_master, own_slice, piece_of
+from llmsuite.engine.partition import SHARDING_STAGES, Piece, collects_early, has_master, own_slice, piece_of
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.shard_plan import WHOLE
@@ -24,7 +24,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Of an element, by `engine.precision`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True, eq=False)  # a frozen one takes four times as long to make: a search makes 100,000
 class Held:
     """A parameter that a rank has, or has a part of."""
 
@@ -89,26 +89,63 @@ class Held:
         return 2 * 4 * self.owned if optimizer == "adamw" and self.has_gradient else 0
 
 
-class Layout:
-    """The parameters of a run, and of each of its ranks."""
+class Model:
+    """The parameters of a run as a whole: what of a `Layout` no strategy changes."""
 
     def __init__(self, plan: RunPlan, shapes: Mapping[str, Sequence[int]] | None = None):
-        """`shapes`: of the model without adapters, where they are known already."""
-        self.plan, self.cuts, config = plan, plan.family.shard_plan or WHOLE, plan.model_config
-        self.tied = is_tied(config)
+        """`shapes`: of the model without adapters; those that its family says if they are not given."""
+        self.cuts, config, lora = plan.family.shard_plan or WHOLE, plan.model_config, plan.recipe.lora
+        self.num_layers, self.tied = config.num_hidden_layers, is_tied(config)
         self.model_shapes = shapes = model_shapes(plan) if shapes is None else shapes
-        lora = plan.recipe.lora
         if lora.rank is not None:
             adapted = pick_modules(linear_modules(shapes, self.cuts), self.cuts, lora.target_modules)
             shapes = with_adapters(shapes, adapted, lora.rank)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
-        self.shapes = shapes
+        qat = plan.recipe.qat
+        rounded: Sequence[str] = ()
+        if qat.weight_bits is not None:
+            rounded = pick_modules(linear_modules(shapes, self.cuts), self.cuts, qat.target_modules)
+        self.rounded = frozenset(rounded)
+        """Modules whose weights are rounded, and their inputs where that is asked for."""
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.trained = {n for n in shapes if (lora.rank is None or is_trained(n))}
-        self.num_layers, pp = config.num_hidden_layers, plan.degrees.pp
+        self._parts: dict[tuple[int, ...], list[list[str]]] = {}
+
+    @functools.cached_property
+    def costs(self) -> list[int]:
+        """See `cut.layer_costs`."""
+        return layer_costs(self.shapes, self.cuts, self.num_layers, self.tied)
+
+    @functools.cached_property
+    def layers(self) -> dict[str, int | None]:
+        """Of every parameter the layer it is in."""
+        return {name: layer_of(name, self.cuts) for name in self.shapes}
+
+    def by_part(self, bounds: Sequence[int]) -> list[list[str]]:
+        """The names that each part of a pipeline has."""
+        key = tuple(bounds)
+        if key not in self._parts:
+            self._parts[key] = [[] for _ in bounds[1:]]
+            for name in self.shapes:
+                for part in parts_with(name, self.cuts, bounds, self.tied):
+                    self._parts[key][part].append(name)
+        return self._parts[key]
+
+
+class Layout:
+    """The parameters of a run, and of each of its ranks."""
+
+    def __init__(self, plan: RunPlan, model: Model | None = None):
+        """`model`: of the run, where it is known already."""
+        self.plan, self.model = plan, Model(plan) if model is None else model
+        self.cuts, self.tied = self.model.cuts, self.model.tied
+        self.adapted, self.rounded = self.model.adapted, self.model.rounded
+        self.model_shapes, self.shapes, self.trained = self.model.model_shapes, self.model.shapes, self.model.trained
+        self.rounded = self.model.rounded
+        self.num_layers, pp = self.model.num_layers, plan.degrees.pp
         self.bounds = [0, self.num_layers]
         if pp > 1:
-            costs = layer_costs(shapes, self.cuts, self.num_layers, self.tied)
-            self.bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
+            self.bounds = part_bounds(plan.recipe.parallel.pipeline_cut, self.model.costs, pp * plan.num_chunks)
         self._held: dict[int, list[Held]] = {}
         self.sharding = SHARDING_STAGES[plan.recipe.parallel.sharding]
 
@@ -129,14 +166,6 @@ class Layout:
         """The parts that a pipeline stage has, its chunks."""
         return range(stage, len(self.bounds) - 1, self.plan.degrees.pp)
 
-    @functools.cached_property
-    def _by_part(self) -> list[list[str]]:
-        names: list[list[str]] = [[] for _ in self.bounds[1:]]
-        for name in self.shapes:
-            for part in parts_with(name, self.cuts, self.bounds, self.tied):
-                names[part].append(name)
-        return names
-
     def held(self, mesh: Mesh) -> list[Held]:
         """What a rank has, in the order of its parts."""
         if mesh.rank not in self._held:
@@ -145,21 +174,28 @@ class Layout:
 
     def _make_held(self, mesh: Mesh) -> list[Held]:
         precision = self.plan.recipe.engine.precision
+        # layers are alike: what is cut out of a parameter is worked out once for all that are cut like it
+        known: dict[tuple[object, ...], tuple[tuple[int, ...], int, Piece]] = {}
+        embedding, names = f"{self.cuts.embedding}.weight", self.model.by_part(self.bounds)
         result = []
         for part in self.parts_of(mesh.coordinate["pp"]):
-            for name in self._by_part[part]:
-                shape, expert = self.shapes[name], self.cuts.is_expert(name)
-                place, trained = mesh.of_experts if expert else mesh, name in self.trained
-                local = tuple(s.stop - s.start for s in own_slice(name, shape, self.cuts, mesh))
+            for name in names[part]:
+                shape, expert, dim = self.shapes[name], self.cuts.is_expert(name), self.cuts.dim(name)
+                trained = name in self.trained
+                key = shape, expert, dim, trained
+                if key not in known:
+                    local = tuple(s.stop - s.start for s in own_slice(name, shape, self.cuts, mesh))
+                    size = math.prod(local)
+                    place = mesh.of_experts if expert else mesh
+                    known[key] = local, size, piece_of(size, place, self.sharding, not trained)
+                local, size, piece = known[key]
                 bias = self.cuts.is_gate_bias(name)
                 dtype = "float32" if precision == "fp32" or bias else precision
-                size = math.prod(local)
-                piece = piece_of(size, place, self.sharding, not trained)
                 result.append(
                     Held(
                         name=name,
                         part=part,
-                        layer=layer_of(name, self.cuts),
+                        layer=self.model.layers[name],
                         local_shape=local,
                         size=size,
                         num_bytes=4 if dtype == "float32" else BYTES[precision],
@@ -168,11 +204,11 @@ class Layout:
                         owned=piece.num_owned,
                         stage=self.sharding,
                         is_expert=expert,
-                        is_cut=self.cuts.dim(name) is not None and mesh.degrees.tp > 1,
+                        is_cut=dim is not None and mesh.degrees.tp > 1,
                         is_trained=trained,
                         has_gradient=trained and not bias,
                         has_master=has_master(dtype, not trained),
-                        is_tied=self.tied and mesh.degrees.pp > 1 and name == f"{self.cuts.embedding}.weight",
+                        is_tied=self.tied and mesh.degrees.pp > 1 and name == embedding,
                     )
                 )
         return result

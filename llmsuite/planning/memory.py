@@ -73,7 +73,17 @@ def how_of(layout: Layout) -> How:
         fused=plan.device.factory().fused(engine.precision),
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
+        rounded={name: _local_sizes(layout, name) for name in layout.rounded},
+        rounds_inputs=plan.recipe.qat.activation_bits is not None,
     )
+
+
+def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
+    """Inputs and outputs that a rank has of a matrix."""
+    name, tp = f"{module}.weight", layout.plan.degrees.tp
+    inputs, outputs = layout.shapes[name]
+    dim = layout.cuts.dim(name)
+    return inputs // (tp if dim == 0 else 1), outputs // (tp if dim == 1 else 1)
 
 
 def full_pass(plan: RunPlan) -> Pass:
@@ -87,7 +97,7 @@ def full_pass(plan: RunPlan) -> Pass:
     if recipe.train.micro_batch_tokens is not None:
         rows = max(1, recipe.train.micro_batch_tokens // length)
     supervised = rows if plan.stage.head == "score" else rows * length
-    return Pass(rows, length, supervised, documents_of(plan))
+    return Pass(rows, length, supervised, documents_of(plan), marked=recipe.qat.activation_bits is not None)
 
 
 def documents_of(plan: RunPlan) -> bool:
@@ -120,7 +130,12 @@ def memory(
             max(batches, key=lambda b: b.rows * b.length**2),
         )
         parts = list(layout.parts_of(stage))
-        kept = {(p, batch): kept_by_part(layout, anatomy, p, batch, how) for p in parts for batch in set(batches)}
+        programs = {part: _kept_by_programs(layout, anatomy, [h for h in held if h.part == part]) for part in parts}
+        kept = {
+            (part, batch): kept_by_part(layout, anatomy, part, batch, how) + programs[part]
+            for part in parts
+            for batch in set(batches)
+        }
 
         def left(action: Action, parts: list[int] = parts, kept: dict[tuple[int, Pass], float] = kept) -> float:
             return kept[parts[action.chunk], batches[action.micro_batch]]
@@ -156,6 +171,21 @@ def kept_by_part(layout: Layout, anatomy: Anatomy, part: int, batch: Pass, how: 
     return kept
 
 
+def _kept_by_programs(layout: Layout, anatomy: Anatomy, held: Iterable[Held]) -> float:
+    """What a micro-batch keeps of the parameters that stage 3 brings together: a program keeps what goes into it until
+    its backward pass, so giving the memory back frees it only where the layer is computed again."""
+    engine = layout.plan.recipe.engine
+    if engine.mode != "to_static":
+        return 0.0
+    kept = 0.0
+    for h in held:
+        if h.is_stored_in_parts and h.layer is not None and not engine.computes_again(h.layer):
+            experts = isinstance(anatomy.layers[h.layer].mlp, Mixture)  # of these layers attention alone is compiled
+            if not experts or any(word in h.name for word in (".input_layernorm.", ".self_attn.")):
+                kept += h.size * h.num_bytes
+    return kept
+
+
 def _stage(
     layout: Layout,
     anatomy: Anatomy,
@@ -167,8 +197,9 @@ def _stage(
     how: How,
 ) -> StageMemory:
     recipe = layout.plan.recipe
+    optimizer = recipe.train.optimizer
     copies = float(sum(h.copy_bytes for h in held))
-    moments = float(sum(h.moment_bytes(recipe.train.optimizer) for h in held))
+    moments = float(sum(h.moment_bytes(optimizer) for h in held))
     away = recipe.engine.offload_optimizer and layout.plan.device.name != "cpu"
     gradients = float(sum(h.gradient_bytes for h in held))
     # the update hands gradients on a parameter at a time: a copy each, before the gradient itself is freed
@@ -177,7 +208,7 @@ def _stage(
     joined = max((2 * h.num_bytes * h.piece * h.parts for h in held if h.parts > 1), default=0)
     update = max(gradients + 4 * largest, handed + joined)
     if away:
-        update += max((h.copy_bytes + h.moment_bytes(recipe.train.optimizer) for h in held), default=0)
+        update += max((h.copy_bytes + h.moment_bytes(optimizer) for h in held), default=0)
     return StageMemory(
         stage=stage,
         num_parameters=sum(h.size for h in held),
@@ -205,8 +236,10 @@ def _buffers(layout: Layout, anatomy: Anatomy, stage: int, held: Sequence[Held],
         behind = activations.kept_behind(anatomy, batch, how, scores_only)
     largest_in_layer = _largest(h for h in held if h.layer is not None)
     if is_last and not scores_only:
-        # forward logits beside softmax's output, backward its gradient; of 16-bit logits a float32 copy comes first
-        wide = 4 + (how.num_bytes if how.num_bytes < 4 else 0)
+        # forward logits beside softmax's output, backward its gradient, unless a kernel has one place for all of them;
+        # of 16-bit logits a float32 copy comes first
+        wide = 0 if "cross_entropy" in how.fused and how.tp == 1 else 4
+        wide += how.num_bytes if how.num_bytes < 4 else 0
         outside = _largest(h for h in held if h.layer is None)
         head = batch.supervised * anatomy.vocabulary / how.tp * wide + outside
     layer, e = anatomy.layers[top], how.num_bytes

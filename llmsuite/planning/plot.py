@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.planning.schedule import Timeline
 
 
 def plot_schedule(timeline: Timeline, path: Path) -> None:
-    """Draw a row a rank into a PNG or SVG: forward passes blue, darker in later chunks, backward ones orange.
+    """Draw a row a rank into a PNG or SVG; see `schedule_figure`.
 
     Raises:
         UserError: matplotlib is not installed, the file is of another kind, or it cannot be written.
@@ -17,10 +18,29 @@ def plot_schedule(timeline: Timeline, path: Path) -> None:
     if path.suffix not in (".png", ".svg"):
         raise UserError(f"--plot: {path} has to end in .png or .svg")
     try:
-        from matplotlib.figure import Figure
+        figure = schedule_figure(timeline, "FLOPs of a rank", 14)
     except ImportError as error:
         raise UserError("--plot: needs the package matplotlib; install it with: pip install matplotlib") from error
-    figure = Figure(figsize=(14, 0.5 * len(timeline.ranks) + 1.2), layout="constrained")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise UserError(f"--plot: {path} cannot be written: {error.strerror}") from error
+
+
+def schedule_figure(timeline: Timeline, unit: str, width: float) -> Any:
+    """A row a rank: forward passes blue, darker in later chunks, backward ones orange.
+
+    Args:
+        timeline: what is drawn.
+        unit: of its times.
+        width: of the figure, in inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, max(2.0, 0.5 * len(timeline.ranks) + 1.2)), layout="constrained")
     axes = figure.subplots()
     for stage, timed in enumerate(timeline.ranks):
         for forward in (True, False):
@@ -29,10 +49,7 @@ def plot_schedule(timeline: Timeline, path: Path) -> None:
             colours = [(0.2, 0.4, 0.8, shade) if forward else (0.9, 0.5, 0.1, shade) for shade in shades]
             spans = [(t.start, t.end - t.start) for t in passes]
             axes.broken_barh(spans, (stage - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.3)
-    axes.set(yticks=range(len(timeline.ranks)), ylabel="pipeline stage", xlabel="FLOPs of a rank")
+    axes.set(yticks=range(len(timeline.ranks)), ylabel="pipeline stage", xlabel=unit)
     axes.set_title(f"ranks wait {timeline.bubble:.1%} of {len(timeline.ranks[0])} passes each")
     axes.invert_yaxis()
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"--plot: {path} cannot be written: {error.strerror}") from error
+    return figure

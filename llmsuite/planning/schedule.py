@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from llmsuite.engine.schedule import Action, Kind, order
 
@@ -39,9 +42,56 @@ class Timeline:
         return 1 - sum(map(self.busy, range(len(self.ranks)))) / (len(self.ranks) * self.length)
 
 
-def orders(kind: Kind, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[list[Action]]:
+@functools.lru_cache(maxsize=8)  # a search comes back to a pipeline for every other degree
+def orders(kind: Kind, num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
     """The passes of every rank, as the engine runs them; without a pipeline each micro-batch goes forward and back."""
-    return [order(kind, stage, num_stages, num_micro_batches, num_chunks) for stage in range(num_stages)]
+    every = (order(kind, stage, num_stages, num_micro_batches, num_chunks) for stage in range(num_stages))
+    return tuple(map(tuple, every))
+
+
+class Turn(NamedTuple):
+    """A pass in an order in which all of them can run: behind what it needs."""
+
+    stage: int
+    action: Action
+    part: int
+    """Of the model."""
+    needs: int
+    """The number of the turn on another rank whose message it takes; -1 for none."""
+
+
+def in_turn(passes: Sequence[Sequence[Action]]) -> list[Turn]:
+    """The passes of all ranks, each behind the one before on its rank and the one it needs.
+
+    Args:
+        passes: of each rank, see `orders`.
+    """
+    num_stages = len(passes)
+    last = max(action.chunk for actions in passes for action in actions) * num_stages + num_stages - 1
+    made: dict[tuple[bool, int, int], int] = {}
+    turns: list[Turn] = []
+    at, left = [0] * num_stages, sum(map(len, passes))
+    while len(turns) < left:
+        before = len(turns)
+        for stage, actions in enumerate(passes):
+            for action in itertools.islice(actions, at[stage], None):
+                part, needs = action.chunk * num_stages + stage, -1
+                if part != (0 if action.forward else last):
+                    origin = part - 1 if action.forward else part + 1
+                    needs = made.get((action.forward, origin, action.micro_batch), -1)
+                    if needs < 0:
+                        break
+                made[action.forward, part, action.micro_batch] = len(turns)
+                turns.append(Turn(stage, action, part, needs))
+                at[stage] += 1
+        assert len(turns) > before, "the ranks wait for each other for ever"
+    return turns
+
+
+@functools.lru_cache(maxsize=8)
+def turns_of(kind: Kind, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Turn]:
+    """Those of `orders`."""
+    return in_turn(orders(kind, num_stages, num_micro_batches, num_chunks))
 
 
 def simulate(
@@ -55,35 +105,33 @@ def simulate(
         backward: of a backward pass.
         transfer: what a message to a neighbour takes; senders do not wait for it.
     """
-    num_stages, last = len(passes), len(forward) - 1
-    done: dict[tuple[bool, int, int], float] = {}
+    turns = in_turn(passes)
     ranks: list[list[Timed]] = [[] for _ in passes]
-    at, now = [0] * num_stages, [0.0] * num_stages
-    left = sum(map(len, passes))
-    while left:
-        before = left
-        for stage, actions in enumerate(passes):
-            while at[stage] < len(actions):
-                action = actions[at[stage]]
-                part = action.chunk * num_stages + stage
-                start = now[stage]
-                if action.forward and part:
-                    needed = done.get((True, part - 1, action.micro_batch))
-                elif not action.forward and part != last:
-                    needed = done.get((False, part + 1, action.micro_batch))
-                else:
-                    needed = 0.0
-                if needed is None:
-                    break
-                waits = needed + transfer if needed else 0.0
-                start = max(start, waits)
-                end = start + (forward if action.forward else backward)[part]
-                done[action.forward, part, action.micro_batch] = now[stage] = end
-                ranks[stage].append(Timed(action, start, end))
-                at[stage] += 1
-                left -= 1
-        assert left < before, "the ranks wait for each other for ever"
+    for turn, start, end in zip(turns, *_times(turns, forward, backward, transfer)):
+        ranks[turn.stage].append(Timed(turn.action, start, end))
     return Timeline(ranks)
+
+
+def length(turns: Sequence[Turn], forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0) -> float:
+    """`simulate(...).length` of passes whose order is known."""
+    return max(_times(turns, forward, backward, transfer)[1])
+
+
+def _times(
+    turns: Sequence[Turn], forward: Sequence[float], backward: Sequence[float], transfer: float
+) -> tuple[list[float], list[float]]:
+    """Start and end of each."""
+    now = [0.0] * len(forward)
+    starts: list[float] = []
+    ends: list[float] = []
+    for stage, action, part, needs in turns:
+        start = now[stage]
+        if needs >= 0 and (came := ends[needs] + transfer) > start:
+            start = came
+        now[stage] = end = start + (forward if action.forward else backward)[part]
+        starts.append(start)
+        ends.append(end)
+    return starts, ends
 
 
 def peak_held(actions: Sequence[Action], kept: Callable[[Action], float], gradients: Sequence[float] = ()) -> float:

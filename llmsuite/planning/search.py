@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from llmsuite.models.anatomy import Anatomy
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.planning.cost import Hardware
-from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate, micro_batches, num_played
-from llmsuite.planning.layout import Layout, model_shapes
-from llmsuite.planning.memory import full_pass, memory
+from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate_of, memory_of
+from llmsuite.planning.layout import Layout, Model
+from llmsuite.planning.memory import StageMemory
 from llmsuite.recipe.degrees import accumulate_steps, degrees_of
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.rules import RULES, Asked
@@ -74,9 +75,9 @@ def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting]
     """
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
-    shapes = model_shapes(plan)
-    for strategy in _strategies(plan):
-        found = _try(plan, strategy, shapes, limit, device)
+    model, anatomy = Model(plan), anatomy_of(plan)
+    for strategy in strategies(plan):
+        found = _try(plan, strategy, model, anatomy, limit, device)
         if isinstance(found, Fitting):
             fitting.append(found)
         else:
@@ -85,30 +86,32 @@ def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting]
 
 
 def _try(
-    plan: RunPlan, strategy: Strategy, shapes: Mapping[str, Sequence[int]], limit: float, device: Hardware
+    plan: RunPlan, strategy: Strategy, model: Model, anatomy: Anatomy, limit: float, device: Hardware
 ) -> Fitting | Rejected:
-    # what does not fit with layers computed again does not fit at all
     full = dataclasses.replace(strategy, recompute="full")
-    first = _with(plan, full)
+    first = with_strategy(plan, full)
     if reasons := broken(first):
         return Rejected(strategy, reasons[0])
-    layout = Layout(first, shapes)
-    if reason := _too_much(layout, limit):
+    layout, meshes = Layout(first, model), busiest(first)
+    # what does not fit with layers computed again does not fit at all
+    most = memory_of(first, layout, anatomy, meshes)
+    if reason := _too_much(most, limit):
         return Rejected(full, reason)
-    for recompute in ("none", "selective", "full"):
+    for recompute in ("none", "selective"):
         tried = dataclasses.replace(strategy, recompute=recompute)
-        layout.plan = _with(plan, tried)
-        if not broken(layout.plan) and not _too_much(layout, limit):
-            break
-    found = estimate(layout.plan, layout, quick=True)
+        layout.plan = with_strategy(plan, tried)
+        if not broken(layout.plan):
+            stages = memory_of(layout.plan, layout, anatomy, meshes)
+            if not _too_much(stages, limit):
+                break
+    else:
+        tried, layout.plan, stages = full, first, most
+    found = estimate_of(layout.plan, layout, anatomy, meshes, stages)
     return Fitting(tried, found, found.step_seconds(device))
 
 
-def _too_much(layout: Layout, limit: float) -> str:
+def _too_much(stages: Sequence[StageMemory], limit: float) -> str:
     """By how much a run does not fit; empty when it does."""
-    plan, batch = layout.plan, full_pass(layout.plan)
-    count = num_played(plan, micro_batches(plan, batch))
-    stages = memory(layout, anatomy_of(plan), [batch] * count, busiest(plan))
     worst = max(stages, key=lambda stage: stage.peak)
     if worst.peak <= limit:
         return ""
@@ -126,7 +129,7 @@ def broken(plan: RunPlan) -> list[str]:
     return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(asked)]
 
 
-def _with(plan: RunPlan, strategy: Strategy) -> RunPlan:
+def with_strategy(plan: RunPlan, strategy: Strategy) -> RunPlan:
     """The plan of the same recipe with another strategy."""
     parallel = ParallelSection(
         tensor_parallel_degree=strategy.tp,
@@ -152,7 +155,7 @@ def _with(plan: RunPlan, strategy: Strategy) -> RunPlan:
     )
 
 
-def _strategies(plan: RunPlan) -> Iterator[Strategy]:
+def strategies(plan: RunPlan) -> Iterator[Strategy]:
     """Powers of two of each degree: tp within a machine, pp up to the layers, of experts 1, 8 and 64 ranks."""
     launch, layers = plan.recipe.launch, plan.model_config.num_hidden_layers
     devices = launch.num_devices * launch.nnodes

@@ -53,9 +53,6 @@ def inexact(found: Estimate) -> Iterator[str]:
         yield NOT_COUNTED[2]
     if found.plan.degrees.ep > 1:
         yield "bytes to and from experts: taken as evenly dealt; calls, and the bytes of all else, are counted"
-    section = getattr(found.plan.recipe, found.plan.stage.section_name)
-    if found.plan.stage.may_look_ahead(section):
-        yield "passes over a global batch before it is learnt from (a reference without its adapter, an estimate of kl)"
     if found.plan.device.name != "cpu":
         yield "buffers and fused kernels of this device: no such device has been measured"
     yield "times: assumed are " + " to ".join(

@@ -12,6 +12,7 @@ from llmsuite.plugins.hookspecs import (
     DeviceSpec,
     Exporter,
     LoggerSpec,
+    LookAhead,
     ModelFamily,
     StageSpec,
     hookimpl,
@@ -54,6 +55,19 @@ def _infer() -> Any:
     return work
 
 
+def _looks_of_dpo(section: Any) -> list[LookAhead]:
+    looks = [LookAhead(num_sums=1)] if section.sft_part else []
+    looks += [LookAhead(rows=1, with_adapters=False)] if section.reference_from == "adapter_off" else []
+    return [*looks, LookAhead(rows=1, num_sums=2)] if section.loss == "kto_pair" else looks
+
+
+def _looks_of_kto(section: Any) -> list[LookAhead]:
+    # the reference of both kinds of answers at once; then what z is made of
+    both = 2 if section.loss == "kto" else 1
+    looks = [LookAhead(rows=both, with_adapters=False)] if section.reference == "adapter_off" else []
+    return [*looks, LookAhead(rows=1, num_sums=1)] if section.loss == "kto" else looks
+
+
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
     from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
@@ -69,7 +83,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             smoke=preference,
             rows_per_sample=2,
             num_sums=lambda section: 7 if section.sft_part else 6,
-            may_look_ahead=lambda section: section.loss == "kto_pair" or section.reference_from == "adapter_off",
+            looks=_looks_of_dpo,
         ),
         StageSpec(
             name="lora",
@@ -97,6 +111,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_pretrain,
             smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
             quantises=True,
+            takes_all=True,
         ),
         StageSpec(
             name="rm",
@@ -115,7 +130,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_kto,
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
             num_sums=lambda section: 3 if section.loss == "kto" else 2,
-            may_look_ahead=lambda section: section.loss == "kto" or section.reference == "adapter_off",
+            looks=_looks_of_kto,
         ),
         StageSpec(
             name="infer",

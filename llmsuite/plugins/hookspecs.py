@@ -30,6 +30,18 @@ hookspec = pluggy.HookspecMarker("llmsuite")
 hookimpl = pluggy.HookimplMarker("llmsuite")
 
 
+@dataclasses.dataclass(frozen=True)
+class LookAhead:
+    """A look at a global batch before it is learnt from, as `llmsuite plan` counts it."""
+
+    rows: int = 0
+    """Sequences of its passes, in micro-batches: 1 where they are those of one; 0 when the model is not asked."""
+    num_sums: int = 0
+    """How many sums it gives."""
+    with_adapters: bool = True
+    """Whether adapters are on in its passes."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StageSpec:
     """A stage: what is learnt from which rows, or what else is done with a model."""
@@ -57,8 +69,10 @@ class StageSpec:
     alone, and asks no second pass of it."""
     rows_per_sample: int = 1
     """Sequences that a sample takes in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
-    may_look_ahead: Callable[[Any], bool] = lambda section: False
-    """Whether, with such a section, a global batch is passed over before it is learnt from; `llmsuite plan` says so."""
+    looks: Callable[[Any], Sequence[LookAhead]] = lambda section: ()
+    """What it looks at before a global batch is learnt from, by its section, as `Stage.looks`; for `llmsuite plan`."""
+    takes_all: bool = False
+    """Whether logits are made of all hidden states as they lie, not of some that are picked; for `llmsuite plan`."""
     num_sums: Callable[[Any], int] = lambda section: 0
     """How many sums its `LossTerms` have, by its section; for `llmsuite plan`, which counts what is added up."""
     trains: bool = True

@@ -130,6 +130,10 @@ class EngineSection(Section):
     offload_optimizer: bool = False
     """Keep moments and master weights in host memory; each parameter's come to the device for its update only."""
 
+    def computes_again(self, layer: int) -> bool:
+        """Whether a layer of the model is computed again as a whole."""
+        return self.recompute == "full" and layer % self.recompute_every == 0
+
     def problems(self) -> Iterator[tuple[str, str]]:
         for rule in ENGINE_RULES:
             yield from rule.check(self)

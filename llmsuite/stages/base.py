@@ -49,6 +49,8 @@ class StageContext:
     """Batches are padded to a multiple of so many tokens, where sequences are cut over ranks."""
     report: Callable[[str], None]
     """Tell the user something; only rank 0 prints."""
+    joins_rows: bool = False
+    """Whether the sequences of a batch are best laid one behind the other in one row, without padding."""
     keeps_tokens: bool = False
     """Whether `encode` goes through the cache."""
 

@@ -46,9 +46,11 @@ class DpoStage(PairStage):
     # data
 
     def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
-        """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
+        """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right, or all in
+        one row."""
         rows = answer_rows(samples)
-        batch = collate_rows(rows, self.context.tokenizer.pad_id, self.context.length_multiple)
+        laid = [list(itertools.chain(*rows))] if self.context.joins_rows else rows
+        batch = collate_rows(laid, self.context.tokenizer.pad_id, self.context.length_multiple)
         batch["weight"] = float(sum(map(len, rows)) // 2)
         if self._takes_reference == "cache" and self._reference.known:
             batch["reference"] = self._reference.of([answer for row in rows for answer in row])

@@ -39,11 +39,16 @@ def pack(samples: Sequence[WeightedTokens], max_length: int) -> list[WeightedTok
     """Samples put together to such that take at most `max_length` positions; see `best_fit`."""
     packs = []
     for picked in best_fit([sample.num_inputs for sample in samples], max_length):
-        parts = [samples[i] for i in picked]
-        begins = itertools.accumulate((len(part.ids) for part in parts[:-1]), initial=0)
-        ids, weights = np.concatenate([p.ids for p in parts]), np.concatenate([p.weights for p in parts])
-        packs.append(WeightedTokens(ids, weights, tuple(begins)))
+        packs.append(join([samples[i] for i in picked]))
     return packs
+
+
+def join(samples: Sequence[WeightedTokens]) -> WeightedTokens:
+    """The documents of several sequences as those of one."""
+    starts = itertools.accumulate((len(sample.ids) for sample in samples[:-1]), initial=0)
+    begins = tuple(start + begin for start, sample in zip(starts, samples) for begin in sample.begins)
+    ids, weights = np.concatenate([s.ids for s in samples]), np.concatenate([s.weights for s in samples])
+    return WeightedTokens(ids, weights, begins)
 
 
 def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int) -> Batch:

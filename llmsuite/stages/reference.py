@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 
 from llmsuite.observe.progress import track
-from llmsuite.stages.answers import Answer, answer_logps, collate
+from llmsuite.stages.answers import Answer, answer_logps, collate_rows
 from llmsuite.stages.base import StageContext
 from llmsuite.stages.reference_cache import ReferenceCache, complete
 
@@ -50,8 +50,9 @@ class Reference:
         for i in track(range(num_passes), "reference log-probabilities"):
             start, stop = i * self._batch_size, (i + 1) * self._batch_size
             part = answers[start:stop] or others[start:stop]  # another rank's, when the own ones are done first
+            rows = [part] if self._context.joins_rows else [[answer] for answer in part]
             with self._context.autocast():
-                logps = answer_logps(model, collate(part, pad_id, multiple)).numpy()
+                logps = answer_logps(model, collate_rows(rows, pad_id, multiple)).numpy()
             scores.update(zip((answer.key for answer in part), map(float, logps)))
         model.train()
         return scores

@@ -20,6 +20,7 @@ from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import Dealer, SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
 from llmsuite.engine.guard import Guard
 from llmsuite.engine.launch import INTERRUPTED
@@ -29,6 +30,7 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.static import LENGTH_MULTIPLE
 from llmsuite.errors import RecipeError, UserError
+from llmsuite.models.anatomy import GroupedQuery
 from llmsuite.observe.progress import report
 from llmsuite.plugins.hookspecs import RunView
 from llmsuite.plugins.manager import Registry
@@ -69,7 +71,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     train_samples: Sequence[Any] = ()
     eval_samples: Sequence[Any] = ()
     if tokenizer is not None:
-        stage = make_stage(plan, registry, built.digest, tokenizer, autocast)
+        stage = make_stage(plan, registry, built.digest, tokenizer, autocast, _joins_rows(plan, backend))
         train_samples, eval_samples = _read(stage, plan, mesh)
     lengths = _row_lengths(stage, plan, train_samples)
     counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
@@ -254,7 +256,12 @@ def _saved_tokenizer(plan: RunPlan) -> Path | None:
 
 
 def make_stage(
-    plan: RunPlan, registry: Registry, model_digest: str, tokenizer: TextTokenizer, autocast: Any
+    plan: RunPlan,
+    registry: Registry,
+    model_digest: str,
+    tokenizer: TextTokenizer,
+    autocast: Any,
+    joins_rows: bool = False,
 ) -> Stage[Any]:
     """The stage of the recipe; it has read nothing yet."""
     recipe = plan.recipe
@@ -267,10 +274,19 @@ def make_stage(
         autocast=autocast,
         length_multiple=_length_multiple(plan),
         report=report,
+        joins_rows=joins_rows,
         keeps_tokens=True,
     )
     stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.section_name), context)
     return stage
+
+
+def _joins_rows(plan: RunPlan, backend: DeviceBackend) -> bool:
+    """Whether attention goes past the other sequences of a row, so that batches need no padding. Programs are compiled
+    for few lengths, and layers whose attention is of another kind make the scores of a whole row."""
+    anatomy = plan.family.anatomy and plan.family.anatomy(plan.model_config)
+    is_grouped = anatomy is not None and all(isinstance(layer.attention, GroupedQuery) for layer in anatomy.layers)
+    return is_grouped and plan.recipe.engine.mode == "dynamic" and backend.joins_rows(plan.recipe.engine.precision)
 
 
 def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -124,7 +124,8 @@ class SftStage(Stage[WeightedTokens]):
         return np.array([[sample.num_inputs] for sample in samples], dtype="int64")
 
     def collate(self, samples: Sequence[WeightedTokens]) -> Batch:
-        """Padding on the right."""
+        """Padding on the right, or all in one row."""
+        samples = [language_model.join(samples)] if self.context.joins_rows else samples
         return language_model.collate(samples, self.context.tokenizer.pad_id, self.context.length_multiple)
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:

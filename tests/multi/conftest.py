@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.launch import launch
+from llmsuite.cache import cache_root
 from tests.conftest import PluginSite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,10 +35,14 @@ def llmsuite_step_end(run, step, metrics):
 
 
 class Runner:
-    """Starts `llmsuite` from the repository root, with a reference cache of its own."""
+    """Starts `llmsuite` from the repository root, with a cache of its own but for the kernels, which are built once."""
 
     def __init__(self, directory: Path):
         self.directory = directory
+        (directory / "cache").mkdir()
+        for kernels in (cache_root() / "gloo", cache_root() / "kernels"):
+            kernels.mkdir(parents=True, exist_ok=True)
+            (directory / "cache" / kernels.name).symlink_to(kernels)
         self.environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache"), "LLMSUITE_PLUGINS": ""}
         self._site = directory / "site"
 
@@ -89,16 +92,19 @@ class Runner:
         assert process.returncode == expect, f"exit code {process.returncode}\n{output}"
         return output
 
-    def run_ranks(self, module: str, num_ranks: int) -> None:
-        """Run a module of tests in every rank of a launch; its `main` ends with 0 when all is well."""
-        backend, printed = CpuBackend(), list[str]()
-        backend.prepare_ranks()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(ROOT)
-            environment = {**backend.environment(num_ranks), "LLMSUITE_PLUGINS": ""}
-            logs = self.directory / f"logs of {module}"
-            code = launch([sys.executable, "-m", module], num_ranks, logs, lambda _: environment, printed.append)
-        assert code == 0, "".join(printed)
+    def launch(self, num_ranks: int, module: str, *words: str) -> tuple[int, str]:
+        """Run a module of tests in every rank of a launch, see `tests.launched`: exit code, and what was printed."""
+        logs = self.directory / f"logs of {module} {num_ranks}"
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.launched", str(num_ranks), str(logs), module, *words],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return process.returncode, process.stdout
 
     def smoke(self, name: str, *overrides: str) -> list[str]:
         """The words of a smoke run of the DPO recipe into a directory of this test."""

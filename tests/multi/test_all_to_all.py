@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import numpy as np
 
-from llmsuite.devices.cpu import CpuBackend
 from tests.multi.conftest import Runner
 
 NUM_RANKS = 4
@@ -18,10 +16,8 @@ def main() -> int:
     import paddle
     import paddle.distributed as dist
 
-    from llmsuite.devices.start import start_paddle
     from llmsuite.engine import collective
 
-    start_paddle(CpuBackend(), NUM_RANKS, join=True)
     dist.init_parallel_env()
     group, rank = dist.new_group(list(range(NUM_RANKS))), int(os.environ["PADDLE_TRAINER_ID"])
     random = np.random.default_rng(0)  # the same on all
@@ -37,8 +33,5 @@ def main() -> int:
 
 
 def test_rows_arrive(runner: Runner) -> None:
-    runner.run_ranks("tests.multi.test_all_to_all", NUM_RANKS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    code, output = runner.launch(NUM_RANKS, "tests.multi.test_all_to_all")
+    assert code == 0, output

@@ -14,7 +14,8 @@ import pytest
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import ROOT, Runner, learnt
-from tests.multi.in_one_launch import opened_files, run_all
+from tests.parity.cases import Case as Run
+from tests.parity.cases import run_cases
 
 STEPS = 4
 SGD = ("--train.optimizer=sgd", "--train.learning_rate=0.05", "--train.max_grad_norm=0.5")
@@ -108,16 +109,13 @@ def runs(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     rows = (ROOT / "data" / "preference" / "eval.jsonl").read_text().splitlines(keepends=True)
     (directory / "eval.jsonl").write_text("".join(rows[:6]))
     evaluate = f"--data.eval={directory / 'eval.jsonl'}"
-    for ranks in (2, 4, 8):
-        cases = {name: [*case.words(), evaluate] for name, case in CASES.items() if case.ranks == ranks}
-        run_all(runner, directory / str(ranks), ranks, cases)
     ones = {case.optimizer: 1 if f"{BATCH}=7" in case.optimizer else 2 for case in CASES.values()}
-    run_all(
-        runner,
-        directory / "1",
-        1,
-        {_one(optimizer): [*_common(optimizer), *_cut(1, {}, micro), evaluate] for optimizer, micro in ones.items()},
-    )
+    cut = [Run(name, case.ranks, [*case.words(), evaluate], note_opened=True) for name, case in CASES.items()]
+    whole = [
+        Run(_one(optimizer), 1, [*_common(optimizer), *_cut(1, {}, micro), evaluate])
+        for optimizer, micro in ones.items()
+    ]
+    assert not run_cases(runner, [*cut, *whole])
     return runner
 
 
@@ -152,7 +150,8 @@ def _evaluation(runner: Runner, name: str) -> dict[str, float]:
 def test_the_middle_of_a_pipeline_reads_no_data(runs: Runner, name: str) -> None:
     tensor = CASES[name].parallel.get("tensor_parallel", 1)
     for rank in range(CASES[name].ranks):
-        opened = {Path(path).name for path in opened_files(runs, name, rank)}
+        paths = json.loads((runs.directory / name / f"opened-{rank}.json").read_text())
+        opened = {Path(path).name for path in paths}
         data = {"train.jsonl", "eval.jsonl", "tokenizer_config.json"}
         assert opened & data == (set() if tensor <= rank < 3 * tensor else data), rank
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 
-from llmsuite.devices.cpu import CpuBackend
 from tests.multi.conftest import Runner
 
 NUM_RANKS = 2
@@ -18,12 +16,10 @@ def main() -> int:
     import paddle
     import paddle.distributed as dist
 
-    from llmsuite.devices.start import start_paddle
     from llmsuite.engine import collective
     from llmsuite.engine.parallelize import local_value
     from llmsuite.models.qat import FakeQuantLinear, observed
 
-    start_paddle(CpuBackend(), NUM_RANKS, join=True)
     dist.init_parallel_env()
     mesh, whole = dist.ProcessMesh([0, 1], dim_names=["tp"]), [dist.Replicate()]
     random = np.random.default_rng(0)  # the same on both
@@ -66,8 +62,5 @@ def main() -> int:
 
 
 def test_a_cut_layer_is_the_whole_one(runner: Runner) -> None:
-    runner.run_ranks("tests.multi.test_qat_layer", NUM_RANKS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    code, output = runner.launch(NUM_RANKS, "tests.multi.test_qat_layer")
+    assert code == 0, output

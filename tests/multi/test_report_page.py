@@ -16,7 +16,7 @@ import pytest
 from llmsuite.observe.report import write_report
 from llmsuite.observe.runs import read_run
 from tests.multi.conftest import Runner
-from tests.unit.run_folder import make_run, record
+from tests.unit.run_folder import PIPELINE, make_run, record
 from tests.unit.test_report import CHARTS
 
 pytestmark = pytest.mark.skipif(
@@ -56,18 +56,22 @@ def _screenshot(browser: Any, name: str, tmp_path: Path) -> None:
 def test_the_report_of_two_runs(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
 
-    runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two", num_steps=8, learning_rate=0.5)]
+    first = make_run(tmp_path / "one", sections=PIPELINE, global_batch_size=8)
+    runs = [first, make_run(tmp_path / "two", num_steps=8, learning_rate=0.5)]
     page = write_report([read_run(path) for path in runs])[0]
     browser.get(page.as_uri())
     assert browser.title == "one"
     drawn = {figure.get_attribute("id"): figure for figure in browser.find_elements(By.TAG_NAME, "figure")}
-    assert list(drawn) == CHARTS
+    assert list(drawn) == [*CHARTS, "schedule"]
     for figure in drawn.values():
         size = figure.find_element(By.TAG_NAME, "svg").size
         assert size["width"] > 300
         assert size["height"] > 150
     words = [text.get_property("textContent") for text in drawn["loss"].find_elements(By.TAG_NAME, "text")]
     assert {"Loss", "step", "one train", "one eval", "two train", "two eval"} <= {word.strip() for word in words}
+    words = [text.get_property("textContent") for text in drawn["schedule"].find_elements(By.TAG_NAME, "text")]
+    assert "pipeline stage" in [word.strip() for word in words]
+    assert len(drawn["schedule"].find_elements(By.CSS_SELECTOR, "svg path[d]")) > 30
     cells = [cell.text for cell in browser.find_elements(By.CSS_SELECTOR, "td")]
     assert "train.learning_rate" in cells
     assert _severe(browser) == []

@@ -135,5 +135,5 @@ def _sent(runs: Runner, name: str, rank: int) -> tuple[Traffic, dict[str, int]]:
 def _record(runs: Runner, name: str, rank: int) -> tuple[Traffic, list[int]]:
     """What a rank has sent in a step, and sequences, length and supervised tokens of its one micro-batch."""
     record = json.loads((runs.directory / name / f"traffic-{rank}.json").read_text())
-    (sizes,) = record["micro_batches"]
+    ((*sizes, _),) = record["micro_batches"]
     return collections.Counter({(what, tuple(shape)): count for what, shape, count in record["sent"]}), sizes

@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import pytest
 
-from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.launch import INTERRUPTED, launch
+from llmsuite.engine.launch import INTERRUPTED
+from llmsuite.plugins.manager import PluginInfo
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from tests.conftest import registry_with
 from tests.multi.conftest import RECIPE, ROOT, Runner
 from tests.parity import token_stage
 from tests.parity.points import Point
@@ -61,6 +61,8 @@ class Case:
     """Whether each rank writes down what it has sent in the last step, as `traffic-RANK.json`."""
     resume: bool = False
     """Whether it goes on from the checkpoints that are in its directory."""
+    note_opened: bool = False
+    """Whether each rank writes down which files it has opened, as `opened-RANK.json`."""
 
 
 def four_layers(family: str) -> tuple[str, ...]:
@@ -84,7 +86,14 @@ def one_process(point: Point) -> Case:
 def many_processes(point: Point) -> Case:
     """The run of a point."""
     words = [*COMMON, *_MANY, *OPTIMIZERS[point["optimizer"]], *point.words()]
-    return Case(str(point), point.num_ranks, words, recipe=RECIPES[point["stage"]])
+    return Case(str(point), point.num_ranks, words, recipe=RECIPES[point["stage"]], trace=True)
+
+
+def plan_of(case: Case) -> RunPlan:
+    """What a case runs."""
+    registry = registry_with()
+    registry.add(PluginInfo("tokens", "tests", "tokens", plugin=token_stage))
+    return plan_run(ROOT / case.recipe, case.words, registry, smoke=True)
 
 
 def run_points(runner: Runner, points: Iterable[Point]) -> dict[str, str]:
@@ -101,31 +110,19 @@ def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
         Name and what was printed of each case that did not end well; it was passed over.
     """
     failed: dict[str, str] = {}
-    backend = CpuBackend()
-    backend.prepare_ranks()
     for num_ranks, same in itertools.groupby(sorted(cases, key=lambda c: c.num_ranks), key=lambda c: c.num_ranks):
         left, idle = list(same), 0
         while left:
             path = runner.directory / f"cases-{num_ranks}.json"
             path.write_text(json.dumps([dataclasses.asdict(case) for case in left]))
-            printed: list[str] = []
-            with pytest.MonkeyPatch.context() as patch:
-                patch.chdir(ROOT)
-                patch.setenv("LLMSUITE_PLUGINS", "")
-                code = launch(
-                    [sys.executable, "-m", "tests.parity.worker", str(path)],
-                    num_ranks,
-                    runner.directory / f"logs-{num_ranks}",
-                    lambda rank, n=num_ranks: backend.environment(n),  # type: ignore[misc]
-                    printed.append,
-                )
+            code, printed = runner.launch(num_ranks, "tests.parity.worker", str(path))
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
             before, left = left, [case for case in left if not (runner.directory / case.name / "done").exists()]
             idle = idle + 1 if len(left) == len(before) else 0
             if left:  # go on behind the one that failed, unless three in a row have
                 count = 1 if idle < 3 else len(left)
-                failed |= {case.name: "".join(printed)[-5000:] for case in left[:count]}
+                failed |= {case.name: printed[-5000:] for case in left[:count]}
                 left = left[count:]
     return failed
 

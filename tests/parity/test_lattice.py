@@ -11,7 +11,8 @@ from llmsuite.recipe.resolve import plan_run
 from tests.conftest import registry_with
 from tests.multi.conftest import ROOT, Runner
 from tests.parity import token_stage
-from tests.parity.cases import Comparison, compare, many_processes, one_process, run_points
+from tests.parity.cases import Comparison, compare, many_processes, one_process, plan_of, run_points
+from tests.parity.planned import check_truth
 from tests.parity.points import DIMENSIONS, Point, covering, legal, short
 
 BEGIN, END = "<!-- generated: parity -->", "<!-- end of generated: parity -->"
@@ -31,6 +32,14 @@ def test_point(runner: Runner, failed: dict[str, str], point: Point) -> None:
     assert many not in failed, failed[many]
     results[point] = compare(runner, one, many)
     assert results[point].problems == []
+
+
+@pytest.mark.parametrize("point", covering(), ids=str)
+def test_a_strategy_is_as_planned(runner: Runner, failed: dict[str, str], point: Point) -> None:
+    """Calls and bytes of every rank exactly, passes in their order, live memory nearly."""
+    case = many_processes(point)
+    assert case.name not in failed, failed[case.name]
+    check_truth(runner.directory / case.name, plan_of(case))
 
 
 def test_write_table(request: pytest.FixtureRequest) -> None:

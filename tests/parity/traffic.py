@@ -9,11 +9,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmsuite.devices.cpu.gloo.build import library
+from llmsuite.devices.cpu.build import library
+from llmsuite.devices.cpu.gloo.shims import KERNELS
 
 Traffic = collections.Counter[tuple[str, tuple[int, ...]]]
 """How often each (operation, shape of what this rank gives)."""
@@ -24,7 +26,8 @@ _tracer: list[ctypes.CDLL] = []
 
 def install() -> None:
     """Build and load the tracer; once a process, before Paddle's first import."""
-    tracer = ctypes.CDLL(str(library(Path(__file__).with_name("trace.cc"))), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+    source = dataclasses.replace(KERNELS, sources=(Path(__file__).with_name("trace.cc"),))
+    tracer = ctypes.CDLL(str(library(source)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
     tracer.trace_stop.restype = ctypes.c_char_p
     _tracer.append(tracer)
 

@@ -1,6 +1,4 @@
-"""A rank that runs one recipe after another in the same process; `tests.parity.cases` starts it.
-
-    python -m tests.parity.worker CASES.json
+"""A rank that runs one recipe after another in the same process; `tests.parity.cases` starts it by `tests.launched`.
 
 Every case gets a mesh, a model and a cache of its own. Groups are used again by the cases that have the same ones: each
 brings two threads that wake up all the time, and after some dozen cases the processes would do nothing else.
@@ -14,27 +12,31 @@ import gc
 import hashlib
 import json
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from llmsuite.cli import commands
-from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.start import start_paddle
 from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests.parity import traffic
 
 
-def main(path: Path) -> int:
-    """Run the cases in a file; after each, rank 0 leaves a file `done` in its directory."""
-    cases = json.loads(path.read_text())
-    rank, num_ranks = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
-    if any(case["trace"] for case in cases):
+def before_paddle(file: str) -> None:
+    """In the launcher, of whose process each rank is a fork."""
+    if any(case["trace"] for case in json.loads(Path(file).read_text())):
         traffic.install()
-    start_paddle(CpuBackend(), num_ranks, join=num_ranks > 1)
+
+
+def main(file: str) -> int:
+    """Run the cases in a file; after each, rank 0 leaves a file `done` in its directory."""
+    path, rank = Path(file), int(os.environ["PADDLE_TRAINER_ID"])
+    cases, opened = json.loads(path.read_text()), list[str]()
+    sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
     import paddle.distributed as dist
 
     from llmsuite.stages.run import run
@@ -56,11 +58,14 @@ def main(path: Path) -> int:
             during.enter_context(_gradients_of_first_step(directory))
             during.enter_context(_samples_of_each_step(directory, rank))
             if case["trace"]:
-                during.enter_context(_traffic_of_last_step(directory, rank))
+                during.enter_context(_traffic_of_last_step(directory, rank, plan.recipe.train.max_steps or 0))
+            opened.clear()
             work = run if plan.stage.trains else plan.stage.factory()
             code = work(plan, registry, resume=case["resume"])
         if code != 0:  # interrupted
             return code
+        if case["note_opened"]:
+            (directory / f"opened-{rank}.json").write_text(json.dumps(opened))
         if rank == 0:
             (directory / "done").touch()
     return 0
@@ -123,17 +128,21 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
-    """While active, each training step leaves what this rank has sent in it, the shape of its batch, and the bytes of
-    its tensors."""
+def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[None]:
+    """While active, step `last` leaves what this rank has sent in it, the shape of its batch, the order of its passes,
+    and the bytes of its tensors."""
     from llmsuite.engine import loop
 
-    train_step, before = loop.train_step, _live_bytes()
+    under_way = _UnderWay()
+    train_step, before = loop.train_step, under_way.live_bytes()
 
     def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any, **more: Any) -> Any:
+        if step != last:
+            return train_step(step, micro_batches, objective, *args, **more)
         ranks = traffic.communicators()
         messages: traffic.Messages = collections.Counter()
-        with traffic.traced(messages), _memory_of_a_step(before) as held:
+        memory = _memory_of_a_step(before, under_way.live_bytes)
+        with traffic.traced(messages), memory as held, _passes_of_a_step() as passes:
             result = train_step(step, micro_batches, objective, *args, **more)
         sent: traffic.Traffic = collections.Counter()
         for (_, name, shape, _), count in messages.items():
@@ -141,9 +150,11 @@ def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
         batches = [] if objective is None else [objective.collate(samples) for samples in micro_batches]
         record = {
             "micro_batches": [
-                [*b["input_ids"].shape, len(b["targets" if "targets" in b else "positions"])] for b in batches
+                [*b["input_ids"].shape, len(b["targets" if "targets" in b else "positions"]), "documents" in b]
+                for b in batches
             ],
             "memory": held,
+            **passes,
             "sent": [[name, list(shape), count] for (name, shape), count in sorted(sent.items())],
             "messages": [
                 [ranks.get(communicator), name, list(shape), width, count]
@@ -155,45 +166,151 @@ def _traffic_of_last_step(directory: Path, rank: int) -> Iterator[None]:
 
     loop.train_step = traced_step
     try:
-        yield
+        with under_way.counted():
+            yield
     finally:
         loop.train_step = train_step
 
 
-def _live_bytes() -> int:
-    """Of all tensors of this process, by Paddle's own count."""
-    from paddle.base import core
+class _UnderWay:
+    """Bytes of the copies that wait for a neighbour in the pipeline to take them: how long they wait is chance."""
 
-    gc.collect()
-    return int(core.host_memory_stat_current_value("Allocated", 0))
+    def __init__(self) -> None:
+        self._lock, self._bytes = threading.Lock(), 0
+
+    def live_bytes(self) -> int:
+        """Of all tensors of this process but for these copies, by Paddle's own count."""
+        from paddle.base import core
+
+        gc.collect()
+        with self._lock:
+            return int(core.host_memory_stat_current_value("Allocated", 0)) - self._bytes
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around a run, whose sending threads start in it."""
+        from llmsuite.engine import pipeline
+        from llmsuite.engine.pipeline import Edges
+
+        send, send_all = Edges.send, pipeline._send_all
+
+        def noted_send(edges: Edges, value: Any, forward: bool) -> None:
+            with self._lock:
+                self._bytes += _allocated(value)
+            send(edges, value, forward)
+
+        def noted_send_all(jobs: queue.Queue[Callable[[], None]]) -> None:
+            while True:
+                job = jobs.get()
+                (copy,) = (cell.cell_contents for cell in job.__closure__ or () if hasattr(cell.cell_contents, "place"))
+                num_bytes = _allocated(copy)
+                del copy
+                job()
+                with self._lock:
+                    del job
+                    self._bytes -= num_bytes
+
+        Edges.send, pipeline._send_all = noted_send, noted_send_all  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Edges.send, pipeline._send_all = send, send_all  # type: ignore[method-assign]
+
+
+def _allocated(tensor: Any) -> int:
+    """Bytes of a tensor's memory, which is given out by 64 (phi/core/memory/allocation, `kDefaultHostAlignment`)."""
+    return -(-int(tensor.size) * int(tensor.element_size()) // 64) * 64
 
 
 @contextlib.contextmanager
-def _memory_of_a_step(before: int) -> Iterator[dict[str, int]]:
+def _memory_of_a_step(before: int, live_bytes: Callable[[], int]) -> Iterator[dict[str, int]]:
     """While active, notes the bytes of tensors beyond `before`: between steps, when gradients are there, and the most
-    that is alive between two passes."""
+    that is alive between two passes and, with what is under way to a neighbour, while they run."""
+    from paddle.base import core
+
     from llmsuite.engine.optimizer import Optimizer
     from llmsuite.engine.pipeline import PipelineStage
 
-    held = {"between_steps": _live_bytes() - before, "gradients": 0, "between_passes": 0}
-    forward, finish = PipelineStage.forward, Optimizer.finish_gradients
+    held = {"between_steps": live_bytes() - before, "gradients": 0, "between_passes": 0, "peak": 0}
+    forward, backward, finish = PipelineStage.forward, PipelineStage.backward, Optimizer.finish_gradients
 
     def noted_forward(self: PipelineStage, *args: Any) -> Any:
         result = forward(self, *args)
-        held["between_passes"] = max(held["between_passes"], _live_bytes() - before)
+        held["between_passes"] = max(held["between_passes"], live_bytes() - before)
         return result
 
+    def noted_backward(self: PipelineStage, *args: Any) -> None:
+        backward(self, *args)
+        held["between_passes"] = max(held["between_passes"], live_bytes() - before)
+
     def noted_finish(self: Optimizer, weight: float) -> float:
-        held["gradients"] = _live_bytes() - before
+        held["gradients"] = live_bytes() - before
+        held["peak"] = int(core.host_memory_stat_peak_value("Allocated", 0)) - before
         return finish(self, weight)
 
     PipelineStage.forward = noted_forward  # type: ignore[method-assign, assignment]
+    PipelineStage.backward = noted_backward  # type: ignore[method-assign]
     Optimizer.finish_gradients = noted_finish  # type: ignore[method-assign]
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
     try:
         yield held
     finally:
         PipelineStage.forward = forward  # type: ignore[method-assign]
+        PipelineStage.backward = backward  # type: ignore[method-assign]
         Optimizer.finish_gradients = finish  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _passes_of_a_step() -> Iterator[dict[str, list[Any]]]:
+    """While active, notes the passes of this rank in order: as "actions" (is forward, micro-batch, chunk) of those
+    that are learnt from, as "rows" those that came to experts in each of the forward ones, layer by layer; as "looks"
+    sequences, length, what logits are made of, and whether there are documents, of those before."""
+    import paddle
+
+    from llmsuite.engine.pipeline import PipelineStage
+    from llmsuite.models.experts import Experts
+
+    found: dict[str, list[Any]] = {"actions": [], "looks": [], "rows": []}
+    rows, inside = Experts.rows, []
+    forward, backward = PipelineStage.forward, PipelineStage.backward
+    hidden_states, token_nll = PipelineStage.hidden_states, PipelineStage.token_nll
+
+    def noted_forward(self: PipelineStage, action: Any, *args: Any) -> Any:
+        if paddle.is_grad_enabled():
+            found["actions"].append([True, action.micro_batch, action.chunk])
+        inside.clear()
+        result = forward(self, action, *args)
+        if paddle.is_grad_enabled():
+            found["rows"].append([*inside])
+        return result
+
+    def noted_backward(self: PipelineStage, action: Any, *args: Any) -> None:
+        found["actions"].append([False, action.micro_batch, action.chunk])
+        backward(self, action, *args)
+
+    def noted_hidden(self: PipelineStage, input_ids: Any, *args: Any, **more: Any) -> Any:
+        if not paddle.is_grad_enabled():
+            found["looks"].append([*input_ids.shape, 0, "documents" in more])
+        return hidden_states(self, input_ids, *args, **more)
+
+    def noted_nll(self: PipelineStage, hidden: Any, targets: Any) -> Any:
+        if not paddle.is_grad_enabled():
+            found["looks"][-1][2] += targets.shape[0]
+        return token_nll(self, hidden, targets)
+
+    def noted_rows(self: Experts, x: Any, *args: Any) -> Any:
+        inside.append(x.shape[0])
+        return rows(self, x, *args)
+
+    Experts.rows = noted_rows  # type: ignore[method-assign]
+    PipelineStage.forward, PipelineStage.backward = noted_forward, noted_backward  # type: ignore[method-assign, assignment]
+    PipelineStage.hidden_states, PipelineStage.token_nll = noted_hidden, noted_nll  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Experts.rows = rows  # type: ignore[method-assign]
+        PipelineStage.forward, PipelineStage.backward = forward, backward  # type: ignore[method-assign]
+        PipelineStage.hidden_states, PipelineStage.token_nll = hidden_states, token_nll  # type: ignore[method-assign]
 
 
 def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Callable[[list[int]], Any]:
@@ -208,7 +325,3 @@ def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Ca
         return groups[key, asked[key]]
 
     return group_of
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

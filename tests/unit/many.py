@@ -81,6 +81,17 @@ class Table:
             barrier.abort()
 
 
+class Arrival:
+    """Of a sum that goes on beside other work: nothing that can be used is in the tensor until it is waited for."""
+
+    def __init__(self, tensor: Any, found: np.ndarray):
+        self._tensor, self._found = tensor, found
+        tensor.copy_(paddle.full_like(tensor, float("nan")), True)
+
+    def wait(self) -> None:
+        self._tensor.copy_(paddle.to_tensor(self._found), True)
+
+
 def run(degrees: Degrees, work: Callable[[Mesh], T], backend: str = "GLOO") -> list[T]:
     """Call `work` as every rank of a mesh; returns what it gives, by rank."""
     table = Table(degrees.num_ranks)
@@ -125,11 +136,16 @@ def _distributed(table: Table, backend: str) -> types.SimpleNamespace:
         assert tensor.dtype in (paddle.float32, paddle.float64), "sums over ranks are made in full precision"
         return np.sum(table.exchange(tensor.numpy(), group), axis=0, dtype=tensor.numpy().dtype)
 
-    def all_reduce(tensor: Any, op: int = dist.ReduceOp.SUM, group: Group | None = None) -> None:
+    def all_reduce(
+        tensor: Any, op: int = dist.ReduceOp.SUM, group: Group | None = None, sync_op: bool = True
+    ) -> Arrival | None:
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
         largest = op == dist.ReduceOp.MAX
         found = np.max(table.exchange(tensor.numpy(), group), axis=0) if largest else add_up(tensor, group)
+        if not sync_op:
+            return Arrival(tensor, found)
         tensor.copy_(paddle.to_tensor(found), True)
+        return None
 
     def all_gather(parts: list[Any], part: Any, group: Group | None = None) -> None:
         gathered = table.exchange(part.clone(), group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,21 @@ def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
     }
 
 
-def make_run(directory: Path, num_steps: int = 5, end: str | None = "ended", num_ranks: int = 2, **keys: Any) -> Path:
+PIPELINE: dict[str, dict[str, Any]] = {
+    "parallel": {"pipeline_parallel_degree": 2, "pipeline_schedule": "interleaved"},
+    "launch": {"num_devices": 4, "nnodes": 1},
+}
+"""Sections of a run that has one."""
+
+
+def make_run(
+    directory: Path,
+    num_steps: int = 5,
+    end: str | None = "ended",
+    num_ranks: int = 2,
+    sections: Mapping[str, Any] | None = None,
+    **keys: Any,
+) -> Path:
     """A run with an evaluation after its last step.
 
     Args:
@@ -29,10 +44,11 @@ def make_run(directory: Path, num_steps: int = 5, end: str | None = "ended", num
         num_steps: recorded.
         end: last event; None for a run that goes on.
         num_ranks: of the run.
+        sections: of the recipe, beside `train`.
         keys: of its section `train`.
     """
     directory.mkdir(parents=True)
-    recipe = {"stage": "sft", "train": {"learning_rate": 1e-3, **keys}, "loggers": []}
+    recipe = {"stage": "sft", **(sections or {}), "train": {"learning_rate": 1e-3, **keys}, "loggers": []}
     (directory / "recipe.json").write_text(json.dumps(recipe))
     lines = [record(step, 3 / step) for step in range(1, num_steps + 1)]
     lines.append({"schema": 1, "step": num_steps, "eval/loss": 0.75})

@@ -16,6 +16,7 @@ import pytest
 from llmsuite.devices import ops
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.start import start_paddle
@@ -45,12 +46,17 @@ def test_collectives_and_precisions(name: str, collectives: str, precisions: tup
 FLASH = {"causal_mask": ops.no_mask, "document_mask": ops.document_ends, "attention": ops.flash_attention}
 ROTARY_SWIGLU = {"rotary": ops.fused_rotary, "swiglu": ops.fused_swiglu}
 RMS = {"rms_norm": ops.fused_rms_norm}
+KERNELS = {
+    **{name: getattr(kernels, name) for name in ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")},
+    "causal_mask": kernels.no_mask,
+    "document_mask": kernels.begins,
+}
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "fused"),
     [
-        ("cpu", "fp32", {}),
+        ("cpu", "fp32", KERNELS),
         ("gpu", "fp32", {**ROTARY_SWIGLU, **RMS}),  # flash attention takes 16-bit inputs only
         ("gpu", "bf16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
         ("gpu", "fp16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
@@ -61,6 +67,12 @@ RMS = {"rms_norm": ops.fused_rms_norm}
 )
 def test_which_operations_are_fused(name: str, precision: str, fused: dict[str, Any]) -> None:
     assert BACKENDS[name].ops(precision) == Ops(**fused)
+
+
+def test_a_cpu_without_a_compiler_has_the_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert BACKENDS["cpu"].fused("fp32") == frozenset()
+    assert BACKENDS["cpu"].ops("fp32") == Ops()
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)

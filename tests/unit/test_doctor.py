@@ -108,3 +108,28 @@ def test_wrong_sums_are_bad() -> None:
 def test_several_machines_need_a_place_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--nnodes=2"]) == 2
     assert "--master: is required with several machines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "xpu"])
+def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of devices that are not here."""
+    assert main(["doctor", "--ops", f"--device={name}"]) == 0
+    backend, fused, precision = registry.devices[name].factory(), dict[str, set[str]](), ""
+    for line in capsys.readouterr().out.splitlines():
+        words = line.split()
+        if not line.startswith(" "):
+            assert words[0] == f"{name},"
+            precision = words[1]
+            fused[precision] = set()
+        elif words[1] == "fused":
+            fused[precision].add(words[0])
+        else:
+            assert words[1] == "plain"
+    assert tuple(fused) == backend.precisions
+    for precision, operations in fused.items():
+        assert operations - {"causal_mask", "document_mask"} == backend.fused(precision)
+
+
+def test_the_kernels_of_no_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--ops", "--device=npu"]) == 2
+    assert "did you mean 'xpu'" in capsys.readouterr().err

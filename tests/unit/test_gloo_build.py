@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.devices.cpu.gloo import build
+from llmsuite.devices.cpu import build
+from llmsuite.devices.cpu.gloo.shims import KERNELS
 from llmsuite.errors import UserError
 
 # notes each call, waits long enough for another process to come by, and writes its -o
@@ -50,45 +51,45 @@ def calls(tmp_path: Path) -> list[str]:
 
 def test_it_is_built_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, COMPILER, monkeypatch)
-    library = build.library()
+    library = build.library(KERNELS)
     assert library.read_text() == "built\n"
     assert library.parent == cache / "gloo"
     assert {path.name for path in library.parent.iterdir()} == {library.name, "build.lock"}
     (words,) = calls(tmp_path)
     assert "kernels.cc" in words
     assert "libpaddle.so" in words
-    assert build.library() == library
+    assert build.library(KERNELS) == library
     assert len(calls(tmp_path)) == 1
     # another installation of Paddle has a library of its own
     monkeypatch.setattr(build, "_paddle", lambda: Path("/elsewhere/paddle"))
-    assert build.library() != library
+    assert build.library(KERNELS) != library
     assert len(calls(tmp_path)) == 2
 
 
 def test_what_is_there_needs_no_compiler(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, COMPILER, monkeypatch)
-    library = build.library()
+    library = build.library(KERNELS)
     monkeypatch.setenv("PATH", "")
-    assert build.library() == library
+    assert build.library(KERNELS) == library
 
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"need a C\+\+ compiler.*apt-get install g\+\+.*launch\.num_devices to 1"):
-        build.library()
+        build.library(KERNELS)
     assert not list(cache.glob("gloo/*.so"))
 
 
 def test_no_paddle(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"Paddle is not installed; install it with: pip install 'llmsuite\[cpu\]'"):
-        build.library()
+        build.library(KERNELS)
 
 
 def test_a_failure_keeps_what_the_compiler_said(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, BROKEN, monkeypatch)
     with pytest.raises(UserError, match=r"building the CPU kernels failed; .* are in \S+\.log$") as caught:
-        build.library()
+        build.library(KERNELS)
     log = Path(str(caught.value).rpartition(" are in ")[2])
     assert log.parent == cache / "gloo"
     text = log.read_text()
@@ -97,16 +98,19 @@ def test_a_failure_keeps_what_the_compiler_said(cache: Path, tmp_path: Path, mon
     assert "kernels.cc:1: no such header" in text
     assert {path.name for path in log.parent.iterdir()} == {log.name, "build.lock"}, "nothing half built is left"
     with pytest.raises(UserError):
-        build.library()
+        build.library(KERNELS)
     assert len(calls(tmp_path)) == 2, "it is tried again"
     install(tmp_path, COMPILER, monkeypatch)
-    assert build.library().read_text() == "built\n"
+    assert build.library(KERNELS).read_text() == "built\n"
 
 
 def test_two_processes_at_once_build_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, COMPILER, monkeypatch)
     monkeypatch.setenv("DELAY", "1.5")
-    script = "from llmsuite.devices.cpu.gloo.build import library; print(library().read_text(), end='')"
+    script = (
+        "from llmsuite.devices.cpu.build import library; from llmsuite.devices.cpu.gloo.shims import KERNELS; "
+        "print(library(KERNELS).read_text(), end='')"
+    )
     both = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)

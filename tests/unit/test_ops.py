@@ -123,7 +123,9 @@ def test_swiglu() -> None:
 
 
 def test_the_plain_forms_are_the_default() -> None:
-    assert Ops() == Ops(ops.causal_mask, ops.document_mask, ops.attention, ops.rms_norm, ops.rotary, ops.swiglu)
+    assert Ops() == Ops(
+        ops.causal_mask, ops.document_mask, ops.attention, ops.rms_norm, ops.rotary, ops.swiglu, ops.cross_entropy
+    )
 
 
 # The kernels of the fused forms are not part of a Paddle for the CPU: flash attention falls back to a plain one,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.cli.amounts import Unit, parse_amount
@@ -17,10 +21,10 @@ from llmsuite.errors import UserError
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.communication import Message, Traffic
 from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
-from llmsuite.planning.estimate import anatomy_of, estimate
+from llmsuite.planning.estimate import Estimate, anatomy_of, estimate
 from llmsuite.planning.layout import Layout, ranks
-from llmsuite.planning.schedule import draw_text, most_held, orders, simulate
-from llmsuite.planning.search import search
+from llmsuite.planning.schedule import draw_text, length, most_held, orders, simulate, turns_of
+from llmsuite.planning.search import Strategy, broken, search, strategies, with_strategy
 from tests.unit.test_planning_memory import RECIPE, run_plan
 
 
@@ -36,7 +40,7 @@ def test_the_bubble_is_that_of_the_formula(stages: int, count: int, kind: str) -
 def test_ranks_do_in_time_what_the_engine_orders() -> None:
     wanted = orders("interleaved", 2, 4, 2)
     played = simulate(wanted, [1.0] * 4, [2.0] * 4)
-    assert [[timed.action for timed in rank] for rank in played.ranks] == wanted
+    assert tuple(tuple(timed.action for timed in rank) for rank in played.ranks) == wanted
     done: dict[tuple[bool, int, int], float] = {}
     for stage, rank in enumerate(played.ranks):
         for timed in rank:
@@ -46,6 +50,15 @@ def test_ranks_do_in_time_what_the_engine_orders() -> None:
             part, step = timed.action.chunk * 2 + stage, -1 if timed.action.forward else 1
             before = done.get((timed.action.forward, part + step, timed.action.micro_batch))
             assert before is None or before <= timed.start
+
+
+@given(st.sampled_from(["1F1B", "FThenB", "interleaved"]), st.integers(1, 5), st.integers(1, 12), st.data())
+def test_how_long_it_takes_is_known_without_when(kind: Any, stages: int, count: int, data: st.DataObject) -> None:
+    chunks = data.draw(st.integers(1, 3)) if kind == "interleaved" else 1
+    seconds = st.lists(st.floats(0.1, 9.0), min_size=stages * chunks, max_size=stages * chunks)
+    forward, backward, transfer = data.draw(seconds), data.draw(seconds), data.draw(st.floats(0, 2.0))
+    played = simulate(orders(kind, stages, count, chunks), forward, backward, transfer)
+    assert length(turns_of(kind, stages, count, chunks), forward, backward, transfer) == played.length
 
 
 def test_a_schedule_is_drawn() -> None:
@@ -109,6 +122,47 @@ def test_a_search_says_what_fits_and_why_others_do_not() -> None:
     assert estimate(again).peak == fitting[0].estimate.peak
 
 
+SEARCHED = {
+    "llama": ("recipes/llama/sft.json", ("--launch.num_devices=4", "--parallel={}")),
+    "adapters": ("recipes/llama/lora.json", ("--launch.num_devices=4", "--parallel={}")),
+    "deepseek": ("recipes/deepseek/sft.json", ("--launch.num_devices=8", "--model.config.num_hidden_layers=4")),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_a_search_finds_what_single_plans_say(name: str) -> None:
+    """Whatever the limit: each strategy planned by itself, in full, with every way of computing again in turn."""
+    recipe, words = SEARCHED[name]
+    plan, device = run_plan(recipe, *words), HARDWARE["a100"]
+    single: dict[Strategy, list[tuple[str, Estimate | str]]] = {}
+    for strategy in strategies(plan):
+        single[strategy] = []
+        for recompute in ("none", "selective", "full"):
+            tried = with_strategy(plan, dataclasses.replace(strategy, recompute=recompute))
+            single[strategy].append((recompute, (broken(tried) or [estimate(tried)])[0]))
+    peaks = sorted(found.peak for tries in single.values() for _, found in tries if not isinstance(found, str))
+
+    @settings(max_examples=5)
+    @given(st.sampled_from(peaks), st.sampled_from([0.999, 1.0]))
+    def check(peak: float, part: float) -> None:
+        limit = peak * part
+        fitting, rejected = search(plan, limit, device)
+        fits, others = {}, set()
+        for strategy, tries in single.items():
+            well = [(r, found) for r, found in tries if not isinstance(found, str) and found.peak <= limit]
+            if well and not isinstance(tries[-1][1], str):
+                fits[dataclasses.replace(strategy, recompute=well[0][0])] = well[0][1]
+            else:
+                others.add((strategy.tp, strategy.pp, strategy.sharding, strategy.ep))
+        assert {f.strategy: f.estimate.peak for f in fitting} == {s: found.peak for s, found in fits.items()}
+        assert {(s.tp, s.pp, s.sharding, s.ep) for s in (r.strategy for r in rejected)} == others
+        for found in fitting:
+            assert found.seconds == pytest.approx(fits[found.strategy].step_seconds(device), rel=1e-12)
+        assert [f.seconds for f in fitting] == sorted(f.seconds for f in fitting)
+
+    check()
+
+
 @pytest.mark.parametrize(
     ("text", "unit", "value"),
     [
@@ -143,12 +197,35 @@ def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--search: needs a device" in capsys.readouterr().err
 
 
-def test_the_pages_numbers_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
-    for recipe in ("recipes/deepseek/deepseek-v3-pretrain.json",):
-        main(["plan", recipe, "--hardware", "h800"])
-        peak = capsys.readouterr().out.split("\npeak ")[1].split(":")[0]
-        assert peak in page
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
+PUBLISHED = PAGE[PAGE.index("## Published layouts") :]
+COMMANDS = [line for line in PUBLISHED.splitlines() if line.startswith("llmsuite plan ")]
+
+
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
+def test_the_pages_numbers_are_those_of_the_command(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The peak; of the one whose point is another number, what the parameters of a stage take."""
+    main(shlex.split(COMMANDS[number])[1:])
+    said = capsys.readouterr().out
+    told = re.search(r"\n  1 +[\d,]+ +(\S+ GiB)" if "--devices 16 " in COMMANDS[number] else r"\npeak (\S+ GiB)", said)
+    assert told is not None
+    assert told[1] in PUBLISHED, told[1]
+
+
+def test_the_page_compares_what_the_plan_says() -> None:
+    words = shlex.split(next(line for line in COMMANDS if "=selective" in line))[3:]
+    plan = run_plan("recipes/deepseek/deepseek-v3-pretrain.json", *_without_devices(words))
+    second, gb = estimate(plan).stages[1], 1e9
+    assert f"{(second.parameters + second.gradients) / gb:.1f} GB on the second stage" in PUBLISHED
+    assert f"{(second.copies + second.moments) / gb:.1f} GB" in PUBLISHED
+    kept = second.activations / gb
+    whole = run_plan(plan.loaded.name, *_without_devices(words), "--engine.recompute=none")
+    assert f"{estimate(whole).stages[1].activations / gb:.0f} GB on the second stage, {kept:.0f} GB" in PUBLISHED
+
+
+def _without_devices(words: list[str]) -> list[str]:
+    assert words[:4] == ["--devices", "256", "--hardware", "h100"]
+    return ["--launch.num_devices=8", "--launch.nnodes=32", *words[4:]]
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from paddle.base import core
 
 from llmsuite.cli import commands
 from llmsuite.cli.main import main
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.xpu import XpuBackend
@@ -24,10 +26,11 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.qat import fake_quantize_layers, fake_quantized
 from llmsuite.models.targets import linear_modules, pick_modules, with_adapters
 from llmsuite.planning import activations
 from llmsuite.planning.activations import How, Pass
-from llmsuite.planning.layout import Layout
+from llmsuite.planning.layout import Layout, Model
 from llmsuite.planning.memory import memory
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.plugins import builtin
@@ -54,10 +57,10 @@ def run_plan(recipe: str, *words: str, smoke: bool = False) -> RunPlan:
     return plan_run(recipe, words, load_plugins(builtin, commands), smoke)
 
 
-def trained(family: str, shape: dict[str, Any]) -> Any:
+def trained(family: str, shape: dict[str, Any], ops: Ops) -> Any:
     """A tiny model with memory, in training."""
     spec = FAMILIES[family]
-    model = spec.factory()(spec.config_cls(**{**spec.smoke, **shape}), Ops())
+    model = spec.factory()(spec.config_cls(**{**spec.smoke, **shape}), ops)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.set_value(paddle.randn(parameter.shape) * 0.05)
@@ -106,7 +109,7 @@ def test_each_part_has_the_parameters_that_are_kept_for_it(family: str, tied: bo
 )
 def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precision: str, frozen: bool) -> None:
     name, width = "model.norm.weight", 4 if precision == "fp32" else 2
-    layout = Layout(ONE_DEVICE[precision], {name: (size,)})
+    layout = Layout(ONE_DEVICE[precision], Model(ONE_DEVICE[precision], {name: (size,)}))
     layout.sharding, layout.trained = stage, set() if frozen else {name}
     for rank in range(parts):
         mesh = Mesh(Degrees(1, 1, parts, 1), rank)
@@ -124,11 +127,13 @@ def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precis
         assert held.owned == (0 if shard.is_empty else local.numel().item() if parts == 1 else shard.owned.size)
 
 
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
-def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recompute: str) -> None:
+def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recompute: str, is_fused: bool) -> None:
     """By the count of the allocator, byte for byte."""
-    model, spec = trained(family, shape), FAMILIES[family]
+    backend = CpuBackend()
+    model, spec = trained(family, shape, backend.ops("fp32") if is_fused else Ops()), FAMILIES[family]
     assert spec.shard_plan is not None
     assert spec.anatomy is not None
     if recompute == "full":
@@ -142,15 +147,42 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
     for number in (2, 3):
         layer = model.model.layers[number]
         found = allocated(lambda layer=layer: layer.states(x, *inputs))
-        how = How(num_bytes=4, recompute=recompute, every=2)
+        fused = backend.fused("fp32") if is_fused else frozenset[str]()
+        how = How(num_bytes=4, recompute=recompute, every=2, fused=fused)
         planned = activations.kept_by_layer(spec.anatomy(model.config), number, Pass(rows, length, rows * length), how)
         assert found == planned, number
+
+
+@pytest.mark.parametrize("rounds_inputs", [False, True])
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
+def test_a_rounded_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], rounds_inputs: bool) -> None:
+    """Of quantisation-aware training: weights and inputs on the grid of int8, byte for byte."""
+    model, spec = trained(family, shape), FAMILIES[family]
+    assert spec.shard_plan is not None
+    assert spec.anatomy is not None
+    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    modules = adapted_modules(model, spec.shard_plan, None)
+    fake_quantize_layers(model, modules, rounds_weight=True)
+    for _, module in fake_quantized(model):
+        module.input_scale = 0.01 if rounds_inputs else None
+    rows, length = 2, 37
+    x = paddle.randn([rows, length, model.config.hidden_size])
+    x.stop_gradient = False
+    inputs = model.layer_inputs(0, length, x.dtype)
+    for number in (0, 3):
+        layer = model.model.layers[number]
+        found = allocated(lambda layer=layer: layer.states(x, *inputs))
+        rounded = {module: sizes[f"{module}.weight"] for module in modules}
+        how = How(num_bytes=4, rounded=rounded, rounds_inputs=rounds_inputs)  # type: ignore[arg-type]
+        batch = Pass(rows, length, rows * length)
+        assert found == activations.kept_by_layer(spec.anatomy(model.config), number, batch, how), number
 
 
 def allocated(call: Callable[[], Any]) -> int:
     """Bytes that are alive when a call is over, its result included."""
     del_first = call()  # what is made once a process
     del del_first
+    gc.collect()  # or what another test has left is freed meanwhile
     before = core.host_memory_stat_current_value("Allocated", 0)
     result = call()
     found = core.host_memory_stat_current_value("Allocated", 0) - before
@@ -171,11 +203,11 @@ def test_a_pass_holds_most_where_the_schedule_does() -> None:
         assert peak_held(actions, lambda action: 3.0 if action.chunk else 5.0) == most
 
 
-@pytest.mark.parametrize("backend", [GpuBackend(), XpuBackend()], ids=["gpu", "xpu"])
+@pytest.mark.parametrize("backend", [CpuBackend(), GpuBackend(), XpuBackend()], ids=["cpu", "gpu", "xpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_fused_kernels_are_those_that_models_get(backend: Any, precision: str) -> None:
     plain, ops = Ops(), backend.ops(precision)
-    names = ("attention", "rms_norm", "rotary", "swiglu")
+    names = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")
     assert backend.fused(precision) == {name for name in names if getattr(ops, name) is not getattr(plain, name)}
 
 

@@ -16,10 +16,11 @@ import pytest
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
 from llmsuite.observe.events import add_event, environment, read_events
-from llmsuite.observe.report import page, write_report
+from llmsuite.observe.report import figures, page, write_report
 from llmsuite.observe.runs import differing, find_runs, read_run
 from llmsuite.observe.watch import make_server
-from tests.unit.run_folder import make_run, record
+from llmsuite.planning.schedule import orders, simulate
+from tests.unit.run_folder import PIPELINE, make_run, record
 
 CHARTS = ["loss", "learning_rate", "grad_norm", "throughput", "memory", "data_wait", "ranks"]
 Capsys = pytest.CaptureFixture[str]
@@ -105,6 +106,25 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert len(set(found.ids)) == len(found.ids), "an id is there twice"
     assert "&lt;host&gt;" in text
     assert "<host>" not in text
+
+
+def test_the_schedule_of_a_pipeline_is_drawn(tmp_path: Path) -> None:
+    """As `llmsuite.engine.schedule` orders it: two ranks with two chunks each, 8 samples of two data ranks."""
+    run = read_run(make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8))
+    drawn = {name: figure for name, _, figure in figures([run])}
+    assert list(drawn) == [*CHARTS, "schedule"]
+    bars = [bar for bars in drawn["schedule"].axes[0].collections for bar in bars.get_paths()]
+    assert len(bars) == 2 * 4 * 2 * 2
+    played = simulate(orders("interleaved", 2, 4, 2), [1.0] * 4, [2.0] * 4)
+    assert max(bar.vertices[:, 0].max() for bar in bars) == played.length
+    assert f"ranks wait {played.bubble:.1%}" in page([run])
+    long = read_run(make_run(tmp_path / "b", sections=PIPELINE, global_batch_size=2000))
+    assert f"of {4 * 2 * 2 * 2} passes each" in page([long])
+
+
+def test_no_picture_of_passes_whose_number_depends_on_lengths(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8, micro_batch_tokens=512))
+    assert [name for name, _, _ in figures([run])] == CHARTS
 
 
 def test_two_runs_are_drawn_side_by_side(tmp_path: Path) -> None:

@@ -166,23 +166,28 @@ def test_updates_reach_every_rank_and_loaded_values_every_part(case: Case) -> No
 
 
 @settings(max_examples=60)
-@given(cases(), st.integers(1, 3))
-def test_what_is_kept_between_micro_batches(case: Case, num_micro_batches: int) -> None:
-    """From stage 2 on no gradient outlives its backward pass, in stage 3 no parameter; the sums are the same."""
+@given(cases(), st.integers(1, 3), st.booleans())
+def test_what_is_kept_between_micro_batches(case: Case, num_micro_batches: int, told: bool) -> None:
+    """From stage 2 on no gradient outlives its backward pass, in stage 3 no parameter; the sums are the same, whether
+    the last pass was told or not. Sums over data ranks begin in that."""
     total = sum(case.sum_of_gradients(seed) for seed in range(num_micro_batches))
 
     def work(mesh: Mesh) -> None:
         shard = case.shard(mesh)
         is_cut = mesh.degrees.sharding > 1
         part = math.ceil(case.slice_of(total, mesh).size / mesh.degrees.sharding)
+        early = is_cut and case.stage >= 2
         for seed in range(num_micro_batches):
+            shard.is_last_pass = told and seed == num_micro_batches - 1
             case.give_gradient(shard, mesh, seed)
-            early = is_cut and case.stage >= 2
+            begun = shard.is_last_pass and not early and mesh.degrees.num_data_ranks > 1
+            assert (shard._on_its_way is not None) == begun
             assert (shard.parameter.grad is None) == early
             assert (shard._sum.shape == [part]) if early else shard._sum is None
             assert shard.parameter._is_initialized() != (is_cut and case.stage == 3)
         own = shard.finish_gradient()
         assert shard._sum is None
+        assert shard._on_its_way is None
         if own is not None:
             assert np.array_equal(own.numpy(), case.own_part(total, mesh))
 

@@ -132,6 +132,16 @@ def test_metrics_of_a_step() -> None:
     )
 
 
+def test_gradients_are_whole_behind_the_last_backward_pass() -> None:
+    """What is added up over the ranks while that pass goes on."""
+    model, optimizer = trained()
+    (shard,) = optimizer.shards
+    told: list[bool] = []
+    model.weight._register_backward_hook(lambda: told.append(shard.is_last_pass))
+    alone.step(2, [[1.0, 2.0], [3.0], [1.0]], Scripted(), model, optimizer)
+    assert told == [False, False, True]
+
+
 def test_a_loss_that_hangs_on_no_parameter_is_our_bug() -> None:
     class Detached(Scripted):
         def loss(self, model: Any, batch: dict[str, Any]) -> LossTerms:

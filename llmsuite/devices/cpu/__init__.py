@@ -9,9 +9,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.cpu.kernels.source import KERNELS, can_be_built
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
+
+
+_KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")
 
 
 class CpuBackend(DeviceBackend):
@@ -35,10 +39,19 @@ class CpuBackend(DeviceBackend):
             variables["MKL_DEBUG_CPU_TYPE"] = "5"
         return variables
 
-    def prepare_ranks(self) -> None:
-        from llmsuite.devices.cpu.gloo.build import library
+    def fused(self, precision: str) -> frozenset[str]:
+        return frozenset(_KERNELS) if can_be_built() else frozenset()
 
-        library()
+    def joins_rows(self, precision: str) -> bool:
+        return "attention" in self.fused(precision)
+
+    def prepare_ranks(self) -> None:
+        from llmsuite.devices.cpu.build import library
+        from llmsuite.devices.cpu.gloo.shims import KERNELS as GLOO
+
+        library(GLOO)
+        if can_be_built():
+            library(KERNELS)
 
     def before_paddle(self) -> None:
         from llmsuite.devices.cpu.gloo.shims import load_kernels
@@ -61,7 +74,20 @@ class CpuBackend(DeviceBackend):
     def ops(self, precision: str) -> Ops:
         from llmsuite.devices.ops import Ops
 
-        return Ops()
+        if not can_be_built():
+            return Ops()
+        from llmsuite.devices.cpu.kernels import ops
+
+        ops.load()
+        return Ops(
+            causal_mask=ops.no_mask,
+            document_mask=ops.begins,
+            attention=ops.attention,
+            rms_norm=ops.rms_norm,
+            rotary=ops.rotary,
+            swiglu=ops.swiglu,
+            cross_entropy=ops.cross_entropy,
+        )
 
     def to_host(self, tensor: Any) -> Any:
         return tensor

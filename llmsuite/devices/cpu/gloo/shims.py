@@ -11,11 +11,20 @@ import fcntl
 import os
 import socket
 import struct
+from pathlib import Path
 from typing import Any
 
-from llmsuite.devices.cpu.gloo.build import library
+from llmsuite.devices.cpu.build import Library, library
 from llmsuite.errors import UserError
 
+KERNELS = Library(
+    name="gloo",
+    sources=(Path(__file__).with_name("kernels.cc"),),
+    options=("-O1",),
+    links=("libphi_core.so", "libcommon.so"),
+    is_for_this_cpu=False,
+    without=("several CPU processes need", "set launch.num_devices to 1"),
+)
 _STORE_TIMEOUT_SECONDS = 300
 _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 _stores: list[Any] = []  # a store serves its group as long as the process lives
@@ -24,7 +33,7 @@ _ranks_of_group: list[str] = []
 
 def load_kernels() -> None:
     """Put the missing kernels before those of the wheel. Raises UserError when they cannot be built."""
-    ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+    ctypes.CDLL(str(library(KERNELS)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
 
 
 def install() -> None:

@@ -1,0 +1,97 @@
+"""Builds C++ that Paddle's CPU wheel lacks, once per Paddle version, into the user's cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from llmsuite.cache import cache_root
+from llmsuite.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """What is built."""
+
+    name: str
+    """Of its directory in the cache."""
+    sources: tuple[Path, ...]
+    """The first one names the library; headers among them are not compiled."""
+    options: tuple[str, ...]
+    """Of the compiler, beside those that all have."""
+    links: tuple[str, ...]
+    """File names of Paddle's libraries."""
+    is_for_this_cpu: bool
+    """Whether it uses whatever the processor of this machine can do."""
+    without: tuple[str, str]
+    """What a machine without a compiler is told: what needs one, and how to do without."""
+
+
+def library(what: Library) -> Path:
+    """The shared library for the installed Paddle; builds it (a few seconds) when it is not in the cache.
+
+    Raises:
+        UserError: there is no g++, or it cannot build the library.
+    """
+    paddle = _paddle()
+    # the library is linked to this very installation, so its place is part of the name
+    content = b"".join(source.read_bytes() for source in what.sources) + str(paddle).encode()
+    content += _processor() if what.is_for_this_cpu else b""
+    directory = cache_root() / what.name
+    version = importlib.metadata.version("paddlepaddle")
+    target = directory / f"{what.sources[0].stem}-{version}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "build.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may start at once
+        if not target.is_file():
+            _build(what, target, paddle)
+    return target
+
+
+def _paddle() -> Path:
+    """Directory of the Paddle package, found without importing it: some libraries are loaded first."""
+    spec = importlib.util.find_spec("paddle")
+    if spec is None or spec.origin is None:
+        raise UserError("Paddle is not installed; install it with: pip install 'llmsuite[cpu]'")
+    return Path(spec.origin).parent
+
+
+def _processor() -> bytes:
+    """What the processor can do: a home directory may be that of several machines."""
+    with open("/proc/cpuinfo", "rb") as lines:
+        return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
+
+
+def _build(what: Library, target: Path, paddle: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise UserError(
+            f"{what.without[0]} a C++ compiler once, to build what Paddle's CPU wheel lacks; "
+            f"install it with: apt-get install g++ (or your system's package), or {what.without[1]}"
+        )
+    sources = [str(source) for source in what.sources if source.suffix == ".cc"]
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        output = Path(scratch) / target.name
+        command = [
+            compiler, "-std=c++17", *what.options, *(["-march=native"] if what.is_for_this_cpu else []),
+            "-fPIC", "-shared", "-w", f'-DLIBPADDLE="{paddle / "base" / "libpaddle.so"}"', "-DPADDLE_ON_INFERENCE=0",
+            f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", *sources, "-o", str(output),
+            f"-L{paddle / 'libs'}", *(f"-l:{name}" for name in what.links),
+            f"-Wl,-rpath,{paddle / 'libs'}", "-Wl,-z,lazy",
+        ]  # fmt: skip
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            log = target.with_suffix(".log")
+            log.write_text(" ".join(command) + "\n" + result.stdout + result.stderr)
+            raise UserError(f"building the CPU kernels failed; the compiler's messages are in {log}")
+        os.replace(output, target)

@@ -1,0 +1,42 @@
+// What the kernels share. All tensors are float32, in host memory and without gaps.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "paddle/phi/api/ext/op_meta_info.h"
+#include "paddle/phi/api/include/api.h"
+#include "paddle/phi/api/include/tensor.h"
+
+using Tensor = paddle::Tensor;
+
+inline Tensor Like(const Tensor& x) { return paddle::experimental::empty(x.shape(), x.dtype(), x.place()); }
+inline Tensor Floats(std::vector<int64_t> shape, const Tensor& x) { return paddle::experimental::empty(shape, x.dtype(), x.place()); }
+
+inline void Check(const Tensor& x, const char* name) {
+  PD_CHECK(x.is_contiguous(), name, " has gaps; it has to be contiguous");
+  PD_CHECK(x.dtype() == paddle::DataType::FLOAT32, name, " has to be float32");
+}
+
+// e^x for a loop that the compiler vectorises: x = n ln 2 + r, e^r by a polynomial (Cephes, expf.c), 2^n by its bits.
+// Within 2e-7 of the value; 0 below -87.3, where float32 has no more normal numbers; NaN stays NaN.
+inline float Exp(float x) {
+  float y = x > 88.f ? 88.f : x;
+  y = y < -88.f ? -88.f : y;
+  float shifted = y * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the rounded n is in the lowest bits
+  float n = shifted - 12582912.f;
+  float r = y - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, 4);
+  bits = (bits - 0x4B400000 + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return x < -87.3f ? 0.f : p * power;
+}

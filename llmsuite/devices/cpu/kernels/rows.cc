@@ -1,0 +1,232 @@
+// Operations on rows of numbers that plain operations would read and write several times: each is one pass here.
+#include <algorithm>
+#include <cmath>
+
+#include "common.h"
+
+namespace {
+
+// x / rms(x) * weight over the last dim
+
+std::vector<Tensor> NormForward(const Tensor& x, const Tensor& weight, float eps) {
+  Check(x, "x"), Check(weight, "weight");
+  const int64_t size = weight.numel(), rows = x.numel() / size;
+  Tensor y = Like(x), scales = Floats({rows}, x);
+  const float *px = x.data<float>(), *pw = weight.data<float>();
+  float *py = y.data<float>(), *ps = scales.data<float>();
+#pragma omp parallel for
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* in = px + i * size;
+    float squares = 0.f;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t j = 0; j < size; ++j) squares += in[j] * in[j];
+    const float scale = ps[i] = 1.f / std::sqrt(squares / size + eps);
+#pragma omp simd
+    for (int64_t j = 0; j < size; ++j) py[i * size + j] = in[j] * scale * pw[j];
+  }
+  return {y, scales};
+}
+
+std::vector<Tensor> NormBackward(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& d_y) {
+  const Tensor d_whole = d_y.contiguous();
+  const int64_t size = weight.numel(), rows = x.numel() / size;
+  Tensor dx = Like(x), dw = Like(weight);
+  const float *px = x.data<float>(), *pw = weight.data<float>(), *ps = scales.data<float>(), *pd = d_whole.data<float>();
+  float *pdx = dx.data<float>(), *pdw = dw.data<float>();
+  // sums of a few rows, then of those: neither many threads nor many rows change what comes out by much
+  constexpr int64_t kRows = 32;
+  const int64_t parts = (rows + kRows - 1) / kRows;
+  std::vector<float> sums(parts * size, 0.f);
+#pragma omp parallel for
+  for (int64_t part = 0; part < parts; ++part) {
+    float* sum = sums.data() + part * size;
+    for (int64_t i = part * kRows; i < std::min(rows, (part + 1) * kRows); ++i) {
+      const float *in = px + i * size, *d = pd + i * size;
+      float dot = 0.f;
+#pragma omp simd reduction(+ : dot)
+      for (int64_t j = 0; j < size; ++j) dot += d[j] * pw[j] * in[j];
+      const float scale = ps[i], back = dot * scale * scale / size;
+#pragma omp simd
+      for (int64_t j = 0; j < size; ++j) {
+        pdx[i * size + j] = scale * (d[j] * pw[j] - in[j] * back);
+        sum[j] += d[j] * in[j] * scale;
+      }
+    }
+  }
+  std::vector<double> total(size, 0.0);
+  for (int64_t part = 0; part < parts; ++part)
+    for (int64_t j = 0; j < size; ++j) total[j] += sums[part * size + j];
+  std::copy(total.begin(), total.end(), pdw);
+  return {dx, dw};
+}
+
+// the halves of each head, turned: x [B, L, H, K]; cos, sin [1 or B, L, 1, K / 2]
+
+Tensor Turned(const Tensor& given, const Tensor& cos, const Tensor& sin, float sign) {
+  const Tensor x = given.contiguous();
+  Check(x, "x"), Check(cos, "cos"), Check(sin, "sin");
+  const int64_t heads = x.shape()[2], half = x.shape()[3] / 2, rows = x.shape()[0] * x.shape()[1];
+  const int64_t turns = cos.numel() / half;  // L, or B L
+  PD_CHECK(rows % turns == 0 && sin.numel() == cos.numel(), "cos and sin do not fit x");
+  Tensor y = Like(x);
+  const float *px = x.data<float>(), *pc = cos.data<float>(), *ps = sin.data<float>();
+  float* py = y.data<float>();
+#pragma omp parallel for
+  for (int64_t i = 0; i < rows; ++i) {
+    const float *c = pc + i % turns * half, *s = ps + i % turns * half;
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t at = (i * heads + h) * 2 * half;
+      const float *first = px + at, *second = first + half;
+#pragma omp simd
+      for (int64_t j = 0; j < half; ++j) {
+        const float turn = sign * s[j];
+        py[at + j] = first[j] * c[j] - second[j] * turn;
+        py[at + half + j] = second[j] * c[j] + first[j] * turn;
+      }
+    }
+  }
+  return y;
+}
+
+std::vector<Tensor> RotaryForward(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  return {Turned(x, cos, sin, 1.f)};
+}
+std::vector<Tensor> RotaryBackward(const Tensor& cos, const Tensor& sin, const Tensor& d_y) {
+  return {Turned(d_y, cos, sin, -1.f)};
+}
+
+// silu(gate) * up
+
+std::vector<Tensor> SwigluForward(const Tensor& gate, const Tensor& up) {
+  Check(gate, "gate"), Check(up, "up");
+  Tensor y = Like(gate);
+  const float *pg = gate.data<float>(), *pu = up.data<float>();
+  float* py = y.data<float>();
+#pragma omp parallel for simd
+  for (int64_t i = 0; i < gate.numel(); ++i) py[i] = pg[i] / (1.f + Exp(-pg[i])) * pu[i];
+  return {y};
+}
+
+std::vector<Tensor> SwigluBackward(const Tensor& gate, const Tensor& up, const Tensor& d_y) {
+  const Tensor d_whole = d_y.contiguous();
+  Tensor d_gate = Like(gate), d_up = Like(up);
+  const float *pg = gate.data<float>(), *pu = up.data<float>(), *pd = d_whole.data<float>();
+  float *pdg = d_gate.data<float>(), *pdu = d_up.data<float>();
+#pragma omp parallel for simd
+  for (int64_t i = 0; i < gate.numel(); ++i) {
+    const float sigmoid = 1.f / (1.f + Exp(-pg[i])), silu = pg[i] * sigmoid;
+    pdg[i] = pd[i] * pu[i] * (sigmoid + silu * (1.f - sigmoid));
+    pdu[i] = pd[i] * silu;
+  }
+  return {d_gate, d_up};
+}
+
+// negative log-probability of each target: logits [N, V], targets [N] int64 -> [N]
+
+std::vector<Tensor> CrossEntropyForward(const Tensor& logits, const Tensor& targets) {
+  Check(logits, "logits");
+  const int64_t rows = logits.shape()[0], size = logits.shape()[1];
+  Tensor nll = Floats({rows}, logits), sums = Floats({rows}, logits);
+  const float* px = logits.data<float>();
+  const int64_t* pt = targets.data<int64_t>();
+  float *pn = nll.data<float>(), *ps = sums.data<float>();
+#pragma omp parallel for
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* row = px + i * size;
+    float highest = row[0], sum = 0.f;
+#pragma omp simd reduction(max : highest)
+    for (int64_t j = 0; j < size; ++j) highest = std::max(highest, row[j]);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < size; ++j) sum += Exp(row[j] - highest);
+    const float log_sum = std::log(sum);
+    ps[i] = highest + log_sum;
+    pn[i] = log_sum - (row[pt[i]] - highest);
+  }
+  return {nll, sums};
+}
+
+// the gradient takes the place of the logits, which nobody needs behind it
+std::vector<Tensor> CrossEntropyBackward(const Tensor& logits, const Tensor& targets, const Tensor& sums,
+                                         const Tensor& d_nll) {
+  const Tensor d_whole = d_nll.contiguous();
+  Tensor d_logits = logits;
+  const int64_t rows = logits.shape()[0], size = logits.shape()[1];
+  const float *ps = sums.data<float>(), *pd = d_whole.data<float>();
+  const int64_t* pt = targets.data<int64_t>();
+  float* px = d_logits.data<float>();
+#pragma omp parallel for
+  for (int64_t i = 0; i < rows; ++i) {
+    float* row = px + i * size;
+    const float sum = ps[i], d = pd[i];
+#pragma omp simd
+    for (int64_t j = 0; j < size; ++j) row[j] = Exp(row[j] - sum) * d;
+    row[pt[i]] -= d;
+  }
+  return {d_logits};
+}
+
+using Dims = std::vector<int64_t>;
+std::vector<Dims> NormShapes(const Dims& x, const Dims& weight, float) {
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < x.size(); ++i) rows = x[i] < 0 || rows < 0 ? -1 : rows * x[i];
+  return {x, {rows}};
+}
+std::vector<Dims> RotaryShapes(const Dims& x, const Dims&, const Dims&) { return {x}; }
+std::vector<Dims> RotaryGradShapes(const Dims&, const Dims&, const Dims& d_y) { return {d_y}; }
+std::vector<Dims> SwigluShapes(const Dims& gate, const Dims&) { return {gate}; }
+std::vector<Dims> CrossEntropyShapes(const Dims& logits, const Dims&) { return {{logits[0]}, {logits[0]}}; }
+
+using Type = paddle::DataType;
+std::vector<Type> TwoLikeFirst(const Type& first, const Type&) { return {first, first}; }
+std::vector<Type> LikeFirst(const Type& first, const Type&) { return {first}; }
+std::vector<Type> RotaryTypes(const Type& x, const Type&, const Type&) { return {x}; }
+std::vector<Type> RotaryGradTypes(const Type&, const Type&, const Type& d_y) { return {d_y}; }
+
+}  // namespace
+
+PD_BUILD_OP(llmsuite_rms_norm)
+    .Inputs({"x", "weight"})
+    .Outputs({"y", "scales"})
+    .Attrs({"eps: float"})
+    .SetKernelFn(PD_KERNEL(NormForward))
+    .SetInferShapeFn(PD_INFER_SHAPE(NormShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(TwoLikeFirst));
+PD_BUILD_GRAD_OP(llmsuite_rms_norm)
+    .Inputs({"x", "weight", "scales", paddle::Grad("y")})
+    .Outputs({paddle::Grad("x"), paddle::Grad("weight")})
+    .SetKernelFn(PD_KERNEL(NormBackward));
+
+PD_BUILD_OP(llmsuite_rotary)
+    .Inputs({"x", "cos", "sin"})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(RotaryForward))
+    .SetInferShapeFn(PD_INFER_SHAPE(RotaryShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(RotaryTypes));
+PD_BUILD_GRAD_OP(llmsuite_rotary)
+    .Inputs({"cos", "sin", paddle::Grad("y")})
+    .Outputs({paddle::Grad("x")})
+    .SetKernelFn(PD_KERNEL(RotaryBackward))
+    .SetInferShapeFn(PD_INFER_SHAPE(RotaryGradShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(RotaryGradTypes));
+
+PD_BUILD_OP(llmsuite_swiglu)
+    .Inputs({"gate", "up"})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(SwigluForward))
+    .SetInferShapeFn(PD_INFER_SHAPE(SwigluShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(LikeFirst));
+PD_BUILD_GRAD_OP(llmsuite_swiglu)
+    .Inputs({"gate", "up", paddle::Grad("y")})
+    .Outputs({paddle::Grad("gate"), paddle::Grad("up")})
+    .SetKernelFn(PD_KERNEL(SwigluBackward));
+
+PD_BUILD_OP(llmsuite_cross_entropy)
+    .Inputs({"logits", "targets"})
+    .Outputs({"nll", "sums"})
+    .SetKernelFn(PD_KERNEL(CrossEntropyForward))
+    .SetInferShapeFn(PD_INFER_SHAPE(CrossEntropyShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(TwoLikeFirst));
+PD_BUILD_GRAD_OP(llmsuite_cross_entropy)
+    .Inputs({"logits", "targets", "sums", paddle::Grad("nll")})
+    .Outputs({paddle::Grad("logits")})
+    .SetKernelFn(PD_KERNEL(CrossEntropyBackward));

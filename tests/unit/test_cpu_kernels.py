@@ -1,0 +1,182 @@
+"""The CPU's kernels against the plain forms: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.devices import ops
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.kernels import ops as kernels
+from tests.unit import tiny_llama
+
+Tensor = Any
+LIMIT = 1e-6
+"""Of the largest difference, against the largest value."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    kernels.load()
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(seed)).standard_normal(shape).astype("float32")
+
+
+def leaf(values: np.ndarray) -> Tensor:
+    tensor = paddle.to_tensor(values)
+    tensor.stop_gradient = False
+    return tensor
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    leaves = [leaf(values) for values in inputs]
+    output = function(*leaves)
+    (output * paddle.to_tensor(random(*output.shape, seed=9))).sum().backward()
+    return [output.numpy(), *(tensor.grad.numpy() for tensor in leaves)]
+
+
+def check_equal(
+    found: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: np.ndarray, limit: float = LIMIT
+) -> None:
+    for mine, expected in zip(with_gradients(found, inputs), with_gradients(plain, inputs), strict=True):
+        assert mine.shape == expected.shape
+        assert np.abs(mine - expected).max() <= limit * np.abs(expected).max()
+
+
+HEADS = [(4, 4, 8), (6, 2, 16), (3, 1, 10)]
+"""Query heads, key-value heads, size."""
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (64, 64), (131, 131), (1, 70), (70, 133)])
+def test_attention_is_causal(heads: tuple[int, int, int], queries: int, keys: int) -> None:
+    num_queries, num_keys, size = heads
+    q = random(2, queries, num_queries, size, seed=1)
+    k, v = (random(2, keys, num_keys, size, seed=seed) for seed in (2, 3))
+    mask = ops.causal_mask(queries, keys, paddle.float32)
+    check_equal(lambda *x: kernels.attention(*x, None), lambda *x: ops.attention(*x, mask), q, k, v)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_sees_no_other_document(heads: tuple[int, int, int]) -> None:
+    num_queries, num_keys, size = heads
+    length = 150
+    begins = np.array([[0] * 70 + [70] * 50 + [-1] * 30, [0] * 3 + [3] * 147])  # -1: padding that is marked
+    documents = paddle.to_tensor(begins)
+    q = random(2, length, num_queries, size, seed=1)
+    k, v = (random(2, length, num_keys, size, seed=seed) for seed in (2, 3))
+    mask = ops.document_mask(documents, paddle.float32)
+    given = kernels.begins(documents, paddle.float32)
+    check_equal(lambda *x: kernels.attention(*x, given), lambda *x: ops.attention(*x, mask), q, k, v)
+
+
+def test_attention_takes_a_mask_that_is_added() -> None:
+    q, k, v = (paddle.to_tensor(random(2, 5, 2, 8, seed=seed)) for seed in (1, 2, 3))
+    mask = paddle.to_tensor(random(2, 1, 5, 5, seed=4))
+    assert np.array_equal(kernels.attention(q, k, v, mask).numpy(), ops.attention(q, k, v, mask).numpy())
+
+
+def test_scores_may_be_large() -> None:
+    """A score of 3,000 is rounded to 2e-4 in either form, and its exponential by as much."""
+    q, k, v = (30 * random(1, 80, 2, 8, seed=seed) for seed in (1, 2, 3))
+    mask = ops.causal_mask(80, 80, paddle.float32)
+    check_equal(lambda *x: kernels.attention(*x, None), lambda *x: ops.attention(*x, mask), q, k, v, limit=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 48), (3, 5, 4, 10), (1, 1, 7)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    x, weight = random(*shape), random(shape[-1], seed=1)
+    check_equal(lambda *t: kernels.rms_norm(*t, 1e-5), lambda *t: ops.rms_norm(*t, 1e-5), x, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rotary(rows: int) -> None:
+    angles = random(rows, 9, 1, 5, seed=1)
+    cos, sin = paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles))
+    check_equal(lambda x: kernels.rotary(x, cos, sin), lambda x: ops.rotary(x, cos, sin), random(3, 9, 4, 10))
+
+
+def test_swiglu() -> None:
+    gate, up = 20 * random(3, 7, 33), random(3, 7, 33, seed=1)
+    check_equal(kernels.swiglu, ops.swiglu, gate, up)
+
+
+def test_cross_entropy() -> None:
+    targets = paddle.to_tensor(np.arange(40) * 7 % 301)
+    check_equal(
+        lambda x: kernels.cross_entropy(x * 1.0, targets), lambda x: ops.cross_entropy(x, targets), 9 * random(40, 301)
+    )
+
+
+def test_the_gradient_of_logits_takes_their_memory() -> None:
+    logits = leaf(random(4, 11))
+    product = logits * 2.0
+    address = product.data_ptr()
+    kernels.cross_entropy(product, paddle.to_tensor([1, 2, 3, 4])).sum().backward()
+    assert product.data_ptr() == address
+    np.testing.assert_allclose(product.sum(-1).numpy(), 0.0, atol=1e-6)  # a gradient's row adds up to nothing
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    x, weight = random(1, 4, 2, 6), random(6)
+    x[0, 1, 0, 2] = value
+    tensor = paddle.to_tensor(x)
+    results = [
+        kernels.attention(tensor, tensor, tensor, None),
+        kernels.rms_norm(tensor, paddle.to_tensor(weight), 1e-5),
+        kernels.swiglu(tensor, tensor * 0 + tensor),
+        kernels.cross_entropy(tensor.reshape([8, 6]), paddle.zeros([8], "int64")),
+    ]
+    for result in results:
+        assert not np.isfinite(result.numpy()).all()
+
+
+def test_tensors_with_gaps() -> None:
+    x = random(2, 4, 9, 8)  # heads first, as a transposed view gives them
+
+    def turned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *tensors: function(*(t.transpose([0, 2, 1, 3]) for t in tensors))
+
+    mask = ops.causal_mask(9, 9, paddle.float32)
+    check_equal(
+        turned(lambda *t: kernels.attention(*t, None)), turned(lambda *t: ops.attention(*t, mask)), x, x + 1, x - 1
+    )
+    check_equal(turned(kernels.swiglu), turned(ops.swiglu), x, x + 1)
+    weight = paddle.to_tensor(random(8))
+    check_equal(turned(lambda t: kernels.rms_norm(t, weight, 1e-5)), turned(lambda t: ops.rms_norm(t, weight, 1e-5)), x)
+
+
+def test_no_rows() -> None:
+    empty = paddle.zeros([0, 6])
+    assert kernels.swiglu(empty, empty).shape == [0, 6]
+
+
+def test_other_numbers_than_float32() -> None:
+    x = paddle.to_tensor(random(2, 6).astype("float64"))
+    assert np.array_equal(kernels.swiglu(x, x).numpy(), ops.swiglu(x, x).numpy())
+
+
+@pytest.mark.parametrize("documents", [None, [[0, 0, 0, 3, 3, 3, 3, 7, 7, 7, 7, 7]]])
+def test_a_model(documents: list[list[int]] | None) -> None:
+    """Loss and every gradient of a whole model."""
+    config, ids = tiny_llama.CONFIG, paddle.to_tensor([[5, 1, 2, 7, 3, 3, 9, 4, 8, 2, 6, 1]])
+    given = None if documents is None else paddle.to_tensor(documents)
+    found = []
+    for forms in (ops.Ops(), CpuBackend().ops("fp32")):
+        model = tiny_llama.FAMILY.factory()(config, forms)
+        for number, (_, parameter) in enumerate(model.named_parameters()):
+            parameter.set_value(random(*parameter.shape, seed=number) * (0.1 if parameter.ndim > 1 else 1))
+        model.train()
+        hidden, _ = model.hidden_states(ids, documents=given)
+        loss = model.token_nll(hidden.flatten(0, 1), ids.flatten()).sum()
+        loss.backward()
+        found.append([loss.numpy(), *(parameter.grad.numpy() for parameter in model.parameters())])
+    for mine, expected in zip(*reversed(found), strict=True):
+        assert np.abs(mine - expected).max() <= 5 * LIMIT * np.abs(expected).max()
