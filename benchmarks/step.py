@@ -122,7 +122,8 @@ def _environment(name: str, threads: int, place: Path) -> dict[str, str]:
     if name == OURS:
         search = os.pathsep.join([str(_plugin(place)), str(PEERS), str(ROOT)])
         # a cache of its own: no reference log-probabilities of an earlier run
-        variables |= {"PYTHONPATH": search, "LLMSUITE_CACHE": str(place / "cache"), "LLMSUITE_PLUGINS": "turns"}
+        cache = place.parent / "cache"
+        variables |= {"PYTHONPATH": search, "LLMSUITE_CACHE": str(cache), "LLMSUITE_PLUGINS": "turns"}
     elif name == "paddlenlp":
         variables |= ours
     return {**variables, **number, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -28,11 +28,19 @@ PACKAGES = {
 }
 
 
+def place_of(name: str) -> Path:
+    """Where an environment is, or would be."""
+    digest = hashlib.sha256("\n".join([sys.version, *_pins(name)]).encode()).hexdigest()[:12]
+    return cache_root() / "peers" / f"{name}-{digest}"
+
+
+def _pins(name: str) -> list[str]:
+    return ([TORCH] if name == "torch" else []) + PACKAGES[name]
+
+
 def python_of(name: str) -> Path:
     """The Python of an environment, which is made if it is not there: a gigabyte or two, and some minutes."""
-    pins = ([TORCH] if name == "torch" else []) + PACKAGES[name]
-    digest = hashlib.sha256("\n".join([sys.version, *pins]).encode()).hexdigest()[:12]
-    place = cache_root() / "peers" / f"{name}-{digest}"
+    place = place_of(name)
     with locked(place.with_suffix(".lock")):
         if not place.exists():
             part = place.with_suffix(".tmp")
