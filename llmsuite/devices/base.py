@@ -69,6 +69,10 @@ class DeviceBackend(abc.ABC):
     def ops(self, precision: str) -> Ops:
         """Fused kernels for the precision, plain forms for the rest."""
 
+    def portable_ops(self, precision: str) -> Ops:
+        """As `ops`, of Paddle's own kernels only: for generation, whose exported programs run without llmsuite."""
+        return self.ops(precision)
+
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:
         """Highest memory use of this process so far: device memory, or resident memory on cpu."""

@@ -90,6 +90,11 @@ class CpuBackend(DeviceBackend):
             cross_entropy=ops.cross_entropy,
         )
 
+    def portable_ops(self, precision: str) -> Ops:
+        from llmsuite.devices.ops import Ops
+
+        return Ops()
+
     def to_host(self, tensor: Any) -> Any:
         return tensor
 
