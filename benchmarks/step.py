@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -242,6 +243,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all that was measured")
     parser.add_argument("--write", action="store_true", help="write the table into docs/results.md")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the workers and removes the files
     found: dict[str, dict[str, Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="llmsuite-step-") as place:
         for name in arguments.tasks:
