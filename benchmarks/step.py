@@ -143,7 +143,7 @@ def measure(task: Task, arguments: argparse.Namespace, place: Path) -> dict[str,
     """Time and memory of each engine."""
     # one more than is done: a trainer that has done its last step ends, and tells nothing
     steps = 2 + arguments.rounds * arguments.steps
-    prepared = prepare(task, place, arguments.model.resolve(), arguments.data, steps, arguments.threads)
+    prepared = prepare(task, place, arguments.model.resolve(), arguments.data.resolve(), steps, arguments.threads)
     names = [OURS, *(peer for peer in task.peers if arguments.peers is None or peer in arguments.peers)]
     for name in names[1:]:
         _command(name, prepared)  # makes the environment
