@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def measure(task: Task, arguments: argparse.Namespace, place: Path) -> dict[str,
     """Time and memory of each engine."""
     # one more than is done: a trainer that has done its last step ends, and tells nothing
     steps = 2 + arguments.rounds * arguments.steps
-    prepared = prepare(task, place, arguments.model.resolve(), arguments.data, steps, arguments.threads)
+    prepared = prepare(task, place, arguments.model.resolve(), arguments.data.resolve(), steps, arguments.threads)
     names = [OURS, *(peer for peer in task.peers if arguments.peers is None or peer in arguments.peers)]
     for name in names[1:]:
         _command(name, prepared)  # makes the environment
@@ -242,6 +243,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all that was measured")
     parser.add_argument("--write", action="store_true", help="write the table into docs/results.md")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the workers and removes the files
     found: dict[str, dict[str, Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="llmsuite-step-") as place:
         for name in arguments.tasks:
