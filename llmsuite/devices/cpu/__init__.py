@@ -21,6 +21,7 @@ _KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")
 class CpuBackend(DeviceBackend):
     name = "cpu"
     collectives = "gloo"
+    fuses_alike_only = True
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True
