@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import rms_norm
-from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, dim_size, longer
+from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, longer
 
 Tensor = Any
 
@@ -42,7 +42,7 @@ def fuse(model: CausalLM) -> None:
             model.__dict__[name] = _for_whole_heads(getattr(model, name), *repeats)
         model.__dict__["has_room"] = True
     if model.lm_head is None and model.model.embed_tokens.weight.place.is_cpu_place():
-        _turn_embedding(model)
+        model.__dict__["logits"] = TiedLogits(model.model.embed_tokens.weight)
 
 
 def has_room(model: CausalLM) -> bool:
@@ -175,14 +175,21 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return paddle.incubate.nn.functional.fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
 
 
-def _turn_embedding(model: CausalLM) -> None:
-    """Keep a matrix that is embedding and output layer as [D, V]: the product with one row is twice as fast."""
-    embedding = model.model.embed_tokens
-    embedding.weight = weight = _parameter(embedding.weight.t())
+class TiedLogits:
+    """As `CausalLM.logits` with the matrix of the embedding.
 
-    def embed(input_ids: Tensor) -> Tensor:
-        rows = paddle.index_select(weight, input_ids.flatten(), 1).t()
-        return rows.reshape([dim_size(input_ids, 0), -1, weight.shape[0]])
+    The product with one row is twice as fast where that lies as [D, V] (MKL of Paddle 3.3.1), with more rows it is not:
+    so the matrix is kept in both forms once there is a single row.
+    """
 
-    embedding.__dict__["forward"] = embed
-    model.__dict__["logits"] = lambda hidden: paddle.matmul(hidden, weight)
+    def __init__(self, weight: Tensor):
+        self._weight = weight
+        self._turned: Tensor = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., D] to [..., V]."""
+        if not paddle.in_dynamic_mode() or list(hidden.shape[:-1]) != [1]:
+            return paddle.matmul(hidden, self._weight, transpose_y=True)
+        if self._turned is None:
+            self._turned = self._weight.t().contiguous()
+        return paddle.matmul(hidden, self._turned)

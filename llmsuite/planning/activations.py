@@ -75,9 +75,11 @@ def kept_by_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float
 def inside_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float:
     """The same of a layer that nothing is computed again of, but its attention where that is selected."""
     layer, between = anatomy.layers[number], _between(anatomy.hidden, batch, how)
-    norms = 2 * _norm(layer.norm, anatomy.hidden, batch, how)
+    # of a layer with experts no more than attention, with the norm in front, is in a program
+    of_mlp = dataclasses.replace(how, fused=how.fused_outside) if isinstance(layer.mlp, Mixture) else how
+    norms = _norm(layer.norm, anatomy.hidden, batch, how) + _norm(layer.norm, anatomy.hidden, batch, of_mlp)
     inputs = 2 * batch.tokens * anatomy.hidden * how.num_bytes  # of both regions; whole also where sequences are cut
-    kept = norms + inputs + attention_kept(layer, batch, how) + mlp_kept(layer, anatomy.hidden, batch, how)
+    kept = norms + inputs + attention_kept(layer, batch, how) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
     return kept + 2 * between + _adapters(number, batch, how) + _rounded(layer, number, batch, how)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,20 @@ def test_deploy_writes_all_or_nothing(llama: Path, tmp_path: Path, capsys: Any) 
     assert "has no decoding loop; export the model with --decoding_loop" in capsys.readouterr().err
     assert main(["deploy", str(llama), "-o", str(target)]) == 2
     assert "exists; choose another" in capsys.readouterr().err
+
+
+def test_a_program_runs_where_no_kernel_of_ours_is_loaded(llama: Path, tmp_path: Path) -> None:
+    assert main(["export", str(llama), "-o", str(tmp_path / "static"), "--decoding_loop"]) == 0
+    code = f"""
+import paddle
+from pathlib import Path
+from llmsuite.inference.predictor import Predictor
+predictor = Predictor(Path({str(tmp_path / "static")!r}))
+print(predictor.greedy([[5, 9]], 4)[0], predictor.forward(paddle.to_tensor([[5, 9]]).numpy(), [0], None)[0].argmax())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = list(generate(live(llama), [5, 9], set(), Sampling(max_new_tokens=4)))
+    assert done.stdout.split("\n")[-2] == f"{expected} {expected[0]}"
 
 
 def test_what_is_no_exported_model_is_named(llama: Path, capsys: Any) -> None:
