@@ -115,14 +115,14 @@ Tensor Grouped(const Tensor& each, const Tensor& given, int64_t group) {
 }
 
 std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& begins,
-                             const Tensor& out, const Tensor& sums, const Tensor& d_out) {
+                             const Tensor& sums, const Tensor& d_out) {
   const Shape s = Read(q, k, v, begins);
   const Tensor d_whole = d_out.contiguous();
   const int64_t group = s.H / s.J;
   // every query head has keys of its own here, so that heads can be dealt to threads; those of a group are added up
   Tensor dq = Like(q), dk = Floats({s.B, s.S, s.H, s.K}, q), dv = Floats({s.B, s.S, s.H, s.K}, q);
   const float *pq = q.data<float>(), *pk = k.data<float>(), *pv = v.data<float>();
-  const float *po = out.data<float>(), *ps = sums.data<float>(), *pd = d_whole.data<float>();
+  const float *ps = sums.data<float>(), *pd = d_whole.data<float>();
   const int64_t* pb = begins ? begins->data<int64_t>() : nullptr;
   float *pdq = dq.data<float>(), *pdk = dk.data<float>(), *pdv = dv.data<float>();
   std::fill(pdk, pdk + dk.numel(), 0.f), std::fill(pdv, pdv + dv.numel(), 0.f);
@@ -145,15 +145,19 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
                   slopes.data(), n);
           for (int64_t r = 0; r < rows; ++r) {
             float *weight = weights.data() + r * n, *slope = slopes.data() + r * n;
-            const float *d = pd + at_q + r * s.wide(), *o = po + at_q + r * s.wide();
             const float log_sum = ps[(b * s.H + h) * s.L + block.first + r];
             const int64_t from = block.from(r), to = block.to(r);
-            float mean = 0.f;
-#pragma omp simd reduction(+ : mean)
-            for (int64_t i = 0; i < s.K; ++i) mean += d[i] * o[i];
-#pragma omp simd
+            float sum = 0.f, dot = 0.f;
+#pragma omp simd reduction(+ : sum, dot)
             for (int64_t i = from; i < to; ++i) {
               weight[i] = Exp(weight[i] - log_sum);
+              sum += weight[i], dot += weight[i] * slope[i];
+            }
+            // by the sums of these very numbers, not by 1 and d_out * out: so what has to cancel out does
+            const float inverse = 1.f / sum, mean = dot * inverse;
+#pragma omp simd
+            for (int64_t i = from; i < to; ++i) {
+              weight[i] *= inverse;
               slope[i] = weight[i] * (slope[i] - mean) * scale;
             }
             std::fill(weight, weight + from, 0.f), std::fill(weight + to, weight + n, 0.f);
@@ -186,6 +190,6 @@ PD_BUILD_OP(llmsuite_attention)
     .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(Types));
 PD_BUILD_GRAD_OP(llmsuite_attention)
-    .Inputs({"q", "k", "v", paddle::Optional("begins"), "out", "sums", paddle::Grad("out")})
+    .Inputs({"q", "k", "v", paddle::Optional("begins"), "sums", paddle::Grad("out")})
     .Outputs({paddle::Grad("q"), paddle::Grad("k"), paddle::Grad("v")})
     .SetKernelFn(PD_KERNEL(Backward));
