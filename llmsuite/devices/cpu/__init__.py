@@ -24,7 +24,6 @@ class CpuBackend(DeviceBackend):
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True
-    kernels_in_programs = False
 
     def environment(self, local_ranks: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
