@@ -9,7 +9,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo test test-unit test-multi parity matrix faults check docs clean
+.PHONY: demo test test-unit test-multi parity matrix faults bench check docs clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -46,6 +46,10 @@ faults: $(VENV)/test
 	$(BIN)/python -m tests.kills 50
 	$(BIN)/python -m tests.stalls
 	$(BIN)/python -m tests.unit.merge_memory 4000
+
+# LLMSUITE_TEST_DATA: a directory with the files that docs/results.md names; for --tasks and the like call step.py itself
+bench: $(VENV)/demo $(MODEL)
+	$(BIN)/python benchmarks/step.py --model $(MODEL) --write
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .

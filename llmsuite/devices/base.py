@@ -26,6 +26,10 @@ class DeviceBackend(abc.ABC):
     forks: ClassVar[bool] = False
     """Whether a rank may be a fork of a process that has imported Paddle and done nothing with it."""
 
+    fuses_alike_only: ClassVar[bool] = False
+    """Whether its kernels take distributed tensors only where all of an operation lie alike, and none in a program; the
+    rest is done by plain operations."""
+
     def fused(self, precision: str) -> frozenset[str]:
         """The operations that `ops` gives a fused kernel for, by their names in `llmsuite.devices.ops.Ops`: what they
         keep for a backward pass differs. Imports no Paddle."""
@@ -64,6 +68,10 @@ class DeviceBackend(abc.ABC):
     @abc.abstractmethod
     def ops(self, precision: str) -> Ops:
         """Fused kernels for the precision, plain forms for the rest."""
+
+    def portable_ops(self, precision: str) -> Ops:
+        """As `ops`, of Paddle's own kernels only: for generation, whose exported programs run without llmsuite."""
+        return self.ops(precision)
 
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:

@@ -126,7 +126,7 @@ def build_model(
         raise UserError(f"--num_devices {problem}")
     # the kernels of training know neither a padding on the left nor positions of each row
     plain = dataclasses.replace(
-        backend.ops(precision),
+        backend.portable_ops(precision),
         causal_mask=causal_mask,
         attention=grouped_attention,
         rotary=rotary,

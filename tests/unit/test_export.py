@@ -67,6 +67,14 @@ def test_the_program_is_the_model(pair: tuple[Path, Path]) -> None:
     assert tokens > 50
 
 
+def test_the_program_needs_no_kernel_of_ours(pair: tuple[Path, Path]) -> None:
+    """Who runs it has Paddle Inference, not llmsuite."""
+    for name in ("model.json", "loop.json"):
+        text = (pair[1] / name).read_text()
+        assert "softmax" in text, "this is no program"
+        assert "llmsuite_" not in text, name
+
+
 def test_lines_of_a_predictor_come_and_go_as_those_of_the_model(pair: tuple[Path, Path]) -> None:
     from llmsuite.data.tokenizer import TextTokenizer
 

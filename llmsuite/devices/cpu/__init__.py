@@ -21,6 +21,7 @@ _KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")
 class CpuBackend(DeviceBackend):
     name = "cpu"
     collectives = "gloo"
+    fuses_alike_only = True
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True
@@ -88,6 +89,11 @@ class CpuBackend(DeviceBackend):
             swiglu=ops.swiglu,
             cross_entropy=ops.cross_entropy,
         )
+
+    def portable_ops(self, precision: str) -> Ops:
+        from llmsuite.devices.ops import Ops
+
+        return Ops()
 
     def to_host(self, tensor: Any) -> Any:
         return tensor

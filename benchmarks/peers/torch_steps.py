@@ -1,0 +1,90 @@
+"""A peer: HF transformers' Trainer, or TRL's, on torch. Runs in a virtual environment of its own, see `venvs.py`.
+
+python torch_steps.py TASK.json PEER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from turns import Turns
+
+
+class TakeTurns(TrainerCallback):
+    """Between steps the trainer waits; what it logs of a step comes before the next one."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.turns.wait()
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        if "loss" in logs:
+            self.turns.losses.append(float(logs["loss"]))
+
+
+class Stretches(torch.utils.data.Dataset):
+    """Rows of tokens, each predicted from those before it; the last one is only a target."""
+
+    def __init__(self, path: str):
+        self._rows = np.load(path)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        row = torch.from_numpy(self._rows[at])
+        return {"input_ids": row[:-1], "labels": row[:-1], "shift_labels": row[1:]}
+
+
+def main() -> None:
+    task, peer = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+    torch.set_num_threads(task["threads"])
+    arguments: dict[str, Any] = {
+        "output_dir": task["scratch"], "max_steps": task["steps"], "per_device_train_batch_size": task["batch"],
+        "learning_rate": task["learning_rate"], "lr_scheduler_type": "constant", "weight_decay": 0.0,
+        "max_grad_norm": 1.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "optim": "adamw_torch",
+        "train_sampling_strategy": "sequential", "logging_steps": 1, "logging_nan_inf_filter": False,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False, "seed": 0,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
+    kind = task["kind"]
+    common: dict[str, Any] = {"callbacks": [TakeTurns()]}
+    if kind == "pretrain":
+        arguments["remove_unused_columns"] = False  # or `shift_labels` would go, and with it the last target
+        Trainer(model, TrainingArguments(**arguments), train_dataset=Stretches(task["rows"]), **common).train()
+        return
+    common["train_dataset"] = Dataset.from_list(
+        [json.loads(line) for line in Path(task["rows"]).read_text().splitlines()]
+    )
+    # by its file: the class that the directory names is a matter of whoever wrote it
+    common["processing_class"] = PreTrainedTokenizerFast(
+        tokenizer_file=f"{task['model']}/tokenizer.json", eos_token=task["eos"], pad_token=task["eos"]
+    )
+    arguments |= {"max_length": task["max_length"], "pad_to_multiple_of": None}
+    if kind == "dpo":
+        precompute = peer == "trl-precomputed"
+        config = DPOConfig(**arguments, beta=task["beta"], precompute_ref_log_probs=precompute)
+        DPOTrainer(model, args=config, **common).train()
+    else:
+        lora = None
+        if kind == "lora":
+            lora = LoraConfig(
+                r=task["rank"], lora_alpha=task["alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
+            )
+        SFTTrainer(model, args=SFTConfig(**arguments), peft_config=lora, **common).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A worker's side of taking turns: it does as many steps as it is told to, then waits. Needs nothing but Python."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+MARK = "TURN "
+
+
+class Turns:
+    """Counts the steps of a training loop that calls `wait`, and holds it between them.
+
+    On stdin comes a number of steps. When they are done, and once before the first, a line goes to stdout: how long
+    they have taken in all, by the clock and of CPU time, the losses the loop has told, and the peak of resident memory
+    so far.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._since = 0, (time.perf_counter(), time.process_time())
+        self.losses: list[float] = []
+
+    def wait(self) -> None:
+        """Called between two steps, and before the first one."""
+        if self._left:
+            self._left -= 1
+        if self._left:
+            return
+        self._tell()
+        line = sys.stdin.readline()
+        if not line:  # nobody is there any more
+            sys.exit(0)
+        self._left, self.losses, self._since = int(line), [], (time.perf_counter(), time.process_time())
+
+    def _tell(self) -> None:
+        clock, cpu = self._since
+        result = {
+            "seconds": time.perf_counter() - clock, "cpu_seconds": time.process_time() - cpu,
+            "losses": self.losses, "peak_bytes": _peak_bytes(),
+        }  # fmt: skip
+        print("\n" + MARK + json.dumps(result), flush=True)
+
+
+def _peak_bytes() -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
