@@ -1,4 +1,5 @@
-"""Tokens a second of generation: a live model, its exported program, and HF transformers, on the same weights.
+"""Tokens a second of generation: a live model, its exported program, the one with the decoding loop, and HF
+transformers, on the same weights.
 
     python benchmarks/generate.py models/smollm2-135m-instruct --transformers /path/to/python
 
@@ -59,7 +60,7 @@ def run_llmsuite(path: str, engine: str) -> None:
     from llmsuite.inference.predictor import Predictor
     from llmsuite.inference.sampling import Sampling
 
-    if engine == "static":
+    if engine in ("static", "loop"):
         decoder: Decoder = Predictor(Path(asked["static"]), num_threads=asked["threads"])
     else:
         model = load_model(open_any(Path(asked["model"]), registry.models), backend)
@@ -68,6 +69,11 @@ def run_llmsuite(path: str, engine: str) -> None:
     sampling = Sampling(max_new_tokens=asked["new_tokens"])
     for number in sys.stdin:
         prompts = asked["batches"][int(number)]
+        if isinstance(decoder, Predictor) and engine == "loop":
+            begun = time.perf_counter()
+            tokens = decoder.greedy(prompts, asked["new_tokens"])
+            print("RESULT " + json.dumps({"seconds": time.perf_counter() - begun, "tokens": tokens}), flush=True)
+            continue
         lines, batch = [Line(prompt, sampling, set()) for prompt in prompts], Batch(decoder)
         begun = time.perf_counter()
         batch.advance(lines)
@@ -116,7 +122,7 @@ def main() -> int:
         static, asked = Path(place) / "static", Path(place) / "asked.json"
         model, draw = str(Path(arguments.model).absolute()), random.Random(0)
         llmsuite = [sys.executable, "-m", "llmsuite"]
-        subprocess.run([*llmsuite, "export", model, "-o", str(static)], check=True)
+        subprocess.run([*llmsuite, "export", model, "-o", str(static), "--decoding_loop"], check=True)
         vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         batches = [
             [[draw.randrange(vocabulary) for _ in range(arguments.prompt_tokens)] for _ in range(size)]
@@ -124,7 +130,9 @@ def main() -> int:
         ]
         content: dict[str, Any] = {**vars(arguments), "model": model, "static": str(static), "batches": batches}
         asked.write_text(json.dumps(content))
-        commands = {name: [sys.executable, __file__, "--run", str(asked), name] for name in ("dynamic", "static")}
+        commands = {
+            name: [sys.executable, __file__, "--run", str(asked), name] for name in ("dynamic", "static", "loop")
+        }
         if arguments.transformers:
             commands["transformers"] = [arguments.transformers, "-c", _TRANSFORMERS, str(asked)]
         threads = {"OMP_NUM_THREADS": str(arguments.threads), "MKL_NUM_THREADS": str(arguments.threads)}

@@ -4,9 +4,9 @@
     python benchmarks/overhead.py --ranks 2    # data parallel, gradients added up
 
 A run of the stage pretrain goes on as ever, every step logged. Between its steps the same batch goes through the loop
-below, on a model of its own: forward, backward, gradients added up, clipping, AdamW, the loss as a number. What is told
-is the median, over pairs of neighbouring steps, of the engine's time over the loop's: of the clock, and of the CPU,
-which other work on the machine lengthens less.
+below, on a model of its own with the same operations: forward, backward, gradients added up, clipping, AdamW, the loss
+as a number. What is told is the median, over pairs of neighbouring steps, of the engine's time over the loop's: of the
+clock, and of the CPU, which other work on the machine lengthens less.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ class Loop:
     def __init__(self, plan: Any, num_ranks: int):
         import paddle
 
-        from llmsuite.devices.ops import Ops
-
-        self.model = plan.family.factory()(plan.model_config, Ops())
+        self.model = plan.family.factory()(plan.model_config, plan.device.factory().ops(plan.recipe.engine.precision))
         self.model.train()
         train, self._num_ranks = plan.recipe.train, num_ranks
         decayed = {p.name for p in self.model.parameters() if len(p.shape) > 1}

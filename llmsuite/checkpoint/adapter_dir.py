@@ -321,11 +321,18 @@ def read_base(directory: Path) -> Base | None:
         raise UserError(f"{directory / BASE}: has not path and sha256") from error
 
 
+def _named_base(directory: Path) -> Base:
+    """What PEFT and PaddleNLP write of a model: its path, or its name on a hub."""
+    found = [path for name in _CONFIGS.values() if (path := directory / name).is_file()]
+    named = read_json_file(found[0]).get("base_model_name_or_path") if found else None
+    if not isinstance(named, str) or not named:
+        raise UserError(f"{directory}: is a LoRA adapter and does not say of which model; name it with --base DIR")
+    return Base(named, "")
+
+
 def base_path(directory: Path) -> Path:
     """Where the model lies that adapters in a directory were trained on. Raises UserError when it lies nowhere."""
-    base = read_base(directory)
-    if base is None:
-        raise UserError(f"{directory}: is a LoRA adapter and does not say of which model; name it with --base DIR")
+    base = read_base(directory) or _named_base(directory)
     if base.path is None:
         raise UserError(
             f"{directory}: its adapters were trained on a model that was drawn from a seed and lies nowhere; adapters "

@@ -30,6 +30,9 @@ def _add_source(parser: Any) -> None:
         default="fp32",
         help="int8: of the weights only, where the device can",
     )
+    parser.add_argument(
+        "--decoding_loop", action="store_true", help="also a program that makes whole greedy answers (loop.json)"
+    )
     parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
 
 
@@ -135,7 +138,7 @@ def _export(source: Path, target: Path, backend: DeviceBackend, args: Any, regis
     from llmsuite.inference.load import tokenizer_directory
 
     model = _open(source, args, registry)
-    export(model, target, backend, tokenizer_directory(source, model), args.precision)
+    export(model, target, backend, tokenizer_directory(source, model), args.precision, args.decoding_loop)
 
 
 def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry) -> str:
@@ -144,7 +147,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     from llmsuite.inference.export import read_manifest
     from llmsuite.inference.load import load_model
     from llmsuite.inference.predictor import Predictor
-    from llmsuite.inference.verify import check_files, compare
+    from llmsuite.inference.verify import check_files, compare, compare_loop
 
     exported = read_manifest(program)
     beside = program.parent / MERGED  # as `deploy` lays them
@@ -156,7 +159,10 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     # a last bit may turn an input from one step of int8 to the next
     tolerance = "int8" if input_scales(opened) else exported.precision
     trained = ModelDecoder(model, lambda: backend.autocast(precision))
-    count, difference, num_tokens = compare(Predictor(program, backend.name), trained, tolerance)
+    predictor = Predictor(program, backend.name)
+    count, difference, num_tokens = compare(predictor, trained, tolerance)
+    if predictor.has_loop and tolerance == "fp32":
+        num_tokens += compare_loop(predictor, trained)
     return (
         f"{num_files} digests match, {count:,} logits differ by at most {difference:.1e} of the largest, "
         f"{num_tokens} greedy tokens are the same"

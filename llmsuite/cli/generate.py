@@ -15,6 +15,20 @@ from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 
 _ENGINES = Literal["dynamic", "static"]
+_OUTSIDE = {
+    "chat": False,
+    "no_cache": False,
+    "min_new_tokens": 0,
+    "stop": None,
+    "temperature": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "num_return_sequences": 1,
+    "num_beams": 1,
+    "logprobs": None,
+}
+"""What a program with a decoding loop does not do, and the values that ask for none of it."""
 
 
 def add_model_arguments(parser: Any) -> None:
@@ -63,6 +77,11 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--presence_penalty", type=float, default=0.0)
     parser.add_argument("--seed", type=NonNegativeInt, default=0)
     parser.add_argument("--num_return_sequences", type=PositiveInt, default=1)
+    parser.add_argument(
+        "--decoding_loop",
+        action="store_true",
+        help="with --engine static: greedy answers by the program of `llmsuite export --decoding_loop`",
+    )
     parser.add_argument("--num_beams", type=PositiveInt, default=1, help="above 1: beam search")
     parser.add_argument("--length_penalty", type=float, default=1.0, help="of beam search")
     parser.add_argument(
@@ -130,13 +149,20 @@ def _check(args: Any) -> None:
         raise UserError("--chat: works without --num_devices, --num_beams, --raw and --output")
     if args.num_beams > 1 and (args.temperature or args.stop or args.logprobs is not None):
         raise UserError("--num_beams: beam search draws nothing; leave out --temperature, --stop and --logprobs")
+    if args.decoding_loop and args.engine != "static":
+        raise UserError("--decoding_loop: is part of an exported program; add --engine static")
+    if args.decoding_loop and (set_ := [name for name, value in _OUTSIDE.items() if getattr(args, name) != value]):
+        raise UserError(f"--decoding_loop: its answers are greedy, one to a prompt; leave out --{', --'.join(set_)}")
     if args.num_devices > 1 and args.engine == "static":
         raise UserError("--num_devices: an exported model runs on one device; use --engine dynamic")
 
 
 def _answers(generator: Any, prompts: Any, sampling: Any, args: Any) -> Iterator[Any]:
     from llmsuite.inference.beam import Beams
+    from llmsuite.inference.generate import greedy_answers
 
+    if args.decoding_loop:
+        return iter(greedy_answers(generator, [prompt.ids for prompt in prompts], args.max_new_tokens, args.batch_size))
     if args.num_beams == 1:
         ids = (prompt.ids for prompt in prompts)
         return iter(generator.answers(ids, sampling, args.num_return_sequences, args.batch_size))

@@ -36,7 +36,6 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.engine.launch import is_worker, launch
     from llmsuite.engine.machines import Machines
     from llmsuite.engine.ranks import can_fork
-    from llmsuite.planning.order import check_order
 
     if not is_worker():  # a rank looks for what it reads itself
         plan.check_files()
@@ -58,6 +57,8 @@ def run(args: Any, registry: Registry) -> int:
     starts_ranks = num_ranks > 1 and not is_worker()
     if starts_ranks:
         if plan.stage.trains:
+            from llmsuite.planning.order import check_order
+
             check_order(plan)
         backend.prepare_ranks()
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)

@@ -26,6 +26,12 @@ class DeviceBackend(abc.ABC):
     forks: ClassVar[bool] = False
     """Whether a rank may be a fork of a process that has imported Paddle and done nothing with it."""
 
+    fuses_alike_only: ClassVar[bool] = False
+    """Whether its kernels take distributed tensors only where all of an operation lie alike, and none in a program; the
+    rest is done by plain operations."""
+    kernels_in_programs: ClassVar[bool] = True
+    """Whether Paddle Inference has the kernels of `ops` too: not those that are built here."""
+
     def fused(self, precision: str) -> frozenset[str]:
         """The operations that `ops` gives a fused kernel for, by their names in `llmsuite.devices.ops.Ops`: what they
         keep for a backward pass differs. Imports no Paddle."""

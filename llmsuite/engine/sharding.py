@@ -185,9 +185,10 @@ class ParameterShard:
         return own
 
     def set_gradient(self, gradient: Tensor) -> None:
-        """Hand a finished gradient to the optimizer."""
-        self.owned._set_grad_ivar(gradient)  # copies
-        self.drop_gradient()  # only now: `gradient` may lie in its memory
+        """Hand a finished gradient to the optimizer, with its memory."""
+        self.owned._set_grad_ivar(paddle.zeros([1], gradient.dtype))  # it would copy the gradient
+        self.owned.grad.get_tensor()._share_data_with(gradient.get_tensor())
+        self.drop_gradient()
 
     def drop_gradient(self) -> None:
         """Free the gradient of the model's parameter."""

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import paddle
 
+from llmsuite.inference.fused import has_room
+
 Tensor = Any
 Cache = list[Tensor]
 
@@ -58,6 +60,7 @@ class ModelDecoder:
         self._model, self._autocast = model, autocast
         self._tensor_mesh = mesh.tensor if mesh is not None else None
         self._placements: list[Any] = []
+        self._room = Room() if has_room(model) else None
 
     @property
     def max_length(self) -> int:
@@ -69,14 +72,19 @@ class ModelDecoder:
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
         """See `Decoder`."""
-        pairs = None
-        if cache is not None:
-            whole = self._distributed(cache)
-            pairs = list(zip(whole[::2], whole[1::2]))
+        tokens, padding = paddle.to_tensor(ids), paddle.to_tensor(padding)
         with paddle.no_grad(), self._autocast():
-            hidden, present = self._model.go_on(paddle.to_tensor(ids), paddle.to_tensor(padding), pairs)
+            if cache is not None and self._room is not None:
+                filled = num_columns(cache)
+                whole = self._room.of(cache, ids.shape[1])
+                hidden, _ = self._model.go_on(tokens, padding, _pairs(whole), filled)
+                present = self._room.give(filled + ids.shape[1])
+            else:
+                pairs = None if cache is None else _pairs(self._distributed(cache))
+                hidden, new = self._model.go_on(tokens, padding, pairs)
+                present = self._local([tensor for pair in new for tensor in pair])
             logits = self._model.logits(hidden[:, -1])
-        return self._gathered(logits), self._local([tensor for pair in present for tensor in pair])
+        return self._gathered(logits), present
 
     def _distributed(self, cache: Cache) -> Cache:
         if self._tensor_mesh is None:
@@ -101,6 +109,43 @@ class ModelDecoder:
 
             logits = dist.reshard(logits, self._tensor_mesh, [dist.Replicate()])._local_value()
         return np.asarray(logits.astype("float32").numpy())
+
+
+def _pairs(cache: Cache) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(cache[::2], cache[1::2]))
+
+
+class Room:
+    """A cache with free columns, which passes fill one after the other: nothing is copied as it grows.
+
+    What a pass gives are views of the columns so far. Those of any other pass, or that have been changed, are copied
+    when they are gone on from: a column that somebody sees is never written again.
+    """
+
+    SPARE = 32
+    """Free columns at first; they cost a little in every pass."""
+
+    def __init__(self) -> None:
+        self._whole: Cache = []
+        self._given: Cache | None = None
+
+    def of(self, cache: Cache, num_new: int) -> Cache:
+        """A cache with room for new columns."""
+        filled = num_columns(cache)
+        if cache is not self._given or filled + num_new > num_columns(self._whole):
+            self._whole = []  # before the new one is made
+            self._whole = [_with_free_columns(tensor, num_new + self.SPARE) for tensor in cache]
+        self._given = None
+        return self._whole
+
+    def give(self, filled: int) -> Cache:
+        """The columns that are filled now."""
+        self._given = [tensor[..., :filled, :] for tensor in self._whole]
+        return self._given
+
+
+def _with_free_columns(tensor: Tensor, count: int) -> Tensor:
+    return paddle.concat([tensor, paddle.zeros([*tensor.shape[:-2], count, tensor.shape[-1]], tensor.dtype)], -2)
 
 
 class Uncached:

@@ -1,7 +1,8 @@
 """A model as a program of Paddle Inference: model.json, model.pdiparams, and what is needed to use them.
 
 The program is one pass of generation with open batch and lengths: token ids, padding and the cache go in, the logits of
-the last column and the longer cache come out. A cache of no columns is the start.
+the last column and the longer cache come out. A cache of no columns is the start. A second program with the same
+parameters may hold the whole loop (`llmsuite.inference.loop`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model
+from llmsuite.inference.loop import SPEC, Loop
 from llmsuite.inference.static_experts import make_static
 
 Tensor = Any
 FORMAT = 2
 KIND = "llmsuite static program"
 PROGRAM, PARAMETERS = "model.json", "model.pdiparams"
+LOOP = "loop.json"
+"""The program with the decoding loop, where it was asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +65,15 @@ class Pass(nn.Layer):
 
 
 def export(
-    source: ModelDirectory, target: Path, backend: DeviceBackend, tokenizer: Path, precision: str = "fp32"
+    source: ModelDirectory,
+    target: Path,
+    backend: DeviceBackend,
+    tokenizer: Path,
+    precision: str = "fp32",
+    decoding_loop: bool = False,
 ) -> Exported:
-    """Write the program of a model into a new directory, with its tokenizer and config, all of it or nothing.
+    """Write the program of a model into a new directory, with its tokenizer and config, all of it or nothing; with
+    `decoding_loop` also one that makes whole greedy answers.
 
     Raises:
         UserError: the target exists, or the device cannot run the precision.
@@ -88,17 +98,25 @@ def export(
     manifest = {"format": FORMAT, "kind": KIND, **dataclasses.asdict(exported), "llmsuite": __version__}
     with committed_directory(target, {**manifest, "paddle": paddle.__version__}) as directory:
         make_static(model)
-        whole = Pass(model)
-        whole.eval()
         _leave_as_it_is(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            paddle.jit.save(whole, str(directory / "model"), input_spec=spec)
+        _save(Pass(model), directory / PROGRAM, spec)
+        if decoding_loop:
+            _save(Loop(model, shapes), directory / LOOP, SPEC)
+            parameters = (directory / LOOP).with_suffix(".pdiparams")
+            assert sha256_of(parameters) == sha256_of(directory / PARAMETERS), "the programs have other parameters"
+            parameters.unlink()
         write_json(directory / "config.json", source.config.to_hf())
         copy_tokenizer(tokenizer, directory)
         for path in sorted(source.path.glob(f"{SCALES}*")):  # for whoever multiplies integers
             shutil.copyfile(path, directory / path.name)
     return exported
+
+
+def _save(program: nn.Layer, path: Path, spec: list[Any]) -> None:
+    program.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        paddle.jit.save(program, str(path.with_suffix("")), input_spec=spec)
 
 
 def cache_shapes(model: Any) -> list[list[int]]:
@@ -142,6 +160,7 @@ def _leave_as_it_is(model: Any) -> None:
         "llmsuite.devices.ops",
         "llmsuite.inference.attention",
         "llmsuite.inference.fused",
+        "llmsuite.inference.loop",
         "llmsuite.inference.static_experts",
         __name__,
     }

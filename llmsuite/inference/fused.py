@@ -12,7 +12,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.models.blocks import Attention, CausalLM, GatedMLP, LayerCache, longer
+from llmsuite.devices.ops import rms_norm
+from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, longer
 
 Tensor = Any
 
@@ -31,9 +32,38 @@ def fuse(model: CausalLM) -> None:
     for module in model.sublayers():
         if isinstance(module, GatedMLP) and _is_plain(module.gate_proj, module.up_proj):
             module.__dict__["forward"] = FusedMLP(module).forward
+        elif isinstance(module, RMSNorm) and module.norm is rms_norm and module.weight.place.is_cpu_place():
+            module.norm = _rms_norm
+        elif type(module).forward is DecoderLayer.forward:
+            module.__dict__["forward"] = FusedLayer(module).forward
     if attentions:
+        repeats = attentions[0].num_heads
         for name in ("layer_inputs", "layer_inputs_at"):
-            model.__dict__[name] = _for_whole_heads(getattr(model, name))
+            model.__dict__[name] = _for_whole_heads(getattr(model, name), *repeats)
+        model.__dict__["has_room"] = True
+    if model.lm_head is None and model.model.embed_tokens.weight.place.is_cpu_place():
+        model.__dict__["logits"] = TiedLogits(model.model.embed_tokens.weight)
+
+
+def has_room(model: CausalLM) -> bool:
+    """Whether the cache of a model may have free columns; see `CausalLM.go_on`."""
+    return bool(model.__dict__.get("has_room"))
+
+
+class FusedLayer:
+    """As `llmsuite.models.blocks.DecoderLayer`, without what Paddle does around the call of a layer."""
+
+    def __init__(self, layer: DecoderLayer):
+        self._layer = layer
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Any = None
+    ) -> tuple[Tensor, LayerCache]:
+        """As `DecoderLayer.forward`."""
+        own = self._layer
+        attended, present = own.self_attn.forward(own.input_layernorm.forward(x), cos, sin, mask, past)
+        x = x + attended
+        return x + own.mlp.forward(own.post_attention_layernorm.forward(x)), present
 
 
 class FusedAttention:
@@ -45,13 +75,15 @@ class FusedAttention:
         size = attention.head_size
         num_queries, num_keys = (p.weight.shape[1] // size for p in projections[:2])
         self._parts, self._shape = [num_queries, num_keys], [0, 0, num_queries + 2 * num_keys, size]
+        attention.num_heads = (num_queries, num_keys)
         attention.qkv_proj = _joined(projections)
         attention.q_proj = attention.k_proj = attention.v_proj = None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Any = None
     ) -> tuple[Tensor, LayerCache]:
-        """As `Attention.forward`; cos and sin as `_for_whole_heads` makes them."""
+        """As `Attention.forward`; cos and sin as `_for_whole_heads` makes them. The cache may have free columns: then
+        its third part says where they begin."""
         own = self._attention
         qkv = _product(own.qkv_proj, x).reshape(self._shape)
         turned, v = qkv.split([sum(self._parts), self._parts[1]], 2)
@@ -60,8 +92,12 @@ class FusedAttention:
             q, k = turned.split(self._parts, 2)
         else:
             q, k = turned.split(self._parts, 2)
-            q, k = _turn(own.q_norm(q), cos, sin), _turn(own.k_norm(k), cos, sin)
-        k, v = longer(k, v, past, own.heads_first)
+            turned = _turn(paddle.concat([own.q_norm(q), own.k_norm(k)], 2), cos, sin)
+            q, k = turned.split(self._parts, 2)
+        if past is not None and len(past) == 3:
+            k, v = _written(k, v, *past)
+        else:
+            k, v = longer(k, v, past, own.heads_first)
         return _product(own.o_proj, own.core(q, k, v, mask).reshape([0, 0, -1])), (k, v)
 
 
@@ -107,16 +143,53 @@ def _parameter(value: Tensor) -> Any:
     return parameter
 
 
-def _for_whole_heads(layer_inputs: Any) -> Any:
-    """cos and sin of half a head, as a model makes them, to what `_turn` takes; once a pass, not once a layer."""
+def _written(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, filled: int) -> LayerCache:
+    """A cache with new keys and values, each [B, L, J, K], in its free columns."""
+    columns = (slice(None), slice(None), slice(filled, filled + k.shape[1]))
+    keys[columns], values[columns] = k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3])
+    return keys, values
 
-    def doubled(*args: Any) -> tuple[Tensor, ...]:
-        cos, sin, *rest = layer_inputs(*args)
-        return (paddle.concat([cos, cos], -1), paddle.concat([-sin, sin], -1), *rest)
 
-    return doubled
+def _for_whole_heads(layer_inputs: Any, num_queries: int, num_keys: int) -> Any:
+    """cos, sin and mask as a model makes them, to a cos and sin for every number of a head, and for one new token, to
+    a mask for every score: once a pass, so that no layer has to repeat them."""
+
+    def repeated(*args: Any) -> tuple[Tensor, ...]:
+        cos, sin, mask = layer_inputs(*args)
+        heads = [1, 1, num_queries + num_keys, 1]
+        cos, sin = (paddle.concat(halves, -1).tile(heads) for halves in ([cos, cos], [-sin, sin]))
+        if mask is not None and mask.shape[2] == 1:
+            mask = mask.unsqueeze(1).tile([1, num_keys, num_queries // num_keys, 1, 1])
+        return cos, sin, mask
+
+    return repeated
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`llmsuite.devices.ops.rotary` in half as many ops. x [B, L, H, K]; cos, sin [B, L, 1, K]."""
+    """`llmsuite.devices.ops.rotary` in half as many ops. x, cos and sin [B, L, H, K]."""
     return x * cos + paddle.roll(x, x.shape[-1] // 2, -1) * sin
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`llmsuite.devices.ops.rms_norm` in one op."""
+    return paddle.incubate.nn.functional.fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
+
+
+class TiedLogits:
+    """As `CausalLM.logits` with the matrix of the embedding.
+
+    The product with one row is twice as fast where that lies as [D, V] (MKL of Paddle 3.3.1), with more rows it is not:
+    so the matrix is kept in both forms once there is a single row.
+    """
+
+    def __init__(self, weight: Tensor):
+        self._weight = weight
+        self._turned: Tensor = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., D] to [..., V]."""
+        if not paddle.in_dynamic_mode() or list(hidden.shape[:-1]) != [1]:
+            return paddle.matmul(hidden, self._weight, transpose_y=True)
+        if self._turned is None:
+            self._turned = self._weight.t().contiguous()
+        return paddle.matmul(hidden, self._turned)

@@ -137,6 +137,21 @@ def generate(
             yield line.ids[-1]
 
 
+def greedy_answers(
+    generator: Generator, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int
+) -> Iterator[list[Answer]]:
+    """The answer to each prompt, by the decoding loop of an exported program.
+
+    Raises:
+        UserError: the model of the generator has none, or a prompt has no room.
+    """
+    predictor: Any = generator.decoder
+    for start in range(0, len(prompts), batch_size):
+        for ids in predictor.greedy(prompts[start : start + batch_size], max_new_tokens, generator.stop_ids):
+            ended = "stop" if len(ids) < max_new_tokens else "length"
+            yield [Answer(generator.tokenizer.decode(ids), tuple(ids), ended)]
+
+
 def _answer(line: Line) -> Answer:
     assert line.text is not None
     assert line.finished is not None

@@ -113,7 +113,7 @@ def build_model(
     """
     import paddle
 
-    from llmsuite.devices.ops import causal_mask, rotary
+    from llmsuite.devices.ops import Ops, causal_mask, rotary
     from llmsuite.engine.mesh import Mesh
     from llmsuite.engine.parallelize import parallelize
     from llmsuite.inference.attention import grouped_attention
@@ -126,7 +126,7 @@ def build_model(
         raise UserError(f"--num_devices {problem}")
     # the kernels of training know neither a padding on the left nor positions of each row
     plain = dataclasses.replace(
-        backend.ops(precision),
+        backend.ops(precision) if backend.kernels_in_programs else Ops(),
         causal_mask=causal_mask,
         attention=grouped_attention,
         rotary=rotary,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import weakref
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,9 @@ import paddle
 from llmsuite.checkpoint.files import broken_file, read_json_file
 from llmsuite.devices.base import PADDLE_DTYPE
 from llmsuite.errors import UserError
+from llmsuite.inference.batch import check_room
 from llmsuite.inference.decoder import Cache
-from llmsuite.inference.export import PARAMETERS, PROGRAM, read_manifest
+from llmsuite.inference.export import LOOP, PARAMETERS, PROGRAM, read_manifest
 
 
 class Predictor:
@@ -29,27 +34,11 @@ class Predictor:
         Raises:
             UserError: there is no whole exported model.
         """
-        import os
-
-        from paddle.inference import Config, create_predictor
-
         self.exported = read_manifest(directory)
         if broken := broken_file(directory, check_hashes=False):
             raise UserError(f"{broken}; export the model again")
-        config = Config(str(directory / PROGRAM), str(directory / PARAMETERS))
-        config.disable_glog_info()
-        if device == "gpu":
-            config.enable_use_gpu(512, 0)
-        elif device == "xpu":
-            config.enable_xpu()
-        else:
-            config.disable_gpu()
-            config.disable_mkldnn()  # with it, decoding one token at a time is several times slower (3.3.1)
-            config.set_cpu_math_library_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-        config.switch_ir_optim(True)
-        config.enable_memory_optim(False)
-        predictor = create_predictor(config)
-        self._runners = [_Runner(predictor), _Runner(predictor.clone())]  # they share the weights
+        self._directory, self._device, self._num_threads = directory, device, num_threads
+        self.has_loop = (directory / LOOP).is_file()
         shape = read_json_file(directory / "config.json")
         self._max_length = int(shape.get("max_position_embeddings") or shape["n_positions"])
         self._vocab_size = int(shape["vocab_size"])
@@ -71,6 +60,56 @@ class Predictor:
             cache = [paddle.zeros([len(ids), *shape], self._dtype) for shape in self.exported.cache_shapes]
         logits, *present = self._run([paddle.to_tensor(ids), paddle.to_tensor(padding), *cache])
         return np.asarray(logits.numpy()), present
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int] = ()
+    ) -> list[list[int]]:
+        """The likeliest tokens behind each prompt, without the stop token that ends them, in one run of the program
+        with the decoding loop.
+
+        Raises:
+            UserError: there is none, or a prompt has no room.
+        """
+        if not self.has_loop:
+            raise UserError(f"{self._directory}: has no decoding loop; export the model with --decoding_loop")
+        if not prompts or not max_new_tokens:
+            return [[] for _ in prompts]
+        for prompt in prompts:
+            check_room(prompt, max_new_tokens, self)
+        length = max(len(prompt) for prompt in prompts)
+        ids = np.asarray([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], "int64")
+        padding = [length - len(prompt) for prompt in prompts]
+        inputs = [ids, padding, [max_new_tokens], sorted(stop_ids) or [-1]]
+        (found,) = self._loop.run([paddle.to_tensor(np.asarray(value, "int64")) for value in inputs])
+        stops = set(stop_ids)
+        return [list(itertools.takewhile(lambda token: token not in stops, row)) for row in found.numpy().tolist()]
+
+    @functools.cached_property
+    def _runners(self) -> list[_Runner]:
+        predictor = self._open(PROGRAM)
+        return [_Runner(predictor), _Runner(predictor.clone())]  # they share the weights
+
+    @functools.cached_property
+    def _loop(self) -> Any:
+        return self._open(LOOP)
+
+    def _open(self, program: str) -> Any:
+        from paddle.inference import Config, create_predictor
+
+        config = Config(str(self._directory / program), str(self._directory / PARAMETERS))
+        config.disable_glog_info()
+        if self._device == "gpu":
+            config.enable_use_gpu(512, 0)
+        elif self._device == "xpu":
+            config.enable_xpu()
+        else:
+            config.disable_gpu()
+            config.disable_mkldnn()  # with it, decoding one token at a time is several times slower (3.3.1)
+            threads = self._num_threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
+            config.set_cpu_math_library_num_threads(threads)
+        config.switch_ir_optim(True)
+        config.enable_memory_optim(False)
+        return create_predictor(config)
 
     def _run(self, inputs: list[Any]) -> list[Any]:
         # in a chain of passes, what one gave is given to the other: nothing has to be moved

@@ -11,6 +11,7 @@ from llmsuite.errors import UserError
 from llmsuite.inference.decoder import Decoder
 from llmsuite.inference.export import read_manifest
 from llmsuite.inference.generate import generate
+from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.sampling import Sampling
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 3e-3, "int8": 1e-1}
@@ -36,6 +37,29 @@ def check_files(directory: Path, source: Path) -> int:
         if sha256_of(path) != digest:
             raise UserError(f"{path}: is not what {directory} was exported from; export the model again")
     return len(exported.source_sha256) + len(read_json_file(directory / MANIFEST)["files"])
+
+
+def compare_loop(exported: Predictor, trained: Decoder, seed: int = 0) -> int:
+    """Greedy answers of the program with the decoding loop, to padded prompts and with a stop token, beside those of
+    the model; returns how many tokens.
+
+    Raises:
+        UserError: they differ.
+    """
+    random, count = np.random.default_rng(seed), 0
+    longest = min(_LENGTHS[1], exported.max_length // 2)
+    lengths = [longest, *random.integers(_LENGTHS[0], longest + 1, _PROMPTS - 1)]
+    prompts = [[int(i) for i in random.integers(0, exported.vocab_size, n)] for n in lengths]
+    greedy = Sampling(max_new_tokens=min(_TOKENS, exported.max_length - longest))
+    stop_ids: set[int] = set()
+    for _ in range(2):
+        expected = [list(generate(trained, prompt, stop_ids, greedy)) for prompt in prompts]
+        found = exported.greedy(prompts, greedy.max_new_tokens, stop_ids)
+        if found != expected:
+            raise UserError(f"tokens of the decoding loop differ: {found} exported, {expected} trained")
+        count += sum(len(answer) for answer in found)
+        stop_ids = {expected[0][len(expected[0]) // 2]}
+    return count
 
 
 def compare(exported: Decoder, trained: Decoder, precision: str, seed: int = 0) -> tuple[int, float, int]:

@@ -2,7 +2,7 @@
 
 Shapes: B batch, L length, D hidden, H query heads, J key-value heads, K head size, V vocabulary.
 A cache is a pair of tensors a layer, its length S their last dim but one with `Ops.heads_first`, else their dim 1, and
-is replaced, never written in place.
+is replaced, not written in place (but see `CausalLM.go_on`).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class CausalLM(nn.Layer):
         return x, present
 
     def go_on(
-        self, input_ids: Tensor, padding: Tensor, cache: Sequence[LayerCache] | None
+        self, input_ids: Tensor, padding: Tensor, cache: Sequence[LayerCache] | None, filled: int | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
         """One pass of generation over a batch that is padded on the left; shapes may be those of a static program.
 
@@ -207,13 +207,18 @@ class CausalLM(nn.Layer):
             input_ids: [B, L], what follows the cache.
             padding: [B], how many of the first S + L columns of each row are padding, which no token sees.
             cache: of the columns so far; None at the start.
+            filled: only after `llmsuite.inference.fused.fuse` with `has_room`: so many columns of the cache are those
+                so far, and the new ones are written into those behind them, in place.
 
         Returns:
             Normed hidden states [B, L, D], and the cache of S + L columns.
         """
         assert self.ops.heads_first, "the model is built for training"
         length, start = dim_size(input_ids, 1), 0 if cache is None else dim_size(cache[0][0], -2)
-        queries, keys = paddle.arange(length) + start, paddle.arange(start + length)
+        if filled is None:
+            queries, keys = paddle.arange(length) + start, paddle.arange(start + length)
+        else:  # columns that are still free are later than every query
+            queries, keys = paddle.arange(filled, filled + length), paddle.arange(start)
         first = padding.unsqueeze(1)
         positions = paddle.clip(queries.unsqueeze(0) - first, min=0)
         x = self.embed_at(input_ids, positions)
@@ -223,7 +228,8 @@ class CausalLM(nn.Layer):
         inputs = self.layer_inputs_at(positions, mask, x.dtype)
         present = []
         for i, layer in enumerate(self.model.layers):
-            x, kv = layer(x, *inputs, past=None if cache is None else cache[i])
+            past: Any = None if cache is None else cache[i] if filled is None else (*cache[i], filled)
+            x, kv = layer(x, *inputs, past=past)
             present.append(kv)
         return self.finish(x), present
 

@@ -26,11 +26,11 @@ class Pass:
     supervised: int
     """Positions whose logits or scores are made."""
     documents: bool = False
-    """Whether layers are told that rows hold several documents, or what is padding."""
+    """Whether rows hold several documents, and layers are told."""
+    marked: bool = False
+    """Whether padding is marked, for gates or for those who take note of what goes into rounded layers."""
     expert_rows: float | None = None
     """Rows that come to the experts of a rank, a layer, where it is known; None when they are evenly dealt."""
-    marked: bool = False
-    """Whether padding is marked for those who take note of what goes into rounded layers."""
 
     @property
     def tokens(self) -> int:
@@ -49,7 +49,12 @@ class How:
     recompute: str = "none"
     every: int = 1
     fused: frozenset[str] = frozenset()
-    """Operations of `devices.ops.Ops` that are one kernel on the device."""
+    """Operations of `devices.ops.Ops` that are one kernel on the device, in layers."""
+    fused_outside: frozenset[str] = frozenset()
+    """The same in front of the layers and behind them."""
+    fuses_alike_only: bool = False
+    """Whether kernels take distributed tensors only where all of an operation lie alike: a norm's weight is whole, cut
+    sequences and heads are not."""
     adapter_rank: int | None = None
     adapted: frozenset[str] = frozenset()
     """Full names of the modules that have adapters."""
@@ -70,9 +75,11 @@ def kept_by_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float
 def inside_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float:
     """The same of a layer that nothing is computed again of, but its attention where that is selected."""
     layer, between = anatomy.layers[number], _between(anatomy.hidden, batch, how)
-    norms = 2 * _norm(layer.norm, anatomy.hidden, batch, how)
+    # of a layer with experts no more than attention, with the norm in front, is in a program
+    of_mlp = dataclasses.replace(how, fused=how.fused_outside) if isinstance(layer.mlp, Mixture) else how
+    norms = _norm(layer.norm, anatomy.hidden, batch, how) + _norm(layer.norm, anatomy.hidden, batch, of_mlp)
     inputs = 2 * batch.tokens * anatomy.hidden * how.num_bytes  # of both regions; whole also where sequences are cut
-    kept = norms + inputs + attention_kept(layer, batch, how) + mlp_kept(layer, anatomy.hidden, batch, how)
+    kept = norms + inputs + attention_kept(layer, batch, how) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
     return kept + 2 * between + _adapters(number, batch, how) + _rounded(layer, number, batch, how)
 
 
@@ -86,7 +93,7 @@ def _norm(kind: str, hidden: int, batch: Pass, how: How) -> float:
     tokens = batch.tokens / (how.tp if how.sequence_parallel else 1)
     if kind == "layer":
         return tokens * 2 * 4
-    if "rms_norm" in how.fused:
+    if "rms_norm" in how.fused and not (how.fuses_alike_only and how.sequence_parallel):
         return tokens * 4
     wide = 4 * hidden if how.num_bytes < 4 else 0
     return tokens * (hidden * how.num_bytes + wide + 4)
@@ -94,7 +101,7 @@ def _norm(kind: str, hidden: int, batch: Pass, how: How) -> float:
 
 def _normed_heads(size: float, heads: float, batch: Pass, how: How) -> float:
     """Of queries or keys: their output scaled, with what it was before."""
-    if "rms_norm" in how.fused:
+    if "rms_norm" in how.fused and not (how.fuses_alike_only and how.tp > 1):
         return batch.tokens * (size * how.num_bytes + heads * 4)
     return batch.tokens * (2 * size * how.num_bytes + heads * 4 + (4 * size if how.num_bytes < 4 else 0))
 
@@ -206,14 +213,17 @@ def kept_in_front(anatomy: Anatomy, batch: Pass, how: How) -> float:
 
 def kept_for_all_layers(anatomy: Anatomy, batch: Pass, how: How) -> float:
     """The rotation, which every layer of a pass shares, and the mask where attention is to be computed again."""
-    attention = anatomy.layers[0].attention
-    again = mask_bytes(anatomy.layers[0], batch, how) if how.recompute != "none" else 0.0
+    attention, outside = anatomy.layers[0].attention, dataclasses.replace(how, fused=how.fused_outside)
+    kept = mask_bytes(anatomy.layers[0], batch, outside) if how.recompute != "none" else 0.0
+    if how.recompute == "full" and batch.marked and any(isinstance(layer.mlp, Mixture) for layer in anatomy.layers):
+        kept += 4 * batch.tokens  # which tokens count, for gates
+    if batch.documents and is_fused(anatomy.layers[0], outside):  # where each begins, or ends
+        kept += batch.tokens * (INDEX_BYTES if how.fuses_alike_only else 4)
     if isinstance(attention, GroupedQuery) and not attention.rotary:
-        return again
+        return kept
     size = attention.turned if isinstance(attention, Latent) else attention.head_size
     rows = batch.rows if batch.documents else 1
-    mask = 4 * batch.tokens if batch.documents and is_fused(anatomy.layers[0], how) else 0
-    return rows * batch.length * size * how.num_bytes + mask + again
+    return kept + rows * batch.length * size * how.num_bytes
 
 
 def mask_bytes(layer: LayerAnatomy, batch: Pass, how: How) -> float:
@@ -235,7 +245,7 @@ def scores_bytes(layer: LayerAnatomy, batch: Pass, how: How) -> float:
 
 def kept_behind(anatomy: Anatomy, batch: Pass, how: How, scores: bool) -> float:
     """By the last norm, the head and the loss."""
-    norm = _norm(anatomy.norm, anatomy.hidden, batch, how)
+    norm = _norm(anatomy.norm, anatomy.hidden, batch, dataclasses.replace(how, fused=how.fused_outside))
     picked = batch.supervised * (anatomy.hidden * how.num_bytes + INDEX_BYTES)
     if scores:
         return norm + picked

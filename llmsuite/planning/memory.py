@@ -63,6 +63,9 @@ class StageMemory:
 def how_of(layout: Layout) -> How:
     """What of a run decides what a pass keeps."""
     plan, engine, parallel = layout.plan, layout.plan.recipe.engine, layout.plan.recipe.parallel
+    backend = plan.device.factory()
+    fused = backend.fused(engine.precision)
+    in_programs = plan.degrees.tp > 1 and engine.mode == "to_static"
     return How(
         num_bytes=BYTES[engine.precision],
         tp=plan.degrees.tp,
@@ -70,7 +73,9 @@ def how_of(layout: Layout) -> How:
         sequence_parallel=parallel.sequence_parallel,
         recompute=engine.recompute,
         every=engine.recompute_every,
-        fused=plan.device.factory().fused(engine.precision),
+        fused=frozenset() if backend.fuses_alike_only and in_programs else fused,
+        fused_outside=fused,
+        fuses_alike_only=backend.fuses_alike_only,
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
@@ -97,15 +102,15 @@ def full_pass(plan: RunPlan) -> Pass:
     if recipe.train.micro_batch_tokens is not None:
         rows = max(1, recipe.train.micro_batch_tokens // length)
     supervised = rows if plan.stage.head == "score" else rows * length
-    return Pass(rows, length, supervised, documents_of(plan), marked=recipe.qat.activation_bits is not None)
-
-
-def documents_of(plan: RunPlan) -> bool:
-    """Whether layers are told where documents begin, or what is padding."""
-    recipe = plan.recipe
     section = getattr(recipe, plan.stage.section_name)
-    marked = bool(plan.family.shard_plan is not None and plan.family.shard_plan.gates)
-    return recipe.data.packing != "none" or getattr(section, "document_mask", False) or marked
+    documents = recipe.data.packing != "none" or getattr(section, "document_mask", False)
+    return Pass(rows, length, supervised, documents, marks_padding(plan))
+
+
+def marks_padding(plan: RunPlan) -> bool:
+    """Whether it is marked in the rows what is padding: for gates, and for those who take note of inputs."""
+    gates = plan.family.shard_plan is not None and bool(plan.family.shard_plan.gates)
+    return gates or plan.recipe.qat.activation_bits is not None
 
 
 def memory(
@@ -165,7 +170,6 @@ def kept_by_part(layout: Layout, anatomy: Anatomy, part: int, batch: Pass, how: 
         kept += activations.kept_in_front(anatomy, batch, how)
     else:  # what was received
         kept += batch.tokens * anatomy.hidden * how.num_bytes / (how.tp if how.sequence_parallel else 1)
-        kept += batch.tokens * activations.INDEX_BYTES if batch.documents else 0
     if part == last:
         kept += activations.kept_behind(anatomy, batch, how, layout.plan.stage.head == "score")
     return kept

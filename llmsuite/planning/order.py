@@ -23,7 +23,7 @@ from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Held, Layout
-from llmsuite.planning.memory import documents_of, full_pass
+from llmsuite.planning.memory import full_pass, marks_padding
 from llmsuite.planning.schedule import orders
 from llmsuite.recipe.resolve import RunPlan
 
@@ -73,7 +73,7 @@ def check_order(plan: RunPlan) -> Played | None:
         return None
     calls = calls_of_ranks(plan)
     if problem := first_problem(calls):
-        raise UserError(f"the ranks of this run would not meet: {problem}")
+        raise UserError(f"{plan.loaded.name}: the ranks of this run would not meet: {problem}")
     return Played(len(calls), sum(map(len, calls.values())))
 
 
@@ -205,7 +205,7 @@ class _Rank:
         self._groups = {name: groups[key] for name, (key, among) in _places(mesh).items() if among}
         self._held, self._stage = layout.held(mesh), mesh.coordinate["pp"]
         self._last = len(layout.bounds) - 2
-        self._documents = documents_of(layout.plan)
+        self._documents = full_pass(layout.plan).documents or marks_padding(layout.plan)
         pp, own = mesh.degrees.pp, mesh.coordinate
         self._line = [int(rank) for rank in mesh.grid[:, own["dp"], own["sharding"], own["ep"], own["tp"]]]
         self._next, self._previous = self._line[(self._stage + 1) % pp], self._line[self._stage - 1]

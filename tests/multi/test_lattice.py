@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import compare, many_processes, one_process, plan_of, run_points
-from tests.parity.planned import check_truth
+from tests.parity.cases import compare, many_processes, one_process, run_points
 from tests.parity.points import Point, short
 
 
@@ -25,11 +24,3 @@ def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], p
     assert one not in failed, failed[one]
     assert many not in failed, failed[many]
     assert compare(runner, one, many).problems == []
-
-
-@pytest.mark.parametrize("point", short(), ids=str)
-def test_a_strategy_is_as_planned(runner: Runner, failed: dict[str, str], point: Point) -> None:
-    """Calls and bytes of every rank exactly, passes in their order, live memory nearly."""
-    case = many_processes(point)
-    assert case.name not in failed, failed[case.name]
-    check_truth(runner.directory / case.name, plan_of(case))

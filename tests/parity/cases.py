@@ -86,7 +86,7 @@ def one_process(point: Point) -> Case:
 def many_processes(point: Point) -> Case:
     """The run of a point."""
     words = [*COMMON, *_MANY, *OPTIMIZERS[point["optimizer"]], *point.words()]
-    return Case(str(point), point.num_ranks, words, recipe=RECIPES[point["stage"]], trace=True)
+    return Case(str(point), point.num_ranks, words, recipe=RECIPES[point["stage"]])
 
 
 def plan_of(case: Case) -> RunPlan:
@@ -96,11 +96,11 @@ def plan_of(case: Case) -> RunPlan:
     return plan_run(ROOT / case.recipe, case.words, registry, smoke=True)
 
 
-def run_points(runner: Runner, points: Iterable[Point]) -> dict[str, str]:
-    """Run points and what they are compared with; see `run_cases`."""
+def run_points(runner: Runner, points: Iterable[Point], trace: bool = False) -> dict[str, str]:
+    """Run points, traced or not, and what they are compared with; see `run_cases`."""
     points = list(points)
     ones = {case.name: case for case in map(one_process, points)}
-    return run_cases(runner, [*ones.values(), *map(many_processes, points)])
+    return run_cases(runner, [*ones.values(), *(dataclasses.replace(many_processes(p), trace=trace) for p in points)])
 
 
 def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from llmsuite.planning.activations import Pass
 from llmsuite.planning.communication import AXES, PIPELINE, RUN, TENSOR, Message, Traffic, looks_of
 from llmsuite.planning.estimate import anatomy_of, estimate
 from llmsuite.planning.layout import Layout
-from llmsuite.planning.memory import memory
+from llmsuite.planning.memory import marks_padding, memory
 from llmsuite.planning.schedule import orders, simulate
 from llmsuite.recipe.resolve import RunPlan
 
@@ -115,9 +115,7 @@ def _check_schedule(found: Truth, plan: RunPlan, meshes: Sequence[Mesh], records
 
 def _pass(plan: RunPlan, sizes: Sequence[int]) -> Pass:
     rows, length, supervised, documents = sizes
-    gates = plan.family.shard_plan is not None and bool(plan.family.shard_plan.gates)
-    rounds_inputs = plan.recipe.qat.activation_bits is not None
-    return Pass(rows, length, supervised, bool(documents) or gates, marked=rounds_inputs)
+    return Pass(rows, length, supervised, bool(documents), marks_padding(plan))
 
 
 def _dealt(batches: Sequence[Pass], record: dict[str, Any]) -> list[Pass]:

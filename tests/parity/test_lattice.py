@@ -22,7 +22,7 @@ results: dict[Point, Comparison] = {}
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     """Runs all points; what was printed of those that did not end well."""
-    return run_points(runner, covering())
+    return run_points(runner, covering(), trace=True)
 
 
 @pytest.mark.parametrize("point", covering(), ids=str)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from llmsuite.inference.generate import Generator, generate
 from llmsuite.inference.load import load_model, parameter_shapes
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.sampling import Sampling
-from llmsuite.inference.verify import check_files, compare
+from llmsuite.inference.verify import check_files, compare, compare_loop
 from tests.unit.families import FAMILIES
 from tests.unit.tiny_llama import TOKENIZER
 
@@ -48,7 +50,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model and what was exported from it."""
     place = tmp_path_factory.mktemp("export")
     source = open_model(write_family(place / "model", request.param), FAMILIES)
-    export(source, place / "static", CpuBackend(), source.path)
+    export(source, place / "static", CpuBackend(), source.path, decoding_loop=True)
     return place / "model", place / "static"
 
 
@@ -75,6 +77,49 @@ def test_lines_of_a_predictor_come_and_go_as_those_of_the_model(pair: tuple[Path
     decoder = live(pair[0])
     for prompt, (answer,) in zip(prompts, together):
         assert list(answer.ids) == list(generate(decoder, prompt, set(), sampling))
+
+
+def test_the_decoding_loop_makes_the_tokens_of_the_model(pair: tuple[Path, Path]) -> None:
+    predictor, trained = Predictor(pair[1]), live(pair[0])
+    assert compare_loop(predictor, trained) > 100
+    draw = np.random.default_rng(1)
+    for lengths, count in (([1], 1), ([3, 17], 20), ([9], 12), ([2, 2, 5, 1, 8], 7)):
+        prompts = [[int(i) for i in draw.integers(0, predictor.vocab_size, n)] for n in lengths]
+        expected = [list(generate(trained, p, set(), Sampling(max_new_tokens=count))) for p in prompts]
+        assert predictor.greedy(prompts, count) == expected
+        ends = {expected[-1][count // 2], expected[0][-1]}
+        cut = [list(generate(trained, p, ends, Sampling(max_new_tokens=count))) for p in prompts]
+        assert min(map(len, cut)) < count
+        assert predictor.greedy(prompts, count, ends) == cut
+    with pytest.raises(UserError, match="room for"):
+        predictor.greedy([[1], [2] * predictor.max_length], 1)
+
+
+def test_generate_runs_the_decoding_loop(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    static, asked = tmp_path / "static", tmp_path / "asked.jsonl"
+    assert main(["export", str(llama), "-o", str(static), "--decoding_loop"]) == 0
+    assert not (static / "loop.pdiparams").exists()
+    assert main(["verify", str(static)]) == 0
+    asked.write_text(
+        "".join(json.dumps({"prompt": text, "key": 1}) + "\n" for text in ("Hello", "What is 2 + 2?", "1"))
+    )
+    common = ["--input", str(asked), "--max_new_tokens", "9", "--batch_size", "2"]
+    rows = []
+    for words in ([str(llama)], [str(static), "--engine", "static", "--decoding_loop"]):
+        target = tmp_path / f"{len(words)}.jsonl"
+        assert main(["generate", *words, *common, "--output", str(target)]) == 0
+        rows.append(target.read_text())
+    assert rows[0] == rows[1]
+    assert len(rows[0].splitlines()) == 3
+    for words, message in (
+        ([str(llama), "--decoding_loop"], "add --engine static"),
+        ([str(static), "--engine", "static", "--decoding_loop", "--temperature", "1"], "leave out --temperature"),
+    ):
+        assert main(["generate", *words, "--prompt", "Hi"]) == 2
+        assert message in capsys.readouterr().err
+    (static / "loop.json").unlink()
+    assert main(["generate", str(static), "--engine", "static", "--decoding_loop", "--prompt", "Hi"]) == 2
+    assert "loop.json is missing" in capsys.readouterr().err
 
 
 def test_a_pass_leaves_what_passes_before_it_gave(pair: tuple[Path, Path]) -> None:
@@ -119,6 +164,8 @@ def test_another_model_is_noticed(pair: tuple[Path, Path], tmp_path: Path) -> No
         check_files(pair[1], other)
     with pytest.raises(UserError, match="logits differ by"):
         compare(Predictor(pair[1]), live(other), "fp32")
+    with pytest.raises(UserError, match="tokens of the decoding loop differ"):
+        compare_loop(Predictor(pair[1]), live(other))
 
 
 @pytest.fixture
@@ -157,8 +204,24 @@ def test_deploy_writes_all_or_nothing(llama: Path, tmp_path: Path, capsys: Any) 
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     assert len(said[0]) > len("> Hello\n\n")
+    assert main(["generate", str(target), "--engine", "static", "--decoding_loop", "--prompt", "Hello"]) == 2
+    assert "has no decoding loop; export the model with --decoding_loop" in capsys.readouterr().err
     assert main(["deploy", str(llama), "-o", str(target)]) == 2
     assert "exists; choose another" in capsys.readouterr().err
+
+
+def test_a_program_runs_where_no_kernel_of_ours_is_loaded(llama: Path, tmp_path: Path) -> None:
+    assert main(["export", str(llama), "-o", str(tmp_path / "static"), "--decoding_loop"]) == 0
+    code = f"""
+import paddle
+from pathlib import Path
+from llmsuite.inference.predictor import Predictor
+predictor = Predictor(Path({str(tmp_path / "static")!r}))
+print(predictor.greedy([[5, 9]], 4)[0], predictor.forward(paddle.to_tensor([[5, 9]]).numpy(), [0], None)[0].argmax())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = list(generate(live(llama), [5, 9], set(), Sampling(max_new_tokens=4)))
+    assert done.stdout.split("\n")[-2] == f"{expected} {expected[0]}"
 
 
 def test_what_is_no_exported_model_is_named(llama: Path, capsys: Any) -> None:

@@ -9,9 +9,14 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.inference.fused import fuse
+from llmsuite.inference.batch import Batch, Line
+from llmsuite.inference.decoder import ModelDecoder, Room
+from llmsuite.inference.fused import fuse, has_room
+from llmsuite.inference.generate import generate
+from llmsuite.inference.sampling import Sampling
 from llmsuite.models.qat import fake_quantize_layers, fake_quantized
 from tests.unit.families import CASES, REFERENCE, load, reference
+from tests.unit.test_batch import family_model
 
 
 def _logits(model: Any, ids: np.ndarray) -> np.ndarray:
@@ -40,3 +45,48 @@ def test_layers_that_round_their_inputs_stay_as_they_are(pattern: str) -> None:
     assert np.abs(before - plain).max() > 1e-3
     fuse(model)
     assert np.abs(_logits(model, ids) - before).max() <= 1e-5
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen", "gpt"])
+def decoders(request: pytest.FixtureRequest) -> tuple[ModelDecoder, ModelDecoder]:
+    """Of the same model in its plain form, and fused."""
+    plain, fused = family_model(request.param), family_model(request.param)
+    fuse(fused)
+    assert has_room(fused) == (request.param != "gpt")
+    return ModelDecoder(plain), ModelDecoder(fused)
+
+
+def test_lines_that_fill_the_free_columns_are_those_of_the_plain_model(
+    decoders: tuple[ModelDecoder, ModelDecoder],
+) -> None:
+    plain, fused = decoders
+    prompts, sampling = [[3], [1, 7, 2, 11, 5], [9, 9, 4]], Sampling(max_new_tokens=45, temperature=1.0, seed=3)
+    assert sampling.max_new_tokens > Room.SPARE
+    expected = [list(generate(plain, prompt, set(), sampling)) for prompt in prompts]
+    assert len({tuple(ids) for ids in expected}) == len(prompts)
+    batch, lines = Batch(fused), [Line(prompt, sampling, set()) for prompt in prompts]
+    batch.advance(lines[:2])
+    for _ in range(5):
+        batch.advance()
+    batch.advance(lines[2:])
+    while batch.lines:
+        batch.advance()
+    assert [line.ids for line in lines] == expected
+
+
+def test_a_pass_changes_nothing_that_passes_before_it_gave(decoders: tuple[ModelDecoder, ModelDecoder]) -> None:
+    plain, fused = decoders
+    draw, padding = np.random.default_rng(0), np.asarray([2, 0])
+    _, start = fused.forward(draw.integers(0, 32, [2, 6]), padding, None)
+    new = draw.integers(0, 32, [3, 2, 1])
+    first_logits, first = fused.forward(new[0], padding, start)
+    values = [tensor.numpy().copy() for tensor in first]
+    second_logits, second = fused.forward(new[1], padding, first)
+    again, other = fused.forward(new[2], padding, first)  # goes on from the same place
+    assert not np.array_equal(second[0].numpy(), other[0].numpy())
+    assert all(np.array_equal(value, tensor.numpy()) for value, tensor in zip(values, first))
+    expected = plain.forward(new[0], padding, start)
+    assert np.abs(first_logits - expected[0]).max() <= 1e-5 * np.abs(first_logits).max()
+    for logits, tokens in ((second_logits, new[1]), (again, new[2])):
+        wanted = plain.forward(tokens, padding, expected[1])[0]
+        assert np.abs(logits - wanted).max() <= 1e-5 * np.abs(wanted).max()

@@ -12,6 +12,7 @@ from llmsuite.cli.main import main
 from llmsuite.errors import RecipeError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
+from tests.unit.test_adapters import adapted, section, write
 from tests.unit.test_export import write_family
 
 
@@ -113,3 +114,34 @@ def test_commands_about_training_say_so(recipe: Path, capsys: Any) -> None:
         assert "is of stage infer, which trains nothing" in capsys.readouterr().err
     assert main(["validate", str(recipe)]) == 0
     assert "ok (infer, llama, pp1 dp1 sharding1 tp1 on cpu)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["ours", "peft", "paddlenlp"])
+def test_an_adapter_answers_with_its_base(layout: str, recipe: Path, model: Path, tmp_path: Path, capsys: Any) -> None:
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    lora = section(target_modules=["q_proj", "down_proj"])
+    live, modules = adapted("llama", model, lora)
+    write(adapter, live, modules, lora, model, **({"layout": "paddlenlp"} if layout == "paddlenlp" else {}))
+    if layout != "ours":  # others do not write of which files the base was made
+        (adapter / "base.json").unlink()
+    assert main(["merge", str(adapter), "-o", str(merged)]) == 0
+    rows = []
+    for weights in (model, merged, adapter):
+        run = tmp_path / f"run-{weights.name}"
+        assert main(["run", str(recipe), f"--model.weights={weights}", f"--output_dir={run}"]) == 0
+        rows.append((run / "answers.jsonl").read_text())
+    ids = [[a["ids"] for line in text.splitlines() for a in json.loads(line)["answers"]] for text in rows]
+    assert ids[0] != ids[1] == ids[2]
+    words = ["--max_new_tokens", "9", "--temperature", "1", "--top_k", "50", "--num_return_sequences", "2"]
+    words += ["--logprobs", "1", "--seed", "5", "--output", str(tmp_path / "said.jsonl")]
+    assert main(["generate", str(adapter), "--input", str(tmp_path / "prompts.jsonl"), *words]) == 0
+    assert (tmp_path / "said.jsonl").read_text() == rows[2]
+    settings = next(path for path in adapter.glob("*_config.json") if "tokenizer" not in path.name)
+    settings.write_text(settings.read_text().replace(str(model), "org/of-a-hub"))
+    if layout != "ours":
+        capsys.readouterr()
+        assert main(["generate", str(adapter), "--prompt", "Hi"]) == 2
+        assert (
+            "the model of its adapters, org/of-a-hub, is not there; name it with --base DIR" in capsys.readouterr().err
+        )
+        assert main(["generate", str(adapter), "--base", str(model), "--prompt", "Hi", "--max_new_tokens", "2"]) == 0

@@ -95,6 +95,25 @@ def test_packed_or_not_is_the_same_loss_and_the_same_gradients(name: str, pairs:
             assert np.linalg.norm(found[key] - gradient) <= 1e-6 * norm, key
 
 
+def test_joined_or_not_is_the_same_loss_and_the_same_gradients() -> None:
+    pairs = [Pair([5 + i] * i, [40 * i, 7, 2], [9] * (6 - i) + [2]) for i in range(1, 6)]
+    packs = pack(pairs, DPO.row_lengths(pairs), 13)
+    assert len(packs) < len(pairs)
+    found = []
+    for joins_rows in (False, True):
+        stage = dpo_case.stage()
+        stage.context = dataclasses.replace(stage.context, joins_rows=joins_rows)
+        found += [gradients(stage, [samples]) for samples in (pairs, packs)]
+        if joins_rows:
+            assert stage.collate(pairs)["input_ids"].shape == (1, DPO.row_lengths(pairs).sum()), "no padding"
+    for loss, weight, joined in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-6)
+        assert weight == found[0][1]
+        norm = np.sqrt(sum(float((g.astype("float64") ** 2).sum()) for g in found[0][2].values()))
+        for key, gradient in found[0][2].items():
+            assert np.linalg.norm(joined[key] - gradient) <= 1e-6 * norm, key
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_with_looks_ahead(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, pairs = made(name, tmp_path, monkeypatch)

@@ -148,7 +148,7 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
         layer = model.model.layers[number]
         found = allocated(lambda layer=layer: layer.states(x, *inputs))
         fused = backend.fused("fp32") if is_fused else frozenset[str]()
-        how = How(num_bytes=4, recompute=recompute, every=2, fused=fused)
+        how = How(num_bytes=4, recompute=recompute, every=2, fused=fused, fused_outside=fused)
         planned = activations.kept_by_layer(spec.anatomy(model.config), number, Pass(rows, length, rows * length), how)
         assert found == planned, number
 
@@ -157,7 +157,7 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
 def test_a_rounded_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], rounds_inputs: bool) -> None:
     """Of quantisation-aware training: weights and inputs on the grid of int8, byte for byte."""
-    model, spec = trained(family, shape), FAMILIES[family]
+    model, spec = trained(family, shape, Ops()), FAMILIES[family]
     assert spec.shard_plan is not None
     assert spec.anatomy is not None
     sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

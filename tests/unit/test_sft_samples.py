@@ -26,6 +26,7 @@ from llmsuite.recipe.schema import DataSection, ModelSection, Recipe
 from llmsuite.stages.base import DropCounts, StageContext
 from llmsuite.stages.language_model import WeightedTokens, collate, weighted_loss
 from llmsuite.stages.sections import SftSection
+from llmsuite.stages.sequences import taught_sequences
 from llmsuite.stages.sft import SftStage
 from tests.unit import dpo_case
 from tests.unit.dpo_case import DATA
@@ -316,3 +317,22 @@ def test_the_loss_is_the_weighted_sum_over_the_tokens(stage: SftStage) -> None:
     assert terms.weight == weight
     assert float(terms.sums["tokens/likely"][0]) == likely
     assert terms.sums["tokens/likely"][1] == weight
+
+
+def test_joined_rows_teach_the_same_without_padding() -> None:
+    stage, text = make_stage(), "What is a prime number, and why?"
+    given = [samples(stage, talk(text[:size], text[size:] + "!"))[0][0] for size in (4, 20, 9)]
+    padded = stage.collate(given)
+    stage.context = dataclasses.replace(stage.context, joins_rows=True)
+    joined = stage.collate(given)
+    assert joined["input_ids"].shape == (1, padded["lengths"].sum())
+    assert joined["lengths"].tolist() == [padded["lengths"].sum()]
+    for name in ("weight", "num_tokens", "num_supervised"):
+        assert joined[name] == padded[name]
+    rows = taught_sequences(padded)
+    (row,) = taught_sequences(joined) or []
+    assert rows is not None
+    assert len(rows) == 3
+    for number, alone in enumerate(rows):
+        mine = row.documents == number
+        assert (row.ids[mine].tolist(), row.weights[mine].tolist()) == (alone.ids.tolist(), alone.weights.tolist())

@@ -21,9 +21,11 @@ _KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")
 class CpuBackend(DeviceBackend):
     name = "cpu"
     collectives = "gloo"
+    fuses_alike_only = True
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True
+    kernels_in_programs = False
 
     def environment(self, local_ranks: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)

@@ -1,0 +1,69 @@
+"""Greedy answers as one program: the decoding loop is part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.static import InputSpec
+
+from llmsuite.models.blocks import dim_size
+
+Tensor = Any
+
+SPEC = [
+    InputSpec([None, None], "int64", "input_ids"),
+    InputSpec([None], "int64", "padding"),
+    InputSpec([1], "int64", "max_new_tokens"),
+    InputSpec([None], "int64", "stop_ids"),
+]
+
+
+class Loop(nn.Layer):
+    """What becomes the program."""
+
+    def __init__(self, model: Any, cache_shapes: list[list[int]]):
+        """`cache_shapes`: see `llmsuite.inference.export.Exported`."""
+        super().__init__()
+        self.model, self._cache_shapes = model, cache_shapes
+
+    def forward(self, input_ids: Tensor, padding: Tensor, max_new_tokens: Tensor, stop_ids: Tensor) -> Tensor:
+        """The likeliest tokens, one after the other.
+
+        Args:
+            input_ids: [B, L], padded on the left.
+            padding: [B], how many of the first columns are padding.
+            max_new_tokens: [1], at least 1.
+            stop_ids: [N], at least one; -1 for none.
+
+        Returns:
+            [B, n]: the new tokens, until each row has a stop token or there are max_new_tokens of them. A row goes on
+            with its stop token.
+        """
+
+        def choose(hidden: Tensor) -> Tensor:
+            return self.model.logits(hidden[:, -1]).argmax(-1, keepdim=True)
+
+        def ends(token: Tensor) -> Tensor:
+            return (token == stop_ids.unsqueeze(0)).any(-1, keepdim=True)
+
+        def goes_on(count: Tensor, token: Tensor, found: Tensor, ended: Tensor, *cache: Tensor) -> Tensor:
+            return paddle.logical_and(count < max_new_tokens, paddle.logical_not(ended.all())).squeeze()
+
+        def step(count: Tensor, token: Tensor, found: Tensor, ended: Tensor, *cache: Tensor) -> list[Tensor]:
+            hidden, present = self.model.go_on(token, padding, list(zip(cache[::2], cache[1::2])))
+            token = paddle.where(ended, token, choose(hidden))
+            ended = paddle.logical_or(ended, ends(token))
+            return [count + 1, token, paddle.concat([found, token], 1), ended, *_flat(present)]
+
+        rows, dtype = dim_size(input_ids, 0), self.model.model.embed_tokens.weight.dtype
+        empty = [paddle.zeros([rows, *shape], dtype) for shape in self._cache_shapes]
+        hidden, present = self.model.go_on(input_ids, padding, list(zip(empty[::2], empty[1::2])))
+        token = choose(hidden)
+        state = [paddle.ones([1], "int64"), token, token, ends(token), *_flat(present)]
+        return paddle.static.nn.while_loop(goes_on, step, state)[2]
+
+
+def _flat(cache: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [tensor for pair in cache for tensor in pair]
