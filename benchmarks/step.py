@@ -144,6 +144,8 @@ def measure(task: Task, arguments: argparse.Namespace, place: Path) -> dict[str,
     # one more than is done: a trainer that has done its last step ends, and tells nothing
     steps = 2 + arguments.rounds * arguments.steps
     prepared = prepare(task, place, arguments.model.resolve(), arguments.data.resolve(), steps, arguments.threads)
+    # by way of what ends the workers and removes the files; not earlier, for Paddle, just imported, has a handler too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = [OURS, *(peer for peer in task.peers if arguments.peers is None or peer in arguments.peers)]
     for name in names[1:]:
         _command(name, prepared)  # makes the environment
@@ -243,7 +245,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all that was measured")
     parser.add_argument("--write", action="store_true", help="write the table into docs/results.md")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the workers and removes the files
     found: dict[str, dict[str, Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="llmsuite-step-") as place:
         for name in arguments.tasks:

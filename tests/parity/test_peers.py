@@ -48,5 +48,5 @@ def test_dpo_has_the_losses_of_trl(tmp_path: Path) -> None:
     assert len(ours) == len(theirs) == STEPS
     assert ours == pytest.approx(theirs, abs=1e-3)
     # the reference is the initial model, and from there on they move
-    assert ours[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert ours[0] == pytest.approx(math.log(2), abs=1e-4)  # float32 of sums over a few hundred tokens
     assert max(abs(loss - math.log(2)) for loss in ours) > 0.02
