@@ -87,7 +87,9 @@ def answer_logps(model: Any, batch: Batch) -> Tensor:
     picked = hidden_at_positions(model, batch)  # [N, D]
     nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
     belongs = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
-    return -paddle.mv(paddle.to_tensor(belongs.astype("float32")), nll)
+    # in float64: what is learnt from is differences of these sums, and the last digits of float32 would be lost in them
+    sums = paddle.mv(paddle.to_tensor(belongs.astype("float64")), nll.astype("float64"))
+    return -sums.astype("float32")
 
 
 def num_tokens(batch: Batch) -> np.ndarray:

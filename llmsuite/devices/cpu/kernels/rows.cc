@@ -157,9 +157,14 @@ std::vector<Tensor> CrossEntropyBackward(const Tensor& logits, const Tensor& tar
 #pragma omp parallel for
   for (int64_t i = 0; i < rows; ++i) {
     float* row = px + i * size;
-    const float sum = ps[i], d = pd[i];
+    const float log_sum = ps[i], d = pd[i];
+    float sum = 0.f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < size; ++j) sum += row[j] = Exp(row[j] - log_sum);
+    // by the sum of these very numbers, not by 1: the gradients of a row cancel out
+    const float each = d / sum;
 #pragma omp simd
-    for (int64_t j = 0; j < size; ++j) row[j] = Exp(row[j] - sum) * d;
+    for (int64_t j = 0; j < size; ++j) row[j] *= each;
     row[pt[i]] -= d;
   }
   return {d_logits};
