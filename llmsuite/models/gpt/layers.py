@@ -83,9 +83,12 @@ class GPT(CausalLM):
     def embed(self, input_ids: Tensor, start: int = 0, documents: Tensor | None = None) -> Tensor:
         """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
         [B, L, D]."""
-        end = start + input_ids.shape[1]
-        assert end <= self.config.max_position_embeddings, f"there are no positions up to {end}"
-        at = paddle.arange(start, end).unsqueeze(0) if documents is None else positions(documents)
+        if documents is None:
+            end = start + input_ids.shape[1]
+            assert end <= self.config.max_position_embeddings, f"there are no positions up to {end}"
+            at = paddle.arange(start, end).unsqueeze(0)
+        else:  # of a row, which may be longer than any of them
+            at = positions(documents)
         return self.model.embed_tokens(input_ids) + self.model.embed_positions(at)
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
