@@ -83,12 +83,10 @@ class GPT(CausalLM):
     def embed(self, input_ids: Tensor, start: int = 0, documents: Tensor | None = None) -> Tensor:
         """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
         [B, L, D]."""
-        if documents is None:
-            end = start + input_ids.shape[1]
-            assert end <= self.config.max_position_embeddings, f"there are no positions up to {end}"
-            at = paddle.arange(start, end).unsqueeze(0)
-        else:  # of a row, which may be longer than any of them
-            at = positions(documents)
+        end = start + input_ids.shape[1]
+        # a row of several documents may be longer than any of them
+        assert documents is not None or end <= self.config.max_position_embeddings, f"no positions up to {end}"
+        at = paddle.arange(start, end).unsqueeze(0) if documents is None else positions(documents)
         return self.model.embed_tokens(input_ids) + self.model.embed_positions(at)
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
