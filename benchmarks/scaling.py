@@ -266,6 +266,7 @@ def measure_start(num_ranks: int, times: int, place: Path) -> Start:
     command += ["--checkpoint.save_steps=null", "--data.eval=null", "--pretrain.split=null"]
     search = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "LLMSUITE_PLUGINS": "", "PYTHONPATH": search}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what a user starts was compiled before
     seconds, cpu_seconds = [], []
     for number in range(times):
         began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
