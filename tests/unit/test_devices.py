@@ -49,7 +49,7 @@ RMS = {"rms_norm": ops.fused_rms_norm}
 KERNELS = {
     **{name: getattr(kernels, name) for name in ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")},
     "causal_mask": kernels.no_mask,
-    "document_mask": kernels.begins,
+    "document_mask": kernels.spans,
 }
 
 

@@ -83,7 +83,7 @@ class CpuBackend(DeviceBackend):
             return Ops()
         return Ops(
             causal_mask=ops.no_mask,
-            document_mask=ops.begins,
+            document_mask=ops.spans,
             attention=ops.attention,
             rms_norm=ops.rms_norm,
             rotary=ops.rotary,

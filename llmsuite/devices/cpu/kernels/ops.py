@@ -31,19 +31,19 @@ def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
     """`causal_mask` of an attention that is causal by itself."""
 
 
-def begins(documents: Tensor, dtype: Any) -> Tensor:
-    """`document_mask` as `attention` takes it: the first key that each token sees, [B, L]."""
-    return documents
+def spans(documents: Tensor, dtype: Any) -> Tensor:
+    """`document_mask` as `attention` takes it: `ops.document_spans`, [B, 3, L]."""
+    return ops.document_spans(documents)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention without scores that nobody sees. A mask is what `begins` gives, or is added to the scores, as
+    """Causal attention without scores that nobody sees. A mask is what `spans` gives, or is added to the scores, as
     generation has it."""
     if mask is not None and mask.dtype != paddle.int64:
         return ops.attention(q, k, v, mask)
     parts = _parts(q, k, v)
     if parts is None or not parts.are_alike:
-        plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.document_mask(mask, q.dtype)
+        plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.span_mask(mask, q.dtype)
         return ops.attention(q, k, v, plain)
     return parts.whole(_run("attention", *parts.local, None if mask is None else _local(mask))[0])
 
