@@ -71,7 +71,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     train_samples: Sequence[Any] = ()
     eval_samples: Sequence[Any] = ()
     if tokenizer is not None:
-        stage = make_stage(plan, registry, built.digest, tokenizer, autocast, _joins_rows(plan, backend))
+        stage = make_stage(plan, registry, built.digest, tokenizer, autocast, joins_rows(plan, backend))
         train_samples, eval_samples = _read(stage, plan, mesh)
     lengths = _row_lengths(stage, plan, train_samples)
     counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
@@ -281,7 +281,7 @@ def make_stage(
     return stage
 
 
-def _joins_rows(plan: RunPlan, backend: DeviceBackend) -> bool:
+def joins_rows(plan: RunPlan, backend: DeviceBackend) -> bool:
     """Whether attention goes past the other sequences of a row, so that batches need no padding, and prompts are read
     once. Programs are compiled for few lengths, layers whose attention is of another kind make the scores of a whole
     row, and where experts are balanced it matters how often a token is read."""

@@ -13,16 +13,18 @@ import paddle
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.devices import ops
-from llmsuite.devices.cpu.build import library
-from llmsuite.devices.cpu.kernels.source import KERNELS
+from llmsuite.devices.cpu.kernels.source import build_kernels
 
 Tensor = Any
 
 
 @functools.cache  # Paddle takes a library once
-def load() -> None:
-    """Build the kernels, if need be, and make them known to Paddle. Raises UserError when they cannot be built."""
-    paddle.utils.cpp_extension.load_op_meta_info_and_register_op(str(library(KERNELS)))
+def load() -> bool:
+    """Build the kernels, if need be, and make them known to Paddle; False when they cannot be built."""
+    library = build_kernels()
+    if library is not None:
+        paddle.utils.cpp_extension.load_op_meta_info_and_register_op(str(library))
+    return library is not None
 
 
 def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
