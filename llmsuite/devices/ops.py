@@ -23,13 +23,35 @@ def causal_mask(num_queries: int, num_keys: int, dtype: Any) -> Tensor:
 
 
 def document_mask(documents: Tensor, dtype: Any) -> Tensor:
-    """`causal_mask` of rows of several documents, [B, 1, L, L]: query i sees key j if documents[b, i] <= j <= i.
+    """`causal_mask` of rows of several documents, [B, 1, L, L]; `documents` as in `document_spans`."""
+    return span_mask(document_spans(documents), dtype)
 
-    `documents` [B, L] says of each token where in the row its document begins.
+
+def document_spans(documents: Tensor) -> Tensor:
+    """What each token of rows of several documents sees, [B, 3, L]: keys from the first number up to the second, which
+    is not one of them, and from the third up to the token itself.
+
+    `documents` [B, L] says of each token where in the row its document begins: its place in the row less its position.
+    A part of a row that is told another beginning than the part before it is a document of its own when it begins
+    there itself. Else it goes on, at the position it has, from the first tokens of the last document that began before
+    it: it sees those, and nothing of what follows them up to itself. So several answers share one prompt.
     """
-    at = paddle.arange(documents.shape[1], dtype=documents.dtype)
-    visible = paddle.logical_and(at <= at.unsqueeze(-1), at >= documents.unsqueeze(-1))
-    return _added(visible.astype("float32"), dtype).unsqueeze(1)
+    at = paddle.arange(documents.shape[1], dtype=documents.dtype).expand_as(documents)
+    is_start = paddle.logical_or(documents != documents.roll(1, 1), at == 0)
+    nowhere = paddle.zeros_like(at)
+    own = paddle.cummax(paddle.where(is_start, at, nowhere), 1)[0]
+    begin = paddle.cummax(paddle.where(paddle.logical_and(is_start, documents == at), at, nowhere), 1)[0]
+    end = paddle.minimum(begin + own - documents, own)
+    return paddle.stack([begin, end, own], 1)
+
+
+def span_mask(spans: Tensor, dtype: Any) -> Tensor:
+    """What is added to scores, [B, 1, L, L], where tokens see what `document_spans` says."""
+    begin, end, own = (part.unsqueeze(-1) for part in spans.unbind(1))
+    at = paddle.arange(spans.shape[2], dtype=spans.dtype)
+    of_document = paddle.logical_and(at >= begin, at < end)
+    of_part = paddle.logical_and(at >= own, at <= at.unsqueeze(-1))
+    return _added(paddle.logical_or(of_document, of_part).astype("float32"), dtype).unsqueeze(1)
 
 
 def _added(visible: Tensor, dtype: Any) -> Tensor:
@@ -144,7 +166,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 def document_ends(documents: Tensor, dtype: Any) -> Tensor:
     """`document_mask` as flash attention takes it, [B, 1, L, 1] int32: the first row of scores that does not see a key,
-    which is where the key's document ends."""
+    which is where the key's document ends. Not for rows that share prompts, see `document_spans`."""
     length = documents.shape[1]
     at = paddle.arange(length, dtype=documents.dtype).expand_as(documents)
     begins = paddle.where(documents == at, at, paddle.full_like(at, length))
