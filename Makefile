@@ -32,7 +32,7 @@ test-unit: $(VENV)/test
 	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -q
 
 test-multi: $(VENV)/test
-	$(BIN)/python -m pytest tests/multi -q
+	$(BIN)/python -m pytest tests/multi -n 2 --dist loadfile -q
 
 parity: $(VENV)/test
 	$(BIN)/python -m pytest tests/parity -q --write-parity-table

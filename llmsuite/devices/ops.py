@@ -7,7 +7,7 @@ F intermediate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -96,6 +96,28 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class DecoderWeights:
+    """All parameters of a decoder of layers with grouped-query attention and a gated MLP, in the form of
+    `llmsuite.inference.fused`."""
+
+    layers: list[Tensor]
+    """Of each: its first norm [D]; queries, keys and values [D, (H + 2 J) K], and with `has_bias` their bias; with
+    `has_head_norms` the norms of a query and of a key [K]; output [H K, D], second norm [D], gate and up [D, 2 F], down
+    [F, D]."""
+    norm: Tensor
+    """The last one, [D]."""
+    head: Tensor
+    """[V, D] with `is_tied`, else [D, V]."""
+    eps: float
+    """Of every norm."""
+    num_queries: int
+    """Heads."""
+    has_bias: bool
+    has_head_norms: bool
+    is_tied: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Ops:
     """The forms a model uses; a device backend replaces the ones it has a kernel for."""
 
@@ -109,6 +131,10 @@ class Ops:
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
     cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     """Of logits that nothing else needs."""
+    next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
+    """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
+    columns that are padding [B], a cache with room, each tensor [B, J, S, K], and how many of its columns are filled,
+    to logits [B, V]; keys and values are written in place. None: layer by layer, by the operations above."""
     heads_first: bool = False
     """Give `attention` keys and values, and keep them in the cache, as [B, J, S, K]: for generation, where turning the
     whole cache in every pass would take longer than all else."""
@@ -119,7 +145,9 @@ def chosen(ops: Ops) -> Iterator[tuple[str, bool, str]]:
     used says of itself."""
     for field in dataclasses.fields(Ops):
         form = getattr(ops, field.name)
-        if callable(form):
+        if form is None:
+            yield field.name, False, "None: the other operations, one after the other."
+        elif callable(form):
             said = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
             yield field.name, form is not field.default, said
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from paddle.base import core
 
 from llmsuite.devices import ops
 from llmsuite.devices.cpu import CpuBackend
@@ -132,6 +134,19 @@ def test_the_gradient_of_logits_takes_their_memory() -> None:
     kernels.cross_entropy(product, paddle.to_tensor([1, 2, 3, 4])).sum().backward()
     assert product.data_ptr() == address
     np.testing.assert_allclose(product.sum(-1).numpy(), 0.0, atol=1e-6)  # a gradient's row adds up to nothing
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_of_logits_there_is_one_tensor_at_a_time(is_tied: bool) -> None:
+    """In the passes of the head forward and back, whatever stage asks."""
+    config = dataclasses.replace(tiny_llama.CONFIG, vocab_size=20_000, tie_word_embeddings=is_tied)
+    model = tiny_llama.FAMILY.factory()(config, CpuBackend().ops("fp32"))
+    hidden, targets = leaf(random(300, config.hidden_size)), paddle.arange(300)
+    before = core.host_memory_stat_current_value("Allocated", 0)
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    model.token_nll(hidden, targets).sum().backward()
+    logits = 300 * config.vocab_size * 4
+    assert logits < core.host_memory_stat_peak_value("Allocated", 0) - before < 1.25 * logits
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
 
-_KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")
+_KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits")
 
 
 class CpuBackend(DeviceBackend):
@@ -89,6 +89,7 @@ class CpuBackend(DeviceBackend):
             rotary=ops.rotary,
             swiglu=ops.swiglu,
             cross_entropy=ops.cross_entropy,
+            next_logits=ops.next_logits,
         )
 
     def to_host(self, tensor: Any) -> Any:

@@ -7,6 +7,7 @@ not float32, and distributed tensors inside a static program.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -78,6 +79,21 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     if parts is None or logits.is_dist():
         return ops.cross_entropy(logits, targets)
     return _run("cross_entropy", logits, targets)[0]
+
+
+def next_logits(
+    weights: ops.DecoderWeights,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    padding: Tensor,
+    cache: Sequence[Tensor],
+    filled: int,
+) -> Tensor:
+    """One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
+    inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
+    kind = (weights.num_queries, weights.has_bias, weights.has_head_norms, weights.is_tied, filled)
+    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *kind)[0]
 
 
 class _Parts:

@@ -13,7 +13,7 @@ from llmsuite.errors import UserError
 _HERE = Path(__file__).parent
 KERNELS = Library(
     name="kernels",
-    sources=tuple(_HERE / name for name in ("attention.cc", "rows.cc", "common.h")),
+    sources=tuple(_HERE / name for name in ("attention.cc", "rows.cc", "decode.cc", "common.h")),
     # OpenMP's calls are those of Paddle's own libiomp5: with a second runtime beside it each thread would do all work
     options=("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wl,--as-needed"),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libmklml_intel.so"),
