@@ -9,7 +9,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo test test-unit test-multi parity matrix faults bench check docs clean
+.PHONY: demo test test-unit test-multi parity matrix faults bench scaling check docs clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -32,7 +32,7 @@ test-unit: $(VENV)/test
 	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -q
 
 test-multi: $(VENV)/test
-	$(BIN)/python -m pytest tests/multi -q
+	$(BIN)/python -m pytest tests/multi -n 2 --dist loadfile -q
 
 parity: $(VENV)/test
 	$(BIN)/python -m pytest tests/parity -q --write-parity-table
@@ -50,6 +50,9 @@ faults: $(VENV)/test
 # LLMSUITE_TEST_DATA: a directory with the files that docs/results.md names; for --tasks and the like call step.py itself
 bench: $(VENV)/demo $(MODEL)
 	$(BIN)/python benchmarks/step.py --model $(MODEL) --write
+
+scaling: $(VENV)/test
+	$(BIN)/python benchmarks/scaling.py --write
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .

@@ -64,7 +64,7 @@ def run_llmsuite(path: str, engine: str) -> None:
         decoder: Decoder = Predictor(Path(asked["static"]), num_threads=asked["threads"])
     else:
         model = load_model(open_any(Path(asked["model"]), registry.models), backend)
-        fuse(model)
+        fuse(model, backend.ops("fp32"))
         decoder = ModelDecoder(model)
     sampling = Sampling(max_new_tokens=asked["new_tokens"])
     for number in sys.stdin:

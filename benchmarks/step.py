@@ -34,8 +34,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "benchmarks" / "peers"
-sys.path[:0] = [str(ROOT), str(PEERS)]
+sys.path[:0] = [str(ROOT), str(PEERS), str(ROOT / "benchmarks")]
 
+import page  # noqa: E402
 from tasks import ENVIRONMENTS, TASKS, Prepared, Task, prepare  # noqa: E402
 from turns import MARK  # noqa: E402
 from venvs import python_of, versions  # noqa: E402
@@ -43,8 +44,6 @@ from venvs import python_of, versions  # noqa: E402
 OURS = "llmsuite"
 TOLERANCE = 1e-3
 """Between losses of a step, in nats."""
-PAGE = ROOT / "docs" / "results.md"
-BEGIN, END = "<!-- generated: steps -->", "<!-- end of generated: steps -->"
 
 
 @dataclasses.dataclass
@@ -215,21 +214,10 @@ def conditions(arguments: argparse.Namespace, peers: Sequence[str]) -> str:
     mine = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("paddlepaddle", "numpy"))
     theirs = [f"{name} {version}" for peer in peers for name, version in versions(peer).items()]
     return (
-        f"{_processor()}, {os.cpu_count()} cores, {arguments.threads} threads each, {arguments.rounds} rounds of "
+        f"{page.processor()}, {os.cpu_count()} cores, {arguments.threads} threads each, {arguments.rounds} rounds of "
         f"{arguments.steps} step{'s' if arguments.steps > 1 else ''}. Python {platform.python_version()}; llmsuite on "
         f"{mine}; peers: {', '.join(theirs)}."
     )
-
-
-def _processor() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-
-
-def write_page(lines: Sequence[str]) -> None:
-    """Into docs/results.md."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text("\n".join([before + BEGIN, "", *lines, "", END]) + rest.partition(END)[2], encoding="utf-8")
 
 
 def main() -> int:
@@ -257,7 +245,7 @@ def main() -> int:
     print("\n".join(lines))
     check_losses(found)
     if arguments.write:
-        write_page(lines)
+        page.write("steps", lines)
     return 0
 
 

@@ -8,7 +8,6 @@ Usage:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 # The text is tiny: threads would save nothing, and make every later fork of the process print a warning.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import generated
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).resolve().parent
@@ -92,17 +92,7 @@ def files() -> dict[Path, bytes]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the tokenizer under data/tokenizer.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
-    check = parser.parse_args(argv).check
-    stale = {path: new for path, new in files().items() if not path.is_file() or path.read_bytes() != new}
-    for path, new in stale.items():
-        if check:
-            print(f"{path}: not what this script writes", file=sys.stderr)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(new)
-    return 1 if check and stale else 0
+    return generated.write(files(), "Write the tokenizer under data/tokenizer.", argv)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ Usage:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import generated
 
 HERE = Path(__file__).resolve().parent
 
@@ -39,17 +40,7 @@ def files() -> dict[Path, bytes]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the rows under data/unpaired.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
-    check = parser.parse_args(argv).check
-    stale = {path: new for path, new in files().items() if not path.is_file() or path.read_bytes() != new}
-    for path, new in stale.items():
-        if check:
-            print(f"{path}: not what this script writes", file=sys.stderr)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(new)
-    return 1 if check and stale else 0
+    return generated.write(files(), "Write the rows under data/unpaired.", argv)
 
 
 if __name__ == "__main__":

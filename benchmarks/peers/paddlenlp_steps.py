@@ -20,23 +20,13 @@ from paddlenlp.peft import LoRAConfig, LoRAModel
 from paddlenlp.trainer import Trainer, TrainerCallback, TrainingArguments
 from paddlenlp.transformers import LlamaForCausalLM
 from paddlenlp.trl import DPOTrainer
-from turns import Turns
+from turns import TakeTurns
 
 IGNORED = -100
 
 
-class TakeTurns(TrainerCallback):
-    """Between steps the trainer waits; what it logs of a step comes before the next one."""
-
-    def __init__(self) -> None:
-        self.turns = Turns()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.turns.wait()
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        if "loss" in logs:
-            self.turns.losses.append(float(logs["loss"]))
+class Callback(TakeTurns, TrainerCallback):
+    pass
 
 
 class InOrder:
@@ -121,7 +111,7 @@ def main() -> None:
     def load() -> Any:
         return LlamaForCausalLM.from_pretrained(task["model"], convert_from_torch=True, dtype="float32")
 
-    model, common = load(), {"args": arguments, "callbacks": [TakeTurns()]}
+    model, common = load(), {"args": arguments, "callbacks": [Callback()]}
     if kind == "pretrain":
         rows: Any = np.load(task["rows"])
         PlainTrainer(model, data_collator=stretches, train_dataset=Rows(rows), **common).train()

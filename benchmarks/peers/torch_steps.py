@@ -16,21 +16,11 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from turns import Turns
+from turns import TakeTurns
 
 
-class TakeTurns(TrainerCallback):
-    """Between steps the trainer waits; what it logs of a step comes before the next one."""
-
-    def __init__(self) -> None:
-        self.turns = Turns()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.turns.wait()
-
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        if "loss" in logs:
-            self.turns.losses.append(float(logs["loss"]))
+class Callback(TakeTurns, TrainerCallback):
+    pass
 
 
 class Stretches(torch.utils.data.Dataset):
@@ -60,7 +50,7 @@ def main() -> None:
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
     kind = task["kind"]
-    common: dict[str, Any] = {"callbacks": [TakeTurns()]}
+    common: dict[str, Any] = {"callbacks": [Callback()]}
     if kind == "pretrain":
         arguments["remove_unused_columns"] = False  # or `shift_labels` would go, and with it the last target
         Trainer(model, TrainingArguments(**arguments), train_dataset=Stretches(task["rows"]), **common).train()

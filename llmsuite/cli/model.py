@@ -73,7 +73,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
         directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
         model = load_model(source, backend, args.precision, mesh)
         if args.num_devices == 1:
-            fuse(model)
+            fuse(model, backend.ops(args.precision))
         decoder = ModelDecoder(model, lambda: backend.autocast(args.precision), mesh)
     if not cached:
         decoder = Uncached(decoder)

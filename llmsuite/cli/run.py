@@ -86,6 +86,8 @@ def run(args: Any, registry: Registry) -> int:
         backend.after_paddle()
         return exit_code(lambda: _work(plan, registry, args.resume))
 
+    if backend.forks:
+        _import_ahead(plan)
     work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
     machines = Machines(where.node_rank or 0, where.nnodes, where.master or "", _shared_part(plan))
     logs = plan.output_dir / "logs"
@@ -132,6 +134,16 @@ def fan_out(words: Sequence[str], plan: RunPlan) -> str:
         f"  srun --nodes={count} --ntasks-per-node=1 bash -c {shlex.quote(run + '$SLURM_NODEID')}",
     ]
     return "\n".join(lines)
+
+
+def _import_ahead(plan: RunPlan) -> None:
+    """In a process whose forks will be ranks: what each of them would import otherwise, which it does not run yet."""
+    import tokenizers  # noqa: F401
+
+    if plan.stage.trains:
+        import llmsuite.stages.run  # noqa: F401
+    plan.stage.factory()
+    plan.family.factory()
 
 
 def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:

@@ -43,7 +43,8 @@ class DeviceBackend(abc.ABC):
 
     def joins_rows(self, precision: str) -> bool:
         """Whether its attention goes past what a token does not see of its row: then the sequences of a batch cost less
-        as documents of one row than as rows with padding. Imports no Paddle."""
+        as documents of one row than as rows with padding, and answers may share a prompt, see `ops.document_spans`.
+        Imports no Paddle."""
         return False
 
     def environment(self, local_ranks: int) -> dict[str, str]:

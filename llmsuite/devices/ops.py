@@ -7,7 +7,7 @@ F intermediate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -23,13 +23,35 @@ def causal_mask(num_queries: int, num_keys: int, dtype: Any) -> Tensor:
 
 
 def document_mask(documents: Tensor, dtype: Any) -> Tensor:
-    """`causal_mask` of rows of several documents, [B, 1, L, L]: query i sees key j if documents[b, i] <= j <= i.
+    """`causal_mask` of rows of several documents, [B, 1, L, L]; `documents` as in `document_spans`."""
+    return span_mask(document_spans(documents), dtype)
 
-    `documents` [B, L] says of each token where in the row its document begins.
+
+def document_spans(documents: Tensor) -> Tensor:
+    """What each token of rows of several documents sees, [B, 3, L]: keys from the first number up to the second, which
+    is not one of them, and from the third up to the token itself.
+
+    `documents` [B, L] says of each token where in the row its document begins: its place in the row less its position.
+    A part of a row that is told another beginning than the part before it is a document of its own when it begins
+    there itself. Else it goes on, at the position it has, from the first tokens of the last document that began before
+    it: it sees those, and nothing of what follows them up to itself. So several answers share one prompt.
     """
-    at = paddle.arange(documents.shape[1], dtype=documents.dtype)
-    visible = paddle.logical_and(at <= at.unsqueeze(-1), at >= documents.unsqueeze(-1))
-    return _added(visible.astype("float32"), dtype).unsqueeze(1)
+    at = paddle.arange(documents.shape[1], dtype=documents.dtype).expand_as(documents)
+    is_start = paddle.logical_or(documents != documents.roll(1, 1), at == 0)
+    nowhere = paddle.zeros_like(at)
+    own = paddle.cummax(paddle.where(is_start, at, nowhere), 1)[0]
+    begin = paddle.cummax(paddle.where(paddle.logical_and(is_start, documents == at), at, nowhere), 1)[0]
+    end = paddle.minimum(begin + own - documents, own)
+    return paddle.stack([begin, end, own], 1)
+
+
+def span_mask(spans: Tensor, dtype: Any) -> Tensor:
+    """What is added to scores, [B, 1, L, L], where tokens see what `document_spans` says."""
+    begin, end, own = (part.unsqueeze(-1) for part in spans.unbind(1))
+    at = paddle.arange(spans.shape[2], dtype=spans.dtype)
+    of_document = paddle.logical_and(at >= begin, at < end)
+    of_part = paddle.logical_and(at >= own, at <= at.unsqueeze(-1))
+    return _added(paddle.logical_or(of_document, of_part).astype("float32"), dtype).unsqueeze(1)
 
 
 def _added(visible: Tensor, dtype: Any) -> Tensor:
@@ -74,6 +96,28 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class DecoderWeights:
+    """All parameters of a decoder of layers with grouped-query attention and a gated MLP, in the form of
+    `llmsuite.inference.fused`."""
+
+    layers: list[Tensor]
+    """Of each: its first norm [D]; queries, keys and values [D, (H + 2 J) K], and with `has_bias` their bias; with
+    `has_head_norms` the norms of a query and of a key [K]; output [H K, D], second norm [D], gate and up [D, 2 F], down
+    [F, D]."""
+    norm: Tensor
+    """The last one, [D]."""
+    head: Tensor
+    """[V, D] with `is_tied`, else [D, V]."""
+    eps: float
+    """Of every norm."""
+    num_queries: int
+    """Heads."""
+    has_bias: bool
+    has_head_norms: bool
+    is_tied: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Ops:
     """The forms a model uses; a device backend replaces the ones it has a kernel for."""
 
@@ -87,6 +131,10 @@ class Ops:
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
     cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     """Of logits that nothing else needs."""
+    next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
+    """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
+    columns that are padding [B], a cache with room, each tensor [B, J, S, K], and how many of its columns are filled,
+    to logits [B, V]; keys and values are written in place. None: layer by layer, by the operations above."""
     heads_first: bool = False
     """Give `attention` keys and values, and keep them in the cache, as [B, J, S, K]: for generation, where turning the
     whole cache in every pass would take longer than all else."""
@@ -97,7 +145,9 @@ def chosen(ops: Ops) -> Iterator[tuple[str, bool, str]]:
     used says of itself."""
     for field in dataclasses.fields(Ops):
         form = getattr(ops, field.name)
-        if callable(form):
+        if form is None:
+            yield field.name, False, "None: the other operations, one after the other."
+        elif callable(form):
             said = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
             yield field.name, form is not field.default, said
 
@@ -116,7 +166,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 def document_ends(documents: Tensor, dtype: Any) -> Tensor:
     """`document_mask` as flash attention takes it, [B, 1, L, 1] int32: the first row of scores that does not see a key,
-    which is where the key's document ends."""
+    which is where the key's document ends. Not for rows that share prompts, see `document_spans`."""
     length = documents.shape[1]
     at = paddle.arange(length, dtype=documents.dtype).expand_as(documents)
     begins = paddle.where(documents == at, at, paddle.full_like(at, length))

@@ -21,6 +21,7 @@ STALLED = 3
 _START_FACTOR = 3.0
 _STACK_SECONDS = 3.0
 _STACK_LINES = 30
+_LOOK_SECONDS = 0.05
 _MESSAGES = ("send", "receive")
 
 
@@ -174,7 +175,7 @@ def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
     deadline = time.monotonic() + _STACK_SECONDS
     found: dict[int, str] = {}
     while time.monotonic() < deadline and len(found) < len(processes):
-        time.sleep(0.2)
+        time.sleep(_LOOK_SECONDS)
         for rank, log in logs.items():
             with open(log, "rb") as file:
                 file.seek(before[rank])

@@ -11,6 +11,7 @@ micro-batches, where they come, and over ranks.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,8 @@ class ParameterShard:
 
         On all ranks of a group backward passes run through the same operations, so they come here in the same order.
         """
-        with paddle.amp.auto_cast(enable=False):
+        # entering the context costs more than all else that is done here of a small parameter
+        with paddle.amp.auto_cast(enable=False) if paddle.is_autocast_enabled() else contextlib.nullcontext():
             if self._collects_early:
                 self._collect()
             if self.is_last_pass and not self._adds_up_early:  # what was cut has little left to be sent
@@ -268,6 +270,7 @@ class ParameterShard:
             # under sequence parallel each rank has seen its part of the sequence only
             mesh, placements = self._mesh.tensor, self.parameter.placements
             local = local_value(reshard(dtensor_from_local(local, mesh, gradient.placements), self._mesh, placements))
+            self.drop_gradient()  # the sum has memory of its own
         return local
 
     # parts

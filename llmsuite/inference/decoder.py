@@ -16,7 +16,7 @@ import paddle
 from llmsuite.inference.fused import has_room
 
 Tensor = Any
-Cache = list[Tensor]
+Cache = Sequence[Tensor]
 
 
 class Decoder(Protocol):
@@ -61,6 +61,7 @@ class ModelDecoder:
         self._tensor_mesh = mesh.tensor if mesh is not None else None
         self._placements: list[Any] = []
         self._room = Room() if has_room(model) else None
+        self._next_logits = model.__dict__.get("next_logits")
 
     @property
     def max_length(self) -> int:
@@ -77,13 +78,17 @@ class ModelDecoder:
             if cache is not None and self._room is not None:
                 filled = num_columns(cache)
                 whole = self._room.of(cache, ids.shape[1])
-                hidden, _ = self._model.go_on(tokens, padding, _pairs(whole), filled)
+                if self._next_logits is not None and ids.shape[1] == 1:
+                    logits = self._next_logits(tokens, padding, whole, filled)
+                else:
+                    hidden, _ = self._model.go_on(tokens, padding, _pairs(whole), filled)
+                    logits = self._model.logits(hidden[:, -1])
                 present = self._room.give(filled + ids.shape[1])
             else:
                 pairs = None if cache is None else _pairs(self._distributed(cache))
                 hidden, new = self._model.go_on(tokens, padding, pairs)
                 present = self._local([tensor for pair in new for tensor in pair])
-            logits = self._model.logits(hidden[:, -1])
+                logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
 
     def _distributed(self, cache: Cache) -> Cache:
@@ -140,8 +145,23 @@ class Room:
 
     def give(self, filled: int) -> Cache:
         """The columns that are filled now."""
-        self._given = [tensor[..., :filled, :] for tensor in self._whole]
+        self._given = _Columns(self._whole, filled)
         return self._given
+
+
+class _Columns(Sequence[Tensor]):
+    """The first columns of every tensor of a cache: views, made when they are asked for."""
+
+    def __init__(self, whole: Cache, count: int):
+        self._whole, self.filled = whole, count
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        return self._whole[number][..., : self.filled, :]
 
 
 def _with_free_columns(tensor: Tensor, count: int) -> Tensor:
@@ -180,7 +200,7 @@ def keep_rows(cache: Cache, rows: Sequence[int], first_column: int = 0) -> Cache
 
 def num_columns(cache: Cache) -> int:
     """How long it is."""
-    return int(cache[0].shape[-2])
+    return cache.filled if isinstance(cache, _Columns) else int(cache[0].shape[-2])
 
 
 def join(first: Cache, second: Cache) -> Cache:

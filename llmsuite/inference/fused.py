@@ -6,23 +6,28 @@ decides. Values stay what they are, but for rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import rms_norm
+from llmsuite.devices.ops import DecoderWeights, Ops, rms_norm
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, longer
 
 Tensor = Any
 
 
 @paddle.no_grad()
-def fuse(model: CausalLM) -> None:
+def fuse(model: CausalLM, live: Ops | None = None) -> None:
     """Let the layers of a model compute in the forms below, for good; they must not be cut over ranks.
 
     Layers of other kinds, such as DeepSeek's attention, stay as they are, and layers that round their inputs.
+
+    Args:
+        model: in evaluation mode.
+        live: the device's operations, for a model that is not to become a program.
     """
     attentions = [module for module in model.sublayers() if isinstance(module, Attention)]
     if not all(_is_plain(m.q_proj, m.k_proj, m.v_proj) for m in attentions):
@@ -41,13 +46,74 @@ def fuse(model: CausalLM) -> None:
         for name in ("layer_inputs", "layer_inputs_at"):
             model.__dict__[name] = _for_whole_heads(getattr(model, name), *repeats)
         model.__dict__["has_room"] = True
-    if model.lm_head is None and model.model.embed_tokens.weight.place.is_cpu_place():
+    if live is not None and live.next_logits is not None and (weights := _weights(model)) is not None:
+        model.__dict__["next_logits"] = NextLogits(model, weights, live.next_logits)
+    elif model.lm_head is None and model.model.embed_tokens.weight.place.is_cpu_place():
         model.__dict__["logits"] = TiedLogits(model.model.embed_tokens.weight)
 
 
 def has_room(model: CausalLM) -> bool:
     """Whether the cache of a model may have free columns; see `CausalLM.go_on`."""
     return bool(model.__dict__.get("has_room"))
+
+
+class NextLogits:
+    """One new token of each row by a kernel for the whole decoder."""
+
+    def __init__(self, model: CausalLM, weights: DecoderWeights, kernel: Any):
+        self._model, self._weights, self._kernel = model, weights, kernel
+
+    def __call__(self, ids: Tensor, padding: Tensor, cache: Sequence[Tensor], filled: int) -> Tensor:
+        """Ids [B, 1] behind the `filled` columns of a cache with room to logits [B, V]."""
+        positions = filled - padding.unsqueeze(1)
+        x, model = self._model.embed_at(ids, positions).squeeze(1), self._model
+        # of the class: that of the model repeats them for every head
+        cos, sin, _ = type(model).layer_inputs_at(model, positions, None, x.dtype)
+        return self._kernel(self._weights, x, cos, sin, padding, cache, filled)
+
+
+def _weights(model: CausalLM) -> DecoderWeights | None:
+    """What a kernel for the whole decoder reads; None of a model that is more or other than it can do."""
+    own = (CausalLM.go_on, CausalLM.embed_at, CausalLM.finish, CausalLM.logits)
+    layers, norms, found = list(model.model.layers), [model.model.norm], []
+    if not has_room(model) or any(getattr(type(model), form.__name__) is not form for form in own):
+        return None
+    mask = paddle.zeros([1, 1, 1, 1])
+    if type(model).layer_inputs_at(model, paddle.zeros([1, 1], "int64"), mask, mask.dtype)[2] is not mask:
+        return None  # it has a mask of its own, such as a window
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        if type(attention) is not Attention or type(mlp) is not GatedMLP or mlp.gate_proj is not None:
+            return None
+        if type(layer).forward is not DecoderLayer.forward or not _is_plain(attention.o_proj, mlp.down_proj):
+            return None
+        heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+        norms += heads
+        bias = [attention.qkv_proj.bias] if attention.qkv_proj.bias is not None else []
+        found += [
+            *(layer.input_layernorm.weight, attention.qkv_proj.weight, *bias, *(norm.weight for norm in heads)),
+            *(attention.o_proj.weight, layer.post_attention_layernorm.weight),
+            *(mlp.gate_up_proj.weight, mlp.down_proj.weight),
+        ]
+    is_tied, attention = model.lm_head is None, layers[0].self_attn
+    if model.lm_head is not None and (not _is_plain(model.lm_head) or model.lm_head.bias is not None):
+        return None
+    if any(type(norm) is not RMSNorm or norm.eps != norms[0].eps for norm in norms):
+        return None
+    head = model.model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight
+    if any(tensor.dtype != paddle.float32 or not tensor.is_contiguous() for tensor in (*found, head)):
+        return None
+    return DecoderWeights(
+        layers=found,
+        norm=model.model.norm.weight,
+        head=head,
+        eps=norms[0].eps,
+        num_queries=attention.num_heads[0],
+        has_bias=attention.qkv_proj.bias is not None,
+        has_head_norms=attention.q_norm is not None,
+        is_tied=is_tied,
+    )
 
 
 class FusedLayer:

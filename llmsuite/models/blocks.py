@@ -169,6 +169,7 @@ class CausalLM(nn.Layer):
 
         A row may hold several documents. Then `documents` [B, L] says of each token where in its row the token's
         document begins, -1 of padding that is marked: no token sees another document, and each begins at position 0.
+        A document may also go on from the first tokens of one before it, see `devices.ops.document_spans`.
         """
         x, present = self.decode(self.embed(input_ids, self._length(cache), documents), cache, documents)
         return self.finish(x), present

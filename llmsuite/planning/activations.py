@@ -217,8 +217,8 @@ def kept_for_all_layers(anatomy: Anatomy, batch: Pass, how: How) -> float:
     kept = mask_bytes(anatomy.layers[0], batch, outside) if how.recompute != "none" else 0.0
     if how.recompute == "full" and batch.marked and any(isinstance(layer.mlp, Mixture) for layer in anatomy.layers):
         kept += 4 * batch.tokens  # which tokens count, for gates
-    if batch.documents and is_fused(anatomy.layers[0], outside):  # where each begins, or ends
-        kept += batch.tokens * (INDEX_BYTES if how.fuses_alike_only else 4)
+    if batch.documents and is_fused(anatomy.layers[0], outside):  # what each token sees, or where its document ends
+        kept += batch.tokens * (3 * INDEX_BYTES if how.fuses_alike_only else 4)
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
     size = attention.turned if isinstance(attention, Latent) else attention.head_size

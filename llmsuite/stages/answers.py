@@ -47,39 +47,78 @@ def collate(answers: Sequence[Answer], pad_id: int, length_multiple: int) -> Bat
     return collate_rows([[answer] for answer in answers], pad_id, length_multiple)
 
 
-def collate_rows(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int) -> Batch:
+def collate_rows(
+    rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, shares_prompts: bool = False
+) -> Batch:
     """Rows of answers to arrays, padded on the right to a multiple; the last token of each answer is only a target.
 
     Answers are numbered through the rows. With several in a row the batch has "documents", as `CausalLM.hidden_states`
-    takes it: each answer with its prompt is one, and the padding.
+    takes it: each answer with its prompt is one, and the padding. See `lay` for shared prompts.
     """
-    lengths = [sum(len(answer) - 1 for answer in row) for row in rows]
+    known = [[Answer(answer.prompt, answer.ids[:-1]) for answer in row] for row in rows]
+    laid = lay(known, pad_id, length_multiple, shares_prompts)
+    targets = [answer.ids for row in rows for answer in row]
+    batch = laid.batch | {
+        "positions": np.concatenate(laid.places),  # each predicts the token behind it
+        "targets": np.concatenate(targets).astype("int64"),
+        "owners": np.repeat(np.arange(len(targets)), [len(ids) for ids in targets]),
+    }
+    return batch | {
+        # as many as were read, also where several answers share some of them
+        "num_tokens": sum(len(answer) for row in rows for answer in row),
+        "num_supervised": len(batch["targets"]),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """Rows of answers as arrays."""
+
+    batch: Batch
+    """"input_ids", "lengths", and with several answers in a row "documents"."""
+    places: list[np.ndarray]
+    """Of each answer: of the last token of its prompt, and of its own tokens, counted through the rows."""
+
+
+def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, shares_prompts: bool) -> Laid:
+    """Rows of answers to arrays, padded on the right to a multiple.
+
+    With `shares_prompts` answers of a row to the same prompt lie behind one copy of it, and see it and themselves: the
+    second one and those behind it go on from the end of the prompt, see `devices.ops.document_spans`.
+    """
+    grouped = [_by_prompt(row) if shares_prompts else [[number] for number in range(len(row))] for row in rows]
+    lengths = [
+        sum(len(row[group[0]].prompt) + sum(len(row[number].ids) for number in group) for group in groups)
+        for row, groups in zip(rows, grouped)
+    ]
     length = -(-max(lengths) // length_multiple) * length_multiple
     input_ids = np.full([len(rows), length], pad_id, dtype="int64")
     documents = np.empty_like(input_ids)
-    positions: list[np.ndarray] = []
-    targets: list[list[int]] = []
-    for i, row in enumerate(rows):
-        begin = 0
-        for answer in row:
-            end = begin + len(answer) - 1
-            input_ids[i, begin:end] = (answer.prompt + answer.ids)[:-1]
-            documents[i, begin:end] = begin
-            last = i * length + end
-            positions.append(np.arange(last - len(answer.ids), last))  # each predicts the token behind it
-            targets.append(answer.ids)
+    places: list[np.ndarray] = []
+    for i, (row, groups) in enumerate(zip(rows, grouped)):
+        begin, of_row = 0, {}
+        for group in groups:
+            prompt = row[group[0]].prompt
+            end = begin + len(prompt)
+            last = end - 1
+            input_ids[i, begin:end], documents[i, begin:end] = prompt, begin
+            for number in group:
+                start, end = end, end + len(row[number].ids)
+                input_ids[i, start:end], documents[i, start:end] = row[number].ids, start - len(prompt)
+                of_row[number] = i * length + np.array([last, *range(start, end)])
             begin = end
         documents[i, begin:] = begin
-    batch = {
-        "input_ids": input_ids,
-        "positions": np.concatenate(positions),
-        "targets": np.concatenate(targets).astype("int64"),
-        "owners": np.repeat(np.arange(len(targets)), [len(ids) for ids in targets]),
-        "lengths": np.array(lengths),
-        "num_tokens": sum(lengths) + len(targets),
-        "num_supervised": sum(map(len, targets)),
-    }
-    return batch | {"documents": documents} if len(targets) > len(rows) else batch
+        places += [of_row[number] for number in range(len(row))]
+    batch = {"input_ids": input_ids, "lengths": np.array(lengths)}
+    return Laid(batch | {"documents": documents} if len(places) > len(rows) else batch, places)
+
+
+def _by_prompt(answers: Sequence[Answer]) -> list[list[int]]:
+    """The numbers of the answers to the same prompt together."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, answer in enumerate(answers):
+        groups.setdefault(tuple(answer.prompt), []).append(number)
+    return list(groups.values())
 
 
 def answer_logps(model: Any, batch: Batch) -> Tensor:

@@ -47,10 +47,10 @@ class DpoStage(PairStage):
 
     def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right, or all in
-        one row."""
-        rows = answer_rows(samples)
-        laid = [list(itertools.chain(*rows))] if self.context.joins_rows else rows
-        batch = collate_rows(laid, self.context.tokenizer.pad_id, self.context.length_multiple)
+        one row, where answers to the same prompt share it."""
+        rows, joins = answer_rows(samples), self.context.joins_rows
+        laid = [list(itertools.chain(*rows))] if joins else rows
+        batch = collate_rows(laid, self.context.tokenizer.pad_id, self.context.length_multiple, shares_prompts=joins)
         batch["weight"] = float(sum(map(len, rows)) // 2)
         if self._takes_reference == "cache" and self._reference.known:
             batch["reference"] = self._reference.of([answer for row in rows for answer in row])

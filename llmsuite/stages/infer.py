@@ -115,7 +115,7 @@ def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> G
             plan.family, plan.model_config, backend, precision, mesh, lambda model: draw([model], seed, std)
         )
     if mesh.degrees.num_ranks == 1:
-        fuse(model)
+        fuse(model, backend.ops(precision))
     assert tokenizer is not None  # plan.check_files has seen to it
     words = TextTokenizer(tokenizer)
     if words.vocab_size > plan.model_config.vocab_size:

@@ -29,7 +29,9 @@ class Reference:
         keys = list(by_key)
 
         def compute(parts: list[list[int]], rank: int) -> Mapping[str, float]:
-            found = [sorted((by_key[keys[i]] for i in part), key=len) for part in parts]
+            found = [[by_key[keys[i]] for i in part] for part in parts]
+            if not self._context.joins_rows:  # else there is no padding, and answers to one prompt lie side by side
+                found = [sorted(part, key=len) for part in found]
             most = max(found, key=len)
             return self._score(model, found[rank], -(-len(most) // self._batch_size), most)
 
@@ -50,9 +52,10 @@ class Reference:
         for i in track(range(num_passes), "reference log-probabilities"):
             start, stop = i * self._batch_size, (i + 1) * self._batch_size
             part = answers[start:stop] or others[start:stop]  # another rank's, when the own ones are done first
-            rows = [part] if self._context.joins_rows else [[answer] for answer in part]
+            joins = self._context.joins_rows
+            rows = [part] if joins else [[answer] for answer in part]
             with self._context.autocast():
-                logps = answer_logps(model, collate_rows(rows, pad_id, multiple)).numpy()
+                logps = answer_logps(model, collate_rows(rows, pad_id, multiple, shares_prompts=joins)).numpy()
             scores.update(zip((answer.key for answer in part), map(float, logps)))
         model.train()
         return scores

@@ -8,11 +8,13 @@ Shapes: P pairs, A = 2 P answers (chosen first), D hidden.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from llmsuite.stages.answers import lay
 from llmsuite.stages.base import Batch, LossTerms, StageContext
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pairs_of
@@ -32,30 +34,17 @@ class RmStage(PairStage):
         return super().row_lengths(samples) + [[len(pairs_of(sample))] for sample in samples]
 
     def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
-        """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right."""
-        rows, multiple = answer_rows(samples), self.context.length_multiple
-        length = -(-max(sum(map(len, row)) for row in rows) // multiple) * multiple
-        input_ids = np.full([len(rows), length], self.context.tokenizer.pad_id, dtype="int64")
-        documents = np.empty_like(input_ids)
-        positions = []
-        for i, row in enumerate(rows):
-            begin = 0
-            for answer in row:
-                end = begin + len(answer)
-                input_ids[i, begin:end] = answer.prompt + answer.ids
-                documents[i, begin:end] = begin
-                positions.append(i * length + end - 1)
-                begin = end
-            documents[i, begin:] = begin
-        batch = {
-            "input_ids": input_ids,
-            "positions": np.array(positions),
-            "weight": len(positions) / 2,
-            "lengths": np.array([sum(map(len, row)) for row in rows]),
-            "num_tokens": sum(len(answer) for row in rows for answer in row),
-            "num_supervised": len(positions),
+        """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right, or all in
+        one row, where answers to the same prompt share it."""
+        rows, joins = answer_rows(samples), self.context.joins_rows
+        answers = list(itertools.chain(*rows))
+        laid = lay([answers] if joins else rows, self.context.tokenizer.pad_id, self.context.length_multiple, joins)
+        return laid.batch | {
+            "positions": np.array([places[-1] for places in laid.places]),
+            "weight": len(answers) / 2,
+            "num_tokens": sum(map(len, answers)),
+            "num_supervised": len(answers),
         }
-        return batch | {"documents": documents} if len(positions) > len(rows) else batch
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the pairs; every pair weighs 1."""

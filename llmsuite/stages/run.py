@@ -30,7 +30,7 @@ from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer
 from llmsuite.engine.static import LENGTH_MULTIPLE
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.models.anatomy import GroupedQuery
+from llmsuite.models.anatomy import GroupedQuery, Mixture
 from llmsuite.observe.progress import report
 from llmsuite.plugins.hookspecs import RunView
 from llmsuite.plugins.manager import Registry
@@ -71,7 +71,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     train_samples: Sequence[Any] = ()
     eval_samples: Sequence[Any] = ()
     if tokenizer is not None:
-        stage = make_stage(plan, registry, built.digest, tokenizer, autocast, _joins_rows(plan, backend))
+        stage = make_stage(plan, registry, built.digest, tokenizer, autocast, joins_rows(plan, backend))
         train_samples, eval_samples = _read(stage, plan, mesh)
     lengths = _row_lengths(stage, plan, train_samples)
     counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
@@ -281,12 +281,15 @@ def make_stage(
     return stage
 
 
-def _joins_rows(plan: RunPlan, backend: DeviceBackend) -> bool:
-    """Whether attention goes past the other sequences of a row, so that batches need no padding. Programs are compiled
-    for few lengths, and layers whose attention is of another kind make the scores of a whole row."""
+def joins_rows(plan: RunPlan, backend: DeviceBackend) -> bool:
+    """Whether attention goes past the other sequences of a row, so that batches need no padding, and prompts are read
+    once. Programs are compiled for few lengths, layers whose attention is of another kind make the scores of a whole
+    row, and where experts are balanced it matters how often a token is read."""
     anatomy = plan.family.anatomy and plan.family.anatomy(plan.model_config)
-    is_grouped = anatomy is not None and all(isinstance(layer.attention, GroupedQuery) for layer in anatomy.layers)
-    return is_grouped and plan.recipe.engine.mode == "dynamic" and backend.joins_rows(plan.recipe.engine.precision)
+    is_plain = anatomy is not None and all(
+        isinstance(layer.attention, GroupedQuery) and not isinstance(layer.mlp, Mixture) for layer in anatomy.layers
+    )
+    return is_plain and plan.recipe.engine.mode == "dynamic" and backend.joins_rows(plan.recipe.engine.precision)
 
 
 def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:

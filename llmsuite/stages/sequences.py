@@ -1,7 +1,8 @@
 """What a batch teaches, token by token: read off the arrays that the loss gets, so that it is what is trained.
 
 A stage whose batches have "input_ids", and "targets" for "positions" (or for every input), needs to do nothing for it;
-nor one that reads a score off "positions".
+nor one that reads a score off "positions". With "owners" too, the number of the answer that each target is of, answers
+may share a prompt: each is told with its own copy.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def taught_sequences(batch: Batch, document_end: int | None = None) -> list[Taug
     weights = np.asarray(batch.get("weights", np.ones(len(targets), "float32")))
     if not len(positions) == len(targets) == len(weights):
         return None
+    if "owners" in batch:
+        return _answers(inputs, np.asarray(positions), targets, weights, np.asarray(batch["owners"]), batch)
     rows = []
     for row in range(num_rows):
         mine = positions // length == row
@@ -62,11 +65,45 @@ def _scored(inputs: np.ndarray, positions: np.ndarray, documents: np.ndarray | N
     """Where a score is learnt rather than tokens: it is read off the last one, which counts."""
     rows = []
     for row, position in zip(*np.divmod(positions, inputs.shape[1])):
-        ids = inputs[row, 0 if documents is None else documents[row, position] : position + 1]
+        ids = inputs[row, _seen(None if documents is None else documents[row], position)]
         weights = np.zeros(len(ids))
         weights[-1] = 1
         rows.append(TaughtSequence(ids, weights, np.zeros(len(ids), "int64")))
     return rows
+
+
+def _answers(
+    inputs: np.ndarray, at: np.ndarray, targets: np.ndarray, weights: np.ndarray, owners: np.ndarray, batch: Batch
+) -> list[TaughtSequence]:
+    """Of each row its answers, each behind what is seen from where its last token is predicted."""
+    length = inputs.shape[1]
+    of_rows: dict[int, list[TaughtSequence]] = {}
+    for owner in range(owners.max() + 1):
+        (mine,) = np.nonzero(owners == owner)
+        row, position = divmod(int(at[mine[-1]]), length)
+        seen = _seen(batch["documents"][row] if "documents" in batch else None, position)
+        ids = np.append(inputs[row, seen], targets[mine[-1]])
+        learnt = np.concatenate([np.zeros(len(ids) - len(mine)), weights[mine]])
+        answers = of_rows.setdefault(row, [])
+        answers.append(TaughtSequence(ids, learnt, np.full(len(ids), len(answers))))
+    fields = [field.name for field in dataclasses.fields(TaughtSequence)]
+    return [
+        TaughtSequence(*(np.concatenate([getattr(answer, field) for answer in answers]) for field in fields))
+        for _, answers in sorted(of_rows.items())
+    ]
+
+
+def _seen(documents: np.ndarray | None, position: int) -> np.ndarray:
+    """The places of a row that a token at `position` sees, in their order; see `devices.ops.document_spans`."""
+    if documents is None:
+        return np.arange(position + 1)
+    (others,) = np.nonzero(documents[:position] != documents[position])
+    own = others[-1] + 1 if len(others) else 0
+    shared = own - documents[position]
+    if shared == 0:
+        return np.arange(own, position + 1)
+    begin = np.flatnonzero(documents[:own] == np.arange(own))[-1]
+    return np.concatenate([np.arange(begin, begin + shared), np.arange(own, position + 1)])
 
 
 def _sequence(

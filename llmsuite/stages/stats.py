@@ -39,8 +39,13 @@ class FileStats:
     """Samples when they are packed, and which part of them is filled; None where rows are not packed."""
 
 
-def file_stats(stage: Stage[Any], path: Path) -> FileStats:
+def file_stats(stage: Stage[Any], path: Path, joins_rows: bool = False) -> FileStats:
     """Reads the whole file.
+
+    Args:
+        stage: that lays each sequence into a row of its own.
+        path: of the file.
+        joins_rows: whether the run lays those of a micro-batch into one, as `StageContext.joins_rows` says.
 
     Raises:
         UserError: a row is faulty, or the stage does not tell what it learns.
@@ -70,12 +75,12 @@ def file_stats(stage: Stage[Any], path: Path) -> FileStats:
         num_tokens=sum(tokens),
         num_learnt=learnt,
         num_ends=ends,
-        padding=_padding(stage, samples, sizes),
+        padding=_padding(stage, samples, sizes, joins_rows),
         packed=_packing(stage, samples) if getattr(stage, "row_kind", "") in ("conversation", "preference") else None,
     )
 
 
-def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]]) -> float:
+def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]], joins_rows: bool) -> float:
     """Over one pass, or as much of it as makes whole steps, with the micro-batches that the run makes."""
     recipe, multiple = stage.context.recipe, stage.context.length_multiple
     train, order = recipe.train, SampleOrder(len(sizes), recipe.seed)
@@ -92,11 +97,15 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
         multiple,
     )
     used = positions = 0
+    context = stage.context
+    stage.context = dataclasses.replace(context, joins_rows=joins_rows)
     for step in range(max(1, len(sizes) // train.global_batch_size)):
         for picked in dealer.micro_batches(step * train.global_batch_size, 0):
-            rows = [size for at in picked for size in sizes[at]]
-            used += sum(rows)
-            positions += -(-max(rows) // multiple) * multiple * len(rows)
+            batch = stage.collate([samples[at] for at in picked])
+            rows = batch["lengths"] if "lengths" in batch else [size for at in picked for size in sizes[at]]
+            used += int(sum(rows))
+            positions += int(np.size(batch["input_ids"]))
+    stage.context = context
     return 1 - used / positions
 
 

@@ -16,7 +16,8 @@ from tests.parity.cases import COMMON, GRADIENT_LIMIT, LIMIT, OPTIMIZERS, STEPS,
 ROWS, PACKS = 48, 10  # of data/preference/eval.jsonl, at 256 tokens
 STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "dpo": ("recipes/llama/dpo.json", ()),
-    "rm": ("recipes/llama/rm.json", ("--rm.margin=0.5",)),
+    # at 0.2 a head that begins anew overshoots: the gradient grows, and with it what rounding has made different
+    "rm": ("recipes/llama/rm.json", ("--rm.margin=0.5", "--train.learning_rate=0.05")),
     "kto_pair": ("recipes/llama/dpo.json", ("--dpo.loss=kto_pair", "--dpo.sft_weight=0.1")),
     "dpo, adapters": ("recipes/llama/dpo.json", ("--lora.rank=4", "--dpo.reference=adapter_off")),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import os
 import re
@@ -267,17 +268,26 @@ def test_slow_and_broken_clients_hurt_nobody(server: Server) -> None:
         time.sleep(0.1)
 
 
-def test_a_full_server_says_so_and_ends_well(runner: Runner, model: Path) -> None:
-    server = Server(runner, model, "--batch_size", "1", "--max_waiting", "1", "--max_new_tokens", "200")
-    long: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 200, "extra_body": {"min_tokens": 200}}
-    clients = [server.client() for _ in range(4)]  # ready before, as making them takes longer than the answer lasts
-    stream = server.client().completions.create(**long, stream=True)
-    next(iter(stream))
+def test_a_full_server_says_so_and_ends_well(runner: Runner) -> None:
+    model = write_family(runner.directory / "talks", "llama")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    server = Server(runner, model, "--batch_size", "1", "--max_waiting", "1", "--max_new_tokens", "5000")
+
+    def ask(tokens: int, **more: Any) -> dict[str, Any]:
+        return {"model": "tiny", "prompt": "x", "max_tokens": tokens, "extra_body": {"min_tokens": tokens}, **more}
+
+    clients = [server.client() for _ in range(4)]
+    endless = server.client().completions.create(**ask(5000, stream=True))
+    next(iter(endless))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(client.completions.create, **long) for client in clients]
-        refused = [isinstance(future.exception(), openai.RateLimitError) for future in others]
-    assert sum(refused) >= 3
-    last = server.client().completions.create(**long, stream=True)
+        others = [pool.submit(client.completions.create, **ask(4)) for client in clients]
+        refused = list(itertools.islice(concurrent.futures.as_completed(others), 3))
+        assert all(isinstance(future.exception(), openai.RateLimitError) for future in refused)
+        endless.close()  # which lets the one that waits in
+        (waited,) = set(others) - set(refused)
+        assert waited.result().choices[0].finish_reason == "length"
+    last = server.client().completions.create(**ask(50, stream=True))
     next(iter(last))
     server.process.send_signal(signal.SIGTERM)
     ended = list(last)[-1].choices[0].finish_reason  # what has begun is brought to its end

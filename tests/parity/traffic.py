@@ -1,48 +1,14 @@
-"""What a rank gives to collectives and sends to other ranks, by operation and shape.
-
-Noted in C++ (trace.cc), where everything that goes over Gloo passes: what the engine sends, what static programs send,
-and what Paddle's operators send of themselves to bring distributed tensors together.
-"""
+"""What a rank gives to collectives and sends to other ranks, by operation and shape; see `devices.cpu.gloo.trace`."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import ctypes
-import dataclasses
-import os
-from collections.abc import Iterator
-from pathlib import Path
 
-from llmsuite.devices.cpu.build import library
-from llmsuite.devices.cpu.gloo.shims import KERNELS
+from llmsuite.devices.cpu.gloo.trace import Messages, install, traced
 
+__all__ = ["Messages", "Traffic", "communicators", "install", "traced"]
 Traffic = collections.Counter[tuple[str, tuple[int, ...]]]
 """How often each (operation, shape of what this rank gives)."""
-Messages = collections.Counter[tuple[int, str, tuple[int, ...], int]]
-"""How often each (communicator, operation, shape of what this rank gives, bytes of an element)."""
-_tracer: list[ctypes.CDLL] = []
-
-
-def install() -> None:
-    """Build and load the tracer; once a process, before Paddle's first import."""
-    source = dataclasses.replace(KERNELS, sources=(Path(__file__).with_name("trace.cc"),))
-    tracer = ctypes.CDLL(str(library(source)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
-    tracer.trace_stop.restype = ctypes.c_char_p
-    _tracer.append(tracer)
-
-
-@contextlib.contextmanager
-def traced(messages: Messages) -> Iterator[None]:
-    """While active, what this rank sends is noted; afterwards it is in `messages`."""
-    (tracer,) = _tracer
-    tracer.trace_start()
-    try:
-        yield
-    finally:
-        for line in tracer.trace_stop().decode().splitlines():
-            name, communicator, width, *dims = line.split()
-            messages[int(communicator), name, tuple(map(int, dims)), int(width)] += 1
 
 
 def communicators() -> dict[int, tuple[int, ...]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from paddle.base import core
 
 from llmsuite.devices import ops
 from llmsuite.devices.cpu import CpuBackend
@@ -63,16 +65,27 @@ def test_attention_is_causal(heads: tuple[int, int, int], queries: int, keys: in
     check_equal(lambda *x: kernels.attention(*x, None), lambda *x: ops.attention(*x, mask), q, k, v)
 
 
+ROWS_OF_DOCUMENTS = {
+    "documents": [[(70, 0), (50, 70), (30, -1)], [(3, 0), (147, 3)]],  # -1: padding that is marked
+    # a prompt of 20 and answers of 60, 40 and 30; padding
+    "a prompt of three": [[(80, 0), (40, 60), (30, 100)], [(150, 0)]],
+    # the second answer is in a block with the first one, or far from the prompt; then another prompt with two answers
+    "two prompts": [[(40, 0), (20, 10), (5, 60), (70, 62), (15, 132)], [(130, 0), (20, 65)]],
+}
+"""Of each row its parts: how long they are, and where what they belong to begins."""
+
+
+@pytest.mark.parametrize("name", ROWS_OF_DOCUMENTS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_attention_sees_no_other_document(heads: tuple[int, int, int]) -> None:
+def test_attention_sees_its_document_only(heads: tuple[int, int, int], name: str) -> None:
     num_queries, num_keys, size = heads
-    length = 150
-    begins = np.array([[0] * 70 + [70] * 50 + [-1] * 30, [0] * 3 + [3] * 147])  # -1: padding that is marked
-    documents = paddle.to_tensor(begins)
+    lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
+    documents = paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)]))
+    length = documents.shape[1]
     q = random(2, length, num_queries, size, seed=1)
     k, v = (random(2, length, num_keys, size, seed=seed) for seed in (2, 3))
     mask = ops.document_mask(documents, paddle.float32)
-    given = kernels.begins(documents, paddle.float32)
+    given = kernels.spans(documents, paddle.float32)
     check_equal(lambda *x: kernels.attention(*x, given), lambda *x: ops.attention(*x, mask), q, k, v)
 
 
@@ -123,6 +136,19 @@ def test_the_gradient_of_logits_takes_their_memory() -> None:
     np.testing.assert_allclose(product.sum(-1).numpy(), 0.0, atol=1e-6)  # a gradient's row adds up to nothing
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_of_logits_there_is_one_tensor_at_a_time(is_tied: bool) -> None:
+    """In the passes of the head forward and back, whatever stage asks."""
+    config = dataclasses.replace(tiny_llama.CONFIG, vocab_size=20_000, tie_word_embeddings=is_tied)
+    model = tiny_llama.FAMILY.factory()(config, CpuBackend().ops("fp32"))
+    hidden, targets = leaf(random(300, config.hidden_size)), paddle.arange(300)
+    before = core.host_memory_stat_current_value("Allocated", 0)
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    model.token_nll(hidden, targets).sum().backward()
+    logits = 300 * config.vocab_size * 4
+    assert logits < core.host_memory_stat_peak_value("Allocated", 0) - before < 1.25 * logits
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(value: float) -> None:
     x, weight = random(1, 4, 2, 6), random(6)
@@ -163,7 +189,9 @@ def test_other_numbers_than_float32() -> None:
     assert np.array_equal(kernels.swiglu(x, x).numpy(), ops.swiglu(x, x).numpy())
 
 
-@pytest.mark.parametrize("documents", [None, [[0, 0, 0, 3, 3, 3, 3, 7, 7, 7, 7, 7]]])
+@pytest.mark.parametrize(
+    "documents", [None, [[0, 0, 0, 3, 3, 3, 3, 7, 7, 7, 7, 7]], [[0, 0, 0, 0, 0, 2, 2, 7, 7, 7, 8, 8]]]
+)
 def test_a_model(documents: list[list[int]] | None) -> None:
     """Loss and every gradient of a whole model."""
     config, ids = tiny_llama.CONFIG, paddle.to_tensor([[5, 1, 2, 7, 3, 3, 9, 4, 8, 2, 6, 1]])

@@ -53,9 +53,12 @@ FLASH = {"causal_mask": ops.no_mask, "document_mask": ops.document_ends, "attent
 ROTARY_SWIGLU = {"rotary": ops.fused_rotary, "swiglu": ops.fused_swiglu}
 RMS = {"rms_norm": ops.fused_rms_norm}
 KERNELS = {
-    **{name: getattr(kernels, name) for name in ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")},
+    **{
+        name: getattr(kernels, name)
+        for name in ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits")
+    },
     "causal_mask": kernels.no_mask,
-    "document_mask": kernels.begins,
+    "document_mask": kernels.spans,
 }
 
 

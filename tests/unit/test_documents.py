@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.devices import ops
+from llmsuite.models.blocks import positions
 from tests.unit.families import CASES, REFERENCE, load
 
 rows_of_documents = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3)
@@ -39,6 +40,39 @@ def test_the_mask_is_causal_within_a_document(rows: list[list[int]]) -> None:
     length = max(map(sum, rows))
     assert mask.shape == [len(rows), 1, length, length]
     assert np.array_equal(mask.numpy()[:, 0], np.where(visible(rows), 0.0, -1e9).astype("float32"))
+
+
+prompts = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 4), min_size=1, max_size=3)), min_size=1)
+"""How long prompts are, and the answers to each."""
+
+
+def answers_of(rows: list[tuple[int, list[int]]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """[L]: where what each token belongs to begins; and of each token its prompt, and its answer or -1."""
+    begins: list[int] = []
+    belongs: list[tuple[int, int]] = []
+    for number, (prompt, answers) in enumerate(rows):
+        begins += [len(begins)] * prompt
+        belongs += [(number, -1)] * prompt
+        for answer, length in enumerate(answers):
+            begins += [len(begins) - prompt] * length
+            belongs += [(number, answer)] * length
+    return np.array(begins), belongs
+
+
+@given(prompts)
+def test_answers_see_their_prompt_and_themselves(rows: list[tuple[int, list[int]]]) -> None:
+    begins, belongs = answers_of(rows)
+    seen = [
+        [j <= i and mine[0] == of and answer in (-1, mine[1]) for j, (of, answer) in enumerate(belongs)]
+        for i, mine in enumerate(belongs)
+    ]
+    mask = ops.document_mask(paddle.to_tensor(begins[None]), paddle.float32).numpy()[0, 0]
+    assert np.array_equal(mask == 0, seen)
+    spans = ops.document_spans(paddle.to_tensor(begins[None])).numpy()[0]
+    listed = [[*range(begin, end), *range(own, i + 1)] for i, (begin, end, own) in enumerate(spans.T)]
+    assert listed == [np.flatnonzero(row).tolist() for row in seen]
+    # a token's position is how many it sees before itself
+    assert positions(paddle.to_tensor(begins[None])).tolist()[0] == [len(row) - 1 for row in listed]
 
 
 def test_one_document_a_row_is_the_causal_mask() -> None:
@@ -119,6 +153,18 @@ def test_a_document_in_a_row_is_as_if_it_were_alone(case: str) -> None:
         # without telling it would be seen
         joined = model.hidden_states(paddle.to_tensor(ids))[0].numpy()
         assert np.abs(joined[0, 5:] - other[0, 5:]).max() > 1e-3
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("deepseek")])
+def test_answers_behind_one_prompt_are_as_if_each_had_its_own(case: str) -> None:
+    model = load(REFERENCE / case)
+    ids = np.random.default_rng(1).integers(0, model.config.vocab_size, [1, 16])
+    begins, _ = answers_of([(5, [2, 3]), (2, [1, 0, 3])])
+    with paddle.no_grad():
+        shared = model.hidden_states(paddle.to_tensor(ids), documents=paddle.to_tensor(begins[None]))[0].numpy()[0]
+        for places in ([*range(7)], [*range(5), 7, 8, 9], [10, 11, 12], [10, 11, 13, 14, 15]):
+            alone = model.hidden_states(paddle.to_tensor(ids[:, places]))[0].numpy()[0]
+            np.testing.assert_allclose(shared[places], alone, rtol=0, atol=1e-5 * np.abs(alone).max())
 
 
 def test_padding_that_is_marked_gets_no_position_beyond_the_row() -> None:

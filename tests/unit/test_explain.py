@@ -15,6 +15,7 @@ import pytest
 
 from llmsuite.cli.main import main
 from llmsuite.data.rows import Conversation, Message
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.models.llama.config import SMOKE
 from llmsuite.recipe.load import REMOVE
@@ -153,7 +154,8 @@ def test_what_the_command_refuses(run: Any, recipe: Any, words: list[str], messa
 # statistics
 
 
-def test_stats(run: Any, recipe: Any, tmp_path: Path) -> None:
+def test_stats(run: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuBackend, "joins_rows", lambda backend, precision: False)  # whether there is g++ or not
     rows = [{"src": "a" * n, "tgt": "b"} for n in (1, 1, 1, 40)] + [{"src": "a", "tgt": ""}, {"src": "a"}]
     keys = {"data.on_bad_row": "skip", "train.micro_batch_size": 4, "train.global_batch_size": 4}
     code, out, _ = run("data", "stats", recipe("sft", rows, **keys), "--plot", str(tmp_path / "lengths.png"))
@@ -173,6 +175,21 @@ def test_stats(run: Any, recipe: Any, tmp_path: Path) -> None:
     assert f"  padding    {padding:.1%} with train.micro_batch_size 4" in out
     assert "  ends       learnt in 4 of 4 samples" in out
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("stage", "rows"), [("sft", [{"src": "a" * n, "tgt": "b"} for n in (1, 9, 40)]), ("dpo", [PAIR])]
+)
+def test_rows_that_are_joined_have_no_padding(
+    run: Any, recipe: Any, monkeypatch: pytest.MonkeyPatch, stage: str, rows: list[Any]
+) -> None:
+    monkeypatch.setattr(CpuBackend, "joins_rows", lambda backend, precision: True)
+    count = len(rows)
+    keys = {"train.micro_batch_size": count, "train.global_batch_size": count}
+    code, out, _ = run("data", "stats", recipe(stage, rows, **keys))
+    assert code == 0
+    assert f"  padding    0.0% with train.micro_batch_size {count}" in out
+    assert f" in {count if stage == 'sft' else 2} sequences, {count} samples" in out  # as before they are joined
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(run: Any, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The kernels that several CPU processes need are built once, and a machine that cannot build them says what to do."""
+"""What Paddle's CPU wheel lacks is built once. Several processes cannot do without, one can: both say so."""
 
 from __future__ import annotations
 
@@ -111,11 +111,30 @@ def test_two_processes_at_once_build_once(cache: Path, tmp_path: Path, monkeypat
         "from llmsuite.devices.cpu.build import library; from llmsuite.devices.cpu.gloo.shims import KERNELS; "
         "print(library(KERNELS).read_text(), end='')"
     )
+    said = "building what Paddle's CPU wheel lacks (gloo), once: a few seconds\n"
     both = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
+    messages = []
     for process in both:
         output, errors = process.communicate(timeout=60)
-        assert (process.returncode, output, errors) == (0, "built\n", "")
+        assert (process.returncode, output) == (0, "built\n"), errors
+        messages.append(errors)
+    assert sorted(messages) == ["", said], "by the one that builds"
+    assert len(calls(tmp_path)) == 1
+
+
+def test_fused_operations_that_cannot_be_built_are_done_without(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, BROKEN, monkeypatch)
+    script = (
+        "from llmsuite.devices.cpu import CpuBackend; from llmsuite.devices.ops import Ops; cpu = CpuBackend(); "
+        "print(len(cpu.fused('fp32')), [cpu.ops('fp32') == Ops() for _ in range(2)], len(cpu.fused('fp32')))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "5 [True, True] 0\n"), done.stderr
+    assert done.stderr.count("going on with plain operations, which are slower") == 1
+    assert "are in" in done.stderr, "where the compiler's messages are"
     assert len(calls(tmp_path)) == 1

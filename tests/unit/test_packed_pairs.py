@@ -95,23 +95,48 @@ def test_packed_or_not_is_the_same_loss_and_the_same_gradients(name: str, pairs:
             assert np.linalg.norm(found[key] - gradient) <= 1e-6 * norm, key
 
 
-def test_joined_or_not_is_the_same_loss_and_the_same_gradients() -> None:
-    pairs = [Pair([5 + i] * i, [40 * i, 7, 2], [9] * (6 - i) + [2]) for i in range(1, 6)]
-    packs = pack(pairs, DPO.row_lengths(pairs), 13)
+PAIRS = [Pair([5 + i] * i, [40 * i, 7, 2], [9] * (6 - i) + [2]) for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_joined_or_not_is_the_same_loss_and_the_same_gradients(name: str) -> None:
+    # an answer of one token, and two pairs of one prompt
+    pairs = [*PAIRS, Pair([77, 8], [2], [3, 2]), Pair(PAIRS[3].prompt, [31, 32, 2], [33, 2])]
+    packs = pack(pairs, STAGES[name].row_lengths(pairs), 15)
     assert len(packs) < len(pairs)
     found = []
     for joins_rows in (False, True):
-        stage = dpo_case.stage()
-        stage.context = dataclasses.replace(stage.context, joins_rows=joins_rows)
+        stage = type(STAGES[name])(DpoSection() if name == "dpo" else RmSection(), DPO.context)
+        stage.context = dataclasses.replace(stage.context, length_multiple=1, joins_rows=joins_rows)
         found += [gradients(stage, [samples]) for samples in (pairs, packs)]
         if joins_rows:
-            assert stage.collate(pairs)["input_ids"].shape == (1, DPO.row_lengths(pairs).sum()), "no padding"
+            read = stage.row_lengths(pairs).sum() - sum(len(pair.prompt) for pair in pairs) - len(pairs[3].prompt)
+            assert stage.collate(pairs)["input_ids"].shape == (1, read), "no padding, and each prompt once"
     for loss, weight, joined in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-6)
         assert weight == found[0][1]
         norm = np.sqrt(sum(float((g.astype("float64") ** 2).sum()) for g in found[0][2].values()))
         for key, gradient in found[0][2].items():
             assert np.linalg.norm(joined[key] - gradient) <= 1e-6 * norm, key
+
+
+@pytest.mark.parametrize("name", STAGES)
+@settings(max_examples=30)
+@given(some, st.integers(1, 8))
+def test_answers_that_share_a_prompt_are_told_with_their_own(name: str, pairs: list[Pair], multiple: int) -> None:
+    stage = type(STAGES[name])(DpoSection() if name == "dpo" else RmSection(), DPO.context)
+    plain = stage.collate(pairs)
+    stage.context = dataclasses.replace(stage.context, length_multiple=multiple, joins_rows=True)
+    joined = stage.collate(pairs)
+    assert len(joined["input_ids"]) == 1
+    for key in ("num_tokens", "num_supervised", "weight"):
+        assert joined[key] == plain[key]
+    found, expected = taught_sequences(joined), taught_sequences(plain)
+    assert found is not None
+    assert expected is not None
+    for of_answer in ("ids", "weights"):
+        told = np.concatenate([getattr(row, of_answer) for row in found])
+        assert told.tolist() == np.concatenate([getattr(row, of_answer) for row in expected]).tolist()
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -6,14 +6,17 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+import paddle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.data.packing import best_fit
 from llmsuite.data.read import read_rows
+from llmsuite.devices.ops import Ops
 from llmsuite.stages.language_model import WeightedTokens, collate, pack, weighted_loss
 from tests.unit import dpo_case, test_sft_samples
+from tests.unit.families import FAMILIES
 from tests.unit.test_conversations import REAL
 
 PAD = 0
@@ -108,6 +111,18 @@ def test_packed_or_not_is_the_same_loss_and_the_same_gradients(samples: list[Wei
         norm = np.sqrt(sum(float((g.astype("float64") ** 2).sum()) for g in one_by_one[2].values()))
         for name, gradient in one_by_one[2].items():
             assert np.linalg.norm(found[name] - gradient) <= 1e-6 * norm, name
+
+
+def test_learned_positions_reach_through_a_row_that_is_longer_than_they_are() -> None:
+    spec = FAMILIES["gpt"]
+    model = spec.factory()(spec.config_cls(**{**spec.smoke, "max_position_embeddings": 5}), Ops())
+    model.model.embed_positions.weight.set_value(np.random.default_rng(0).normal(size=(5, 64)).astype("float32"))
+    ids, begins = np.arange(12).reshape(1, 12), np.array([[0] * 4 + [4] * 5 + [9] * 3])
+    joined = model.embed(paddle.to_tensor(ids), documents=paddle.to_tensor(begins)).numpy()
+    alone = [model.embed(paddle.to_tensor(ids[:, a:b])).numpy() for a, b in ((0, 4), (4, 9), (9, 12))]
+    assert (joined == np.concatenate(alone, axis=1)).all()
+    with pytest.raises(AssertionError, match="no positions up to 12"):
+        model.embed(paddle.to_tensor(ids))
 
 
 def test_the_stage_packs_the_rows_of_a_file() -> None:

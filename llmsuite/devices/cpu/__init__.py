@@ -9,13 +9,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.cpu.kernels.source import KERNELS, can_be_built
+from llmsuite.devices.cpu.kernels.source import build_kernels, can_be_built
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
 
-_KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy")
+_KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits")
 
 
 class CpuBackend(DeviceBackend):
@@ -54,8 +54,7 @@ class CpuBackend(DeviceBackend):
         from llmsuite.devices.cpu.gloo.shims import KERNELS as GLOO
 
         library(GLOO)
-        if can_be_built():
-            library(KERNELS)
+        build_kernels()
 
     def before_paddle(self) -> None:
         from llmsuite.devices.cpu.gloo.shims import load_kernels
@@ -82,15 +81,17 @@ class CpuBackend(DeviceBackend):
             return Ops()
         from llmsuite.devices.cpu.kernels import ops
 
-        ops.load()
+        if not ops.load():
+            return Ops()
         return Ops(
             causal_mask=ops.no_mask,
-            document_mask=ops.begins,
+            document_mask=ops.spans,
             attention=ops.attention,
             rms_norm=ops.rms_norm,
             rotary=ops.rotary,
             swiglu=ops.swiglu,
             cross_entropy=ops.cross_entropy,
+            next_logits=ops.next_logits,
         )
 
     def to_host(self, tensor: Any) -> Any:

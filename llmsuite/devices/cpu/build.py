@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
             f"{what.without[0]} a C++ compiler once, to build what Paddle's CPU wheel lacks; "
             f"install it with: apt-get install g++ (or your system's package), or {what.without[1]}"
         )
+    print(f"building what Paddle's CPU wheel lacks ({what.name}), once: a few seconds", file=sys.stderr, flush=True)
     sources = [str(source) for source in what.sources if source.suffix == ".cc"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / target.name

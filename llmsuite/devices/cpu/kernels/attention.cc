@@ -2,9 +2,11 @@
 // for one block of one head at a time, keys that a block does not see are skipped, and the backward pass makes the
 // scores again from the logarithm of their sum. Heads lie where the projections have put them: nothing is transposed.
 //
-// Shapes: B batch, L queries, S keys, H query heads, J key-value heads, K head size. Query i of a row sees the keys
-// from begins[b, i], or 0, up to i + S - L.
+// Shapes: B batch, L queries, S keys, H query heads, J key-value heads, K head size. Query i of a row sees the keys up to
+// i + S - L. With spans [B, 3, L], and as many queries as keys, it sees those from spans[b, 0, i] up to spans[b, 1, i],
+// which is not one of them, and those from spans[b, 2, i] up to i.
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "common.h"
@@ -24,31 +26,79 @@ struct Shape {
   int64_t blocks() const { return (L + kBlock - 1) / kBlock; }
 };
 
-Shape Read(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& begins) {
+Shape Read(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
   Check(q, "q"), Check(k, "k"), Check(v, "v");
   Shape s{q.shape()[0], q.shape()[1], k.shape()[1], q.shape()[2], k.shape()[2], q.shape()[3]};
   PD_CHECK(k.shape() == v.shape() && s.H % s.J == 0 && s.L <= s.S, "q, k and v do not fit together");
-  if (begins) PD_CHECK(begins->dtype() == paddle::DataType::INT64 && begins->is_contiguous(), "begins: int64 [B, L]");
+  if (spans) {
+    PD_CHECK(spans->dtype() == paddle::DataType::INT64 && spans->is_contiguous(), "spans: int64, without gaps");
+    PD_CHECK(s.L == s.S && spans->numel() == s.B * 3 * s.L, "spans: [B, 3, L], of as many queries as keys");
+  }
   return s;
 }
 
-// One block of queries of one head, and the keys that any of them sees.
-struct Block {
-  int64_t first, rows, low, high;
-  const int64_t* begins;
-  int64_t shift;
-
-  Block(const Shape& s, int64_t number, const int64_t* begins_of_row)
-      : first(number * kBlock), rows(std::min(kBlock, s.L - first)), shift(s.S - s.L) {
-    begins = begins_of_row ? begins_of_row + first : nullptr;
-    high = first + rows + shift;
-    low = begins ? std::clamp<int64_t>(*std::min_element(begins, begins + rows), 0, first + shift) : 0;
-  }
-  int64_t keys() const { return high - low; }
-  // keys of the block that query r sees: [from, to), counted from `low`
-  int64_t from(int64_t r) const { return begins ? std::clamp<int64_t>(begins[r] - low, 0, to(r) - 1) : 0; }
-  int64_t to(int64_t r) const { return first + r + shift + 1 - low; }
+// Some of the numbers from `from` up to `to`, which is not one of them.
+struct Range {
+  int64_t from, to;
+  int64_t size() const { return to - from; }
 };
+
+// One block of queries of one head, and the keys that any of them sees. Those are one run, or two that lie apart, whose
+// scores lie side by side.
+class Block {
+ public:
+  int64_t first, rows;
+  std::array<Range, 2> runs{};  // of keys; the first one may be empty
+
+  Block(const Shape& s, int64_t number, const int64_t* spans_of_row)
+      : first(number * kBlock), rows(std::min(kBlock, s.L - first)), shift_(s.S - s.L), length_(s.L) {
+    spans_ = spans_of_row ? spans_of_row + first : nullptr;
+    Range &apart = runs[0], &own = runs[1];
+    own = {spans_ ? first : 0, first + rows + shift_};
+    if (!spans_) return;
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto [document, part] = Seen(r);
+      own.from = std::min(own.from, part.from);
+      if (document.size() > 0 && apart.size() > 0)
+        apart = {std::min(apart.from, document.from), std::max(apart.to, document.to)};
+      else if (document.size() > 0)
+        apart = document;
+    }
+    if (apart.size() > 0 && apart.to >= own.from) own.from = std::min(own.from, apart.from), apart = {0, 0};
+  }
+  int64_t keys() const { return runs[0].size() + runs[1].size(); }
+  // where the scores of a run begin
+  int64_t at(int run) const { return run ? runs[0].size() : 0; }
+  // the scores of the block that query r sees; the first range may be empty
+  std::array<Range, 2> Scores(int64_t r) const {
+    if (!spans_) return {Range{0, 0}, Range{0, first + r + shift_ + 1}};
+    auto [document, part] = Seen(r);
+    return {Placed(document), Placed(part)};
+  }
+
+ private:
+  const int64_t* spans_;
+  int64_t shift_, length_;
+
+  std::array<Range, 2> Seen(int64_t r) const {
+    const int64_t own = std::clamp<int64_t>(spans_[2 * length_ + r], 0, first + r);
+    const int64_t from = std::clamp<int64_t>(spans_[r], 0, own);
+    return {Range{from, std::clamp<int64_t>(spans_[length_ + r], from, own)}, Range{own, first + r + 1}};
+  }
+  Range Placed(const Range& keys) const {
+    if (keys.size() == 0) return {0, 0};
+    const int run = keys.from < runs[0].to ? 0 : 1;
+    const int64_t moved = at(run) - runs[run].from;
+    return {keys.from + moved, keys.to + moved};
+  }
+};
+
+// All scores of a row that are in none of the ranges.
+void Clear(float* row, int64_t size, const std::array<Range, 2>& seen) {
+  std::fill(row, row + seen[0].from, 0.f);
+  std::fill(row + seen[0].to, row + seen[1].from, 0.f);
+  std::fill(row + seen[1].to, row + size, 0.f);
+}
 
 void Product(int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda, const float* b,
              int64_t ldb, float beta, float* c, int64_t ldc) {
@@ -56,11 +106,11 @@ void Product(int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, const
 }
 
 std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const paddle::optional<Tensor>& begins) {
-  const Shape s = Read(q, k, v, begins);
+                            const paddle::optional<Tensor>& spans) {
+  const Shape s = Read(q, k, v, spans);
   Tensor out = Like(q), sums = Floats({s.B, s.H, s.L}, q);
   const float *pq = q.data<float>(), *pk = k.data<float>(), *pv = v.data<float>();
-  const int64_t* pb = begins ? begins->data<int64_t>() : nullptr;
+  const int64_t* pb = spans ? spans->data<int64_t>() : nullptr;
   float *po = out.data<float>(), *ps = sums.data<float>();
   const float scale = 1.f / std::sqrt(static_cast<float>(s.K));
 #pragma omp parallel
@@ -70,28 +120,40 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
     for (int64_t b = 0; b < s.B; ++b)
       for (int64_t h = 0; h < s.H; ++h)
         for (int64_t number = s.blocks() - 1; number >= 0; --number) {  // the longest first
-          const Block block(s, number, pb ? pb + b * s.L : nullptr);
+          const Block block(s, number, pb ? pb + b * 3 * s.L : nullptr);
           const int64_t n = block.keys(), j = h / (s.H / s.J);
           const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
-          const int64_t at_k = (b * s.S + block.low) * s.narrow() + j * s.K;
-          Product(kPlain, kTransposed, block.rows, n, s.K, scale, pq + at_q, s.wide(), pk + at_k, s.narrow(), 0.f,
-                  scores.data(), n);
+          for (int run = 0; run < 2; ++run) {
+            const Range& keys = block.runs[run];
+            const int64_t at_k = (b * s.S + keys.from) * s.narrow() + j * s.K;
+            if (keys.size() == 0) continue;
+            Product(kPlain, kTransposed, block.rows, keys.size(), s.K, scale, pq + at_q, s.wide(), pk + at_k,
+                    s.narrow(), 0.f, scores.data() + block.at(run), n);
+          }
           for (int64_t r = 0; r < block.rows; ++r) {
             float* row = scores.data() + r * n;
-            const int64_t from = block.from(r), to = block.to(r);
-            float highest = row[from], sum = 0.f;
+            const std::array<Range, 2> seen = block.Scores(r);
+            float highest = row[seen[1].from], sum = 0.f;
+            for (const auto [from, to] : seen)
 #pragma omp simd reduction(max : highest)
-            for (int64_t i = from; i < to; ++i) highest = std::max(highest, row[i]);
+              for (int64_t i = from; i < to; ++i) highest = std::max(highest, row[i]);
+            for (const auto [from, to] : seen)
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = from; i < to; ++i) sum += row[i] = Exp(row[i] - highest);
+              for (int64_t i = from; i < to; ++i) sum += row[i] = Exp(row[i] - highest);
             const float inverse = 1.f / sum;
+            for (const auto [from, to] : seen)
 #pragma omp simd
-            for (int64_t i = from; i < to; ++i) row[i] *= inverse;
-            std::fill(row, row + from, 0.f), std::fill(row + to, row + n, 0.f);
+              for (int64_t i = from; i < to; ++i) row[i] *= inverse;
+            Clear(row, n, seen);
             ps[(b * s.H + h) * s.L + block.first + r] = highest + std::log(sum);
           }
-          Product(kPlain, kPlain, block.rows, s.K, n, 1.f, scores.data(), n, pv + at_k, s.narrow(), 0.f, po + at_q,
-                  s.wide());
+          for (int run = 0; run < 2; ++run) {
+            const Range& keys = block.runs[run];
+            const int64_t at_k = (b * s.S + keys.from) * s.narrow() + j * s.K;
+            if (keys.size() == 0) continue;
+            Product(kPlain, kPlain, block.rows, s.K, keys.size(), 1.f, scores.data() + block.at(run), n, pv + at_k,
+                    s.narrow(), block.at(run) ? 1.f : 0.f, po + at_q, s.wide());
+          }
         }
   }
   return {out, sums};
@@ -114,16 +176,16 @@ Tensor Grouped(const Tensor& each, const Tensor& given, int64_t group) {
   return sum;
 }
 
-std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& begins,
+std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans,
                              const Tensor& sums, const Tensor& d_out) {
-  const Shape s = Read(q, k, v, begins);
+  const Shape s = Read(q, k, v, spans);
   const Tensor d_whole = d_out.contiguous();
   const int64_t group = s.H / s.J;
   // every query head has keys of its own here, so that heads can be dealt to threads; those of a group are added up
   Tensor dq = Like(q), dk = Floats({s.B, s.S, s.H, s.K}, q), dv = Floats({s.B, s.S, s.H, s.K}, q);
   const float *pq = q.data<float>(), *pk = k.data<float>(), *pv = v.data<float>();
   const float *ps = sums.data<float>(), *pd = d_whole.data<float>();
-  const int64_t* pb = begins ? begins->data<int64_t>() : nullptr;
+  const int64_t* pb = spans ? spans->data<int64_t>() : nullptr;
   float *pdq = dq.data<float>(), *pdk = dk.data<float>(), *pdv = dv.data<float>();
   std::fill(pdk, pdk + dk.numel(), 0.f), std::fill(pdv, pdv + dv.numel(), 0.f);
   const float scale = 1.f / std::sqrt(static_cast<float>(s.K));
@@ -134,41 +196,52 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
     for (int64_t b = 0; b < s.B; ++b)
       for (int64_t h = 0; h < s.H; ++h)
         for (int64_t number = 0; number < s.blocks(); ++number) {
-          const Block block(s, number, pb ? pb + b * s.L : nullptr);
+          const Block block(s, number, pb ? pb + b * 3 * s.L : nullptr);
           const int64_t n = block.keys(), rows = block.rows;
           const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
-          const int64_t at_k = (b * s.S + block.low) * s.narrow() + h / group * s.K;
-          const int64_t at_dk = (b * s.S + block.low) * s.wide() + h * s.K;
-          Product(kPlain, kTransposed, rows, n, s.K, scale, pq + at_q, s.wide(), pk + at_k, s.narrow(), 0.f,
-                  weights.data(), n);
-          Product(kPlain, kTransposed, rows, n, s.K, 1.f, pd + at_q, s.wide(), pv + at_k, s.narrow(), 0.f,
-                  slopes.data(), n);
+          for (int run = 0; run < 2; ++run) {
+            const Range& keys = block.runs[run];
+            const int64_t at_k = (b * s.S + keys.from) * s.narrow() + h / group * s.K;
+            if (keys.size() == 0) continue;
+            Product(kPlain, kTransposed, rows, keys.size(), s.K, scale, pq + at_q, s.wide(), pk + at_k, s.narrow(), 0.f,
+                    weights.data() + block.at(run), n);
+            Product(kPlain, kTransposed, rows, keys.size(), s.K, 1.f, pd + at_q, s.wide(), pv + at_k, s.narrow(), 0.f,
+                    slopes.data() + block.at(run), n);
+          }
           for (int64_t r = 0; r < rows; ++r) {
             float *weight = weights.data() + r * n, *slope = slopes.data() + r * n;
             const float log_sum = ps[(b * s.H + h) * s.L + block.first + r];
-            const int64_t from = block.from(r), to = block.to(r);
+            const std::array<Range, 2> seen = block.Scores(r);
             float sum = 0.f, dot = 0.f;
+            for (const auto [from, to] : seen)
 #pragma omp simd reduction(+ : sum, dot)
-            for (int64_t i = from; i < to; ++i) {
-              weight[i] = Exp(weight[i] - log_sum);
-              sum += weight[i], dot += weight[i] * slope[i];
-            }
+              for (int64_t i = from; i < to; ++i) {
+                weight[i] = Exp(weight[i] - log_sum);
+                sum += weight[i], dot += weight[i] * slope[i];
+              }
             // by the sums of these very numbers, not by 1 and d_out * out: so what has to cancel out does
             const float inverse = 1.f / sum, mean = dot * inverse;
+            for (const auto [from, to] : seen)
 #pragma omp simd
-            for (int64_t i = from; i < to; ++i) {
-              weight[i] *= inverse;
-              slope[i] = weight[i] * (slope[i] - mean) * scale;
-            }
-            std::fill(weight, weight + from, 0.f), std::fill(weight + to, weight + n, 0.f);
-            std::fill(slope, slope + from, 0.f), std::fill(slope + to, slope + n, 0.f);
+              for (int64_t i = from; i < to; ++i) {
+                weight[i] *= inverse;
+                slope[i] = weight[i] * (slope[i] - mean) * scale;
+              }
+            Clear(weight, n, seen), Clear(slope, n, seen);
           }
-          Product(kTransposed, kPlain, n, s.K, rows, 1.f, weights.data(), n, pd + at_q, s.wide(), 1.f, pdv + at_dk,
-                  s.wide());
-          Product(kTransposed, kPlain, n, s.K, rows, 1.f, slopes.data(), n, pq + at_q, s.wide(), 1.f, pdk + at_dk,
-                  s.wide());
-          Product(kPlain, kPlain, rows, s.K, n, 1.f, slopes.data(), n, pk + at_k, s.narrow(), 0.f, pdq + at_q,
-                  s.wide());
+          for (int run = 0; run < 2; ++run) {
+            const Range& keys = block.runs[run];
+            const int64_t at_k = (b * s.S + keys.from) * s.narrow() + h / group * s.K;
+            const int64_t at_dk = (b * s.S + keys.from) * s.wide() + h * s.K;
+            const float *weight = weights.data() + block.at(run), *slope = slopes.data() + block.at(run);
+            if (keys.size() == 0) continue;
+            Product(kTransposed, kPlain, keys.size(), s.K, rows, 1.f, weight, n, pd + at_q, s.wide(), 1.f, pdv + at_dk,
+                    s.wide());
+            Product(kTransposed, kPlain, keys.size(), s.K, rows, 1.f, slope, n, pq + at_q, s.wide(), 1.f, pdk + at_dk,
+                    s.wide());
+            Product(kPlain, kPlain, rows, s.K, keys.size(), 1.f, slope, n, pk + at_k, s.narrow(),
+                    block.at(run) ? 1.f : 0.f, pdq + at_q, s.wide());
+          }
         }
   }
   return {dq, Grouped(dk, k, group), Grouped(dv, v, group)};
@@ -184,12 +257,12 @@ std::vector<Type> Types(const Type& q, const Type&, const Type&, const paddle::o
 }  // namespace
 
 PD_BUILD_OP(llmsuite_attention)
-    .Inputs({"q", "k", "v", paddle::Optional("begins")})
+    .Inputs({"q", "k", "v", paddle::Optional("spans")})
     .Outputs({"out", "sums"})
     .SetKernelFn(PD_KERNEL(Forward))
     .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(Types));
 PD_BUILD_GRAD_OP(llmsuite_attention)
-    .Inputs({"q", "k", "v", paddle::Optional("begins"), "sums", paddle::Grad("out")})
+    .Inputs({"q", "k", "v", paddle::Optional("spans"), "sums", paddle::Grad("out")})
     .Outputs({paddle::Grad("q"), paddle::Grad("k"), paddle::Grad("v")})
     .SetKernelFn(PD_KERNEL(Backward));

@@ -7,41 +7,44 @@ not float32, and distributed tensors inside a static program.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.devices import ops
-from llmsuite.devices.cpu.build import library
-from llmsuite.devices.cpu.kernels.source import KERNELS
+from llmsuite.devices.cpu.kernels.source import build_kernels
 
 Tensor = Any
 
 
 @functools.cache  # Paddle takes a library once
-def load() -> None:
-    """Build the kernels, if need be, and make them known to Paddle. Raises UserError when they cannot be built."""
-    paddle.utils.cpp_extension.load_op_meta_info_and_register_op(str(library(KERNELS)))
+def load() -> bool:
+    """Build the kernels, if need be, and make them known to Paddle; False when they cannot be built."""
+    library = build_kernels()
+    if library is not None:
+        paddle.utils.cpp_extension.load_op_meta_info_and_register_op(str(library))
+    return library is not None
 
 
 def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
     """`causal_mask` of an attention that is causal by itself."""
 
 
-def begins(documents: Tensor, dtype: Any) -> Tensor:
-    """`document_mask` as `attention` takes it: the first key that each token sees, [B, L]."""
-    return documents
+def spans(documents: Tensor, dtype: Any) -> Tensor:
+    """`document_mask` as `attention` takes it: `ops.document_spans`, [B, 3, L]."""
+    return ops.document_spans(documents)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention without scores that nobody sees. A mask is what `begins` gives, or is added to the scores, as
+    """Causal attention without scores that nobody sees. A mask is what `spans` gives, or is added to the scores, as
     generation has it."""
     if mask is not None and mask.dtype != paddle.int64:
         return ops.attention(q, k, v, mask)
     parts = _parts(q, k, v)
     if parts is None or not parts.are_alike:
-        plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.document_mask(mask, q.dtype)
+        plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.span_mask(mask, q.dtype)
         return ops.attention(q, k, v, plain)
     return parts.whole(_run("attention", *parts.local, None if mask is None else _local(mask))[0])
 
@@ -76,6 +79,21 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     if parts is None or logits.is_dist():
         return ops.cross_entropy(logits, targets)
     return _run("cross_entropy", logits, targets)[0]
+
+
+def next_logits(
+    weights: ops.DecoderWeights,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    padding: Tensor,
+    cache: Sequence[Tensor],
+    filled: int,
+) -> Tensor:
+    """One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
+    inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
+    kind = (weights.num_queries, weights.has_bias, weights.has_head_norms, weights.is_tied, filled)
+    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *kind)[0]
 
 
 class _Parts:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import platform
 import shutil
+import sys
 from pathlib import Path
 
-from llmsuite.devices.cpu.build import Library
+from llmsuite.devices.cpu.build import Library, library
+from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
 KERNELS = Library(
     name="kernels",
-    sources=tuple(_HERE / name for name in ("attention.cc", "rows.cc", "common.h")),
+    sources=tuple(_HERE / name for name in ("attention.cc", "rows.cc", "decode.cc", "common.h")),
     # OpenMP's calls are those of Paddle's own libiomp5: with a second runtime beside it each thread would do all work
     options=("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wl,--as-needed"),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libmklml_intel.so"),
@@ -21,5 +23,24 @@ KERNELS = Library(
 
 
 def can_be_built() -> bool:
-    """Whether this machine has a compiler, and a Paddle with Intel's library of products."""
-    return platform.machine() == "x86_64" and platform.system() == "Linux" and shutil.which("g++") is not None
+    """Whether this machine has a compiler, and a Paddle with Intel's library of products; that a compiler which is
+    there cannot build them is known once `build_kernels` has tried."""
+    is_there = platform.machine() == "x86_64" and platform.system() == "Linux" and shutil.which("g++") is not None
+    return is_there and not _FAILED
+
+
+def build_kernels() -> Path | None:
+    """The kernels for the installed Paddle. None when they cannot be built: plain operations do the same, slower, so
+    that is no error; what the compiler said is told once."""
+    if not can_be_built():
+        return None
+    try:
+        return library(KERNELS)
+    except UserError as error:
+        _FAILED.append(str(error))
+        print(f"warning: {error}; going on with plain operations, which are slower", file=sys.stderr, flush=True)
+        return None
+
+
+_FAILED: list[str] = []
+"""Why they could not be built, in this process or the one it is a fork of."""

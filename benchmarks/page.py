@@ -1,0 +1,22 @@
+"""Tables that benchmarks write into docs/results.md, each between two marks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+
+
+def write(name: str, lines: Sequence[str]) -> None:
+    """Put lines of Markdown in the place of those that stand between the marks of this name."""
+    begin, end = f"<!-- generated: {name} -->", f"<!-- end of generated: {name} -->"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    assert end in rest, f"{PAGE} has no place for the table {name}"
+    PAGE.write_text("\n".join([before + begin, "", *lines, "", end]) + rest.partition(end)[2], encoding="utf-8")
+
+
+def processor() -> str:
+    """Its name."""
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,0 +1,166 @@
+"""The ranks of `scaling.py`: run one strategy after another, and leave what each rank has counted as RANK.json.
+
+    python benchmarks/scaling_ranks.py CASES DIRECTORY
+
+CASES is a file of JSON: {"ranks", "steps", "cases": {name: words of the command line}}. Of every case the steps are
+timed one by one, from the beginning of one to the beginning of the next; in one more step, which is not timed, all that
+is sent is written down, and what lies in memory is counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+WARM_UP = 2
+"""Steps before those that are timed."""
+RECIPE = ROOT / "recipes" / "llama" / "pretrain.json"
+
+
+def main(file: Path, directory: Path) -> int:
+    """The launcher: ranks are forks of it, so Paddle is imported once."""
+    from llmsuite.devices.cpu import CpuBackend
+    from llmsuite.devices.cpu.gloo import trace
+    from llmsuite.devices.start import start_paddle
+    from llmsuite.engine.launch import launch
+
+    asked = json.loads(file.read_text())
+    backend, num_ranks = CpuBackend(), int(asked["ranks"])
+    trace.install()
+    backend.prepare_ranks()
+    start_paddle(backend, num_ranks, fork=True)
+
+    def work() -> int:
+        backend.after_paddle()
+        return run_cases(asked["cases"], asked["steps"], directory)
+
+    environment = backend.environment(num_ranks)
+    return launch(work, num_ranks, directory / "logs", lambda _: environment, lambda text: None, None, 300.0)
+
+
+def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
+    """In a rank."""
+    import paddle.distributed as dist
+
+    from llmsuite.cli import commands
+    from llmsuite.engine import calls
+    from llmsuite.plugins import builtin
+    from llmsuite.plugins.manager import load_plugins
+    from llmsuite.recipe.resolve import plan_run
+    from llmsuite.stages.run import run
+
+    calls.start()
+    os.environ["LLMSUITE_PLUGINS"] = ""
+    registry, found = load_plugins(builtin, commands), {}
+    groups: dict[Any, Any] = {}
+    new_group, rank = dist.new_group, os.environ["PADDLE_TRAINER_ID"]
+    for name, words in cases.items():
+        plan = plan_run(RECIPE, [*words, f"--output_dir={directory / name}"], registry, smoke=True)
+        # a group brings threads that wake up all the time: those of the cases before must not slow this one down
+        dist.new_group = _reused(new_group, groups)
+        with counted(WARM_UP + steps + 1) as record:
+            if (code := run(plan, registry, resume=False)) != 0:
+                return code
+        record["seconds"], record["cpu_seconds"] = (record[key][WARM_UP:] for key in ("seconds", "cpu_seconds"))
+        found[name] = record
+    (directory / f"{rank}.json").write_text(json.dumps(found))
+    return 0
+
+
+@contextlib.contextmanager
+def counted(last: int) -> Iterator[dict[str, Any]]:
+    """Around a run of `last` steps, which takes the times of all but the last; that one is counted."""
+    from llmsuite.devices.cpu.gloo import trace
+    from llmsuite.engine import loop
+    from llmsuite.engine.optimizer import Optimizer
+
+    record: dict[str, Any] = {"seconds": [], "cpu_seconds": []}
+    train_step, finish, before = loop.train_step, Optimizer.finish_gradients, live_bytes()
+    since: list[tuple[float, float]] = []
+
+    def noted(step: int, samples: Any, objective: Any, model: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+        now = time.perf_counter(), time.process_time()
+        if since:
+            clock, cpu = since.pop()
+            record["seconds"].append(now[0] - clock)
+            record["cpu_seconds"].append(now[1] - cpu)
+        if step != last:
+            since.append(now)
+            return train_step(step, samples, objective, model, optimizer, *args, **more)
+        between = live_bytes() - before
+        record["held"] = {**held(model, optimizer), "between_steps": between}
+
+        def finished(self: Optimizer, weight: float) -> Any:
+            record["held"]["gradients"] = live_bytes() - before - between
+            return finish(self, weight)
+
+        messages: trace.Messages = collections.Counter()
+        Optimizer.finish_gradients = finished  # type: ignore[method-assign]
+        with trace.traced(messages):
+            result = train_step(step, samples, objective, model, optimizer, *args, **more)
+        record["sent"] = [[operation, shape, width, n] for (_, operation, shape, width), n in messages.items()]
+        return result
+
+    loop.train_step = noted
+    try:
+        yield record
+    finally:
+        loop.train_step, Optimizer.finish_gradients = train_step, finish  # type: ignore[method-assign]
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process, by Paddle's own count.
+
+    The least of some looks: copies that a thread has just sent to a neighbour in the pipeline are freed meanwhile.
+    """
+    from paddle.base import core
+
+    gc.collect()
+    looks = []
+    for _ in range(20):
+        looks.append(int(core.host_memory_stat_current_value("Allocated", 0)))
+        time.sleep(0.005)
+    return min(looks)
+
+
+def held(model: Any, optimizer: Any) -> dict[str, int]:
+    """Bytes of what lives between steps, each tensor once: in stage 3 the piece of a parameter is what is updated."""
+    from llmsuite.engine.parallelize import local_value
+
+    whole = [local_value(p) for _, p in model.named_parameters() if p._is_initialized()]
+    copies = [shard.owned for shard in optimizer.shards if shard.owned_is_copy]
+    stored = [s.owned for s in optimizer.shards if not s.owned_is_copy and not s.parameter._is_initialized()]
+    moments = [entry.value for entry in optimizer.state() if not entry.is_scalar and not entry.shard.is_empty]
+    return {"parameters": _bytes(whole + stored), "pieces": _bytes(copies), "moments": _bytes(moments)}
+
+
+def _bytes(tensors: Sequence[Any]) -> int:
+    return sum(int(tensor.size) * int(tensor.element_size()) for tensor in tensors)
+
+
+def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Callable[[list[int]], Any]:
+    """`new_group` for one case: the n-th time it asks for some ranks it gets the n-th such group."""
+    asked: collections.Counter[tuple[int, ...]] = collections.Counter()
+
+    def group_of(ranks: list[int]) -> Any:
+        key = tuple(ranks)
+        asked[key] += 1
+        if (key, asked[key]) not in groups:
+            groups[key, asked[key]] = new_group(ranks)
+        return groups[key, asked[key]]
+
+    return group_of
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
