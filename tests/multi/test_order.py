@@ -40,7 +40,7 @@ PP = {"pipeline_parallel_degree": 2}
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tied, interleaved, stage 1": (
         "llama/sft",
-        {**PP, "pipeline_schedule": "interleaved", "sharding": "stage1"},
+        {**PP, "pipeline_schedule": "interleaved", "sharding": "stage1", "gradient_bucket_bytes": 1 << 20},
         ("--model.config.tie_word_embeddings=true",),
     ),
     "four stages": ("qwen/sft", {"pipeline_parallel_degree": 4}, ()),

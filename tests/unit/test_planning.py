@@ -79,7 +79,9 @@ def test_micro_batches_that_are_not_played_take_as_long() -> None:
 
 @pytest.mark.parametrize(
     # matrices of 16 MiB, of which two are too large for one call, have the norms with them
-    ("parallel", "calls"), [('{"gradient_bucket_bytes": 0}', 291), ("{}", 291 - 65)], ids=["alone", "together"]
+    ("parallel", "calls"),
+    [('{"gradient_bucket_bytes": 0}', 291), ("{}", 291 - 65)],
+    ids=["alone", "together"],
 )
 def test_data_ranks_send_every_gradient_once(parallel: str, calls: int) -> None:
     plan = run_plan(RECIPE, f"--parallel={parallel}", "--launch.num_devices=4", "--engine.precision=fp32")

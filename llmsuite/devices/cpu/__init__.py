@@ -25,7 +25,6 @@ class CpuBackend(DeviceBackend):
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True
-    gradient_bucket_bytes = 25 << 20
     sends_beside_passes = False
     kernels_in_programs = False
 
