@@ -55,6 +55,8 @@ class ExpertBalance:
                     module.balance = Balance()
                     self._layers.append((module.balance, by_name.get(f"{name}.{plan.gate_bias}")))
         self._loads: list[Tensor] = []
+        self._summed: Tensor = None
+        """Ratios of the fullest expert to the mean, their number, and the loss, added up over all ranks."""
         self._num_sequences = 0.0
 
     def begin(self, batches: Callable[[], Sequence[dict[str, Any]]], scale: float) -> None:
@@ -83,23 +85,27 @@ class ExpertBalance:
             balance.factor = scale * self._loss_factor * weight / self._num_sequences
 
     @paddle.no_grad()
-    def finish(self) -> dict[str, float]:
-        """Behind the passes of a step: metrics of the global batch. Every rank calls it."""
+    def finish(self) -> None:
+        """Behind the passes of a step: add up what all ranks have seen. Every rank calls it."""
         self._loads = []
-        mine = [0.0, 0.0, 0.0]
+        mine: list[collective.Number] = [0.0, 0.0, 0.0]
         if self._layers:
             stacked = paddle.stack([local_value(balance.load) for balance, _ in self._layers])
             collective.sum_in_group(stacked, self._mesh.data_group)
             self._loads = list(stacked)
             if self._mesh.coordinate["tp"] == 0:
                 if self._mesh.data_rank == 0:
-                    mine[:2] = float((stacked.max(-1) / stacked.mean(-1)).sum()), float(len(self._layers))
-                mine[2] = sum(float(local_value(balance.loss)) for balance, _ in self._layers)
-        ratio, count, loss = collective.sum_over_run(mine)
-        metrics = {"experts/max_load": ratio / count}
+                    mine[:2] = (stacked.max(-1) / stacked.mean(-1)).sum(), float(len(self._layers))
+                mine[2] = paddle.add_n([local_value(balance.loss).astype("float64") for balance, _ in self._layers])
+        self._summed = collective.sum_on_device(mine)
+
+    def metrics(self) -> dict[str, float]:
+        """Behind `finish`: of the global batch. What it gives is not read from the device before."""
+        ratio, count, loss = collective.read(self._summed)
+        found = {"experts/max_load": ratio / count}
         if self._loss_factor:
-            metrics["experts/balance_loss"] = loss / self._num_sequences
-        return metrics
+            found["experts/balance_loss"] = loss / self._num_sequences
+        return found
 
     @paddle.no_grad()
     def update(self) -> None:
@@ -110,5 +116,5 @@ class ExpertBalance:
             assert shard is not None, "refused by a rule"
             shard.gather()
             bias = local_value(shard.parameter) + self._bias_rate * paddle.sign(load.mean() - load)
-            shard.load(bias.numpy())
+            shard.load(bias)
             shard.free()

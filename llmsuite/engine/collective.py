@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import types
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from llmsuite.errors import UserError
 from llmsuite.recipe.degrees import Degrees
 
 Tensor = Any
+Number = Any
+"""A float, or a scalar on the device that nobody has read yet."""
 _NOTHING = types.SimpleNamespace(shape=(), dtype="")
 _mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
 
@@ -70,23 +73,51 @@ def barrier() -> None:
             dist.barrier()
 
 
-def sum_over_run(values: Sequence[float]) -> list[float]:
+def read(numbers: Tensor) -> list[float]:
+    """What is in a tensor [N], on the host. An accelerator is waited for at every such copy, until it is through with
+    all it was given to do: so a training step makes few of them, each of many numbers, and all here."""
+    return [float(number) for number in numbers.numpy()]
+
+
+def _is_on_device(value: Number) -> bool:
+    return isinstance(value, paddle.Tensor)
+
+
+def _on_device(values: Sequence[Number]) -> Tensor:
+    """Numbers of the host and of the device, side by side in float64."""
+    parts = []
+    for on_device, numbers in itertools.groupby(values, _is_on_device):
+        if on_device:
+            parts += [number.astype("float64").reshape([1]) for number in numbers]
+        else:
+            parts.append(paddle.to_tensor(list(numbers), dtype="float64"))
+    return parts[0] if len(parts) == 1 else paddle.concat(parts)
+
+
+def sum_over_run(values: Sequence[Number]) -> list[float]:
     """Add up numbers over all ranks, in float64."""
     return _sum(values, None)
 
 
-def max_over_run(values: Sequence[float]) -> list[float]:
+def sum_on_device(values: Sequence[Number]) -> Tensor:
+    """The same, not read yet: see `read`."""
+    tensor = _on_device(values)
+    _reduce(tensor, None, dist.ReduceOp.SUM)
+    return tensor
+
+
+def max_over_run(values: Sequence[Number]) -> list[float]:
     """The largest of each number over all ranks, in float64."""
     return _reduced(values, None, dist.ReduceOp.MAX)
 
 
-def sum_over_readers(values: Sequence[float]) -> list[float]:
+def sum_over_readers(values: Sequence[Number]) -> list[float]:
     """Add up numbers over the ranks that read data (`Mesh.reads_data`), in float64; only those call it."""
     assert mesh().reads_data
     return _sum(values, mesh().reading_group) if mesh().has_middle else sum_over_run(values)
 
 
-def sum_over_data(values: Sequence[float], of_every_reader: Sequence[float] = ()) -> list[float]:
+def sum_over_data(values: Sequence[Number], of_every_reader: Sequence[float] = ()) -> list[float]:
     """Add up numbers over the data ranks, in float64; every rank that reads data calls it and gets the sums.
 
     Ranks that share a data rank, as those of a tensor parallel group do, are counted once; the numbers in
@@ -109,17 +140,22 @@ def from_all_ranks(values: Sequence[float]) -> list[list[float]]:
     return [whole[i : i + count] for i in range(0, len(whole), count)]
 
 
-def _sum(values: Sequence[float], group: Any) -> list[float]:
+def _sum(values: Sequence[Number], group: Any) -> list[float]:
     return _reduced(values, group, dist.ReduceOp.SUM)
 
 
-def _reduced(values: Sequence[float], group: Any, kind: Any) -> list[float]:
-    if num_ranks() == 1:
+def _reduced(values: Sequence[Number], group: Any, kind: Any) -> list[float]:
+    if num_ranks() == 1 and not any(map(_is_on_device, values)):
         return list(values)
-    tensor = paddle.to_tensor(list(values), dtype="float64")
-    with calls.made("all_reduce", tensor, group):
-        dist.all_reduce(tensor, op=kind, group=group)
-    return [float(v) for v in tensor.numpy()]
+    tensor = _on_device(values)
+    _reduce(tensor, group, kind)
+    return read(tensor)
+
+
+def _reduce(tensor: Tensor, group: Any, kind: Any) -> None:
+    if num_ranks() > 1:
+        with calls.made("all_reduce", tensor, group):
+            dist.all_reduce(tensor, op=kind, group=group)
 
 
 def sum_in_group(tensor: Tensor, group: Any) -> None:

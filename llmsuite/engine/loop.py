@@ -162,6 +162,7 @@ def fit(
                 balance=balance,
                 input_scales=input_scales,
                 guard=guard,
+                is_logged=step == schedule.total_steps or step % schedule.log_steps == 0,
             )
             busy += time.perf_counter() - started - (calls.waited() - waited)
             position += global_batch

@@ -84,10 +84,13 @@ class LossLedger:
         totals = collective.sum_over_data([*map(self._sum, names), *(self._weights[name] for name in names)])
         return {n: total / weight if weight else 0.0 for n, total, weight in zip(names, totals, totals[len(names) :])}
 
-    def _sum(self, name: str) -> float:
+    def _sum(self, name: str) -> collective.Number:
         parts = self._sums[name]
         numbers, tensors = ([p for p in parts if isinstance(p, (int, float)) is plain] for plain in (True, False))
-        return sum(numbers) + (float(paddle.add_n(tensors).astype("float64")) if tensors else 0.0)
+        if not tensors:
+            return sum(numbers)
+        total = paddle.add_n(tensors).astype("float64")
+        return total + paddle.to_tensor(sum(numbers), dtype="float64") if numbers else total
 
     def _reduce_read(self) -> tuple[float, dict[str, float]]:
         names, counts = list(self._sums), [*self._counts, *self._votes]

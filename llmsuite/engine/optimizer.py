@@ -97,8 +97,11 @@ class Optimizer:
         by_copies: dict[int, list[Tensor]] = {}
         for shard, gradient in finished:
             by_copies.setdefault(shard.copies, []).append(gradient.square().sum())
-        squares = sum(float(paddle.add_n(parts)) / copies for copies, parts in by_copies.items())
-        norm = math.sqrt(collective.sum_over_run([squares])[0])
+        squares = [
+            paddle.add_n(parts).astype("float64") / paddle.full([], copies, "float64")
+            for copies, parts in by_copies.items()
+        ]
+        norm = math.sqrt(collective.sum_over_run([paddle.add_n(squares) if squares else 0.0])[0])
         if self._max_norm is not None and norm > self._max_norm:
             for _, gradient in finished:
                 gradient.scale_(self._max_norm / norm)

@@ -60,12 +60,12 @@ class InputScales:
         self._observed = {name: (state[name][0], state[name][1]) for name in self._observed}
         self._publish()
 
-    def _take(self, name: str) -> float:
+    def _take(self, name: str) -> collective.Number:
         """What was seen of a layer here, for the last time; nothing is below any magnitude."""
         module = self._here.get(name)
         if module is None or module.largest is None:
             return 0.0
-        largest, module.largest = float(module.largest), None
+        largest, module.largest = module.largest, None
         return largest
 
     def _publish(self) -> None:

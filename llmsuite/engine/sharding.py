@@ -97,9 +97,10 @@ class ParameterShard:
         return not self.is_empty and (self.has_master or (self._parts > 1 and not self._is_stored_in_parts))
 
     @paddle.no_grad()
-    def load(self, values: np.ndarray) -> None:
+    def load(self, values: np.ndarray | Tensor) -> None:
         """Take over values of what lies on this rank without sharding, and begin a master from them."""
-        local = paddle.to_tensor(values).astype(self.parameter.dtype)
+        given = paddle.to_tensor(values) if isinstance(values, np.ndarray) else values
+        local = given.astype(self.parameter.dtype)
         part = local.flatten()[self._range] if self._parts > 1 else local
         if not self._is_stored_in_parts:
             local_value(self.parameter).copy_(local, True)

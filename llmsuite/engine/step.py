@@ -58,6 +58,7 @@ def train_step(
     balance: ExpertBalance | None = None,
     input_scales: InputScales | None = None,
     guard: Guard | None = None,
+    is_logged: bool = True,
 ) -> dict[str, float]:
     """Forward, backward, update; returns the metrics of the global batch.
 
@@ -77,6 +78,8 @@ def train_step(
         input_scales: of layers whose inputs are rounded.
         guard: decides what becomes of a step that is not finite, or a spike. One that is not learnt from has the
             metric "skipped", and "roll_back" if the run has to go back to a checkpoint. None stops the run.
+        is_logged: whether anybody will look at the metrics. Those that decide nothing, and do not come along with some
+            that do, are read from the device in such a step only, and in one in which a vote was cast.
 
     Raises:
         NonFiniteLoss, LossSpike: before anything is updated.
@@ -117,7 +120,9 @@ def train_step(
         )
     metrics["grad_norm"] = optimizer.finish_gradients(weight * (1.0 if scale is None else scale.value))
     if balance is not None:
-        metrics |= balance.finish()
+        balance.finish()
+        if is_logged or any(metrics[name] for name in votes or ()):
+            metrics |= balance.metrics()
     metrics["learning_rate"] = optimizer.learning_rate(step)
     metrics["reader_seconds"] = reader.seconds
 

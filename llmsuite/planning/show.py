@@ -47,7 +47,7 @@ def show_search(fitting: Sequence[Fitting], rejected: Sequence[Rejected], most: 
 
 def inexact(found: Estimate) -> Iterator[str]:
     """What of a plan is no count."""
-    yield "micro-batches are taken as full: rows of data.max_length, every position learnt; shorter ones take less"
+    yield "micro-batches are taken as full: rows of data.max_length, every position learnt; others take less"
     yield from NOT_COUNTED[:2]
     if any(isinstance(layer.mlp, Mixture) for layer in found.anatomy.layers):
         yield NOT_COUNTED[2]

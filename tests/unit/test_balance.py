@@ -91,7 +91,8 @@ def step(mesh: Mesh, rows: list[list[int]], factor: float = 0.3) -> tuple[dict[s
         nll = F.cross_entropy(made.logits(hidden), paddle.to_tensor(ids[batch, :longest]), reduction="none").squeeze(-1)
         (nll * paddle.to_tensor((documents == 0).astype("float32"))).sum().backward()
     found = {s.name: g.numpy() / sum(LENGTHS) for s in shards if (g := s.finish_gradient()) is not None}
-    metrics = balance.finish()
+    balance.finish()
+    metrics = balance.metrics()
     balance.update()
     found |= {n: p.numpy() for n, p in made.named_parameters() if n.endswith("bias")}
     return metrics, found

@@ -52,7 +52,9 @@ def test_ranks_are_added_up_before_anything_is_divided(monkeypatch: pytest.Monke
     """Two ranks, of which this one has the smaller part."""
     other = {"loss": (90.0, 9.0), "accuracy": (4.0, 4.0), "tokens": 100.0}
     added = [other["loss"][0], other["accuracy"][0], other["loss"][1], other["accuracy"][1], other["tokens"]]
-    monkeypatch.setattr(collective, "sum_over_run", lambda values: [a + b for a, b in zip(values, added, strict=True)])
+    monkeypatch.setattr(
+        collective, "sum_over_run", lambda values: [float(a) + b for a, b in zip(values, added, strict=True)]
+    )
     ledger = LossLedger()
     ledger.add(LossTerms(scalar(1), 1.0, {"accuracy": (scalar(0), 1.0)}))
     ledger.count(tokens=7)

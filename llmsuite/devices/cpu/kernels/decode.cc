@@ -129,8 +129,8 @@ void WithRows(int64_t rows, F f) {
 }
 
 // columns [from, to) of y [B, N] = x [B, D] w [D, N]; rows of x begin `x_step` apart
-void Product(int64_t B, const float* x, int64_t x_step, int64_t D, const float* w, int64_t N, int64_t from, int64_t to,
-             float* y) {
+[[gnu::noinline]] void Product(int64_t B, const float* x, int64_t x_step, int64_t D, const float* w, int64_t N,
+                               int64_t from, int64_t to, float* y) {
   for (int64_t b = 0; b < B; ++b) std::fill(y + b * N + from, y + b * N + to, 0.f);
   for (int64_t d = 0; d < D; d += kDepth)
     for (int64_t b = 0; b < B; b += kRows)
@@ -138,7 +138,8 @@ void Product(int64_t B, const float* x, int64_t x_step, int64_t D, const float* 
         const float* given = x + b * x_step;
         if (d + kDepth <= D) return AddRows<rows(), kDepth>(given + d, x_step, w + d * N, N, from, to, y + b * N, N);
         for (int64_t rest = d; rest < D; ++rest)
-          AddRows<rows(), 1>(given + rest, x_step, w + rest * N, N, from, to, y + b * N, N);
+          for (int64_t r = 0; r < rows(); ++r)
+            AddRows<1, 1>(given + r * x_step + rest, x_step, w + rest * N, N, from, to, y + (b + r) * N, N);
       });
 }
 
