@@ -316,11 +316,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def conditions(steps: int) -> str:
-    """On what it was measured."""
+def conditions(steps: int, load: float) -> str:
+    """On what it was measured; `load` is how many processes wanted to run before it began."""
     return (
         f"{page.processor()}, {os.cpu_count()} cores; paddlepaddle {importlib.metadata.version('paddlepaddle')}. "
-        f"Medians of {steps} steps, all in one run of the benchmark."
+        f"Medians of {steps} steps, all in one run of the benchmark; load average {load:.0f} when it began."
     )
 
 
@@ -333,13 +333,13 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["LLMSUITE_PLUGINS"] = ""
     found: dict[tuple[int, str], Measured] = {}
-    counts = (1, *sorted(arguments.ranks))
+    load, counts = os.getloadavg()[0], (1, *sorted(arguments.ranks))
     with tempfile.TemporaryDirectory(prefix="llmsuite-scaling-") as place:
         starts = [measure_start(count, arguments.starts, Path(place)) for count in counts if arguments.starts]
         for count in counts:
             runs = measure(count, arguments.steps, Path(place) / str(count))
             found |= {(count, name): run for name, run in runs.items()}
-    lines = [conditions(arguments.steps), "", *table_of_steps(found), "", *table_of_memory(found)]
+    lines = [conditions(arguments.steps, load), "", *table_of_steps(found), "", *table_of_memory(found)]
     lines += ["", *table_of_starts(starts)] if starts else []
     print("\n".join(lines))
     problems = [f"{name} on {n} ranks: {text}" for (n, name), run in found.items() for text in run.problems]

@@ -71,6 +71,11 @@ def _show_ops(name: str, registry: Registry) -> int:
         print(f"{name}, {precision}")
         for operation, is_fused, what in chosen(backend.ops(precision)):
             print(f"  {operation:14}  {'fused' if is_fused else 'plain'}  {what}")
+    print(f"{name}, sums of gradients over data ranks ({backend.collectives})")
+    limit = backend.gradient_bucket_bytes
+    bucket = f"up to {limit / 2**20:g} MiB in one call" if limit else "each parameter's in a call of its own"
+    print(f"  calls           {bucket}, unless parallel.gradient_bucket_bytes says")
+    print(f"  passes          {'go on meanwhile' if backend.sends_beside_passes else 'wait for each call'}")
     return 0
 
 

@@ -29,6 +29,10 @@ class DeviceBackend(abc.ABC):
     fuses_alike_only: ClassVar[bool] = False
     """Whether its kernels take distributed tensors only where all of an operation lie alike, and none in a program; the
     rest is done by plain operations."""
+    gradient_bucket_bytes: ClassVar[int] = 0
+    """How much of the gradients is added up over data ranks in one call, unless a recipe says; 0: each by itself."""
+    sends_beside_passes: ClassVar[bool] = True
+    """Whether these calls go on while the backward pass computes; else each is over when it returns."""
     kernels_in_programs: ClassVar[bool] = True
     """Whether Paddle Inference has the kernels of `ops` too: not those that are built here."""
 

@@ -177,18 +177,21 @@ def begin_sum(tensor: Tensor, group: Any) -> Any:
         return dist.all_reduce(tensor, group=group, sync_op=False)
 
 
-def reduce_scatter(flat: Tensor, group: Any) -> Tensor:
-    """Add up a flat tensor over a group; each rank gets its part, in the order of the group."""
+def begin_reduce_scatter(flat: Tensor, group: Any) -> tuple[Tensor, Any]:
+    """Add up a flat tensor over a group; each rank gets its part, in the order of the group.
+
+    Returns:
+        The part, and what to `wait()` for before it is used or `flat` freed; None where there is nothing to wait for.
+    """
     if group is None:
-        return flat
+        return flat, None
     size = flat.shape[0] // group.nranks
     with calls.made("reduce_scatter", flat, group):
         if dist.get_backend(group) == "GLOO":  # which has none of its own
             dist.all_reduce(flat, group=group)
-            return flat[group.rank * size : (group.rank + 1) * size].clone()
+            return flat[group.rank * size : (group.rank + 1) * size].clone(), None
         part = paddle.empty([size], dtype=flat.dtype)
-        dist.reduce_scatter(part, flat, group=group)
-        return part
+        return part, dist.reduce_scatter(part, flat, group=group, sync_op=False)
 
 
 def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: int) -> Tensor:

@@ -6,7 +6,7 @@ Plain arithmetic over the mesh: the engine cuts by it, and `llmsuite plan` count
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from llmsuite.engine.mesh import Mesh
 from llmsuite.models.shard_plan import ShardPlan
@@ -67,3 +67,30 @@ def has_master(dtype: str, is_frozen: bool) -> bool:
 def collects_early(stage: int, parts: int, master: bool) -> bool:
     """Whether a gradient is taken from the model as soon as a backward pass has made it, and added up in float32."""
     return master or (stage >= 2 and parts > 1)
+
+
+def buckets(sizes: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
+    """Which gradients are added up over ranks in one call: of a kind, one behind the other, as many as fit.
+
+    Args:
+        sizes: of the parameters of a part of the model, in its order: a kind and bytes. Only what is of one kind is
+            added up over the same ranks, in the same dtype.
+        limit: bytes of a bucket; what is larger is by itself.
+
+    Returns:
+        Numbers of parameters, the last ones first, as backward passes come to them.
+    """
+    found: list[list[int]] = []
+    open_ones: dict[Hashable, tuple[list[int], int]] = {}
+    for number in reversed(range(len(sizes))):
+        kind, size = sizes[number]
+        if size > limit:  # the small ones on both sides of it may still be together
+            found.append([number])
+            continue
+        bucket, filled = open_ones.get(kind, ([], limit))
+        if filled + size > limit or not bucket:
+            bucket, filled = [], 0
+            found.append(bucket)
+        bucket.append(number)
+        open_ones[kind] = bucket, filled + size
+    return found

@@ -20,6 +20,7 @@ from paddle.base.framework import EagerParamBase
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.engine import collective
+from llmsuite.engine.buckets import Bucket
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.parallelize import local_value, reshard
 from llmsuite.engine.partition import collects_early, has_master, piece_of
@@ -59,7 +60,9 @@ class ParameterShard:
             self.shape[0] *= mesh.expert_parts
         self._size = int(np.prod(self.local_shape, dtype="int64"))
         piece = piece_of(self._size, mesh, stage, is_frozen)
-        self._parts, self._part_size, self._range = piece.parts, piece.size, piece.range
+        self._parts, self._range = piece.parts, piece.range
+        self.part_size = piece.size
+        """Elements of a part, with padding."""
 
         self.has_master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
         part = local.flatten()[self._range].clone() if self._parts > 1 else local
@@ -76,8 +79,8 @@ class ParameterShard:
         self._adds_up_early = stage >= 2 and self._parts > 1
         self.is_last_pass = False
         """Whether the backward pass that is under way is the step's last one through this parameter."""
-        self._on_its_way: tuple[Tensor | None, Any] | None = None
-        """The gradient that is added up over the data ranks, and what to wait for."""
+        self.bucket = Bucket([self])
+        """Whose gradients travel together with this one."""
         if (self._collects_early or mesh.degrees.num_data_ranks > 1) and not parameter.stop_gradient:
             parameter._register_backward_hook(self._pass_ended)
 
@@ -166,15 +169,9 @@ class ParameterShard:
 
         Nothing may be changed in its memory once it was handed on to `set_gradient`.
         """
-        if self._on_its_way is None:
-            self._begin_sum()
-        assert self._on_its_way is not None
-        own, arrival = self._on_its_way
-        self._on_its_way = None
+        own = self.bucket.finish(self)
         if own is None:
             return None
-        if arrival is not None:
-            arrival.wait()
         if self._adds_up_early:
             own = own[: self._range.stop - self._range.start]
         elif self._parts > 1:
@@ -207,30 +204,60 @@ class ParameterShard:
             if self._collects_early:
                 self._collect()
             if self.is_last_pass and not self._adds_up_early:  # what was cut has little left to be sent
-                self._begin_sum()
+                self.bucket.add(self, self.take_gradient())
 
     def _collect(self) -> None:
         own = self._local_gradient()
         if own is None:
             return
         if self._adds_up_early:
-            own = collective.reduce_scatter(self._padded(own.flatten(), self._parts), self._mesh.sharding_group)
+            own = own.flatten()  # of a distributed one, what is not flattened would be emptied too
+        self.drop_gradient()
+        self.free()
+        if self._adds_up_early:
+            self.bucket.scatter(self, own)
+        else:
+            self.add_part(own)
+
+    # what a bucket asks for
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether there is a gradient, and other ranks to add it up with."""
+        return not self.parameter.stop_gradient and self._mesh.degrees.num_data_ranks > 1
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of the gradient as it is added up, in float32."""
+        return 4 * (self._parts * self.part_size if self._adds_up_early else self._size)
+
+    @property
+    def scatter_group(self) -> Any:
+        """Ranks that a gradient is cut over as a pass has made it."""
+        return self._mesh.sharding_group
+
+    @property
+    def sum_group(self) -> Any:
+        """Ranks that it is added up over once a step; None when there is one."""
+        return self._mesh.dp_group if self._adds_up_early else self._mesh.data_group
+
+    def in_parts(self, gradient: Tensor) -> Tensor:
+        """A flat gradient with the piece of each rank of the sharding axis in a row."""
+        return self._padded(gradient, self._parts).reshape([self._parts, self.part_size])
+
+    def add_part(self, own: Tensor) -> None:
+        """Take what a pass has made of the gradient, of a cut one the own part."""
         if self._sum is None:
             self._sum = own
         else:
             self._sum.add_(own)
-        self.drop_gradient()
-        self.free()
 
-    def _begin_sum(self) -> None:
-        """Add the gradient up over the data ranks, while the backward pass goes on where the device can do both."""
-        assert self._on_its_way is None, f"{self.name}: its last backward pass has ended twice"
+    def take_gradient(self) -> Tensor | None:
+        """What this rank has collected, or what its backward passes have left."""
         if self._collects_early:
             own, self._sum = self._sum, None
-        else:
-            own = self._local_gradient()
-        group = self._mesh.dp_group if self._adds_up_early else self._mesh.data_group
-        self._on_its_way = own, None if own is None else collective.begin_sum(own, group)
+            return own
+        return self._local_gradient()
 
     def _local_gradient(self) -> Tensor | None:
         """The parameter's gradient on this rank, a 16-bit one as float32, added up over tp."""
@@ -256,7 +283,7 @@ class ParameterShard:
 
     def _padded(self, flat: Tensor, num_parts: int = 1) -> Tensor:
         """With zeros behind, so that the parts of all ranks have one size."""
-        missing = num_parts * self._part_size - flat.shape[0]
+        missing = num_parts * self.part_size - flat.shape[0]
         return paddle.concat([flat, paddle.zeros([missing], flat.dtype)]) if missing else flat
 
     def _whole(self, local: Tensor) -> Tensor:

@@ -187,38 +187,41 @@ class Traffic:
         for held in self._held:
             if not held.is_trained:
                 continue
-            place = self._mesh.of_experts if held.is_expert else self._mesh
-            degrees = place.degrees
             if held.has_gradient:
-                self._gradient(held, degrees.dp, degrees.num_data_ranks)
+                self._gradient(held)
             if held.parts > 1 and not held.is_stored_in_parts:
                 why = "updated parameters, from the ranks that own the pieces"
                 self._add(SHARDING, "all_gather", (held.piece,), why, 1, held.num_bytes, held.is_expert)
+        for bucket in self._layout.buckets(self._mesh):
+            self._sums(bucket)
 
-    def _gradient(self, held: Held, dp: int, num_data_ranks: int) -> None:
+    def _gradient(self, held: Held) -> None:
+        """What a gradient needs by itself."""
         width = 4 if held.collects_early else held.num_bytes
-        passes = len(self._batches)
         if self._mesh.degrees.tp > 1 and self._is_partial(held):
             why = "gradients of norms, of which each rank has seen its tokens or heads"
             inside = self._compiled and self._is_compiled(held)
-            self._add(
-                TENSOR, "all_reduce", held.local_shape, why, passes if held.collects_early or inside else 1, width
-            )
-        own: tuple[int, ...]
-        if held.stage >= 2 and held.parts > 1:
-            flat = held.parts * held.piece
-            operation = "reduce_scatter" if self._own else "all_reduce"
-            why = "gradients, as a backward pass has made them"
-            self._add(SHARDING, operation, (flat,), why, passes, width, held.is_expert)
-            if dp > 1:
-                self._add(DP, "all_reduce", (held.piece,), "gradients", 1, width, held.is_expert)
-            own = (held.owned,)
-        else:
-            if num_data_ranks > 1:
-                self._add(DATA, "all_reduce", held.local_shape, "gradients", 1, width, held.is_expert)
-            own = (held.owned,) if held.parts > 1 else held.local_shape
+            times = len(self._batches) if held.collects_early or inside else 1
+            self._add(TENSOR, "all_reduce", held.local_shape, why, times, width)
         if held.is_tied:
+            own = (held.owned,) if held.parts > 1 else held.local_shape
             self._add("tied", "all_reduce", own, "gradient of the embedding, of first and last stage", 1, width)
+
+    def _sums(self, bucket: Sequence[Held]) -> None:
+        """Over data ranks."""
+        first, together = bucket[0], len(bucket) > 1
+        width = 4 if first.collects_early else first.num_bytes
+        whole = (sum(held.sum_size for held in bucket),)
+        if not first.adds_up_early:
+            shape = whole if together else first.local_shape
+            self._add(DATA, "all_reduce", shape, "gradients", 1, width, first.is_expert)
+            return
+        operation = "reduce_scatter" if self._own else "all_reduce"
+        why = "gradients, as a backward pass has made them"
+        self._add(SHARDING, operation, whole, why, len(self._batches), width, first.is_expert)
+        if (self._mesh.of_experts if first.is_expert else self._mesh).degrees.dp > 1:
+            pieces = (sum(held.piece for held in bucket),)
+            self._add(DP, "all_reduce", pieces, "gradients", 1, width, first.is_expert)
 
     def _is_compiled(self, held: Held) -> bool:
         """Whether a norm is part of a program; behind the attention of a layer with experts it is not."""

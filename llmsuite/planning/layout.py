@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from llmsuite.engine.cut import layer_costs, layer_of, part_bounds, parts_with
 from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.partition import SHARDING_STAGES, Piece, collects_early, has_master, own_slice, piece_of
+from llmsuite.engine.partition import SHARDING_STAGES, Piece, buckets, collects_early, has_master, own_slice, piece_of
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.shard_plan import WHOLE
@@ -63,6 +63,16 @@ class Held:
     def is_stored_in_parts(self) -> bool:
         return self.stage == 3 and self.parts > 1
 
+    @property
+    def adds_up_early(self) -> bool:
+        """Whether a gradient is cut over the sharding axis as every backward pass makes it."""
+        return self.stage >= 2 and self.parts > 1
+
+    @property
+    def sum_size(self) -> int:
+        """Elements of the gradient as it is added up."""
+        return self.parts * self.piece if self.adds_up_early else self.size
+
     # bytes between two steps, and what of a gradient lives until the last micro-batch is through
 
     @property
@@ -81,7 +91,7 @@ class Held:
         if not self.has_gradient:
             return 0
         if self.collects_early:
-            return 4 * (self.piece if self.stage >= 2 and self.parts > 1 else self.size)
+            return 4 * (self.piece if self.adds_up_early else self.size)
         return self.size * self.num_bytes
 
     def moment_bytes(self, optimizer: str) -> int:
@@ -148,6 +158,7 @@ class Layout:
             self.bounds = part_bounds(plan.recipe.parallel.pipeline_cut, self.model.costs, pp * plan.num_chunks)
         self._held: dict[int, list[Held]] = {}
         self.sharding = SHARDING_STAGES[plan.recipe.parallel.sharding]
+        self._bucket_bytes = plan.gradient_bucket_bytes
 
     @property
     def num_parameters(self) -> int:
@@ -171,6 +182,16 @@ class Layout:
         if mesh.rank not in self._held:
             self._held[mesh.rank] = self._make_held(mesh)
         return self._held[mesh.rank]
+
+    def buckets(self, mesh: Mesh) -> list[list[Held]]:
+        """The gradients of a rank that are added up over data ranks, those together that travel in one call."""
+        found = []
+        for part in self.parts_of(mesh.coordinate["pp"]):
+            sent = [held for held in self.held(mesh) if held.part == part and held.has_gradient]
+            sent = [h for h in sent if (mesh.of_experts if h.is_expert else mesh).degrees.num_data_ranks > 1]
+            for chosen in buckets([(held.is_expert, 4 * held.sum_size) for held in sent], self._bucket_bytes):
+                found.append([sent[i] for i in chosen])
+        return found
 
     def _make_held(self, mesh: Mesh) -> list[Held]:
         precision = self.plan.recipe.engine.precision

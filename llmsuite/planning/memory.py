@@ -156,6 +156,7 @@ def memory(
                 peak_held(schedules[stage], left, gradients),
                 largest,
                 how,
+                _in_buckets(layout.buckets(mesh), plan.device.factory().sends_beside_passes),
             )
         )
     return result
@@ -199,6 +200,7 @@ def _stage(
     with_gradients: float,
     batch: Pass,
     how: How,
+    in_buckets: float,
 ) -> StageMemory:
     recipe = layout.plan.recipe
     optimizer = recipe.train.optimizer
@@ -222,7 +224,7 @@ def _stage(
         gradients=gradients,
         activations=activations_kept,
         held=with_gradients,
-        buffers=_buffers(layout, anatomy, stage, held, batch, how),
+        buffers=_buffers(layout, anatomy, stage, held, batch, how) + in_buckets,
         update=float(update),
         host=copies + moments if away else 0.0,
     )
@@ -266,6 +268,17 @@ def _buffers(layout: Layout, anatomy: Anatomy, stage: int, held: Sequence[Held],
     if how.recompute == "none":
         forward -= of_mlp + behind
     return max(head, in_mlp, in_attention, forward, 0.0) + _gathered(held)
+
+
+def _in_buckets(buckets: Iterable[Sequence[Held]], beside_passes: bool) -> float:
+    """Gradients that are laid side by side, beside what they are laid from. Those that are cut at once wait for each
+    other whole; what is on its way meanwhile is freed when the next ones are ready."""
+    most = 0.0
+    for bucket in buckets:
+        if len(bucket) > 1:
+            times = 1 + (1 + beside_passes if bucket[0].adds_up_early else 0)
+            most = max(most, 4.0 * times * sum(held.sum_size for held in bucket))
+    return most
 
 
 def _largest(held: Iterable[Held]) -> float:

@@ -204,6 +204,7 @@ class _Rank:
         self._layout, self._mesh, self._channels = layout, mesh, channels
         self._groups = {name: groups[key] for name, (key, among) in _places(mesh).items() if among}
         self._held, self._stage = layout.held(mesh), mesh.coordinate["pp"]
+        self._buckets = layout.buckets(mesh)
         self._last = len(layout.bounds) - 2
         self._documents = full_pass(layout.plan).documents or marks_padding(layout.plan)
         pp, own = mesh.degrees.pp, mesh.coordinate
@@ -221,9 +222,10 @@ class _Rank:
             yield from self._pass(action, sums=last_backward.get(action.chunk) is action)
         yield from self._ledger()
         learnt = [held for held in self._held if held.is_trained]
+        sums = {held.name: bucket for bucket in self._buckets for held in bucket}
         for held in learnt:
             if held.has_gradient:
-                yield from self._gradient(held)
+                yield from self._gradient(held, sums)
         yield from self._call("run", "all_reduce", (1,), "norm of the gradients")
         if gated:
             if any(self._layout.cuts.is_expert(held.name) for held in self._held):
@@ -260,7 +262,7 @@ class _Rank:
             if cuts and any(held.parts > 1 and _axis("sharding", held) == name for held in inside):
                 yield from self._call(name, "pass", (), why)
         for name in ("data", "experts' data"):
-            if sums and any(h.has_gradient and not _adds_up_early(h) and _axis("data", h) == name for h in inside):
+            if sums and any(h.has_gradient and not h.adds_up_early and _axis("data", h) == name for h in inside):
                 yield from self._call(name, "pass", (), why)
         if 0 <= ahead <= self._last:
             yield from self._messages("send", action, ahead, evaluates)
@@ -286,18 +288,19 @@ class _Rank:
         if self._mesh.has_middle:
             yield from self._call("run", "all_reduce", (), "ledger of the loss, for ranks that read nothing")
 
-    def _gradient(self, held: Held) -> Iterator[Call]:
+    def _gradient(self, held: Held, sums: dict[str, list[Held]]) -> Iterator[Call]:
+        """With the first one of a bucket in `sums` all of them are added up."""
         why = f"gradient of {held.name}"
-        if _adds_up_early(held):
-            yield from self._call(_axis("dp", held), "all_reduce", (held.piece,), why)
+        bucket = sums.pop(held.name, [])
+        for other in bucket:
+            sums.pop(other.name, None)
+        if bucket and held.adds_up_early:
+            together = why if len(bucket) == 1 else f"gradients of {len(bucket)} parameters with {held.name}"
+            pieces = (sum(other.piece for other in bucket),)
+            yield from self._call(_axis("dp", held), "all_reduce", pieces, together)
         if held.is_tied:
             own = (held.owned,) if held.parts > 1 else held.local_shape
             yield from self._call("tied", "all_reduce", own, f"{why}, of first and last stage")
-
-
-def _adds_up_early(held: Held) -> bool:
-    """Whether a gradient is cut over the sharding axis as every backward pass makes it."""
-    return held.stage >= 2 and held.parts > 1
 
 
 def _axis(name: str, held: Held) -> str:

@@ -57,6 +57,12 @@ class RunPlan:
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
+    @property
+    def gradient_bucket_bytes(self) -> int:
+        """How much of the gradients is added up over data ranks in one call; 0: each by itself."""
+        asked = self.recipe.parallel.gradient_bucket_bytes
+        return self.device.factory().gradient_bucket_bytes if asked is None else asked
+
     def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
         """Raises RecipeError naming every file this process needs that is not there, and how to get it."""
         problems = []

@@ -102,6 +102,9 @@ class ParallelSection(Section):
     """Data ranks (dp x sharding) that share the routed experts of a mixture, and send each other the tokens."""
     sequence_parallel: bool = False
     """Cut activations along the sequence between the tensor parallel regions."""
+    gradient_bucket_bytes: NonNegativeInt | None = None
+    """Gradients that become ready one after the other are added up over the data ranks in one call, up to so many bytes
+    of float32. 0: each by itself. Default: what the device does, see: llmsuite doctor --ops."""
 
     @property
     def num_chunks(self) -> int:

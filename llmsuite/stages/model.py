@@ -22,6 +22,7 @@ from llmsuite.checkpoint.train_state import WholeTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine import collective
 from llmsuite.engine.balance import ExpertBalance
+from llmsuite.engine.buckets import share_calls
 from llmsuite.engine.cut import keep_part, layer_costs, owner_stage, part_bounds
 from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
@@ -141,6 +142,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     for chunk in chunks:
         num_before = len(shards)
         parallelize(chunk, cuts, mesh, read, dtype, sequence_parallel, cut)
+        share_calls(shards[num_before:], cuts.is_expert, plan.gradient_bucket_bytes)
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:

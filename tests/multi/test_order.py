@@ -40,7 +40,7 @@ PP = {"pipeline_parallel_degree": 2}
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tied, interleaved, stage 1": (
         "llama/sft",
-        {**PP, "pipeline_schedule": "interleaved", "sharding": "stage1"},
+        {**PP, "pipeline_schedule": "interleaved", "sharding": "stage1", "gradient_bucket_bytes": 1 << 20},
         ("--model.config.tie_word_embeddings=true",),
     ),
     "four stages": ("qwen/sft", {"pipeline_parallel_degree": 4}, ()),
@@ -80,12 +80,12 @@ def test_ranks_make_the_calls_that_are_written_down(logged: Runner, name: str) -
             r for r in records if r["step"] == STEP and not r["where"].startswith("loop.py")
         ]  # which writes it down
         ledger = next(i for i, r in enumerate(step) if r["where"].startswith("loss_ledger.py"))
-        inside = [r for r in step[:ledger] if r["where"].startswith(("sharding.py", "experts.py"))]
+        inside = [r for r in step[:ledger] if r["where"].startswith(("sharding.py", "buckets.py", "experts.py"))]
         found = [r for r in step if r not in inside]
         assert [(r["what"], r["ranks"]) for r in found] == [(c.what, sorted(c.group.ranks)) for c in expected], rank
         for call, record in zip(expected, found):
             assert not call.size or record["shape"] == str(list(call.size)), (call, record)
         sums = [r["shape"] for r in inside if r["what"] == "all_reduce"]
-        held = [h for h in layout.held(Mesh(plan.degrees, rank)) if h.has_gradient and h.stage < 2]
-        summed = held if plan.degrees.num_data_ranks > 1 else []
-        assert sorted(sums) == sorted(str(list(h.local_shape)) for h in summed)
+        together = [bucket for bucket in layout.buckets(Mesh(plan.degrees, rank)) if not bucket[0].adds_up_early]
+        shapes = [b[0].local_shape if len(b) == 1 else (sum(held.size for held in b),) for b in together]
+        assert sorted(sums) == sorted(str(list(shape)) for shape in shapes)

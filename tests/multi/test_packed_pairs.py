@@ -61,7 +61,9 @@ def _case(
         f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}", f"--train.micro_batch_size={micro}",
         f"--train.global_batch_size={batch}",
     ]  # fmt: skip
-    return Case(name, ranks, [*WORDS, *own, *words, *more], recipe=recipe)
+    keys = {word.partition("=")[0] for word in own}
+    common = [word for word in WORDS if word.partition("=")[0] not in keys]
+    return Case(name, ranks, [*common, *own, *words, *more], recipe=recipe)
 
 
 def run_points(runner: Runner, points: list[tuple[str, str]]) -> dict[str, str]:

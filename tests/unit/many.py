@@ -152,10 +152,10 @@ def _distributed(table: Table, backend: str) -> types.SimpleNamespace:
         assert len({tuple(value.shape) for value in gathered}) == 1, "as Paddle wants it"
         parts += [value.clone() for value in gathered]
 
-    def reduce_scatter(part: Any, tensor: Any, group: Group) -> None:
+    def reduce_scatter(part: Any, tensor: Any, group: Group, sync_op: bool = True) -> Arrival:
         assert tensor.shape[0] == group.nranks * part.shape[0]
-        own = np.split(add_up(tensor, group), group.nranks)[group.rank]
-        part.copy_(paddle.to_tensor(own), True)
+        assert not sync_op, "it goes on beside the backward pass"
+        return Arrival(part, np.split(add_up(tensor, group), group.nranks)[group.rank])
 
     def alltoall_single(out: Any, tensor: Any, sent: list[int], received: list[int], group: Group) -> None:
         assert [sum(sent), sum(received)] == [tensor.shape[0], out.shape[0]]

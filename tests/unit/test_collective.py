@@ -44,7 +44,7 @@ def test_alone_nothing_is_sent() -> None:
     assert collective.sum_over_readers([1.5]) == collective.from_first_rank([1.5]) == [1.5]
     tensor = paddle.to_tensor([1.0, 2.0])
     collective.sum_in_group(tensor, None)
-    assert collective.reduce_scatter(tensor, None) is tensor
+    assert collective.begin_reduce_scatter(tensor, None) == (tensor, None)
     assert collective.all_gather(tensor, None) is tensor
     assert tensor.tolist() == [1.0, 2.0]
 
@@ -68,7 +68,9 @@ def test_within_a_group(degrees: Degrees, group: str, backend: str) -> None:
             assert np.array_equal(joined.numpy(), np.concatenate([brings(rank) for rank in row], dim))
         # 2 elements for each member, in the order of the group
         flat = np.arange(2 * len(row), dtype="float32")
-        part = collective.reduce_scatter(paddle.to_tensor(flat * (mesh.rank + 1)), mine)
+        part, arrival = collective.begin_reduce_scatter(paddle.to_tensor(flat * (mesh.rank + 1)), mine)
+        if arrival is not None:
+            arrival.wait()
         at = row.index(mesh.rank)
         assert part.tolist() == [sum(rank + 1 for rank in row) * value for value in (2 * at, 2 * at + 1)]
 

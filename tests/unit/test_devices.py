@@ -43,6 +43,13 @@ def test_collectives_and_precisions(name: str, collectives: str, precisions: tup
     assert (BACKENDS[name].collectives, BACKENDS[name].precisions) == (collectives, precisions)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_how_gradients_are_added_up(name: str) -> None:
+    backend = BACKENDS[name]
+    expected = (0, False) if name == "cpu" else (25 << 20, True)
+    assert (backend.gradient_bucket_bytes, backend.sends_beside_passes) == expected
+
+
 FLASH = {"causal_mask": ops.no_mask, "document_mask": ops.document_ends, "attention": ops.flash_attention}
 ROTARY_SWIGLU = {"rotary": ops.fused_rotary, "swiglu": ops.fused_swiglu}
 RMS = {"rms_norm": ops.fused_rms_norm}

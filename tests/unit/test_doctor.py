@@ -115,7 +115,8 @@ def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pyt
     """Also of devices that are not here."""
     assert main(["doctor", "--ops", f"--device={name}"]) == 0
     backend, fused, precision = registry.devices[name].factory(), dict[str, set[str]](), ""
-    for line in capsys.readouterr().out.splitlines():
+    said, _, sums = capsys.readouterr().out.partition(f"{name}, sums of gradients over data ranks ")
+    for line in said.splitlines():
         words = line.split()
         if not line.startswith(" "):
             assert words[0] == f"{name},"
@@ -128,6 +129,16 @@ def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pyt
     assert tuple(fused) == backend.precisions
     for precision, operations in fused.items():
         assert operations - {"causal_mask", "document_mask"} == backend.fused(precision)
+    assert [" ".join(line.split()) for line in sums.splitlines()] == SUMS[name]
+
+
+UNLESS = "unless parallel.gradient_bucket_bytes says"
+AT_ONCE = f"calls up to 25 MiB in one call, {UNLESS}"
+SUMS = {
+    "cpu": ["(gloo)", f"calls each parameter's in a call of its own, {UNLESS}", "passes wait for each call"],
+    "gpu": ["(nccl)", AT_ONCE, "passes go on meanwhile"],
+    "xpu": ["(bkcl)", AT_ONCE, "passes go on meanwhile"],
+}
 
 
 def test_the_kernels_of_no_device(capsys: pytest.CaptureFixture[str]) -> None:

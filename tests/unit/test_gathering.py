@@ -103,7 +103,9 @@ def test_a_model_in_parts_computes_what_it_computes_whole(config: Any) -> None:
 def test_a_layer_that_is_computed_again_is_gathered_once_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank, whose neighbour has the same part: Paddle's recompute is not for threads."""
     monkeypatch.setattr(collective, "all_gather", lambda part, group, dim=0: paddle.concat([part, part], axis=dim))
-    monkeypatch.setattr(collective, "reduce_scatter", lambda flat, group: flat[: flat.shape[0] // 2].clone())
+    monkeypatch.setattr(
+        collective, "begin_reduce_scatter", lambda flat, group: (flat[: flat.shape[0] // 2].clone(), None)
+    )
     monkeypatch.setattr(Mesh, "sharding_group", None)
     learnt = []
     for recompute in (False, True):

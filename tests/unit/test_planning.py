@@ -77,14 +77,21 @@ def test_micro_batches_that_are_not_played_take_as_long() -> None:
     assert found.bubble == pytest.approx(simulate(orders("1F1B", 2, found.num_micro_batches, 1), *costs).bubble)
 
 
-def test_data_ranks_send_every_gradient_once() -> None:
-    plan = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=4", "--engine.precision=fp32")
+@pytest.mark.parametrize(
+    # matrices of 16 MiB, of which two are too large for one call, have the norms with them
+    ("parallel", "calls"),
+    [('{"gradient_bucket_bytes": 0}', 291), ("{}", 291 - 65)],
+    ids=["alone", "together"],
+)
+def test_data_ranks_send_every_gradient_once(parallel: str, calls: int) -> None:
+    plan = run_plan(RECIPE, f"--parallel={parallel}", "--launch.num_devices=4", "--engine.precision=fp32")
     layout = Layout(plan)
     (mesh,) = ranks(plan)
     sent = Traffic(layout, anatomy_of(plan), mesh, [Pass(1, 64, 64)] * 4, True).counts
     gradients = {message: count for message, count in sent.items() if message.axis == "data"}
     assert sum(math.prod(m.shape) * m.num_bytes * count for m, count in gradients.items()) == 4 * layout.num_parameters
-    assert sum(gradients.values()) == len(layout.shapes)
+    assert len(layout.shapes) == 291
+    assert sum(gradients.values()) == calls
 
 
 def test_rings_send_parts() -> None:

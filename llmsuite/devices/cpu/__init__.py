@@ -25,6 +25,7 @@ class CpuBackend(DeviceBackend):
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True
+    sends_beside_passes = False
     kernels_in_programs = False
 
     def environment(self, local_ranks: int) -> dict[str, str]:
