@@ -75,7 +75,10 @@ def _show_ops(name: str, registry: Registry) -> int:
     limit = backend.gradient_bucket_bytes
     bucket = f"up to {limit / 2**20:g} MiB in one call" if limit else "each parameter's in a call of its own"
     print(f"  calls           {bucket}, unless parallel.gradient_bucket_bytes says")
-    print(f"  passes          {'go on meanwhile' if backend.sends_beside_passes else 'wait for each call'}")
+    goes_on = "go on meanwhile" if backend.sends_beside_passes else "wait for each call"
+    print(f"  passes          {goes_on}")
+    print(f"{name}, sums of gradients over tensor parallel ranks")
+    print(f"  products        of a weight's gradient {goes_on}")
     return 0
 
 

@@ -32,7 +32,8 @@ class DeviceBackend(abc.ABC):
     gradient_bucket_bytes: ClassVar[int] = 0
     """How much of the gradients is added up over data ranks in one call, unless a recipe says; 0: each by itself."""
     sends_beside_passes: ClassVar[bool] = True
-    """Whether these calls go on while the backward pass computes; else each is over when it returns."""
+    """Whether these calls, and sums over tensor parallel ranks, go on while a backward pass computes; else each is over
+    when it returns."""
     kernels_in_programs: ClassVar[bool] = True
     """Whether Paddle Inference has the kernels of `ops` too: not those that are built here."""
 

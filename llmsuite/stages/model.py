@@ -28,6 +28,7 @@ from llmsuite.engine.gathering import Gatherer
 from llmsuite.engine.init import initial_values
 from llmsuite.engine.mesh import Mesh
 from llmsuite.engine.optimizer import Optimizer, StateTensor
+from llmsuite.engine.overlap import overlap_sums
 from llmsuite.engine.parallelize import ReadSlice, between_layers, parallelize, read_local
 from llmsuite.engine.partition import SHARDING_STAGES, own_slice
 from llmsuite.engine.pipeline import Edges, PipelineStage
@@ -143,6 +144,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         num_before = len(shards)
         parallelize(chunk, cuts, mesh, read, dtype, sequence_parallel, cut)
         share_calls(shards[num_before:], cuts.is_expert, plan.gradient_bucket_bytes)
+        if mesh.tensor is not None and backend.sends_beside_passes:
+            overlap_sums(chunk, cuts, mesh)
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:

@@ -61,6 +61,8 @@ class Case:
     """Whether each rank writes down what it has sent in the last step, as `traffic-RANK.json`."""
     resume: bool = False
     """Whether it goes on from the checkpoints that are in its directory."""
+    beside_passes: bool = False
+    """Whether the engine does as on a device that sends while it computes."""
     note_opened: bool = False
     """Whether each rank writes down which files it has opened, as `opened-RANK.json`."""
 

@@ -18,8 +18,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from llmsuite.cli import commands
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
@@ -55,6 +57,7 @@ def main(file: str) -> int:
         dist.new_group = _reused(new_group, groups)
         with contextlib.ExitStack() as during:
             during.enter_context(mutated(case["mutation"]))
+            during.enter_context(mock.patch.object(CpuBackend, "sends_beside_passes", case["beside_passes"]))
             during.enter_context(_gradients_of_first_step(directory))
             during.enter_context(_samples_of_each_step(directory, rank))
             if case["trace"]:
