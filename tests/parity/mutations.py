@@ -111,7 +111,7 @@ def scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:
     """Inputs are rounded by the largest one that this rank has seen of its part of them."""
     from llmsuite.engine import collective
 
-    patch.setattr(collective, "max_over_run", list)
+    patch.setattr(collective, "max_over_run", lambda values: [float(value) for value in values])
 
 
 def weight_scale_of_own_part(patch: pytest.MonkeyPatch) -> None:
