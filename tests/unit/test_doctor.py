@@ -115,7 +115,7 @@ def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pyt
     """Also of devices that are not here."""
     assert main(["doctor", "--ops", f"--device={name}"]) == 0
     backend, fused, precision = registry.devices[name].factory(), dict[str, set[str]](), ""
-    said, _, sums = capsys.readouterr().out.partition(f"{name}, sums of gradients over data ranks ")
+    said, _, rest = capsys.readouterr().out.partition(f"{name}, sums of gradients over data ranks ")
     for line in said.splitlines():
         words = line.split()
         if not line.startswith(" "):
@@ -129,15 +129,26 @@ def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pyt
     assert tuple(fused) == backend.precisions
     for precision, operations in fused.items():
         assert operations - {"causal_mask", "document_mask"} == backend.fused(precision)
-    assert [" ".join(line.split()) for line in sums.splitlines()] == SUMS[name]
+    assert [" ".join(line.split()) for line in rest.splitlines()] == SUMS[name]
 
 
 UNLESS = "unless parallel.gradient_bucket_bytes says"
-AT_ONCE = f"calls up to 25 MiB in one call, {UNLESS}"
+BY_ITSELF, AT_ONCE = f"each parameter's in a call of its own, {UNLESS}", f"up to 25 MiB in one call, {UNLESS}"
+
+
+def sums(name: str, library: str, calls: str, meanwhile: str) -> list[str]:
+    """What is said of sums of gradients."""
+    over_tensor_ranks = [
+        f"{name}, sums of gradients over tensor parallel ranks",
+        f"products of a weight's gradient {meanwhile}",
+    ]
+    return [f"({library})", f"calls {calls}", f"passes {meanwhile}", *over_tensor_ranks]
+
+
 SUMS = {
-    "cpu": ["(gloo)", f"calls each parameter's in a call of its own, {UNLESS}", "passes wait for each call"],
-    "gpu": ["(nccl)", AT_ONCE, "passes go on meanwhile"],
-    "xpu": ["(bkcl)", AT_ONCE, "passes go on meanwhile"],
+    "cpu": sums("cpu", "gloo", BY_ITSELF, "wait for each call"),
+    "gpu": sums("gpu", "nccl", AT_ONCE, "go on meanwhile"),
+    "xpu": sums("xpu", "bkcl", AT_ONCE, "go on meanwhile"),
 }
 
 
