@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
     import paddle.distributed as dist
 
     from llmsuite.cli import commands
+    from llmsuite.devices.cpu.gloo.groups import reused
     from llmsuite.engine import calls
     from llmsuite.plugins import builtin
     from llmsuite.plugins.manager import load_plugins
@@ -67,7 +68,7 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
     for name, words in cases.items():
         plan = plan_run(RECIPE, [*words, f"--output_dir={directory / name}"], registry, smoke=True)
         # a group brings threads that wake up all the time: those of the cases before must not slow this one down
-        dist.new_group = _reused(new_group, groups)
+        dist.new_group = reused(new_group, groups)
         with counted(WARM_UP + steps + 1) as record:
             if (code := run(plan, registry, resume=False)) != 0:
                 return code
@@ -146,20 +147,6 @@ def held(model: Any, optimizer: Any) -> dict[str, int]:
 
 def _bytes(tensors: Sequence[Any]) -> int:
     return sum(int(tensor.size) * int(tensor.element_size()) for tensor in tensors)
-
-
-def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Callable[[list[int]], Any]:
-    """`new_group` for one case: the n-th time it asks for some ranks it gets the n-th such group."""
-    asked: collections.Counter[tuple[int, ...]] = collections.Counter()
-
-    def group_of(ranks: list[int]) -> Any:
-        key = tuple(ranks)
-        asked[key] += 1
-        if (key, asked[key]) not in groups:
-            groups[key, asked[key]] = new_group(ranks)
-        return groups[key, asked[key]]
-
-    return group_of
 
 
 if __name__ == "__main__":

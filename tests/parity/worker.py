@@ -22,6 +22,7 @@ from unittest import mock
 
 from llmsuite.cli import commands
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.gloo.groups import reused
 from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
@@ -54,7 +55,7 @@ def main(file: str) -> int:
         directory = path.parent / case["name"]
         os.environ["LLMSUITE_CACHE"] = str(directory / "cache")  # what is computed before the first step counts too
         plan = plan_run(case["recipe"], [*case["words"], f"--output_dir={directory}"], registry, smoke=True)
-        dist.new_group = _reused(new_group, groups)
+        dist.new_group = reused(new_group, groups)
         with contextlib.ExitStack() as during:
             during.enter_context(mutated(case["mutation"]))
             during.enter_context(mock.patch.object(CpuBackend, "sends_beside_passes", case["beside_passes"]))
@@ -314,17 +315,3 @@ def _passes_of_a_step() -> Iterator[dict[str, list[Any]]]:
         Experts.rows = rows  # type: ignore[method-assign]
         PipelineStage.forward, PipelineStage.backward = forward, backward  # type: ignore[method-assign]
         PipelineStage.hidden_states, PipelineStage.token_nll = hidden_states, token_nll  # type: ignore[method-assign]
-
-
-def _reused(new_group: Callable[[list[int]], Any], groups: dict[Any, Any]) -> Callable[[list[int]], Any]:
-    """`new_group` for one case: the first time it asks for some ranks it gets the first such group, and so on."""
-    asked: collections.Counter[tuple[int, ...]] = collections.Counter()
-
-    def group_of(ranks: list[int]) -> Any:
-        key = tuple(ranks)
-        asked[key] += 1
-        if (key, asked[key]) not in groups:
-            groups[key, asked[key]] = new_group(ranks)
-        return groups[key, asked[key]]
-
-    return group_of
