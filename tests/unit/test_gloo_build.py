@@ -138,3 +138,32 @@ def test_fused_operations_that_cannot_be_built_are_done_without(
     assert done.stderr.count("going on with plain operations, which are slower") == 1
     assert "are in" in done.stderr, "where the compiler's messages are"
     assert len(calls(tmp_path)) == 1
+
+
+NAMES = """
+import ctypes, os, subprocess
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.start import start_paddle
+start_paddle(CpuBackend(), 2, join=True)
+from llmsuite.devices.cpu.build import library
+from llmsuite.devices.cpu.gloo.shims import FRONT, KERNELS
+
+def names(of):
+    said = subprocess.run(["nm", "-D", "--defined-only", library(of)], capture_output=True, text=True, check=True)
+    return {line.split()[2] for line in said.stdout.splitlines() if line.split()[1] in "TW"}
+
+front, kernels = names(FRONT) - {"use_kernels"}, names(KERNELS)
+assert front <= kernels, front - kernels
+anyone = ctypes.CDLL(None)  # what any library finds first
+assert all(hasattr(anyone, name) for name in front)
+print(len(front))
+print([name for name in (%r, %r) if hasattr(anyone, name)])
+"""
+
+
+def test_only_the_names_in_front_are_global() -> None:
+    """With libphi_core.so in the global scope a machine without AVX-512 stops at an illegal instruction."""
+    resize = "_ZN3phi11DenseTensor6ResizeERKN6common4DDimE"
+    get = "_ZNK3phi11distributed18CommContextManager3GetERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+    done = subprocess.run([sys.executable, "-c", NAMES % (resize, get)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["43", "[]"]

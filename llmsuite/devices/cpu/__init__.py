@@ -49,16 +49,15 @@ class CpuBackend(DeviceBackend):
         return "attention" in self.fused(precision)
 
     def prepare_ranks(self) -> None:
-        from llmsuite.devices.cpu.build import library
-        from llmsuite.devices.cpu.gloo.shims import KERNELS as GLOO
+        from llmsuite.devices.cpu.gloo import shims
 
-        library(GLOO)
+        shims.build_kernels()
         build_kernels()
 
     def before_paddle(self) -> None:
-        from llmsuite.devices.cpu.gloo.shims import load_kernels
+        from llmsuite.devices.cpu.gloo.shims import come_first
 
-        load_kernels()
+        come_first()
 
     def after_paddle(self) -> None:
         from llmsuite.devices.cpu.gloo.shims import install

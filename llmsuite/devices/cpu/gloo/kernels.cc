@@ -1,7 +1,7 @@
-// What the CPU wheel of Paddle 3.3.1 lacks for several processes over Gloo, filled by symbol interposition.
+// What the CPU wheel of Paddle 3.3.1 lacks for several processes over Gloo.
 //
-// Loaded with RTLD_GLOBAL before `import paddle`: the dynamic linker then prefers these definitions to the wheel's
-// stubs. Built once per Paddle version by build.py, against the headers the wheel ships.
+// Called in place of the wheel's stubs, by way of front.cc; loaded once Paddle is. Built once per Paddle version by
+// build.py, against the headers the wheel ships.
 #include <dlfcn.h>
 
 #include <chrono>
@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "paddle/phi/api/include/tensor.h"
@@ -138,16 +139,7 @@ void PRecvKernel(const C& context, int peer, DataType dtype, const std::vector<i
   template void AllToAllKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, DenseTensor*);           \
   template void PSendKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, bool);                 \
   template void PRecvKernel<T, CPUContext>(const CPUContext&, int, DataType, const std::vector<int>&, bool, DenseTensor*);
-LLMSUITE_KERNELS(float)
-LLMSUITE_KERNELS(double)
-LLMSUITE_KERNELS(int)
-LLMSUITE_KERNELS(int64_t)
-LLMSUITE_KERNELS(bool)
-LLMSUITE_KERNELS(uint8_t)
-LLMSUITE_KERNELS(int8_t)
-LLMSUITE_KERNELS(int16_t)
-LLMSUITE_KERNELS(dtype::float16)
-LLMSUITE_KERNELS(dtype::bfloat16)
+#include "types.h"
 
 }  // namespace phi
 
@@ -193,6 +185,12 @@ int PyGILState_Check();
 void* PyEval_SaveThread();
 void PyEval_RestoreThread(void*);
 }
+
+// front.cc knows no more of these than how they are passed
+static_assert(std::is_trivially_copyable_v<phi::Place> && sizeof(phi::Place) <= 2 * sizeof(long));
+static_assert(sizeof(phi::Place) > sizeof(long));
+static_assert(!std::is_trivially_copyable_v<paddle::Tensor> && !std::is_trivially_copyable_v<paddle::optional<paddle::Tensor*>>);
+static_assert(!std::is_trivially_copyable_v<phi::distributed::TensorDistAttr>);
 
 struct WithoutLock {
   void* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;

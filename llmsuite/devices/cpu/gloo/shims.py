@@ -1,12 +1,13 @@
 """What Paddle 3.3.1 gets wrong for several CPU processes over Gloo, put right. One line each on why.
 
-Import order matters: `load_kernels` before `import paddle`, `install` right after it.
+Import order matters: `come_first` before `import paddle`, `install` right after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import os
 import socket
@@ -17,23 +18,40 @@ from typing import Any
 from llmsuite.devices.cpu.build import Library, library
 from llmsuite.errors import UserError
 
+_HERE = Path(__file__).parent
 KERNELS = Library(
     name="gloo",
-    sources=(Path(__file__).with_name("kernels.cc"),),
+    sources=(_HERE / "kernels.cc", _HERE / "types.h"),
     options=("-O1",),
     links=("libphi_core.so", "libcommon.so"),
     is_for_this_cpu=False,
     without=("several CPU processes need", "set launch.num_devices to 1"),
 )
+FRONT = dataclasses.replace(KERNELS, name="gloo_front", sources=(_HERE / "front.cc", _HERE / "types.h"), links=())
+"""What comes in front of the wheel's stubs. It links nothing of Paddle: see front.cc."""
+
 _STORE_TIMEOUT_SECONDS = 300
 _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 _stores: list[Any] = []  # a store serves its group as long as the process lives
 _ranks_of_group: list[str] = []
 
 
-def load_kernels() -> None:
+def build_kernels() -> None:
+    """Build what is missing, if need be. Raises UserError when it cannot be built."""
+    for what in (FRONT, KERNELS):
+        library(what)
+
+
+def come_first() -> None:
     """Put the missing kernels before those of the wheel. Raises UserError when they cannot be built."""
-    ctypes.CDLL(str(library(KERNELS)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+    build_kernels()
+    ctypes.CDLL(str(library(FRONT)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+
+
+def load_kernels() -> None:
+    """Load the kernels that come first, once Paddle is there."""
+    kernels = ctypes.CDLL(str(library(KERNELS)), mode=ctypes.RTLD_LOCAL | os.RTLD_LAZY)
+    ctypes.CDLL(str(library(FRONT))).use_kernels(ctypes.c_void_p(kernels._handle))
 
 
 def install() -> None:
@@ -43,6 +61,8 @@ def install() -> None:
     from paddle.base import core
     from paddle.distributed import collective
     from paddle.distributed.auto_parallel.static import process_group
+
+    load_kernels()
 
     # Gloo listens where the host's own name leads, which often is the loopback: other machines cannot reach it.
     if (interface := _interface(_own_address())) is not None:

@@ -2,7 +2,8 @@
 //
 // Implicit reshards happen inside Paddle's C++ operators, where Python sees nothing; all of them end in these members.
 // A line a message: operation, which communicator, bytes of an element, dims.
-// Loaded with RTLD_GLOBAL before `import paddle`, they come first and call the real ones.
+// Loaded with RTLD_GLOBAL before `import paddle`, they come first and call the real ones. Links nothing of Paddle: see
+// front.cc.
 #include <dlfcn.h>
 
 #include <mutex>

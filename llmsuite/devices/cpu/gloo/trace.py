@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmsuite.devices.cpu.build import library
-from llmsuite.devices.cpu.gloo.shims import KERNELS
+from llmsuite.devices.cpu.gloo.shims import FRONT
 
 Messages = collections.Counter[tuple[int, str, tuple[int, ...], int]]
 """How often each (communicator, operation, shape of what this rank gives, bytes of an element)."""
@@ -24,7 +24,7 @@ _tracer: list[ctypes.CDLL] = []
 
 def install() -> None:
     """Build and load the tracer; once a process, before Paddle's first import."""
-    source = dataclasses.replace(KERNELS, sources=(Path(__file__).with_name("trace.cc"),))
+    source = dataclasses.replace(FRONT, sources=(Path(__file__).with_name("trace.cc"),))
     tracer = ctypes.CDLL(str(library(source)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
     tracer.trace_stop.restype = ctypes.c_char_p
     _tracer.append(tracer)

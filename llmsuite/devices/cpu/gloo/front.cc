@@ -1,0 +1,115 @@
+// The names under which Paddle looks for what kernels.cc does. They come before those of the wheel by symbol
+// interposition: this library is loaded with RTLD_GLOBAL before `import paddle`, and hands each call on to kernels.cc,
+// which is loaded after it.
+//
+// Neither may bring Paddle's own libraries into the global scope. libphi_core.so of Paddle 3.3.1 has copies of inline
+// functions that need AVX-512; libpaddle.so has its own, for any x86-64, and they are found first as long as none of
+// the two is global. So this file needs no library of Paddle, and none of its headers.
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+namespace pir {
+class Operation;
+}
+namespace phi {
+class CPUContext;
+class DenseTensor;
+class DeviceContext;
+class Place;
+enum class DataType;
+namespace dtype {
+struct float16;
+struct bfloat16;
+}  // namespace dtype
+}  // namespace phi
+
+static void* kernels = nullptr;
+
+extern "C" void use_kernels(void* library) { kernels = library; }
+
+// The definition in kernels.cc of a function of this file.
+template <typename F>
+static F* Real(F* front) {
+  Dl_info own;
+  dladdr(reinterpret_cast<void*>(front), &own);
+  void* real = kernels == nullptr ? nullptr : dlsym(kernels, own.dli_sname);
+  if (real == nullptr) {
+    std::fprintf(stderr, "llmsuite: %s is called before the CPU kernels for several processes are loaded\n", own.dli_sname);
+    std::abort();
+  }
+  return reinterpret_cast<F*>(real);
+}
+
+namespace phi {
+
+template <typename T, typename C>
+void ReduceScatterKernel(const C& context, const DenseTensor& x, int nranks, DenseTensor* out) {
+  static auto* real = Real(&ReduceScatterKernel<T, C>);
+  real(context, x, nranks, out);
+}
+
+template <typename T, typename C>
+void AllToAllKernel(const C& context, const DenseTensor& x, DenseTensor* out) {
+  static auto* real = Real(&AllToAllKernel<T, C>);
+  real(context, x, out);
+}
+
+template <typename T, typename C>
+void PSendKernel(const C& context, const DenseTensor& x, int peer, bool dynamic_shape) {
+  static auto* real = Real(&PSendKernel<T, C>);
+  real(context, x, peer, dynamic_shape);
+}
+
+template <typename T, typename C>
+void PRecvKernel(const C& context, int peer, DataType dtype, const std::vector<int>& out_shape, bool dynamic_shape,
+                 DenseTensor* out) {
+  static auto* real = Real(&PRecvKernel<T, C>);
+  real(context, peer, dtype, out_shape, dynamic_shape, out);
+}
+
+#define LLMSUITE_KERNELS(T)                                                                                   \
+  template void ReduceScatterKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, DenseTensor*); \
+  template void AllToAllKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, DenseTensor*);           \
+  template void PSendKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, bool);                 \
+  template void PRecvKernel<T, CPUContext>(const CPUContext&, int, DataType, const std::vector<int>&, bool, DenseTensor*);
+#include "types.h"
+
+}  // namespace phi
+
+namespace paddle {
+namespace framework {
+
+phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* origin, const phi::Place& place,
+                                       const std::string& stream, int priority) {
+  static auto* real = Real(&ParseDeviceContext);
+  return real(op, origin, place, stream, priority);
+}
+
+}  // namespace framework
+}  // namespace paddle
+
+// By the C++ ABI a class with a destructor is passed by its address, whatever is in it, and a plain one of two words
+// in registers (kernels.cc asserts which is which).
+struct Returned {
+  ~Returned() {}
+};
+struct TwoWords {
+  long words[2];
+};
+
+TwoWords GetDefaultPlace() asm("_ZN3phi11distributed15GetDefaultPlaceEv");
+TwoWords GetDefaultPlace() {
+  static auto* real = Real(&GetDefaultPlace);
+  return real();
+}
+
+Returned Reshard(const void* x, const void* attribute, const void* out) asm(
+    "_Z19reshard_ad_functionRKN6paddle6TensorEN3phi11distributed14TensorDistAttrENS_8optionalIPS0_EE");
+Returned Reshard(const void* x, const void* attribute, const void* out) {
+  static auto* real = Real(&Reshard);
+  return real(x, attribute, out);
+}

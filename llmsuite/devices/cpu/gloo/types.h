@@ -1,0 +1,11 @@
+// Element types that LLMSUITE_KERNELS is asked for; inside of namespace phi.
+LLMSUITE_KERNELS(float)
+LLMSUITE_KERNELS(double)
+LLMSUITE_KERNELS(int)
+LLMSUITE_KERNELS(int64_t)
+LLMSUITE_KERNELS(bool)
+LLMSUITE_KERNELS(uint8_t)
+LLMSUITE_KERNELS(int8_t)
+LLMSUITE_KERNELS(int16_t)
+LLMSUITE_KERNELS(dtype::float16)
+LLMSUITE_KERNELS(dtype::bfloat16)
