@@ -7,11 +7,16 @@ A run of the stage pretrain goes on as ever, every step logged. Between its step
 below, on a model of its own with the same operations: forward, backward, gradients added up, clipping, AdamW, the loss
 as a number. What is told is the median, over pairs of neighbouring steps, of the engine's time over the loop's: of the
 clock, and of the CPU, which other work on the machine lengthens less.
+
+Where its tensors lie in memory makes the products of the one or the other some per cent slower for as long as a process
+lives. So there are several launches, and their range is told as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import statistics
 import sys
@@ -32,7 +37,8 @@ MODEL = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=40, help="pairs of steps that count")
+    parser.add_argument("--launches", type=int, default=7, help="processes, or groups of them, one after the other")
+    parser.add_argument("--steps", type=int, default=8, help="pairs of steps that count, of each launch")
     arguments = parser.parse_args()
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.engine.launch import is_worker, launch
@@ -41,11 +47,22 @@ def main() -> int:
         return work(arguments.ranks, arguments.steps)
     backend = CpuBackend()
     backend.prepare_ranks()
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["LLMSUITE_OVERHEAD"] = directory
-        command = [sys.executable, __file__, f"--ranks={arguments.ranks}", f"--steps={arguments.steps}"]
-        environment = backend.environment(arguments.ranks)
-        return launch(command, arguments.ranks, Path(directory) / "logs", lambda rank: environment, say, None, 600.0)
+    environment, found = backend.environment(arguments.ranks), []
+    for number in range(arguments.launches):
+        with tempfile.TemporaryDirectory() as directory:
+            os.environ["LLMSUITE_OVERHEAD"] = directory
+            command = [sys.executable, __file__, f"--ranks={arguments.ranks}", f"--steps={arguments.steps}"]
+            logs = Path(directory) / "logs"
+            code = launch(command, arguments.ranks, logs, lambda rank: environment, lambda text: None, None, 600.0)
+            if code != 0:
+                sys.stderr.write((logs / "workerlog.0").read_text())
+                return code
+            found.append(json.loads((Path(directory) / "times.json").read_text()))
+        say(f"launch {number + 1} of {arguments.launches}\n")
+        tell(found[-1:])
+    say(f"{arguments.launches} launches of {arguments.steps} pairs of steps\n")
+    tell(found)
+    return 0
 
 
 def say(text: str) -> None:
@@ -100,7 +117,9 @@ def work(num_ranks: int, steps: int) -> int:
     PretrainStage.loss, Saver.check = noted, between_steps  # type: ignore[method-assign]
     code = run(plan, registry, resume=False)
     if os.environ["PADDLE_TRAINER_ID"] == "0":
-        tell(times[WARM_UP : WARM_UP + steps], sum(p.size for p in loop.model.parameters()))
+        pairs = times[WARM_UP : WARM_UP + steps]
+        found = {name: [[getattr(time, name) for time in pair] for pair in pairs] for name in ("clock", "cpu")}
+        Path(os.environ["LLMSUITE_OVERHEAD"], "times.json").write_text(json.dumps(found))
     return code
 
 
@@ -147,13 +166,14 @@ class Loop:
         return float(loss)
 
 
-def tell(times: list[tuple[Time, Time]], num_parameters: int) -> None:
-    print(f"{num_parameters / 1e6:.1f}M parameters, {len(times)} pairs of steps")
+def tell(launches: list[dict[str, list[list[float]]]]) -> None:
     for name in ("clock", "cpu"):
-        pairs = [(getattr(engine, name), getattr(bare, name)) for engine, bare in times]
-        ratio = statistics.median(engine / bare for engine, bare in pairs)
-        engine, bare = (statistics.median(column) for column in zip(*pairs))
-        print(f"{name:5}  engine {engine:.4f} s  by hand {bare:.4f} s  overhead {100 * (ratio - 1):+.1f}%", flush=True)
+        ratios = [[engine / bare for engine, bare in launch[name]] for launch in launches]
+        of_launches = sorted(statistics.median(column) for column in ratios)
+        engine, bare = (statistics.median(column) for column in zip(*itertools.chain(*(x[name] for x in launches))))
+        ratio, low, high = statistics.median(itertools.chain(*ratios)), of_launches[0], of_launches[-1]
+        among = f" ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} by launch)" if len(launches) > 1 else ""
+        say(f"{name:5}  engine {engine:.4f} s  by hand {bare:.4f} s  overhead {100 * (ratio - 1):+.1f}%{among}\n")
 
 
 if __name__ == "__main__":

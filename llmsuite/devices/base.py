@@ -29,7 +29,7 @@ class DeviceBackend(abc.ABC):
     fuses_alike_only: ClassVar[bool] = False
     """Whether its kernels take distributed tensors only where all of an operation lie alike, and none in a program; the
     rest is done by plain operations."""
-    gradient_bucket_bytes: ClassVar[int] = 0
+    gradient_bucket_bytes: ClassVar[int] = 25 << 20  # as PyTorch's and Paddle's data parallel
     """How much of the gradients is added up over data ranks in one call, unless a recipe says; 0: each by itself."""
     sends_beside_passes: ClassVar[bool] = True
     """Whether these calls, and sums over tensor parallel ranks, go on while a backward pass computes; else each is over

@@ -14,7 +14,6 @@ class GpuBackend(DeviceBackend):
     name = "gpu"
     collectives = "nccl"
     precisions = ("fp32", "bf16", "fp16")
-    gradient_bucket_bytes = 25 << 20  # as PyTorch's and Paddle's data parallel
     install = (
         "pip uninstall -y paddlepaddle && "
         "pip install paddlepaddle-gpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/cu126/"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import platform
 import subprocess
 import sys
 import types
@@ -46,8 +47,7 @@ def test_collectives_and_precisions(name: str, collectives: str, precisions: tup
 @pytest.mark.parametrize("name", BACKENDS)
 def test_how_gradients_are_added_up(name: str) -> None:
     backend = BACKENDS[name]
-    expected = (0, False) if name == "cpu" else (25 << 20, True)
-    assert (backend.gradient_bucket_bytes, backend.sends_beside_passes) == expected
+    assert (backend.gradient_bucket_bytes, backend.sends_beside_passes) == (25 << 20, name != "cpu")
 
 
 FLASH = {"causal_mask": ops.no_mask, "document_mask": ops.document_ends, "attention": ops.flash_attention}
@@ -131,6 +131,33 @@ def test_each_rank_takes_the_device_of_its_number(name: str, monkeypatch: pytest
     monkeypatch.setattr(paddle, "set_device", taken.append)
     BACKENDS[name].activate(3)
     assert taken == [f"{name}:3"]
+
+
+TAKES_MEMORY_AGAIN = """
+import ctypes, resource
+from llmsuite.devices.cpu import keep_freed_memory
+keep_freed_memory()
+c = ctypes.CDLL(None)
+c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+c.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    before = faults()
+    taken = [c.malloc(30 << 20) for _ in range(3)]
+    for each in taken:
+        c.memset(each, 1, 30 << 20)
+    for each in taken:
+        c.free(each)
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="says how glibc's malloc behaves")
+@pytest.mark.parametrize("user", [{}, {"MALLOC_TRIM_THRESHOLD_": "1000"}], ids=["alone", "tuned"])
+def test_freed_memory_is_kept_unless_the_user_tunes_malloc(user: dict[str, str]) -> None:
+    command = [sys.executable, "-c", TAKES_MEMORY_AGAIN]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **user})
+    assert (int(done.stdout) < 1000) == (not user), "of 23,040 pages"
 
 
 @pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])

@@ -133,22 +133,21 @@ def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pyt
 
 
 UNLESS = "unless parallel.gradient_bucket_bytes says"
-BY_ITSELF, AT_ONCE = f"each parameter's in a call of its own, {UNLESS}", f"up to 25 MiB in one call, {UNLESS}"
 
 
-def sums(name: str, library: str, calls: str, meanwhile: str) -> list[str]:
+def sums(name: str, library: str, meanwhile: str) -> list[str]:
     """What is said of sums of gradients."""
     over_tensor_ranks = [
         f"{name}, sums of gradients over tensor parallel ranks",
         f"products of a weight's gradient {meanwhile}",
     ]
-    return [f"({library})", f"calls {calls}", f"passes {meanwhile}", *over_tensor_ranks]
+    return [f"({library})", f"calls up to 25 MiB in one call, {UNLESS}", f"passes {meanwhile}", *over_tensor_ranks]
 
 
 SUMS = {
-    "cpu": sums("cpu", "gloo", BY_ITSELF, "wait for each call"),
-    "gpu": sums("gpu", "nccl", AT_ONCE, "go on meanwhile"),
-    "xpu": sums("xpu", "bkcl", AT_ONCE, "go on meanwhile"),
+    "cpu": sums("cpu", "gloo", "wait for each call"),
+    "gpu": sums("gpu", "nccl", "go on meanwhile"),
+    "xpu": sums("xpu", "bkcl", "go on meanwhile"),
 }
 
 

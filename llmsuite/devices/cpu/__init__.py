@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits")
 
 
@@ -71,6 +73,7 @@ class CpuBackend(DeviceBackend):
         import paddle
 
         paddle.set_device("cpu")
+        keep_freed_memory()
 
     def ops(self, precision: str) -> Ops:
         from llmsuite.devices.ops import Ops
@@ -101,6 +104,17 @@ class CpuBackend(DeviceBackend):
     def peak_memory_bytes(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to 128 MiB of what is freed. By default it keeps little, so a training step gives
+    memory back and takes it again page by page. Whoever tunes malloc by its own variables, or uses another one, is left
+    alone."""
+    library = ctypes.CDLL(None)
+    tuned = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys()
+    if hasattr(library, "mallopt") and not tuned:
+        library.mallopt(_M_TRIM_THRESHOLD, 128 << 20)
+        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that it chooses itself; set, it stays
 
 
 def is_amd() -> bool:
