@@ -6,6 +6,7 @@ decides. Values stay what they are, but for rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -237,8 +238,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`llmsuite.devices.ops.rms_norm` in one op."""
-    return paddle.incubate.nn.functional.fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
+    """`llmsuite.devices.ops.rms_norm` by an op that divides by the root of a sum of squares. The CPU kernel of
+    `paddle.incubate.nn.functional.fused_rms_norm` is no choice: in the wheel of 3.3.1 it needs AVX-512."""
+    size = x.shape[-1]
+    return paddle._C_ops.norm(x, -1, eps * size, False)[0] * (weight * math.sqrt(size))
 
 
 class TiedLogits:
