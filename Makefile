@@ -28,11 +28,14 @@ $(MODEL): $(VENV)/demo
 
 test: test-unit test-multi
 
+# a process that dies ends its part: pytest-xdist 3.8 waits for ever for the one it starts in its place
+WORKERS = -n 2 --dist loadfile --max-worker-restart=0
+
 test-unit: $(VENV)/test
-	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -q
+	$(BIN)/python -m pytest tests/unit $(WORKERS) -q
 
 test-multi: $(VENV)/test
-	$(BIN)/python -m pytest tests/multi -n 2 --dist loadfile -q
+	$(BIN)/python -m pytest tests/multi $(WORKERS) -q
 
 parity: $(VENV)/test
 	$(BIN)/python -m pytest tests/parity -q --write-parity-table
