@@ -52,10 +52,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as directory:
             os.environ["LLMSUITE_OVERHEAD"] = directory
             command = [sys.executable, __file__, f"--ranks={arguments.ranks}", f"--steps={arguments.steps}"]
-            logs = Path(directory) / "logs"
-            code = launch(command, arguments.ranks, logs, lambda rank: environment, lambda text: None, None, 600.0)
+            said, logs = list[str](), Path(directory) / "logs"
+            code = launch(command, arguments.ranks, logs, lambda rank: environment, said.append, None, 600.0)
             if code != 0:
-                sys.stderr.write((logs / "workerlog.0").read_text())
+                sys.stderr.write("".join(said))
                 return code
             found.append(json.loads((Path(directory) / "times.json").read_text()))
         say(f"launch {number + 1} of {arguments.launches}\n")

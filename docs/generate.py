@@ -206,6 +206,7 @@ def support_page(report: Mapping[str, Any], registry: Registry) -> str:
         lines.append(f"| {run['recipe']} | {run['mode']} | {run['asked']} | {mesh} | " + " | ".join(numbers) + " |")
     if any(run.get("rounded") for run in runs):
         lines += ["", _ROUNDED]
+    lines += [f"\n{run['recipe']}, {run['mode']}: {run['note']}" for run in runs if "note" in run]
     run_ones = {run["recipe"] for run in runs}
     recipes = sorted(f"{path.parent.name}/{path.stem}" for path in (DOCS.parent / "recipes").glob("*/*.json"))
     if missing := [recipe for recipe in recipes if recipe not in run_ones]:

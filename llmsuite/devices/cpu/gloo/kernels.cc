@@ -134,11 +134,6 @@ void PRecvKernel(const C& context, int peer, DataType dtype, const std::vector<i
   comm->Recv(out, peer, 0);
 }
 
-#define LLMSUITE_KERNELS(T)                                                                                   \
-  template void ReduceScatterKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, DenseTensor*); \
-  template void AllToAllKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, DenseTensor*);           \
-  template void PSendKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, bool);                 \
-  template void PRecvKernel<T, CPUContext>(const CPUContext&, int, DataType, const std::vector<int>&, bool, DenseTensor*);
 #include "types.h"
 
 }  // namespace phi

@@ -1,4 +1,9 @@
-// Element types that LLMSUITE_KERNELS is asked for; inside of namespace phi.
+// For which element types there are kernels; inside of namespace phi, behind the templates.
+#define LLMSUITE_KERNELS(T)                                                                                   \
+  template void ReduceScatterKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, DenseTensor*); \
+  template void AllToAllKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, DenseTensor*);           \
+  template void PSendKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, bool);                 \
+  template void PRecvKernel<T, CPUContext>(const CPUContext&, int, DataType, const std::vector<int>&, bool, DenseTensor*);
 LLMSUITE_KERNELS(float)
 LLMSUITE_KERNELS(double)
 LLMSUITE_KERNELS(int)
