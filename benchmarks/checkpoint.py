@@ -47,8 +47,8 @@ def state(config: Any) -> dict[str, Any]:
     """Parameters by our names, as Paddle tensors."""
     import paddle
 
+    from llmsuite.builtin import llmsuite_register_models
     from llmsuite.inference.load import parameter_shapes
-    from llmsuite.plugins.builtin import llmsuite_register_models
 
     rng = np.random.default_rng(0)
     shapes = parameter_shapes(llmsuite_register_models()[0], config)
@@ -59,10 +59,10 @@ def state(config: Any) -> dict[str, Any]:
 
 
 def save_llmsuite(here: Path, config: Any) -> Callable[[], None]:
-    from llmsuite.checkpoint.files import committed_directory
+    from llmsuite.builtin import llmsuite_register_models
     from llmsuite.checkpoint.model_dir import write_model
     from llmsuite.checkpoint.tensors import TensorSpec
-    from llmsuite.plugins.builtin import llmsuite_register_models
+    from llmsuite.files import committed_directory
 
     tensors = state(config)
     specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
@@ -104,10 +104,10 @@ def save_distcp(here: Path, config: Any) -> Callable[[], None]:
 
 
 def load_llmsuite(here: Path, config: Any) -> Callable[[], None]:
+    from llmsuite.builtin import llmsuite_register_models
     from llmsuite.checkpoint.fill import fill_parameters
     from llmsuite.checkpoint.model_dir import open_model
     from llmsuite.devices.ops import Ops
-    from llmsuite.plugins.builtin import llmsuite_register_models
 
     family = llmsuite_register_models()[0]
     model = family.factory()(config, Ops())
@@ -117,8 +117,8 @@ def load_llmsuite(here: Path, config: Any) -> Callable[[], None]:
 def load_paddle(here: Path, config: Any) -> Callable[[], None]:
     import paddle
 
+    from llmsuite.builtin import llmsuite_register_models
     from llmsuite.devices.ops import Ops
-    from llmsuite.plugins.builtin import llmsuite_register_models
 
     model = llmsuite_register_models()[0].factory()(config, Ops())
     return lambda: model.set_state_dict(paddle.load(str(here / "paddle.pdparams")))
@@ -127,10 +127,10 @@ def load_paddle(here: Path, config: Any) -> Callable[[], None]:
 def merge_llmsuite(here: Path, config: Any) -> Callable[[], None]:
     import paddle  # noqa: F401  (so that its memory is not counted)
 
-    from llmsuite.checkpoint.rewrite import Form, Rewrite
-    from llmsuite.checkpoint.sources import open_source
+    from llmsuite.builtin import llmsuite_register_models
+    from llmsuite.convert.rewrite import Form, Rewrite
+    from llmsuite.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
-    from llmsuite.plugins.builtin import llmsuite_register_models
 
     families = {"llama": llmsuite_register_models()[0]}
 
@@ -170,10 +170,10 @@ def against_copy(here: Path, megabytes: int) -> None:
     In turn, as the speed of a machine changes; and each removes what it has written, so that the memory the system
     keeps files in is the same for all.
     """
-    from llmsuite.checkpoint.rewrite import Form, Rewrite
-    from llmsuite.checkpoint.sources import open_source
+    from llmsuite.builtin import llmsuite_register_models
+    from llmsuite.convert.rewrite import Form, Rewrite
+    from llmsuite.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
-    from llmsuite.plugins.builtin import llmsuite_register_models
 
     families = {"llama": llmsuite_register_models()[0]}
 
@@ -210,10 +210,10 @@ def stall(here: Path, megabytes: int) -> None:
     """
     import paddle
 
+    from llmsuite.builtin import llmsuite_register_models
     from llmsuite.checkpoint.train_state import TrainState, WholeTensor
-    from llmsuite.plugins.builtin import llmsuite_register_models
-    from llmsuite.recipe.schema import CheckpointSection
-    from llmsuite.stages.saving import Saver
+    from llmsuite.schema.recipe import CheckpointSection
+    from llmsuite.train.saving import Saver
 
     config = shape(megabytes)
     tensors = [WholeTensor(n, tuple(t.shape), "float32", lambda t=t: t) for n, t in state(config).items()]

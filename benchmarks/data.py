@@ -200,7 +200,7 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
 
 
 def _recipe(stage: str, length: int, train: str) -> Any:
-    from llmsuite.recipe.schema import DataSection, ModelSection, Recipe, TrainSection
+    from llmsuite.schema.recipe import DataSection, ModelSection, Recipe, TrainSection
 
     section = TrainSection(max_steps=1, global_batch_size=1, micro_batch_size=1, learning_rate=1.0)
     data = DataSection(train=train, max_length=length)
@@ -208,10 +208,10 @@ def _recipe(stage: str, length: int, train: str) -> Any:
 
 
 def _context(recipe: Any, directory: Path) -> Any:
+    from llmsuite.builtin import llmsuite_register_data_formats
     from llmsuite.data.chat_template import load_template
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.plugins.builtin import llmsuite_register_data_formats
-    from llmsuite.stages.base import StageContext
+    from llmsuite.train.stage import StageContext
 
     tokenizer = TextTokenizer(directory)
     return StageContext(
@@ -243,9 +243,9 @@ def sft_stage(rows: Path, tokenizer: Path, length: int) -> Any:
 def small_llama(vocab_size: int, length: int) -> Any:
     """The width of SmolLM2-135M in two layers."""
     from llmsuite.devices.ops import Ops
-    from llmsuite.engine.init import initial_values
     from llmsuite.models.llama.config import PRESETS, LlamaConfig
     from llmsuite.models.llama.layers import Llama
+    from llmsuite.train.initial_values import initial_values
 
     shape = {**PRESETS["smollm2-135m"], "num_hidden_layers": 2, "vocab_size": vocab_size}
     model = Llama(LlamaConfig(**shape), Ops())

@@ -44,9 +44,9 @@ def run_llmsuite(path: str, engine: str) -> None:
     """One engine, in its own process: for each number of a batch on stdin, its tokens and seconds on stdout."""
     import time
 
+    from llmsuite import builtin
     from llmsuite.cli import commands
     from llmsuite.devices.start import start_paddle
-    from llmsuite.plugins import builtin
     from llmsuite.plugins.manager import load_plugins
 
     asked = json.loads(Path(path).read_text())

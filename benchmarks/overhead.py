@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="pairs of steps that count, of each launch")
     arguments = parser.parse_args()
     from llmsuite.devices.cpu import CpuBackend
-    from llmsuite.engine.launch import is_worker, launch
+    from llmsuite.launch.launch import is_worker, launch
 
     if is_worker():
         return work(arguments.ranks, arguments.steps)
@@ -72,18 +72,18 @@ def say(text: str) -> None:
 
 def work(num_ranks: int, steps: int) -> int:
     """A rank."""
+    from llmsuite import builtin
     from llmsuite.cli import commands
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
-    from llmsuite.plugins import builtin
     from llmsuite.plugins.manager import load_plugins
     from llmsuite.recipe.resolve import plan_run
 
     start_paddle(CpuBackend(), num_ranks, join=num_ranks > 1)
-    from llmsuite.engine import calls
+    from llmsuite.launch import calls
     from llmsuite.stages.pretrain import PretrainStage
-    from llmsuite.stages.run import run
-    from llmsuite.stages.saving import Saver
+    from llmsuite.train.run import run
+    from llmsuite.train.saving import Saver
 
     calls.start()  # also where there is nobody to call
     os.environ["LLMSUITE_PLUGINS"] = ""

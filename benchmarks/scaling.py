@@ -161,7 +161,7 @@ def num_bytes(sent: Sent) -> int:
 
 def planned_ranks(plan: RunPlan) -> list[tuple[Sent, Held]]:
     """What `llmsuite plan` says of each rank: what it sends in a step, and what lies in its memory."""
-    from llmsuite.engine.mesh import Mesh
+    from llmsuite.parallel.mesh import Mesh
 
     layout, anatomy = Layout(plan), anatomy_of(plan)
     meshes = [Mesh(plan.degrees, rank) for rank in range(plan.degrees.num_ranks)]
@@ -289,8 +289,8 @@ def measure_start(num_ranks: int, times: int, place: Path) -> Start:
 
 def measure(num_ranks: int, steps: int, directory: Path) -> dict[str, Measured]:
     """Every strategy on so many ranks, one after the other in the same processes."""
+    from llmsuite import builtin
     from llmsuite.cli import commands
-    from llmsuite.plugins import builtin
     from llmsuite.plugins.manager import load_plugins
 
     directory.mkdir()

@@ -32,7 +32,7 @@ def main(file: Path, directory: Path) -> int:
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.cpu.gloo import trace
     from llmsuite.devices.start import start_paddle
-    from llmsuite.engine.launch import launch
+    from llmsuite.launch.launch import launch
 
     asked = json.loads(file.read_text())
     backend, num_ranks = CpuBackend(), int(asked["ranks"])
@@ -52,13 +52,13 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
     """In a rank."""
     import paddle.distributed as dist
 
+    from llmsuite import builtin
     from llmsuite.cli import commands
     from llmsuite.devices.cpu.gloo.groups import reused
-    from llmsuite.engine import calls
-    from llmsuite.plugins import builtin
+    from llmsuite.launch import calls
     from llmsuite.plugins.manager import load_plugins
     from llmsuite.recipe.resolve import plan_run
-    from llmsuite.stages.run import run
+    from llmsuite.train.run import run
 
     calls.start()
     os.environ["LLMSUITE_PLUGINS"] = ""
@@ -82,8 +82,8 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 def counted(last: int) -> Iterator[dict[str, Any]]:
     """Around a run of `last` steps, which takes the times of all but the last; that one is counted."""
     from llmsuite.devices.cpu.gloo import trace
-    from llmsuite.engine import loop
-    from llmsuite.engine.optimizer import Optimizer
+    from llmsuite.parallel.optimizer import Optimizer
+    from llmsuite.train import loop
 
     record: dict[str, Any] = {"seconds": [], "cpu_seconds": []}
     train_step, finish, before = loop.train_step, Optimizer.finish_gradients, live_bytes()
@@ -136,7 +136,7 @@ def live_bytes() -> int:
 
 def held(model: Any, optimizer: Any) -> dict[str, int]:
     """Bytes of what lives between steps, each tensor once: in stage 3 the piece of a parameter is what is updated."""
-    from llmsuite.engine.parallelize import local_value
+    from llmsuite.parallel.parallelize import local_value
 
     whole = [local_value(p) for _, p in model.named_parameters() if p._is_initialized()]
     copies = [shard.owned for shard in optimizer.shards if shard.owned_is_copy]

@@ -16,14 +16,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.errors import RecipeError
-from llmsuite.plugins import builtin, hookspecs
+from llmsuite.plugins import hookspecs
 from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
-from llmsuite.recipe.keys import field_docs, walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.rules import ENGINE_RULES, PARALLEL_RULES, RULES
+from llmsuite.recipe.rules import RULES
+from llmsuite.schema.engine import ENGINE_RULES
+from llmsuite.schema.keys import field_docs, walk
+from llmsuite.schema.parallel import PARALLEL_RULES
 
 DOCS = Path(__file__).resolve().parent
 EXAMPLE = DOCS.parent / "examples" / "next_token_stage"

@@ -14,10 +14,10 @@ from typing import Any
 import hypothesis
 import pytest
 
+from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import Problem, RecipeError
-from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import ALLOW_LIST, PluginInfo, Registry, load_plugins
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
@@ -123,7 +123,7 @@ STAGE_PLUGIN = '''
 import dataclasses
 import llmsuite
 from llmsuite.plugins.hookspecs import StageSpec
-from llmsuite.recipe.section import Section
+from llmsuite.schema.section import Section
 
 @dataclasses.dataclass(kw_only=True)
 class SpinSection(Section):

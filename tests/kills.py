@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from llmsuite.checkpoint.files import broken_file
 from llmsuite.checkpoint.train_state import list_steps
+from llmsuite.files import broken_file
 from tests.faults import ranks_of
 from tests.multi.conftest import Runner, learnt
 

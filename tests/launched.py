@@ -14,8 +14,8 @@ from pathlib import Path
 
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.start import start_paddle
-from llmsuite.engine.launch import launch
-from llmsuite.engine.ranks import can_fork
+from llmsuite.launch.launch import launch
+from llmsuite.launch.ranks import can_fork
 
 
 def main(num_ranks: int, logs: Path, name: str, *words: str) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.section import as_plain
+from llmsuite.schema.section import as_plain
 from tests.conftest import registry_with
 from tests.multi.conftest import ROOT, Runner
 from tests.parity import planned

@@ -23,7 +23,8 @@ from tests.multi.conftest import ROOT, Runner
 FAULTY = """
 import os, time
 from pathlib import Path
-from llmsuite.engine import calls, collective, loss_ledger, pipeline
+from llmsuite.launch import calls
+from llmsuite.parallel import collective, loss_ledger, pipeline
 
 steps = [0]
 reduce, hidden_states, step_begins = loss_ledger.LossLedger.reduce, pipeline.PipelineStage.hidden_states, calls.step

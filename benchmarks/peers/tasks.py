@@ -71,9 +71,9 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         steps: that may be asked for.
         threads: of each engine.
     """
+    from llmsuite import builtin
     from llmsuite.cli import commands
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.plugins import builtin
     from llmsuite.plugins.manager import load_plugins
 
     place.mkdir()

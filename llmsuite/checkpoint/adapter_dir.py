@@ -19,17 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter import CONFIGS, REFUSED
-from llmsuite.checkpoint.files import read_json_file, write_json
 from llmsuite.checkpoint.layout import Layout
 from llmsuite.checkpoint.model_dir import copy_tokenizer
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
 from llmsuite.checkpoint.write import InTurn, Written, write_file, write_tensors
 from llmsuite.errors import UserError
+from llmsuite.files import read_json_file, write_json
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
-from llmsuite.plugins.hookspecs import ModelFamily
+from llmsuite.specs import ModelFamily
 
 BASE = "base.json"
+CONFIGS = ("adapter_config.json", "lora_config.json")
+"""What HF PEFT and PaddleNLP call the file beside the factors."""
+REFUSED = ("use_dora", "lora_use_mixer", "use_mora", "do_qat", "loftq_config", "megatron_config")
+"""Keys of such a file that change the sum W + scale * A B, and are not implemented here."""
 _CONFIGS: Mapping[Layout, str] = dict(zip(("hf", "paddlenlp"), CONFIGS))
 _STEMS: Mapping[Layout, str] = {"hf": "adapter_model", "paddlenlp": "peft_model"}
 

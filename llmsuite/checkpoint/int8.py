@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.grid import input_scale, to_int8, weight_scale
-from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.layout import Arrangement
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.stored import INT8
@@ -28,6 +26,8 @@ from llmsuite.checkpoint.tensors import Dequantised, TensorSpec
 from llmsuite.checkpoint.train_state import load_state
 from llmsuite.checkpoint.write import Written, write_tensors
 from llmsuite.errors import UserError
+from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.models.int8_grid import input_scale, to_int8, weight_scale
 
 
 class Int8Weights:

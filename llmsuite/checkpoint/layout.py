@@ -15,7 +15,7 @@ import numpy as np
 
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import ModelFamily
+from llmsuite.specs import ModelFamily
 
 Layout = Literal["hf", "paddlenlp"]
 Read = Callable[[str, Sequence[slice] | None], np.ndarray]

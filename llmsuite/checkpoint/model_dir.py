@@ -15,15 +15,15 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from llmsuite.checkpoint.files import read_json_file, sha256_of, write_json
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
-from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.checkpoint.layout import Arrangement, Layout, hf_name
 from llmsuite.checkpoint.stored import INT8, Stored
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.write import MAX_FILE_BYTES, InTurn, Written, write_tensors
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import ModelFamily
+from llmsuite.files import read_json_file, sha256_of, write_json
+from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.specs import ModelFamily
 
 Load = Literal["exact", "known", "any"]
 """How far stored tensors have to be those of a model."""

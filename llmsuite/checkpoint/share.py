@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from llmsuite.checkpoint.files import os_errors, read_json_file, temporary_of, write_text_atomic
 from llmsuite.checkpoint.write import Written
 from llmsuite.errors import UserError
+from llmsuite.files import os_errors, read_json_file, temporary_of, write_text_atomic
 
 PATIENCE_SECONDS = 600.0
 """How long the first process waits when nothing grows any more."""

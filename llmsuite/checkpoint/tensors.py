@@ -13,16 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from llmsuite.checkpoint.files import (
-    MANIFEST,
-    Range,
-    broken_file,
-    read_json_file,
-    read_manifest,
-    sha256_of,
-)
 from llmsuite.checkpoint.stored import INT8, Stored, read_header
 from llmsuite.errors import UserError
+from llmsuite.files import MANIFEST, Range, broken_file, read_json_file, read_manifest, sha256_of
 
 SUFFIX = ".safetensors"
 

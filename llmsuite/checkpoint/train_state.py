@@ -26,9 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter import CONFIGS
-from llmsuite.checkpoint.adapter_dir import Adapters, write_adapters
-from llmsuite.checkpoint.files import (
+from llmsuite.checkpoint.adapter_dir import CONFIGS, Adapters, write_adapters
+from llmsuite.checkpoint.model_dir import write_model
+from llmsuite.checkpoint.share import collect_notes, write_part
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.write import InTurn, Written, write_tensors
+from llmsuite.errors import UserError
+from llmsuite.files import (
     begin_directory,
     broken_file,
     committed_directory,
@@ -37,12 +41,7 @@ from llmsuite.checkpoint.files import (
     write_json,
     write_text_atomic,
 )
-from llmsuite.checkpoint.model_dir import write_model
-from llmsuite.checkpoint.share import collect_notes, write_part
-from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.checkpoint.write import InTurn, Written, write_tensors
-from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import ModelFamily
+from llmsuite.specs import ModelFamily
 
 FORMAT = 1
 _STEP = re.compile(r"step-(\d+)")

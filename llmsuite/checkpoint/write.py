@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.files import first_fault, fsync, ranges_of, write_json
 from llmsuite.checkpoint.stored import CODES, Stored
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
-from llmsuite.checkpoint.threads import run_all
+from llmsuite.files import first_fault, fsync, ranges_of, write_json
+from llmsuite.threads import run_all
 
 MAX_FILE_BYTES = 4 << 30
 _PART_BYTES = 4 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 _LEAST = 2
 
@@ -36,8 +36,8 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _list(path: Path) -> int:
-    from llmsuite.checkpoint.files import broken_file
     from llmsuite.checkpoint.train_state import load_best
+    from llmsuite.files import broken_file
 
     root, best = path / "checkpoints", load_best(path / "checkpoints")
     latest = (root / "latest").read_text().strip() if (root / "latest").is_file() else None
@@ -54,8 +54,8 @@ def _list(path: Path) -> int:
 
 
 def _verify(path: Path) -> int:
-    from llmsuite.checkpoint.files import MANIFEST, broken_file, damaged_tensors
-    from llmsuite.observe.progress import track
+    from llmsuite.files import MANIFEST, broken_file, damaged_tensors
+    from llmsuite.progress import track
 
     found = [path] if (path / MANIFEST).is_file() else [directory for _, directory in _steps(path)]
     damaged = 0
@@ -70,8 +70,8 @@ def _verify(path: Path) -> int:
 
 
 def _prune(path: Path, keep: int | None, force: bool) -> int:
-    from llmsuite.checkpoint.files import lock_directory
     from llmsuite.checkpoint.train_state import prune
+    from llmsuite.files import lock_directory
 
     if keep is None:
         raise UserError("checkpoints prune: say how many stay, such as --keep 2")

@@ -22,7 +22,8 @@ from llmsuite.cli import (
     show,
     validate,
 )
-from llmsuite.plugins.hookspecs import Command, hookimpl
+from llmsuite.plugins.hookspecs import hookimpl
+from llmsuite.specs import Command
 
 
 @hookimpl

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
@@ -104,7 +104,7 @@ def _index(args: Any) -> int:
     from llmsuite.data.index import build_corpus
     from llmsuite.data.read import Faults
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.observe.progress import track_bytes
+    from llmsuite.progress import track_bytes
     from llmsuite.resources import find
 
     if args.output is None or args.tokenizer is None:

@@ -19,8 +19,8 @@ from typing import Any
 
 from llmsuite import __version__
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 _OK, _WARN, _BAD = "ok", "warn", "BAD"
 _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlenlp", "tokenizers", "safetensors", "numpy")
@@ -41,7 +41,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
-    from llmsuite.engine.launch import is_worker
+    from llmsuite.launch.launch import is_worker
 
     if args.nnodes > 1 and args.master is None:
         raise UserError("--master: is required with several machines: host:port of machine 0, where the others find it")
@@ -208,8 +208,8 @@ def _gflops(size: int = 1024) -> float:
 
 def _network(args: Any, registry: Registry) -> Iterator[Finding]:
     """Starts a rank a device, on all machines, and lets them add up tensors."""
-    from llmsuite.engine.launch import launch
-    from llmsuite.engine.machines import Machines
+    from llmsuite.launch.launch import launch
+    from llmsuite.launch.machines import Machines
 
     backend = registry.devices[args.device].factory()
     said: list[str] = []
@@ -243,7 +243,7 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
 
 
 def judge_network(found: Any, num_ranks: int) -> Iterator[Finding]:
-    """What is told of the fields of `llmsuite.engine.network.Network`."""
+    """What is told of the fields of `llmsuite.parallel.network.Network`."""
     if not found["right"]:
         yield (
             _BAD,
@@ -273,8 +273,8 @@ def _rank(args: Any, registry: Registry) -> int:
 
     backend = registry.devices[args.device].factory()
     start_paddle(backend, args.num_devices, join=True)
-    from llmsuite.engine import collective
-    from llmsuite.engine.network import measure
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.network import measure
 
     backend.activate(collective.local_rank())
     found = measure(args.num_devices * args.nnodes)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmsuite.cli.generate import add_model_arguments
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.inference.prompts import Prompt, Prompter
@@ -84,7 +84,7 @@ def run(args: Any, registry: Registry) -> int:
         )
         print(f"{name}: {shown}")
     if args.output:
-        from llmsuite.checkpoint.files import write_text_atomic
+        from llmsuite.files import write_text_atomic
 
         write_text_atomic(Path(args.output), json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
     return 0

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
@@ -63,7 +63,7 @@ def run_verify(args: Any, registry: Registry) -> int:
 def run_deploy(args: Any, registry: Registry) -> int:
     backend = _start(args, registry)
     from llmsuite.checkpoint.int8 import input_scales
-    from llmsuite.checkpoint.rewrite import Form, Rewrite
+    from llmsuite.convert.rewrite import Form, Rewrite
 
     target = Path(args.output)
     if target.exists():

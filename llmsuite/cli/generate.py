@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 _ENGINES = Literal["dynamic", "static"]
 _OUTSIDE = {
@@ -93,7 +93,7 @@ def add_arguments(parser: Any) -> None:
 
 def run(args: Any, registry: Registry) -> int:
     _check(args)
-    from llmsuite.engine.launch import is_worker
+    from llmsuite.launch.launch import is_worker
 
     if args.num_devices > 1 and not is_worker():
         return _launch(args, registry)
@@ -205,7 +205,7 @@ def _launch(args: Any, registry: Registry) -> int:
     if args.device not in registry.devices:
         raise UserError(registry.unknown("device", args.device))
     backend = registry.devices[args.device].factory()
-    from llmsuite.engine.launch import launch
+    from llmsuite.launch.launch import launch
 
     backend.prepare_ranks()
 

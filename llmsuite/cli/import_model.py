@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 _PACKAGE = "package:"
 
@@ -25,9 +25,9 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
-    from llmsuite.checkpoint.files import committed_directory
-    from llmsuite.checkpoint.gguf import import_gguf
     from llmsuite.checkpoint.model_dir import open_model
+    from llmsuite.convert.gguf import import_gguf
+    from llmsuite.files import committed_directory
 
     target = Path(args.output)
     if target.exists():

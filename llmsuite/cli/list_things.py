@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.keys import walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.resources import bundled
+from llmsuite.schema.keys import walk
+from llmsuite.specs import Command
 
 _WHAT = Literal["stages", "models", "recipes", "devices", "formats", "loggers", "layouts", "keys"]
 

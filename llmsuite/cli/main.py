@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
-from llmsuite import __version__
+from llmsuite import __version__, builtin
 from llmsuite.cli import commands
 from llmsuite.cli.exits import exit_code
 from llmsuite.errors import UserError
-from llmsuite.plugins import builtin
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
+from llmsuite.specs import Command
 
 _DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe a run."
 _NO_PLUGINS = "--no-plugins"

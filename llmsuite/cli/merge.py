@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from llmsuite.cli.amounts import parse_amount
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 
 def _common_arguments(parser: Any) -> None:
@@ -61,15 +61,15 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
     start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
-    from llmsuite.checkpoint.adapter import CONFIGS, add_adapter
-    from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
+    from llmsuite.checkpoint.adapter_dir import CONFIGS, Base, base_path, check_base
     from llmsuite.checkpoint.int8 import quantised, rounded_layers
-    from llmsuite.checkpoint.rewrite import DTYPES, Form, Rewrite
-    from llmsuite.checkpoint.sources import open_source
     from llmsuite.checkpoint.train_state import find_adapter
     from llmsuite.checkpoint.write import MAX_FILE_BYTES
+    from llmsuite.convert.adapter import add_adapter
+    from llmsuite.convert.rewrite import DTYPES, Form, Rewrite
+    from llmsuite.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
-    from llmsuite.observe.progress import track_bytes
+    from llmsuite.progress import track_bytes
 
     source, target = Path(args.source), Path(args.output)
     if target.exists():
@@ -122,8 +122,8 @@ def run_convert(args: Any, registry: Registry) -> int:
 
 def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_dir import base_path, open_adapters, write_adapters
-    from llmsuite.checkpoint.files import committed_directory
     from llmsuite.checkpoint.model_dir import read_config
+    from llmsuite.files import committed_directory
     from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 
     if idle := [key for key in ("dtype", "max_shard_size", "split_num", "fused", "allow_pickle") if args.get(key)]:

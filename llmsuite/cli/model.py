@@ -41,18 +41,18 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
         raise UserError(registry.unknown("device", args.device))
     backend = registry.devices[args.device].factory()
     from llmsuite.devices.start import start_paddle
-    from llmsuite.engine.launch import is_worker
+    from llmsuite.launch.launch import is_worker
 
     start_paddle(backend, args.num_devices, join=is_worker())
     from llmsuite.cli.export import find_program, find_weights
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.engine import collective
     from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.load import as_first_rank, load_model, open_any, tokenizer_directory
     from llmsuite.inference.prompts import stop_tokens
-    from llmsuite.recipe.degrees import Degrees
+    from llmsuite.parallel import collective
+    from llmsuite.schema.degrees import Degrees
 
     if reason := backend.unavailable(args.num_devices):
         raise UserError(f"--device {args.device}: {reason}")

@@ -7,9 +7,9 @@ from typing import Any
 
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
+from llmsuite.specs import Command
 
 _MOST = 10
 

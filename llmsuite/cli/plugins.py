@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:

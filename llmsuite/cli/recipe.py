@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.new import RULE, Choice, new_recipe
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
+from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:

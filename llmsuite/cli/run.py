@@ -13,10 +13,10 @@ from typing import Any
 
 from llmsuite.cli.exits import exit_code
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.section import as_plain
+from llmsuite.schema.section import as_plain
+from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
@@ -33,9 +33,9 @@ def add_arguments(parser: Any) -> None:
 
 def run(args: Any, registry: Registry) -> int:
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
-    from llmsuite.engine.launch import is_worker, launch
-    from llmsuite.engine.machines import Machines
-    from llmsuite.engine.ranks import can_fork
+    from llmsuite.launch.launch import is_worker, launch
+    from llmsuite.launch.machines import Machines
+    from llmsuite.launch.ranks import can_fork
 
     if not is_worker():  # a rank looks for what it reads itself
         plan.check_files()
@@ -98,8 +98,8 @@ def run(args: Any, registry: Registry) -> int:
 
 def _note_end(run: Path, code: int) -> None:
     """What rank 0 could not write down itself: that another one has failed, or that all hung."""
-    from llmsuite.engine.hang import STALLED
-    from llmsuite.engine.launch import INTERRUPTED
+    from llmsuite.launch.hang import STALLED
+    from llmsuite.launch.launch import INTERRUPTED
     from llmsuite.observe.events import add_event, read_events
 
     events = read_events(run)
@@ -141,7 +141,7 @@ def _import_ahead(plan: RunPlan) -> None:
     import tokenizers  # noqa: F401
 
     if plan.stage.trains:
-        import llmsuite.stages.run  # noqa: F401
+        import llmsuite.train.run  # noqa: F401
     plan.stage.factory()
     plan.family.factory()
 
@@ -149,7 +149,7 @@ def _import_ahead(plan: RunPlan) -> None:
 def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if not plan.stage.trains:
         return int(plan.stage.factory()(plan, registry, resume))
-    from llmsuite.stages.run import run as run_stage
+    from llmsuite.train.run import run as run_stage
 
     return run_stage(plan, registry, resume)
 

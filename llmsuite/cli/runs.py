@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 _COMPARED = ("loss", "eval/loss", "grad_norm", "ips_total", "avg_batch_cost", "avg_reader_cost", "peak_memory_bytes")
 

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.schema_json import recipe_schema
+from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from llmsuite.cli.generate import add_model_arguments
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
 
 _KEY = "LLMSUITE_API_KEY"
 

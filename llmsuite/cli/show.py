@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.keys import walk
 from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.section import as_plain
 from llmsuite.recipe.source import Key
+from llmsuite.schema.keys import walk
+from llmsuite.schema.section import as_plain
+from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.hookspecs import Command
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:

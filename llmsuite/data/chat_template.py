@@ -15,9 +15,9 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 
-from llmsuite.checkpoint.files import read_json_file
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.errors import UserError
+from llmsuite.files import read_json_file
 
 BUILTIN = {
     "chatml": (

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmsuite.data.formats import SHAREGPT_ROLES, Row, check_order, has_keys, text_at, texts_at
 from llmsuite.data.rows import ROLES, Conversation, Message, ToolCall
-from llmsuite.plugins.hookspecs import DataFormat
+from llmsuite.specs import DataFormat
 
 
 def paddlenlp(row: Row) -> Conversation:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.data.rows import ROLES, Message, Preference
-from llmsuite.plugins.hookspecs import DataFormat
+from llmsuite.specs import DataFormat
 
 Row = Mapping[str, Any]
 

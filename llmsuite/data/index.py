@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from llmsuite.cache import locked
-from llmsuite.checkpoint.files import read_json_file, sha256_of, write_text_atomic
 from llmsuite.data.documents import Division, kind_of, read_documents
 from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, token_dtype
 from llmsuite.data.read import Faults, OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
+from llmsuite.files import read_json_file, sha256_of, write_text_atomic
 
 _BATCH_CHARS = 1 << 19
 _WORTH_A_PROCESS = 8 << 20

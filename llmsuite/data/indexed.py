@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from llmsuite.checkpoint.files import fsync
 from llmsuite.errors import UserError
+from llmsuite.files import fsync
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")

@@ -14,7 +14,7 @@ from llmsuite.cache import locked
 from llmsuite.data.indexed import CorpusWriter, IndexedCorpus
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
-from llmsuite.observe.progress import track
+from llmsuite.progress import track
 
 _PART_CHARS = 1 << 19
 _LIBRARIES = ("tokenizers", "paddlenlp")

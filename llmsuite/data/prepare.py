@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from llmsuite.checkpoint.files import committed_directory, sha256_of
 from llmsuite.data.indexed import IndexedCorpus
 from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import DataFormat
+from llmsuite.files import committed_directory, sha256_of
+from llmsuite.specs import DataFormat
 
 _SPLITS = {"train": "train", "dev": "eval", "eval": "eval", "test": "eval", "valid": "eval", "validation": "eval"}
 _MOST_RATIO, _ALWAYS_FINE = 100, 64 << 20

@@ -11,7 +11,7 @@ from typing import Any
 from llmsuite.data import conversations
 from llmsuite.data.formats import Row, check_order, has_keys, messages_at, text_at, texts_at
 from llmsuite.data.rows import Conversation, Message, Prompt, Unpaired
-from llmsuite.plugins.hookspecs import DataFormat
+from llmsuite.specs import DataFormat
 
 _TAGS = ("kto_tag", "label")
 

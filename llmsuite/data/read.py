@@ -11,7 +11,7 @@ from typing import Any, Literal
 from llmsuite.data.compressed import PACKED, lines, open_bytes
 from llmsuite.data.parquet import open_parquet
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import DataFormat
+from llmsuite.specs import DataFormat
 
 OnBadRow = Literal["error", "skip"]
 KINDS = (".json", ".jsonl", ".parquet")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.cache import cache_root, locked
-from llmsuite.checkpoint.files import sha256_of
 from llmsuite.errors import UserError
+from llmsuite.files import sha256_of
 
 Report = Callable[[str], None]
 _OPTIONS = ("split", "config", "revision", "rows")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.files import read_json_file
 from llmsuite.errors import UserError
+from llmsuite.files import read_json_file
 
 _FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sentencepiece", "spiece", "encoder")
 _SUFFIXES = (".model", ".tiktoken")

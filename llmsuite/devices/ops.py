@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 def causal_mask(num_queries: int, num_keys: int, dtype: Any) -> Tensor:

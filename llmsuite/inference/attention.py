@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import paddle
 import paddle.nn.functional as F
 
 from llmsuite.models.blocks import dim_size
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import numpy as np
 import paddle
 
 from llmsuite.inference.fused import has_room
+from llmsuite.typing import Tensor
 
-Tensor = Any
 Cache = Sequence[Tensor]
 
 
@@ -102,7 +102,7 @@ class ModelDecoder:
         ]
 
     def _local(self, cache: Cache) -> Cache:
-        from llmsuite.engine.parallelize import local_value
+        from llmsuite.parallel.parallelize import local_value
 
         if self._tensor_mesh is not None:
             self._placements = [tensor.placements if tensor.is_dist() else None for tensor in cache]

@@ -19,17 +19,17 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from llmsuite import __version__
-from llmsuite.checkpoint.files import MANIFEST, committed_directory, read_json_file, sha256_of, write_json
 from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
 from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
 from llmsuite.errors import UserError
+from llmsuite.files import MANIFEST, committed_directory, read_json_file, sha256_of, write_json
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model
 from llmsuite.inference.loop import SPEC, Loop
 from llmsuite.inference.static_experts import make_static
+from llmsuite.typing import Tensor
 
-Tensor = Any
 FORMAT = 2
 KIND = "llmsuite static program"
 PROGRAM, PARAMETERS = "model.json", "model.pdiparams"

@@ -16,8 +16,7 @@ from paddle import nn
 
 from llmsuite.devices.ops import DecoderWeights, Ops, rms_norm
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, longer
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 @paddle.no_grad()

@@ -11,11 +11,11 @@ from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.models.head import head_of
-from llmsuite.plugins.hookspecs import ModelFamily
+from llmsuite.specs import ModelFamily
 
 if TYPE_CHECKING:
-    from llmsuite.engine.mesh import Mesh
-    from llmsuite.engine.parallelize import ReadSlice
+    from llmsuite.parallel.mesh import Mesh
+    from llmsuite.parallel.parallelize import ReadSlice
 
 
 def open_any(
@@ -30,10 +30,10 @@ def open_any(
     Raises:
         UserError: nothing there can be read; says what is missing.
     """
-    from llmsuite.checkpoint.adapter import add_adapter
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
-    from llmsuite.checkpoint.sources import open_source
     from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.convert.adapter import add_adapter
+    from llmsuite.convert.sources import open_source
 
     adapter = find_adapter(path)
     if adapter is None:
@@ -65,13 +65,13 @@ def load_model(
         source: where its values are; each is read, and cut, when it is its turn.
         backend: of the device.
         precision: of parameters and activations.
-        mesh: this rank's place, for a model that is cut over ranks (`llmsuite.engine.mesh.Mesh`).
+        mesh: this rank's place, for a model that is cut over ranks (`llmsuite.parallel.mesh.Mesh`).
 
     Raises:
         UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
     """
     from llmsuite.checkpoint.int8 import input_scales
-    from llmsuite.checkpoint.sources import check_shapes
+    from llmsuite.checkpoint.shapes import check_shapes
     from llmsuite.models.qat import fake_quantize_layers, fake_quantized
 
     if head_of(source.config) == "score":
@@ -114,11 +114,11 @@ def build_model(
     import paddle
 
     from llmsuite.devices.ops import Ops, causal_mask, rotary
-    from llmsuite.engine.mesh import Mesh
-    from llmsuite.engine.parallelize import parallelize
     from llmsuite.inference.attention import grouped_attention
     from llmsuite.models.shard_plan import WHOLE
-    from llmsuite.recipe.degrees import Degrees
+    from llmsuite.parallel.mesh import Mesh
+    from llmsuite.parallel.parallelize import parallelize
+    from llmsuite.schema.degrees import Degrees
 
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
     cuts = family.shard_plan or WHOLE
@@ -141,7 +141,7 @@ def build_model(
 
 def as_first_rank(tokens: list[int]) -> list[int]:
     """What rank 0 has chosen, on every rank: rounding may differ by rank, and all have to go on with the same."""
-    from llmsuite.engine import collective
+    from llmsuite.parallel import collective
 
     return [int(token) for token in collective.from_first_rank([float(token) for token in tokens])]
 

@@ -9,8 +9,7 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from llmsuite.models.blocks import dim_size
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 SPEC = [
     InputSpec([None, None], "int64", "input_ids"),

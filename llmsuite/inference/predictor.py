@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.checkpoint.files import broken_file, read_json_file
 from llmsuite.devices.base import PADDLE_DTYPE
 from llmsuite.errors import UserError
+from llmsuite.files import broken_file, read_json_file
 from llmsuite.inference.batch import check_room
 from llmsuite.inference.decoder import Cache
 from llmsuite.inference.export import LOOP, PARAMETERS, PROGRAM, read_manifest

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.files import read_json_file
 from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.rows import ROLES, Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
+from llmsuite.files import read_json_file
 
 
 @dataclasses.dataclass(frozen=True)

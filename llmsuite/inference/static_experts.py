@@ -8,8 +8,7 @@ import paddle
 import paddle.nn.functional as F
 
 from llmsuite.models.experts import Experts
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 def make_static(model: Any) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsuite.checkpoint.files import MANIFEST, broken_file, read_json_file, sha256_of
 from llmsuite.errors import UserError
+from llmsuite.files import MANIFEST, broken_file, read_json_file, sha256_of
 from llmsuite.inference.decoder import Decoder
 from llmsuite.inference.export import read_manifest
 from llmsuite.inference.generate import generate

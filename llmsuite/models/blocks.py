@@ -17,8 +17,8 @@ from paddle import nn
 
 from llmsuite.devices.ops import Ops
 from llmsuite.models.head import head_of, is_tied
+from llmsuite.typing import Tensor
 
-Tensor = Any
 LayerCache = tuple[Tensor, Tensor]
 
 ZEROS = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0))

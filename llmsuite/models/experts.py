@@ -17,8 +17,7 @@ from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import ZEROS
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 class Stacked(nn.Layer):

@@ -6,7 +6,6 @@ Shapes: I inputs and O outputs of a matrix, R rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import paddle
 import paddle.nn.functional as F
@@ -15,8 +14,7 @@ from paddle import nn
 from llmsuite.models.blocks import ZEROS
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.targets import is_trained, pick_modules
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 class LoraLinear(nn.Layer):

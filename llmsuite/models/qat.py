@@ -21,9 +21,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.checkpoint.grid import LEAST, LEVELS
-
-Tensor = Any
+from llmsuite.models.int8_grid import LEAST, LEVELS
+from llmsuite.typing import Tensor
 
 
 def weight_scale(weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.files import write_text_atomic
+from llmsuite.files import write_text_atomic
 
 SCHEMA = 1
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from llmsuite.engine.mesh import Mesh
 from llmsuite.models.anatomy import Anatomy, Latent, Mixture, Plain
+from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.layout import Layout
 

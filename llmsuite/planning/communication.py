@@ -8,14 +8,14 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from llmsuite.engine.mesh import Mesh
 from llmsuite.models.anatomy import Anatomy, Mixture
 from llmsuite.models.shard_plan import SECOND_FACTOR
+from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.along_tensor import AlongTensor
 from llmsuite.planning.layout import BYTES, Held, Layout
-from llmsuite.plugins.hookspecs import LookAhead
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.specs import LookAhead
 
 TENSOR, DATA, SHARDING, DP, PIPELINE, EXPERT, RUN = "tp", "data", "sharding", "dp", "pp", "ep", "run"
 AXES = {TENSOR: ("tp",), DATA: ("dp", "sharding"), SHARDING: ("sharding",), DP: ("dp",), EXPERT: ("ep",)}

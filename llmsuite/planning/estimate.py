@@ -7,10 +7,10 @@ import functools
 import math
 from collections.abc import Sequence
 
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.schedule import Kind
 from llmsuite.errors import UserError
 from llmsuite.models.anatomy import Anatomy
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.schedule import Kind
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.communication import Counts, Traffic, looks_of
 from llmsuite.planning.cost import FAST, SLOW, Hardware, PartCost, Reached, communication_time, part_costs

@@ -11,13 +11,13 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from llmsuite.engine.cut import layer_costs, layer_of, part_bounds, parts_with
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.partition import SHARDING_STAGES, Piece, buckets, collects_early, has_master, own_slice, piece_of
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import is_trained, linear_modules, pick_modules, with_adapters
+from llmsuite.parallel.cut import layer_costs, layer_of, part_bounds, parts_with
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.partition import SHARDING_STAGES, Piece, buckets, collects_early, has_master, own_slice, piece_of
 from llmsuite.recipe.resolve import RunPlan
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.schedule import Action
 from llmsuite.models.anatomy import Anatomy, Latent, Mixture
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
 from llmsuite.planning.activations import How, Pass
 from llmsuite.planning.layout import BYTES, Held, Layout, ranks

@@ -18,9 +18,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from llmsuite.engine.mesh import AXES, Mesh
-from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
+from llmsuite.parallel.mesh import AXES, Mesh
+from llmsuite.parallel.schedule import Action
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Held, Layout
 from llmsuite.planning.memory import full_pass, marks_padding

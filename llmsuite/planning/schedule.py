@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from llmsuite.engine.schedule import Action, Kind, order
+from llmsuite.parallel.schedule import Action, Kind, order
 
 
 @dataclasses.dataclass(frozen=True)

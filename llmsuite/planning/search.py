@@ -12,10 +12,10 @@ from llmsuite.planning.cost import Hardware
 from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate_of, memory_of
 from llmsuite.planning.layout import Layout, Model
 from llmsuite.planning.memory import StageMemory
-from llmsuite.recipe.degrees import accumulate_steps, degrees_of
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.recipe.rules import RULES, Asked
-from llmsuite.recipe.schema import ParallelSection
+from llmsuite.recipe.rules import RULES, RuleContext
+from llmsuite.schema.degrees import accumulate_steps, degrees_of
+from llmsuite.schema.parallel import ParallelSection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,9 @@ def broken(plan: RunPlan) -> list[str]:
     found = [f"parallel.{key}: {message}" for key, message in recipe.parallel.problems()]
     found += [f"engine.{key}: {message}" for key, message in recipe.engine.problems()]
     precisions = plan.device.factory().precisions
-    asked = Asked(recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, plan.stage)
+    asked = RuleContext(
+        recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, plan.stage
+    )
     return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(asked)]
 
 

@@ -18,7 +18,9 @@ import pluggy
 
 from llmsuite.errors import UserError
 from llmsuite.plugins import hookspecs
-from llmsuite.plugins.hookspecs import (
+from llmsuite.schema.recipe import Recipe
+from llmsuite.schema.section import Section
+from llmsuite.specs import (
     API_VERSION,
     Command,
     DataFormat,
@@ -28,8 +30,6 @@ from llmsuite.plugins.hookspecs import (
     ModelFamily,
     StageSpec,
 )
-from llmsuite.recipe.schema import Recipe
-from llmsuite.recipe.section import Section
 
 GROUP = "llmsuite"
 ALLOW_LIST = "LLMSUITE_PLUGINS"

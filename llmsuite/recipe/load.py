@@ -19,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe import keys as recipe_keys
-from llmsuite.recipe.schema import ModelSection, Recipe
-from llmsuite.recipe.section import Section, forget_reads, unread
 from llmsuite.recipe.source import Key, parse_json, read_json
 from llmsuite.recipe.untrained import SECTIONS
+from llmsuite.schema import keys as recipe_keys
+from llmsuite.schema.recipe import ModelSection, Recipe
+from llmsuite.schema.section import Section, forget_reads, unread
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import WHOLE
-from llmsuite.plugins.hookspecs import ModelFamily
 from llmsuite.resources import bundled
+from llmsuite.specs import ModelFamily
 
 RULE = """\
 Degrees: of a parameter a device holds 6 bytes (value, gradient in float32) and its share of 12 (master, moments) over

@@ -15,16 +15,16 @@ from llmsuite.data.read import data_files
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.models.shard_plan import WHOLE
-from llmsuite.plugins.hookspecs import DeviceSpec, ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.recipe.load import LoadedRecipe, in_order, load
-from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, Asked
-from llmsuite.recipe.schema import Recipe
+from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
 from llmsuite.recipe.shape import Broken, behind_adapter, missing_model, model_config, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
 from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
+from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
+from llmsuite.schema.recipe import Recipe
+from llmsuite.specs import DeviceSpec, ModelFamily, StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     degrees = degrees_of(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    asked = Asked(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage)
+    asked = RuleContext(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage)
     rules += [broken for rule in (RULES if stage.trains else UNTRAINED_RULES) for broken in rule.check(asked)]
     if rules:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))

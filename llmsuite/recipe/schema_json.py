@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.keys import section_doc, sections, walk
 from llmsuite.recipe.load import recipe_type
+from llmsuite.schema.keys import section_doc, sections, walk
 
 
 def recipe_schema(registry: Registry, stage: str | None = None) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.models.head import head_of
-from llmsuite.plugins.hookspecs import ModelFamily, StageSpec
-from llmsuite.recipe.schema import Recipe
 from llmsuite.resources import find
+from llmsuite.schema.recipe import Recipe
+from llmsuite.specs import ModelFamily, StageSpec
 
 Broken = tuple[str, str]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from llmsuite.plugins.hookspecs import ModelFamily, StageSpec
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.degrees import Degrees, degrees_of
 from llmsuite.recipe.load import REMOVE, LoadedRecipe
-from llmsuite.recipe.schema import Recipe
 from llmsuite.recipe.shape import model_config, weights_of
+from llmsuite.schema.degrees import Degrees, degrees_of
+from llmsuite.schema.recipe import Recipe
+from llmsuite.specs import ModelFamily, StageSpec
 
 SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
 """How long a small run is."""

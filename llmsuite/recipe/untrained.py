@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from llmsuite.recipe.schema import PositiveInt
-from llmsuite.recipe.section import Section
+from llmsuite.schema.numbers import PositiveInt
+from llmsuite.schema.section import Section
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.stages.base import Batch
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.reference_cache import answer_key
-
-Tensor = Any
+from llmsuite.train.stage import Batch
+from llmsuite.typing import Tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,11 @@ import paddle
 
 from llmsuite.stages import preference_losses
 from llmsuite.stages.answers import answer_logps, collate_rows, num_tokens
-from llmsuite.stages.base import Batch, Look, LossTerms, StageContext, Sums
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pairs_of
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import DpoSection
-
-Tensor = Any
+from llmsuite.train.stage import Batch, Look, LossTerms, StageContext, Sums
+from llmsuite.typing import Tensor
 
 
 class DpoStage(PairStage):

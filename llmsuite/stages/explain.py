@@ -16,9 +16,9 @@ from llmsuite.data.rows import Conversation, Message, Preference, Unpaired
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.stages.base import DropCounts, Stage
-from llmsuite.stages.run import load_tokenizer, make_stage
-from llmsuite.stages.sequences import TaughtSequence, taught_sequences
+from llmsuite.train.run import load_tokenizer, make_stage
+from llmsuite.train.stage import DropCounts, Stage
+from llmsuite.train.supervision import TaughtSequence, taught_sequences
 
 
 @dataclasses.dataclass(frozen=True)

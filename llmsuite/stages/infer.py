@@ -10,11 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.files import lock_directory, read_json_file, write_text_atomic
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.engine import collective
-from llmsuite.engine.mesh import Mesh
 from llmsuite.errors import RecipeError, UserError
+from llmsuite.files import lock_directory, read_json_file, write_text_atomic
 from llmsuite.inference.beam import Beams
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.fused import fuse
@@ -22,12 +20,14 @@ from llmsuite.inference.generate import Answer, Generator
 from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any, tokenizer_directory
 from llmsuite.inference.prompts import Prompt, Prompter, stop_tokens
 from llmsuite.inference.sampling import Sampling
-from llmsuite.observe.progress import report, track
+from llmsuite.parallel import collective
+from llmsuite.parallel.mesh import Mesh
 from llmsuite.plugins.manager import Registry
+from llmsuite.progress import report, track
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.recipe.section import as_plain
-from llmsuite.stages.model import draw
+from llmsuite.schema.section import as_plain
 from llmsuite.stages.sections import InferSection
+from llmsuite.train.build import draw
 
 _DECIDING = ("model", "data", "infer", "seed")
 """What of a recipe decides the answers; precision and strategy do so by rounding only."""

@@ -22,10 +22,10 @@ import paddle
 from llmsuite.data.rows import Unpaired
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, answer_logps, collate, ended
-from llmsuite.stages.base import Batch, DropCounts, Look, LossTerms, Stage, StageContext, Sums
 from llmsuite.stages.preference_losses import apo_zero, kto
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import KtoSection
+from llmsuite.train.stage import Batch, DropCounts, Look, LossTerms, Stage, StageContext, Sums
 
 
 @dataclasses.dataclass(frozen=True)

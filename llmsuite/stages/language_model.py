@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from llmsuite.data.packing import best_fit
-from llmsuite.stages.base import Batch, LossTerms
+from llmsuite.train.stage import Batch, LossTerms
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

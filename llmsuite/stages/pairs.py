@@ -13,7 +13,7 @@ from llmsuite.data.packing import best_fit
 from llmsuite.data.rows import Preference
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, ended
-from llmsuite.stages.base import DropCounts, Stage, StageContext
+from llmsuite.train.stage import DropCounts, Stage, StageContext
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,10 @@ function gives a loss an element, nothing is added up: P pairs, or A answers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import paddle
 import paddle.nn.functional as F
 
-Tensor = Any
-
+from llmsuite.typing import Tensor
 
 # pairs, against a reference; margin [P]: reward of the chosen answer - reward of the rejected one
 

@@ -29,12 +29,10 @@ from llmsuite.data.index import cached_corpus
 from llmsuite.data.indexed import IndexedCorpus, index_path
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.errors import UserError
-from llmsuite.observe.progress import track_bytes
+from llmsuite.progress import track_bytes
 from llmsuite.resources import find
-from llmsuite.stages.base import Batch, DropCounts, LossTerms, Stage, StageContext
 from llmsuite.stages.sections import PretrainSection
-
-Tensor = Any
+from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
 
 
 class Stretches(Sequence[np.ndarray]):

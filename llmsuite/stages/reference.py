@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.observe.progress import track
+from llmsuite.progress import track
 from llmsuite.stages.answers import Answer, answer_logps, collate_rows
-from llmsuite.stages.base import StageContext
 from llmsuite.stages.reference_cache import ReferenceCache, complete
+from llmsuite.train.stage import StageContext
 
 
 class Reference:

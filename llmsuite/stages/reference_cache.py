@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from llmsuite.cache import cache_root
-from llmsuite.engine import collective
 from llmsuite.errors import UserError
+from llmsuite.parallel import collective
 
 
 def answer_key(prompt: Sequence[int], answer: Sequence[int]) -> str:

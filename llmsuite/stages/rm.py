@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from llmsuite.stages.answers import lay
-from llmsuite.stages.base import Batch, LossTerms, StageContext
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pairs_of
 from llmsuite.stages.preference_losses import bradley_terry
 from llmsuite.stages.sections import RmSection
+from llmsuite.train.stage import Batch, LossTerms, StageContext
 
 
 class RmStage(PairStage):

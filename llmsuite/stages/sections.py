@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from llmsuite.recipe.schema import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from llmsuite.recipe.section import Section
+from llmsuite.schema.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from llmsuite.schema.section import Section
 
 _SMOOTHED = ("sigmoid", "simpo")
 _REFERENCE_FREE = ("simpo", "orpo")

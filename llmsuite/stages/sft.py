@@ -14,9 +14,9 @@ import numpy as np
 from llmsuite.data.rows import Conversation
 from llmsuite.errors import UserError
 from llmsuite.stages import language_model
-from llmsuite.stages.base import Batch, DropCounts, LossTerms, Stage, StageContext
 from llmsuite.stages.language_model import WeightedTokens
 from llmsuite.stages.sections import SftSection
+from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
 
 
 class Unusable(Exception):

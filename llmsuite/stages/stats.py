@@ -12,9 +12,9 @@ import numpy as np
 from llmsuite.data.loader import Dealer, SampleOrder
 from llmsuite.data.packing import best_fit
 from llmsuite.errors import UserError
-from llmsuite.stages.base import DropCounts, Stage
 from llmsuite.stages.pretrain import PretrainStage
-from llmsuite.stages.sequences import taught_sequences
+from llmsuite.train.stage import DropCounts, Stage
+from llmsuite.train.supervision import taught_sequences
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.errors import RecipeError
-from llmsuite.plugins import builtin
-from llmsuite.plugins.hookspecs import StageSpec
 from llmsuite.plugins.manager import Registry, load_plugins
-from llmsuite.recipe.keys import field_docs
 from llmsuite.recipe.resolve import plan_run
+from llmsuite.schema.keys import field_docs
+from llmsuite.specs import StageSpec
 
 STEPS, SAVED_STEP = 4, 2
 LIMIT = 1e-6

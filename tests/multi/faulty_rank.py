@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.launch import is_worker, launch
+from llmsuite.launch.launch import is_worker, launch
 
 FAULT_STEP, STEPS = 3, 5
 FAULTS = ("none", "skips", "swaps", "swaps groups", "shape", "raises", "sleeps")
@@ -36,8 +36,9 @@ def work(fault: str) -> int:
     start_paddle(CpuBackend(), 2, join=True)
     import paddle
 
-    from llmsuite.engine import calls, collective
-    from llmsuite.recipe.degrees import Degrees
+    from llmsuite.launch import calls
+    from llmsuite.parallel import collective
+    from llmsuite.schema.degrees import Degrees
 
     mesh = collective.start(Degrees(1, 2, 1, 1))
     long, short = paddle.ones([8]), paddle.ones([3])

@@ -16,7 +16,7 @@ def main() -> int:
     import paddle
     import paddle.distributed as dist
 
-    from llmsuite.engine import collective
+    from llmsuite.parallel import collective
 
     dist.init_parallel_env()
     group, rank = dist.new_group(list(range(NUM_RANKS))), int(os.environ["PADDLE_TRAINER_ID"])

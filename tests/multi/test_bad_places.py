@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.checkpoint.files import broken_file
+from llmsuite.files import broken_file
 from tests.multi.conftest import ROOT, Runner, learnt
 from tests.multi.test_interrupted import MESHES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.engine.hang import STALLED
+from llmsuite.launch.hang import STALLED
 from tests.conftest import PluginSite
 from tests.multi.conftest import ROOT, Runner
 from tests.multi.faulty_rank import FAULTS

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmsuite.checkpoint.files import broken_file
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.launch import _free_ports
+from llmsuite.files import broken_file
+from llmsuite.launch.launch import _free_ports
 from tests.multi.conftest import ROOT, Runner
 from tests.unit.tiny_llama import FAMILIES
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from llmsuite import builtin
 from llmsuite.cli import commands
-from llmsuite.engine.mesh import Mesh
+from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.order import calls_of_ranks
-from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import PluginSite
@@ -23,7 +23,7 @@ PLUGIN = """
 import dataclasses, json, os
 from pathlib import Path
 import llmsuite
-from llmsuite.engine.calls import ENVIRONMENT, read
+from llmsuite.launch.calls import ENVIRONMENT, read
 
 @llmsuite.hookimpl
 def llmsuite_step_end(run, step):

@@ -185,7 +185,7 @@ import os
 import llmsuite
 
 def install():  # in each rank, which is a fork
-    from llmsuite.engine.pipeline import Edges
+    from llmsuite.parallel.pipeline import Edges
 
     send, sent = Edges.send, []
 

@@ -16,9 +16,9 @@ def main() -> int:
     import paddle
     import paddle.distributed as dist
 
-    from llmsuite.engine import collective
-    from llmsuite.engine.parallelize import local_value
     from llmsuite.models.qat import FakeQuantLinear, observed
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.parallelize import local_value
 
     dist.init_parallel_env()
     mesh, whole = dist.ProcessMesh([0, 1], dim_names=["tp"]), [dist.Replicate()]

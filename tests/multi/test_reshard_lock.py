@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.launch import launch
+from llmsuite.launch.launch import launch
 from tests.conftest import PluginSite
 from tests.multi.conftest import ROOT
 
@@ -26,8 +26,8 @@ def run(arguments, registry):
     import paddle
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import dtensor_from_local
-    from llmsuite.engine import collective
-    from llmsuite.recipe.degrees import Degrees
+    from llmsuite.parallel import collective
+    from llmsuite.schema.degrees import Degrees
 
     mesh, sign = collective.start(Degrees(1, 1, 1, 2)), Path(arguments.file)
     part = dtensor_from_local(paddle.ones([4]), mesh.tensor, [dist.Partial()])

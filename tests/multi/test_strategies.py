@@ -71,8 +71,8 @@ seen = {}
 @llmsuite.hookimpl
 def llmsuite_run_start(run):
     """On rank 0, once the model is built: note what its parameters, activations and optimizer hold here."""
-    from llmsuite.engine.optimizer import Optimizer
-    from llmsuite.engine.parallelize import local_value
+    from llmsuite.parallel.optimizer import Optimizer
+    from llmsuite.parallel.parallelize import local_value
     from llmsuite.stages.dpo import DpoStage
 
     loss, step = DpoStage.loss, Optimizer.step
@@ -164,7 +164,7 @@ seen = {"gradients": [], "sums": []}
 @llmsuite.hookimpl
 def llmsuite_run_start(run):
     from paddle.base import core
-    from llmsuite.engine import optimizer
+    from llmsuite.parallel import optimizer
     from llmsuite.stages.dpo import DpoStage
 
     loss, step, shards = DpoStage.loss, optimizer.Optimizer.step, []

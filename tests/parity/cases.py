@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from llmsuite.engine.launch import INTERRUPTED
+from llmsuite.launch.launch import INTERRUPTED
 from llmsuite.plugins.manager import PluginInfo
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests.conftest import registry_with

@@ -14,7 +14,7 @@ import pytest
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     """Each micro-batch is divided by its own weight, and their number stands for the weight of the step."""
-    from llmsuite.engine.loss_ledger import LossTerms
+    from llmsuite.parallel.loss_ledger import LossTerms
     from tests.parity.token_stage import TokenStage
 
     loss = TokenStage.loss
@@ -28,8 +28,8 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
 
 def pipeline_gradients_not_averaged(patch: pytest.MonkeyPatch) -> None:
     """Only the last pipeline stage divides by the weight of all micro-batches; the others by that of one."""
-    from llmsuite.engine import collective
-    from llmsuite.engine.loss_ledger import LossLedger
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.loss_ledger import LossLedger
 
     reduce, add = LossLedger.reduce, LossLedger.add
 
@@ -78,8 +78,8 @@ def data_reduce_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
     """What every rank of a tensor parallel group holds counts once a rank in the norm that gradients are clipped by."""
-    from llmsuite.engine import collective
-    from llmsuite.engine.sharding import ParameterShard
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.sharding import ParameterShard
 
     copies = ParameterShard.copies.fget
     assert copies is not None
@@ -93,8 +93,8 @@ def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
     """Of an adapter's first factor that is cut over tp, every rank begins with the part of the first one."""
-    from llmsuite.engine import parallelize
     from llmsuite.models.shard_plan import FIRST_FACTOR
+    from llmsuite.parallel import parallelize
 
     own_slice = parallelize.own_slice
 
@@ -109,7 +109,7 @@ def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
 
 def scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:
     """Inputs are rounded by the largest one that this rank has seen of its part of them."""
-    from llmsuite.engine import collective
+    from llmsuite.parallel import collective
 
     patch.setattr(collective, "max_over_run", lambda values: [float(value) for value in values])
 
@@ -133,7 +133,7 @@ def weight_scale_of_own_part(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:
-    from llmsuite.engine.mesh import Mesh
+    from llmsuite.parallel.mesh import Mesh
 
     patch.setattr(Mesh, name, None)
 

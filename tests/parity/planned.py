@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.schedule import Action
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.schedule import Action
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.communication import AXES, PIPELINE, RUN, TENSOR, Message, Traffic, looks_of
 from llmsuite.planning.estimate import anatomy_of, estimate

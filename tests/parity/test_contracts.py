@@ -24,7 +24,7 @@ BROKEN = '''
 import dataclasses
 import llmsuite
 from llmsuite.plugins.hookspecs import StageSpec
-from llmsuite.recipe.section import Section
+from llmsuite.schema.section import Section
 
 @dataclasses.dataclass(kw_only=True)
 class BrokenSection(Section):
@@ -32,7 +32,7 @@ class BrokenSection(Section):
     """DOC"""
 
 def stage():
-    from llmsuite.stages.base import LossTerms
+    from llmsuite.train.stage import LossTerms
     from llmsuite.stages.sft import SftStage
 
     class Broken(SftStage):

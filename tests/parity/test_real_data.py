@@ -12,9 +12,9 @@ import pytest
 
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.stages.base import DropCounts
 from llmsuite.stages.explain import open_stage
 from llmsuite.stages.stats import file_stats
+from llmsuite.train.stage import DropCounts
 from tests.multi.conftest import Runner
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ import paddle
 
 import llmsuite
 from llmsuite.plugins.hookspecs import StageSpec
-from llmsuite.recipe.section import Section
-from llmsuite.stages.base import Batch, DropCounts, LossTerms, Stage
+from llmsuite.schema.section import Section
+from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage
 
 RECIPE = "tests/parity/tokens.json"
 

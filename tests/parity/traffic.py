@@ -19,7 +19,7 @@ def communicators() -> dict[int, tuple[int, ...]]:
     import paddle
     import paddle.distributed as dist
 
-    from llmsuite.engine import collective
+    from llmsuite.parallel import collective
 
     mesh = collective.mesh()
     if mesh.degrees.num_ranks == 1:

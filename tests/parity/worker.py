@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.gloo.groups import reused
-from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests.parity import traffic
@@ -42,7 +42,7 @@ def main(file: str) -> int:
     sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
     import paddle.distributed as dist
 
-    from llmsuite.stages.run import run
+    from llmsuite.train.run import run
     from tests.parity import token_stage
     from tests.parity.mutations import mutated
 
@@ -81,8 +81,8 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
     import numpy as np
     import paddle
 
-    from llmsuite.engine import collective
-    from llmsuite.engine.optimizer import Optimizer
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.optimizer import Optimizer
 
     update = Optimizer.step
 
@@ -111,7 +111,8 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
 def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
     """While active, each training step adds a line to `samples-RANK.jsonl`: the step, the data rank, and of each
     micro-batch the sha256 of what its samples hold, None where nothing is read."""
-    from llmsuite.engine import collective, loop
+    from llmsuite.parallel import collective
+    from llmsuite.train import loop
 
     train_step = loop.train_step
 
@@ -135,7 +136,7 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
 def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[None]:
     """While active, step `last` leaves what this rank has sent in it, the shape of its batch, the order of its passes,
     and the bytes of its tensors."""
-    from llmsuite.engine import loop
+    from llmsuite.train import loop
 
     under_way = _UnderWay()
     train_step, before = loop.train_step, under_way.live_bytes()
@@ -193,8 +194,8 @@ class _UnderWay:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Around a run, whose sending threads start in it."""
-        from llmsuite.engine import pipeline
-        from llmsuite.engine.pipeline import Edges
+        from llmsuite.parallel import pipeline
+        from llmsuite.parallel.pipeline import Edges
 
         send, send_all = Edges.send, pipeline._send_all
 
@@ -232,8 +233,8 @@ def _memory_of_a_step(before: int, live_bytes: Callable[[], int]) -> Iterator[di
     that is alive between two passes and, with what is under way to a neighbour, while they run."""
     from paddle.base import core
 
-    from llmsuite.engine.optimizer import Optimizer
-    from llmsuite.engine.pipeline import PipelineStage
+    from llmsuite.parallel.optimizer import Optimizer
+    from llmsuite.parallel.pipeline import PipelineStage
 
     held = {"between_steps": live_bytes() - before, "gradients": 0, "between_passes": 0, "peak": 0}
     forward, backward, finish = PipelineStage.forward, PipelineStage.backward, Optimizer.finish_gradients
@@ -271,8 +272,8 @@ def _passes_of_a_step() -> Iterator[dict[str, list[Any]]]:
     sequences, length, what logits are made of, and whether there are documents, of those before."""
     import paddle
 
-    from llmsuite.engine.pipeline import PipelineStage
     from llmsuite.models.experts import Experts
+    from llmsuite.parallel.pipeline import PipelineStage
 
     found: dict[str, list[Any]] = {"actions": [], "looks": [], "rows": []}
     rows, inside = Experts.rows, []

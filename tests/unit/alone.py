@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.train_state import WholeTensor
-from llmsuite.engine.guard import Guard
-from llmsuite.engine.loss_ledger import LossTerms
-from llmsuite.engine.loss_scale import LossScale
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.pipeline import PipelineStage
-from llmsuite.engine.schedule import Action
-from llmsuite.engine.sharding import ParameterShard
-from llmsuite.engine.step import Objective, train_step
-from llmsuite.recipe.degrees import Degrees
-from llmsuite.recipe.schema import TrainSection
-from llmsuite.stages.base import Stage
+from llmsuite.parallel.loss_ledger import LossTerms
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.parallel.schedule import Action
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.schema.degrees import Degrees
+from llmsuite.schema.recipe import TrainSection
+from llmsuite.train.guard import Guard
+from llmsuite.train.loss_scale import LossScale
+from llmsuite.train.stage import Stage
+from llmsuite.train.step import Objective, train_step
 
 MESH = Mesh(Degrees(1, 1, 1, 1), 0)
 

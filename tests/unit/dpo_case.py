@@ -14,14 +14,14 @@ from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Preference
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.ops import Ops
-from llmsuite.engine.init import initial_values
 from llmsuite.models.llama.config import SMOKE, LlamaConfig
 from llmsuite.models.llama.layers import Llama
-from llmsuite.recipe.schema import DataSection, ModelSection, Recipe, TrainSection
-from llmsuite.stages.base import DropCounts, StageContext
+from llmsuite.schema.recipe import DataSection, ModelSection, Recipe, TrainSection
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
 from llmsuite.stages.sections import DpoSection
+from llmsuite.train.initial_values import initial_values
+from llmsuite.train.stage import DropCounts, StageContext
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 FORMATS = {data_format.name: data_format for data_format in BUILTIN}

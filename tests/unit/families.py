@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.plugins.builtin import llmsuite_register_models
+from llmsuite.builtin import llmsuite_register_models
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 FAMILIES = {family.name: family for family in llmsuite_register_models()}

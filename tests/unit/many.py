@@ -15,9 +15,9 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from llmsuite.engine import collective, mesh
-from llmsuite.engine.mesh import Mesh
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel import collective, mesh
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.degrees import Degrees
 
 T = TypeVar("T")
 MESHES = [

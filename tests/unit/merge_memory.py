@@ -16,10 +16,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from llmsuite.checkpoint.files import broken_file
 from llmsuite.checkpoint.model_dir import open_model, write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
+from llmsuite.files import broken_file
 from llmsuite.models.llama.config import LlamaConfig
 from tests.unit import tiny_llama
 from tests.unit.tiny_llama import FAMILIES, FAMILY, to_paddlenlp

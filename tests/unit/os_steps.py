@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.files import committed_directory, write_text_atomic
+from llmsuite.files import committed_directory, write_text_atomic
 
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.fsync")
 

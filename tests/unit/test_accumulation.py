@@ -11,11 +11,11 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.engine.loss_ledger import LossTerms
-from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.step import evaluate
+from llmsuite.parallel.loss_ledger import LossTerms
+from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
+from llmsuite.train.step import evaluate
 from tests.unit import alone, dpo_case
 
 Arrays = dict[str, np.ndarray]

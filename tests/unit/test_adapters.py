@@ -16,23 +16,23 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint.adapter import add_adapter
 from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters, open_adapters, read_base, write_adapters
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import open_model, write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
+from llmsuite.convert.adapter import add_adapter
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.init import initial_values
-from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.errors import Problem, UserError
 from llmsuite.inference.load import load_model
 from llmsuite.models.head import SCORE
 from llmsuite.models.lora import LoraLinear, adapted_modules, adapters, add_adapters
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import is_factor
+from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.recipe.schema import LoraSection, TrainSection
+from llmsuite.schema.recipe import LoraSection, TrainSection
+from llmsuite.train.initial_values import initial_values
 from tests.unit import alone
 from tests.unit.families import FAMILIES, tiny
 

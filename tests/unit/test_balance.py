@@ -10,18 +10,18 @@ import paddle.nn.functional as F
 import pytest
 
 from llmsuite.devices.ops import Ops
-from llmsuite.engine.balance import ExpertBalance
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.parallelize import fill
-from llmsuite.engine.sharding import ParameterShard
 from llmsuite.errors import UserError
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Balance
-from llmsuite.recipe.degrees import Degrees
-from llmsuite.recipe.schema import TrainSection
+from llmsuite.parallel.balance import ExpertBalance
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.parallel.parallelize import fill
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.schema.degrees import Degrees
+from llmsuite.schema.recipe import TrainSection
 from tests.unit import alone, many
 
 # two tokens of the first sequence choose experts 0 and 1, its third one is padding; both of the second 2

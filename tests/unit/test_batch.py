@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.engine.init import initial_values
 from llmsuite.errors import UserError
 from llmsuite.inference.attention import grouped_attention
 from llmsuite.inference.batch import Batch, Line, check_room
@@ -19,6 +18,7 @@ from llmsuite.inference.decoder import ModelDecoder, Uncached
 from llmsuite.inference.generate import Generator, generate
 from llmsuite.inference.sampling import Sampling, log_softmax, penalise
 from llmsuite.inference.text import TextStream
+from llmsuite.train.initial_values import initial_values
 from tests.unit.families import FAMILIES
 from tests.unit.toy_decoder import ToyDecoder, ToyTokenizer, as_tokenizer
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint.blocks import Block, BlockFiles
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.convert.blocks import Block, BlockFiles
 from llmsuite.errors import UserError
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.checkpoint.files import broken_file, write_text_atomic
 from llmsuite.errors import UserError
+from llmsuite.files import broken_file, write_text_atomic
 from tests.unit.os_steps import write
 
 
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_read_is_a_fault(whole: Path, monkeypatch: pytest.
     def fail(path: Path, start: int, end: int) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("llmsuite.checkpoint.files.sha256_of", fail)
+    monkeypatch.setattr("llmsuite.files.sha256_of", fail)
     assert broken_file(whole) == f"{whole / 'first'} cannot be read: Input/output error"
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.engine import collective
-from llmsuite.engine.buckets import share_calls
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.partition import buckets
-from llmsuite.engine.sharding import ParameterShard
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel import collective
+from llmsuite.parallel.buckets import share_calls
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.partition import buckets
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.schema.degrees import Degrees
 from tests.unit import many
 from tests.unit.test_sharding import Case
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
 from llmsuite.data.rows import Message
 from llmsuite.errors import UserError
-from llmsuite.recipe.schema import DataSection
+from llmsuite.schema.recipe import DataSection
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ASK = [Message("system", " Be brief. "), Message("user", "Hi?")]

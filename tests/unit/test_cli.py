@@ -15,8 +15,8 @@ from llmsuite import __version__
 from llmsuite.cli.main import main, split_overrides
 from llmsuite.plugins.manager import ALLOW_LIST, Registry
 from llmsuite.recipe.load import REMOVE
-from llmsuite.recipe.section import as_plain
 from llmsuite.resources import bundled
+from llmsuite.schema.section import as_plain
 from tests.conftest import STAGES, position
 
 Run = Callable[..., tuple[int, str, str]]

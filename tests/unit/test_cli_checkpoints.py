@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.checkpoint.files import lock_directory
 from llmsuite.checkpoint.train_state import Best, find_latest, find_model, load_best, save_best
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
+from llmsuite.files import lock_directory
 from tests.unit.test_train_state import damage, names, quick_save
 
 Capsys = pytest.CaptureFixture[str]

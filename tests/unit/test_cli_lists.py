@@ -12,9 +12,9 @@ import pytest
 
 from llmsuite.cli.main import main
 from llmsuite.plugins.manager import ALLOW_LIST, Registry
-from llmsuite.recipe.keys import walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.resources import bundled
+from llmsuite.schema.keys import walk
 from tests.conftest import STAGE_PLUGIN, STAGES, PluginSite
 
 Run = Callable[..., tuple[int, str, str]]
@@ -127,7 +127,7 @@ def test_plugins_list_and_info(run: Run) -> None:
     assert f"{stages}, model llama, model qwen, model gpt, model deepseek, device cpu" in out
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
-    assert "entry point   llmsuite.plugins.builtin\n" in out
+    assert "entry point   llmsuite.builtin\n" in out
     assert f"provides      {stages}, model llama" in out
     assert "llmsuite_register_stages" in out
     assert out.endswith("status        ok\n")

@@ -8,10 +8,10 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.engine import collective
-from llmsuite.engine.loss_ledger import LossLedger, LossTerms
-from llmsuite.engine.mesh import Mesh
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel import collective
+from llmsuite.parallel.loss_ledger import LossLedger, LossTerms
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.degrees import Degrees
 from tests.unit import many
 
 every_mesh = pytest.mark.parametrize("degrees", many.MESHES, ids=str)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.checkpoint.files import broken_file, committed_directory
 from llmsuite.checkpoint.train_state import remove_unfinished
 from llmsuite.errors import UserError
+from llmsuite.files import broken_file, committed_directory
 from tests.unit.os_steps import OsSteps, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]

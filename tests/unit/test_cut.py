@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.engine.cut import keep_part, layer_costs, owner_stage, part_bounds
 from llmsuite.models.llama.config import LlamaConfig
 from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.parallel.cut import keep_part, layer_costs, owner_stage, part_bounds
 from tests.unit import tiny_llama
 
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from llmsuite.data.loader import Dealer, ReadAhead, SampleOrder
 from llmsuite.data.rows import Unpaired
 from llmsuite.errors import UserError
-from llmsuite.stages.base import DropCounts
 from llmsuite.stages.kto import KtoStage
 from llmsuite.stages.language_model import WeightedTokens, collate, pack
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import KtoSection, RmSection
+from llmsuite.train.stage import DropCounts
 from tests.unit import dpo_case
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=40)

@@ -14,6 +14,7 @@ from typing import Any
 import paddle
 import pytest
 
+from llmsuite.builtin import llmsuite_register_devices
 from llmsuite.devices import ops
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
@@ -22,7 +23,6 @@ from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.start import start_paddle
 from llmsuite.devices.xpu import XpuBackend
-from llmsuite.plugins.builtin import llmsuite_register_devices
 
 BACKENDS: dict[str, DeviceBackend] = {b.name: b for b in (CpuBackend(), GpuBackend(), XpuBackend())}
 

@@ -15,9 +15,9 @@ import paddle.distributed as dist
 import pytest
 from paddle.distributed.flex_checkpoint.dcp.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 
-from llmsuite.checkpoint.distcp import open_distcp
 from llmsuite.checkpoint.model_dir import ModelDirectory
-from llmsuite.checkpoint.sources import open_source
+from llmsuite.convert.distcp import open_distcp
+from llmsuite.convert.sources import open_source
 from llmsuite.errors import UserError
 from llmsuite.inference.load import parameter_shapes
 from tests.unit import tiny_llama

@@ -17,7 +17,10 @@ from llmsuite.errors import RecipeError
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.rules import ENGINE_RULES, PARALLEL_RULES, RULES, Rule
+from llmsuite.recipe.rules import RULES
+from llmsuite.schema.engine import ENGINE_RULES
+from llmsuite.schema.parallel import PARALLEL_RULES
+from llmsuite.schema.rule import Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLELISM = ROOT / "docs" / "parallelism.md"

@@ -10,12 +10,12 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.engine.guard import NonFiniteLoss
-from llmsuite.engine.recompute import recompute_layers
 from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
+from llmsuite.train.guard import NonFiniteLoss
 from tests.unit import alone, dpo_case
 
 LOSSES = ("sigmoid", "hinge", "ipo")

@@ -11,13 +11,13 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.engine.pipeline import PipelineStage
-from llmsuite.engine.step import evaluate
+from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
 from llmsuite.stages.sections import DpoSection
+from llmsuite.train.step import evaluate
 from tests.unit import alone, dpo_case
 from tests.unit.test_accumulation import Recording, cut
 

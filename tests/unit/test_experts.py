@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.devices.ops import Ops
-from llmsuite.engine.collective import _peers
-from llmsuite.engine.experts import SharedExperts
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.partition import own_slice
-from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Experts, sort_rows
-from llmsuite.recipe.degrees import Degrees
-from llmsuite.recipe.schema import TrainSection
+from llmsuite.parallel.collective import _peers
+from llmsuite.parallel.experts import SharedExperts
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.parallel.partition import own_slice
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.schema.degrees import Degrees
+from llmsuite.schema.recipe import TrainSection
 from tests.unit import many
 
 HIDDEN, WIDTH = 12, 8

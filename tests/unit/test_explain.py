@@ -21,8 +21,8 @@ from llmsuite.models.llama.config import SMOKE
 from llmsuite.recipe.load import REMOVE
 from llmsuite.stages.explain import explain
 from llmsuite.stages.language_model import WeightedTokens
-from llmsuite.stages.sequences import check_learnable, taught_sequences
 from llmsuite.stages.stats import histogram
+from llmsuite.train.supervision import check_learnable, taught_sequences
 from tests.unit.test_sft_samples import make_stage
 
 EOS = 2

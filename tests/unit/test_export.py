@@ -17,7 +17,6 @@ from llmsuite.checkpoint.model_dir import open_model, write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.init import initial_values
 from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.export import export
@@ -27,6 +26,7 @@ from llmsuite.inference.load import load_model, parameter_shapes
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.verify import check_files, compare, compare_loop
+from llmsuite.train.initial_values import initial_values
 from tests.unit.families import FAMILIES
 from tests.unit.tiny_llama import TOKENIZER
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from llmsuite.checkpoint.model_dir import read_config
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.partition import own_slice
 from llmsuite.errors import UserError
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.partition import own_slice
+from llmsuite.schema.degrees import Degrees
 from tests.unit.families import FAMILIES, PRESETS, tiny
 
 # number of parameters as the model cards say

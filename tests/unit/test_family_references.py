@@ -18,13 +18,13 @@ import safetensors.numpy
 from llmsuite.checkpoint.model_dir import open_model, write_hf, write_model, write_paddlenlp
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.devices.ops import Ops
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.static import compile_layers
 from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import generate
 from llmsuite.inference.sampling import Sampling, choose, generator
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.static import compile_layers
+from llmsuite.schema.degrees import Degrees
 from tests.unit.families import CASES, FAMILIES, REFERENCE, config_of, load, read_config, reference
 
 TOLERANCE = 1e-5

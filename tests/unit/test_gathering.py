@@ -9,13 +9,13 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.engine import collective
-from llmsuite.engine.gathering import Gatherer
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.recompute import recompute_layers
-from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel import collective
+from llmsuite.parallel.gathering import Gatherer
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.recompute import recompute_layers
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.schema.degrees import Degrees
 from tests.unit import many, tiny_llama
 
 DEGREES = Degrees(pp=1, dp=1, sharding=2, tp=1)

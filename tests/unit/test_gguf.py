@@ -14,8 +14,8 @@ import pytest
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
 
-from llmsuite.checkpoint.gguf import import_gguf
 from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.convert.gguf import import_gguf
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer

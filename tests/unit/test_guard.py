@@ -17,14 +17,14 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.engine.guard import LEAST, WINDOW, Guard, LossSpike, NonFiniteLoss
 from llmsuite.errors import UserError
 from llmsuite.observe.events import read_events
 from llmsuite.observe.runs import read_run
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.stages.run import run
 from llmsuite.stages.sft import SftStage
+from llmsuite.train.guard import LEAST, WINDOW, Guard, LossSpike, NonFiniteLoss
+from llmsuite.train.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, STEPS, SAVED, BAD = 4, 8, 4, 6
@@ -222,7 +222,7 @@ def test_nothing_to_go_back_to(train: Train, bad: str) -> None:
 
 
 def test_spikes_are_remembered_with_the_checkpoint(train: Train, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmsuite.engine.guard.LEAST", 3)
+    monkeypatch.setattr("llmsuite.train.guard.LEAST", 3)
     words = ("--train.spike_factor=20", "--train.on_spike=roll_back", "--train.max_bad_steps=2")
     directory = train("spike", *words, factor=1e4, bad=bad)
     assert [e["step"] for e in read_events(directory) if e["event"] == "rolled back"] == [BAD]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.engine import calls, hang
-from llmsuite.engine.calls import Call, CallLog
+from llmsuite.launch import calls, hang
+from llmsuite.launch.calls import Call, CallLog
 
 PAIR = types.SimpleNamespace(id=7, ranks=[0, 1])
 

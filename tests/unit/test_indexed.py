@@ -26,7 +26,7 @@ from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, index_path, token
 from llmsuite.data.read import OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
-from llmsuite.observe.progress import track_bytes
+from llmsuite.progress import track_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "data" / "pretrain" / "train.txt"

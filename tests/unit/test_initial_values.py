@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.engine import init
-from llmsuite.engine.init import initial_values
+from llmsuite.train import initial_values as init
+from llmsuite.train.initial_values import initial_values
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 LITERAL = [

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from llmsuite.data.rows import Message, Unpaired
 from llmsuite.stages.answers import Answer, answer_logps
-from llmsuite.stages.base import DropCounts
 from llmsuite.stages.kto import Judged, KtoStage, unrelated_answers
 from llmsuite.stages.sections import KtoSection
+from llmsuite.train.stage import DropCounts
 from tests.unit import alone, dpo_case
 from tests.unit.test_accumulation import Recording, cut
 

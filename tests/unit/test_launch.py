@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.engine.launch import INTERRUPTED, _explain, launch
-from llmsuite.engine.machines import End, Machines
+from llmsuite.launch.launch import INTERRUPTED, _explain, launch
+from llmsuite.launch.machines import End, Machines
 
 
 def _launch(work: Callable[[], int], directory: Path, num_ranks: int = 2) -> tuple[int, str]:

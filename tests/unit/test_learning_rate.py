@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.engine.optimizer import Optimizer
-from llmsuite.recipe.schema import TrainSection
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.schema.recipe import TrainSection
 from tests.unit import alone
 
 COSINE_EIGHTHS = (1.0, 0.9619398, 0.8535534, 0.6913417, 0.5, 0.3086583, 0.1464466, 0.0380602)

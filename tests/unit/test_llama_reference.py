@@ -14,14 +14,14 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
+from llmsuite.builtin import llmsuite_register_models
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import open_model, write_hf, write_paddlenlp
 from llmsuite.devices.ops import Ops
-from llmsuite.engine.recompute import recompute_attention, recompute_layers
 from llmsuite.models.llama.config import LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.plugins.builtin import llmsuite_register_models
+from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference" / "llama"
 CASES = sorted(path.name for path in REFERENCE.iterdir())

@@ -17,8 +17,8 @@ from llmsuite.errors import Problem, UserError
 from llmsuite.plugins.hookspecs import StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, load
-from llmsuite.recipe.section import Section
 from llmsuite.recipe.source import MAX_INT, MIN_INT
+from llmsuite.schema.section import Section
 from tests.conftest import STAGES, VALID, position, registry_with
 
 Problems = Callable[..., list[Problem]]

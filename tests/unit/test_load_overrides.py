@@ -11,7 +11,7 @@ import pytest
 from llmsuite.errors import Problem
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, LoadedRecipe, load
-from llmsuite.recipe.section import as_plain
+from llmsuite.schema.section import as_plain
 from tests.conftest import position
 
 Problems = Callable[..., list[Problem]]

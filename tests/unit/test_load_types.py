@@ -16,7 +16,7 @@ from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.hookspecs import StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, load
-from llmsuite.recipe.section import Section
+from llmsuite.schema.section import Section
 from tests.conftest import position, registry_with
 
 Problems = Callable[..., list[Problem]]

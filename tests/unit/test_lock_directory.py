@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.checkpoint.files import lock_directory
 from llmsuite.errors import UserError
+from llmsuite.files import lock_directory
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.loggers import BUILTIN
+from llmsuite.observe.loggers import BUILTIN
 
 LOGGERS = {spec.name: spec for spec in BUILTIN}
 MODULES = {

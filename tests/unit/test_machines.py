@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.engine import machines
-from llmsuite.engine.launch import _free_ports, launch
-from llmsuite.engine.machines import End, Machines
 from llmsuite.errors import UserError
+from llmsuite.launch import machines
+from llmsuite.launch.launch import _free_ports, launch
+from llmsuite.launch.machines import End, Machines
 
 DEAD = End(1, "rank 5 on machine 2 was killed by SIGKILL; its log: workerlog.5", killed=True)
 

@@ -18,14 +18,14 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint import rewrite as rewrite_module
 from llmsuite.checkpoint import write as write_module
-from llmsuite.checkpoint.files import broken_file, sha256_of
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.checkpoint.rewrite import Form, Rewrite
-from llmsuite.checkpoint.sources import open_source
 from llmsuite.cli.main import main
+from llmsuite.convert import rewrite as rewrite_module
+from llmsuite.convert.rewrite import Form, Rewrite
+from llmsuite.convert.sources import open_source
 from llmsuite.errors import UserError
+from llmsuite.files import broken_file, sha256_of
 from llmsuite.inference.load import parameter_shapes
 from tests.unit import tiny_llama
 from tests.unit.tiny_llama import CONFIG, FAMILIES, TOKENIZER
@@ -202,8 +202,8 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.checkpoint.rewrite import Form, Rewrite
-from llmsuite.checkpoint.sources import open_source
+from llmsuite.convert.rewrite import Form, Rewrite
+from llmsuite.convert.sources import open_source
 from tests.unit.tiny_llama import FAMILIES
 Rewrite(open_model(Path(sys.argv[1]), FAMILIES), Form("paddlenlp", max_file_bytes=3000)).write(
     Path(sys.argv[2]), lambda num_bytes: time.sleep(0.05))

@@ -15,9 +15,9 @@ import paddle
 import pytest
 import safetensors.numpy
 
-from llmsuite.checkpoint.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.cli.main import main
+from llmsuite.convert.adapter import add_adapter
 from llmsuite.errors import UserError
 from tests.unit import tiny_llama
 from tests.unit.tiny_llama import CONFIG, FAMILIES

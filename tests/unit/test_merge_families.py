@@ -14,12 +14,12 @@ import pytest
 import safetensors.numpy
 
 from llmsuite.checkpoint import write as write_module
-from llmsuite.checkpoint.adapter import add_adapter
 from llmsuite.checkpoint.layout import Arrangement
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
-from llmsuite.checkpoint.rewrite import Form, Rewrite
-from llmsuite.checkpoint.sources import open_source
 from llmsuite.cli.main import main
+from llmsuite.convert.adapter import add_adapter
+from llmsuite.convert.rewrite import Form, Rewrite
+from llmsuite.convert.sources import open_source
 from llmsuite.errors import UserError
 from llmsuite.inference.load import parameter_shapes
 from tests.unit.families import CASES, FAMILIES, REFERENCE, config_of, reference

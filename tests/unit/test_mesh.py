@@ -8,8 +8,8 @@ from typing import Any
 import paddle.distributed as dist
 import pytest
 
-from llmsuite.engine.mesh import AXES, Mesh
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel.mesh import AXES, Mesh
+from llmsuite.schema.degrees import Degrees
 from tests.unit.many import EXPERT_MESHES, MESHES
 
 GROUPS = {

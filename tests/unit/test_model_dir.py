@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model, write_hf, write_paddlenlp
-from llmsuite.checkpoint.sources import not_to_be_read
+from llmsuite.checkpoint.shapes import skipped_tensors
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 from tests.unit import tiny_llama
@@ -140,7 +140,7 @@ def test_who_bears_with_other_tensors_learns_their_names(tmp_path: Path, hf: dic
     told: list[str] = []
     model = open_model(path, FAMILIES, load="known")
     shapes = {name: model.spec(name).shape for name in model.names}
-    assert not_to_be_read(model, shapes, "known", told.append) == set()
+    assert skipped_tensors(model, shapes, "known", told.append) == set()
     assert told == [f"{path}: left out, as the model has no such tensors: model.layers.2.mlp.up_proj.weight"]
     gone, other = hf.pop("model.norm.weight"), "model.layers.0.mlp.up_proj.weight"
     assert gone is not None
@@ -150,11 +150,11 @@ def test_who_bears_with_other_tensors_learns_their_names(tmp_path: Path, hf: dic
         open_model(path, FAMILIES, load="known")
     model = open_model(path, FAMILIES, load="any")
     told.clear()
-    assert not_to_be_read(model, shapes, "any", told.append) == {"model.norm.weight", other}
+    assert skipped_tensors(model, shapes, "any", told.append) == {"model.norm.weight", other}
     assert "as they are missing: model.norm.weight" in told[2]
     assert f"as the shape is another one: {other} is [24, 19], config.json makes it [24, 20]" in told[1]
     with pytest.raises(UserError, match=r"1 tensors have another shape"):
-        not_to_be_read(model, shapes, "exact", told.append)
+        skipped_tensors(model, shapes, "exact", told.append)
 
 
 def test_derived_tensors_are_ignored(tmp_path: Path, hf: dict[str, np.ndarray]) -> None:

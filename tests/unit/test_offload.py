@@ -11,7 +11,7 @@ import pytest
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.xpu import XpuBackend
-from llmsuite.engine.optimizer import Optimizer
+from llmsuite.parallel.optimizer import Optimizer
 from tests.unit import alone
 from tests.unit.test_optimizer import NUM_STEPS, SHAPES, Arrays, initial, parameters, run, section
 

@@ -100,10 +100,10 @@ import hashlib, os, sys
 from pathlib import Path
 from llmsuite.cli import commands
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.plugins import builtin
+from llmsuite import builtin
 from llmsuite.plugins.manager import load_plugins
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.stages.run import load_tokenizer, make_stage
+from llmsuite.train.run import load_tokenizer, make_stage
 
 real, log = TextTokenizer.encode_batch, os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 def counted(self, texts):

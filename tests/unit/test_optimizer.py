@@ -10,9 +10,9 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.engine.optimizer import Optimizer
 from llmsuite.errors import UserError
-from llmsuite.recipe.schema import TrainSection
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.schema.recipe import TrainSection
 from tests.unit import alone
 
 SHAPES = {

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.cli.main import main
-from llmsuite.engine.schedule import Action
 from llmsuite.errors import UserError
+from llmsuite.parallel.schedule import Action
 from llmsuite.planning import order
 from llmsuite.planning.order import Call, Group, calls_of_ranks, check_order, first_problem
 from llmsuite.planning.schedule import orders

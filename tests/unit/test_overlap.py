@@ -12,8 +12,8 @@ import pytest
 from paddle import nn
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
-from llmsuite.engine import overlap
 from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.parallel import overlap
 
 MESH: Any = types.SimpleNamespace(tensor=dist.ProcessMesh([0], dim_names=["tp"]), tensor_group=object())
 

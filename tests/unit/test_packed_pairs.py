@@ -18,7 +18,7 @@ from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pack, pairs_of
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import DpoSection, RmSection
-from llmsuite.stages.sequences import taught_sequences
+from llmsuite.train.supervision import taught_sequences
 from tests.unit import dpo_case
 from tests.unit.test_accumulation import Recording, alone
 from tests.unit.test_dpo_variants import VARIANTS, made

@@ -14,8 +14,8 @@ import pytest
 
 from llmsuite.checkpoint.fused import Heads, Unfused, fuse
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
-from llmsuite.checkpoint.sources import open_source
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.convert.sources import open_source
 from llmsuite.errors import UserError
 from llmsuite.inference.load import parameter_shapes
 from tests.unit import tiny_llama
@@ -196,7 +196,7 @@ def test_paddlenlp_loads_what_we_write(tmp_path: Path) -> None:
     """In its own layout and in HF's, single and fused; the logits are ours."""
     from paddlenlp.transformers import AutoModelForCausalLM
 
-    from llmsuite.checkpoint.rewrite import Form, Rewrite
+    from llmsuite.convert.rewrite import Form, Rewrite
 
     config = dataclasses.replace(CONFIG, head_dim=None)  # PaddleNLP derives it
     tiny_llama.write(tmp_path / "hf", config)

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint.pdparams import PickledTensors
-from llmsuite.checkpoint.pickled import StoredArray, read_pickle
+from llmsuite.convert.pdparams import PickledTensors
+from llmsuite.convert.pickled import StoredArray, read_pickle
 from llmsuite.errors import UserError
 
 NUMBERS = np.arange(1, 2001, dtype="float32").reshape(50, 40)

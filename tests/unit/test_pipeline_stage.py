@@ -10,11 +10,11 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from llmsuite.engine import pipeline
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.pipeline import PipelineStage
 from llmsuite.errors import UserError
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel import pipeline
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.schema.degrees import Degrees
 
 
 class Neighbours:

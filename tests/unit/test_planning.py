@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.cli.main import main
-from llmsuite.engine.schedule import Action, peak_live
 from llmsuite.errors import UserError
+from llmsuite.parallel.schedule import Action, peak_live
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.communication import Message, Traffic
 from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes

@@ -15,28 +15,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paddle.base import core
 
+from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.cli.main import main
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.xpu import XpuBackend
-from llmsuite.engine.cut import keep_part, part_bounds, parts_with
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.recompute import recompute_attention, recompute_layers
-from llmsuite.engine.sharding import ParameterShard
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.qat import fake_quantize_layers, fake_quantized
 from llmsuite.models.targets import linear_modules, pick_modules, with_adapters
+from llmsuite.parallel.cut import keep_part, part_bounds, parts_with
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.recompute import recompute_attention, recompute_layers
+from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.planning import activations
 from llmsuite.planning.activations import How, Pass
 from llmsuite.planning.layout import Layout, Model
 from llmsuite.planning.memory import memory
 from llmsuite.planning.schedule import orders, peak_held
-from llmsuite.plugins import builtin
 from llmsuite.plugins.manager import load_plugins
-from llmsuite.recipe.degrees import Degrees
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.schema.degrees import Degrees
 from tests.unit.families import CASES, FAMILIES, config_of, tiny
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [

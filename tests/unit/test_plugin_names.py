@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import llmsuite
+from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins import builtin
 from llmsuite.plugins.hookspecs import Command, LoggerSpec
 from llmsuite.plugins.manager import ALLOW_LIST, PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
@@ -97,7 +97,7 @@ def test_two_plugins_of_one_name_both_work(site: PluginSite) -> None:
     assert set(registry.stages) == {*STAGES, "spin", "orpo", "simpo"}
 
 
-@pytest.mark.parametrize("value", ["llmsuite.plugins.builtin", "first_package"])
+@pytest.mark.parametrize("value", ["llmsuite.builtin", "first_package"])
 def test_one_module_registered_twice(site: PluginSite, value: str) -> None:
     site.install("first-package", entry_points=f"a_stage = {{module}}\nb_again = {value}")
     registry = load_plugins(builtin, commands)

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 import llmsuite
+from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.errors import RecipeError
-from llmsuite.plugins import builtin, hookspecs
+from llmsuite.plugins import hookspecs
 from llmsuite.plugins.hookspecs import LoggerSpec, StageSpec
 from llmsuite.plugins.manager import ALLOW_LIST, BUILTIN, PluginInfo, Registry, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.schema_json import recipe_schema
-from llmsuite.recipe.section import Section
+from llmsuite.schema.section import Section
 from tests.conftest import STAGE_PLUGIN, STAGES, PluginSite, registry_with
 
 BEFORE = "def llmsuite_register_stages"
@@ -103,7 +104,7 @@ BROKEN = {
     "name is no key": (STAGE_PLUGIN.replace('"spin"', '"s-pin"'), "a stage cannot be called 's-pin'"),
     "section is none": (
         STAGE_PLUGIN.replace("config_cls=SpinSection", "config_cls=dict"),
-        "config_cls of stage 'spin' has to be a dataclass derived from llmsuite.recipe.section.Section",
+        "config_cls of stage 'spin' has to be a dataclass derived from llmsuite.schema.section.Section",
     ),
 }
 

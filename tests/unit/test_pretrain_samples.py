@@ -22,10 +22,10 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.schema import DataSection, ModelSection, Recipe
-from llmsuite.stages.base import StageContext
+from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
 from llmsuite.stages.pretrain import Mixture, PretrainStage, Stretches, split_bounds
 from llmsuite.stages.sections import PretrainSection
+from llmsuite.train.stage import StageContext
 from tests.unit.dpo_case import DATA, model, train_section
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from llmsuite.observe import progress
-from llmsuite.observe.progress import StepLine, report, track
+from llmsuite import progress
+from llmsuite.progress import StepLine, report, track
 
 METRICS = {"loss": 0.693147, "rewards/accuracy": 0.5, "learning_rate": 1e-5, "ips_total": 1234.5, "unshown": 1.0}
 SHOWN = ("loss", "learning_rate", "rewards/accuracy", "absent")

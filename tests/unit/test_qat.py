@@ -16,19 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from llmsuite.checkpoint import grid
-from llmsuite.checkpoint.files import write_json
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.train_state import FORMAT, TrainState
 from llmsuite.cli.main import main
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.engine.loss_ledger import LossTerms
-from llmsuite.engine.pipeline import PipelineStage
-from llmsuite.engine.quantisation import InputScales
-from llmsuite.engine.recompute import recompute_layers
-from llmsuite.engine.schedule import Action
 from llmsuite.errors import Problem, UserError
+from llmsuite.files import write_json
 from llmsuite.inference.load import load_model
+from llmsuite.models import int8_grid as grid
 from llmsuite.models.lora import adapted_modules
 from llmsuite.models.qat import (
     FakeQuantLinear,
@@ -39,8 +34,13 @@ from llmsuite.models.qat import (
     observed,
     weight_scale,
 )
+from llmsuite.parallel.loss_ledger import LossTerms
+from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.parallel.quantisation import InputScales
+from llmsuite.parallel.recompute import recompute_layers
+from llmsuite.parallel.schedule import Action
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.recipe.schema import QatSection
+from llmsuite.schema.recipe import QatSection
 from tests.unit import alone, tiny_llama
 from tests.unit.families import FAMILIES
 from tests.unit.test_adapters import base_of

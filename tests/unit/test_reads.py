@@ -11,14 +11,14 @@ import paddle
 import pytest
 
 from llmsuite.devices.ops import Ops
-from llmsuite.engine import collective
-from llmsuite.engine.balance import ExpertBalance
-from llmsuite.engine.loss_ledger import LossTerms
-from llmsuite.engine.pipeline import PipelineStage
-from llmsuite.engine.step import Batch, train_step
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
+from llmsuite.parallel import collective
+from llmsuite.parallel.balance import ExpertBalance
+from llmsuite.parallel.loss_ledger import LossTerms
+from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.train.step import Batch, train_step
 from tests.unit import alone, dpo_case
 
 STEPS = 4

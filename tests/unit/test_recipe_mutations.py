@@ -19,10 +19,10 @@ from typing_extensions import is_typeddict
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.keys import sections, walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.resources import bundled
+from llmsuite.schema.keys import sections, walk
 
 Key = tuple[str, ...]
 ROOT = bundled("recipes")

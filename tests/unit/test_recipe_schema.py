@@ -17,13 +17,13 @@ import pytest
 from typing_extensions import is_typeddict
 
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.keys import field_docs, section_doc, sections, walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.schema import Recipe
 from llmsuite.recipe.schema_json import recipe_schema
-from llmsuite.recipe.section import Section, as_plain
 from llmsuite.resources import bundled
+from llmsuite.schema.keys import field_docs, section_doc, sections, walk
+from llmsuite.schema.recipe import Recipe
+from llmsuite.schema.section import Section, as_plain
 from tests.conftest import VALID
 
 RECIPES = sorted(bundled("recipes").glob("*/*.json"))

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.engine.mesh import Mesh
 from llmsuite.errors import UserError
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.degrees import Degrees
 from llmsuite.stages.reference_cache import ReferenceCache, answer_key, complete
 from tests.unit import dpo_case, many
 

@@ -18,7 +18,6 @@ from typing import Any
 import datasets
 import pytest
 
-from llmsuite.checkpoint.files import sha256_of
 from llmsuite.cli.main import main
 from llmsuite.data import prepare as preparing
 from llmsuite.data.index import build_corpus
@@ -27,6 +26,7 @@ from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
+from llmsuite.files import sha256_of
 from llmsuite.plugins.manager import Registry
 
 ROOT = Path(__file__).resolve().parents[2]

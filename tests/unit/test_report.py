@@ -109,7 +109,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_schedule_of_a_pipeline_is_drawn(tmp_path: Path) -> None:
-    """As `llmsuite.engine.schedule` orders it: two ranks with two chunks each, 8 samples of two data ranks."""
+    """As `llmsuite.parallel.schedule` orders it: two ranks with two chunks each, 8 samples of two data ranks."""
     run = read_run(make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8))
     drawn = {name: figure for name, _, figure in figures([run])}
     assert list(drawn) == [*CHARTS, "schedule"]

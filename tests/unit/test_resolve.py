@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.degrees import Degrees
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.resources import bundled
+from llmsuite.schema.degrees import Degrees
 from tests.conftest import VALID, position, registry_with
 from tests.unit.test_train_state import quick_save
 

@@ -14,16 +14,16 @@ import paddle
 import pytest
 import safetensors.numpy
 
-from llmsuite.checkpoint.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model, read_config
+from llmsuite.convert.adapter import add_adapter
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.inference.load import load_model
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.rm import RmStage
-from llmsuite.stages.run import run
 from llmsuite.stages.sections import RmSection
+from llmsuite.train.run import run
 from tests.unit import dpo_case, tiny_llama
 from tests.unit.families import FAMILIES, tiny
 

@@ -11,13 +11,13 @@ import paddle
 import pytest
 
 from llmsuite.checkpoint import writer as writer_module
-from llmsuite.checkpoint.files import broken_file
 from llmsuite.checkpoint.train_state import Best, WholeTensor, list_steps, load_best
 from llmsuite.checkpoint.writer import Writer, room_for_copy
 from llmsuite.errors import UserError
-from llmsuite.recipe.schema import CheckpointSection
-from llmsuite.stages import saving
-from llmsuite.stages.saving import Saver
+from llmsuite.files import broken_file
+from llmsuite.schema.recipe import CheckpointSection
+from llmsuite.train import saving
+from llmsuite.train.saving import Saver
 from tests.unit import alone, tiny_llama
 from tests.unit.test_train_state import STATE
 from tests.unit.tiny_llama import CONFIG, FAMILY

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paddle.distributed.auto_parallel.pipelining import schedules as paddles
 
-from llmsuite.engine import schedule
-from llmsuite.engine.schedule import Action, Kind, order, peak_live, play
+from llmsuite.parallel import schedule
+from llmsuite.parallel.schedule import Action, Kind, order, peak_live, play
 
 Shape = tuple[Kind, int, int, int]
 SHAPES = st.one_of(

@@ -11,7 +11,7 @@ import pytest
 
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import LoadedRecipe, load
-from llmsuite.recipe.section import Section, as_plain, forget_reads, unread
+from llmsuite.schema.section import Section, as_plain, forget_reads, unread
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -22,12 +22,12 @@ from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Conversation, Message, ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
-from llmsuite.recipe.schema import DataSection, ModelSection, Recipe
-from llmsuite.stages.base import DropCounts, StageContext
+from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
 from llmsuite.stages.language_model import WeightedTokens, collate, weighted_loss
 from llmsuite.stages.sections import SftSection
-from llmsuite.stages.sequences import taught_sequences
 from llmsuite.stages.sft import SftStage
+from llmsuite.train.stage import DropCounts, StageContext
+from llmsuite.train.supervision import taught_sequences
 from tests.unit import dpo_case
 from tests.unit.dpo_case import DATA
 

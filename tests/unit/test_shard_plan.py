@@ -12,13 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from llmsuite.devices.ops import Ops
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.partition import own_slice
 from llmsuite.models.llama.config import PRESETS, SMOKE, LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.models.shard_plan import WHOLE
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.partition import own_slice
+from llmsuite.schema.degrees import Degrees
 from tests.unit import tiny_llama
 
 CONFIGS = {"untied": LlamaConfig(**SMOKE), "tied": tiny_llama.tied(), "own head size": tiny_llama.CONFIG}

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.engine.buckets import share_calls
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.optimizer import Optimizer
-from llmsuite.engine.sharding import ParameterShard
-from llmsuite.recipe.degrees import Degrees
-from llmsuite.recipe.schema import TrainSection
+from llmsuite.parallel.buckets import share_calls
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.schema.degrees import Degrees
+from llmsuite.schema.recipe import TrainSection
 from tests.unit import alone, many
 
 Arrays = dict[str, np.ndarray]

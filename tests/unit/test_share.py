@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.checkpoint import share, train_state
-from llmsuite.checkpoint.files import broken_file
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.share import assign
 from llmsuite.checkpoint.train_state import WholeTensor, find_latest, remove_unfinished
 from llmsuite.errors import UserError
+from llmsuite.files import broken_file
 from tests.unit import alone, tiny_llama
 from tests.unit.os_steps import OsSteps
 from tests.unit.test_train_state import STATE, Bits, load_slots, names

@@ -11,8 +11,8 @@ import pytest
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.section import as_plain
 from llmsuite.resources import bundled
+from llmsuite.schema.section import as_plain
 
 Plan = Callable[..., RunPlan]
 RECIPES = sorted(bundled("recipes").glob("*/*.json"))

@@ -8,11 +8,11 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.recompute import recompute_layers
-from llmsuite.engine.static import compile_layers
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.recompute import recompute_layers
+from llmsuite.parallel.static import compile_layers
+from llmsuite.schema.degrees import Degrees
 from tests.unit import tiny_llama
 
 ALONE = Mesh(Degrees(1, 1, 1, 1), 0)

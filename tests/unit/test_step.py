@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.engine import collective
-from llmsuite.engine.guard import Guard, LossSpike, NonFiniteLoss
-from llmsuite.engine.loss_ledger import LossLedger, LossTerms
-from llmsuite.engine.loss_scale import GROWTH_STEPS, LOWEST, LossScale
-from llmsuite.engine.optimizer import Optimizer
 from llmsuite.errors import UserError
+from llmsuite.parallel import collective
+from llmsuite.parallel.loss_ledger import LossLedger, LossTerms
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.train.guard import Guard, LossSpike, NonFiniteLoss
+from llmsuite.train.loss_scale import GROWTH_STEPS, LOWEST, LossScale
 from tests.unit import alone, dpo_case
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.engine.mesh import Mesh
-from llmsuite.engine.stragglers import stragglers
-from llmsuite.recipe.degrees import Degrees
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.degrees import Degrees
+from llmsuite.train.stragglers import stragglers
 
 
 def test_the_slowest_rank_is_named_on_every_axis() -> None:

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from llmsuite.checkpoint.files import committed_directory
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.checkpoint.write import write_tensors
 from llmsuite.errors import UserError
+from llmsuite.files import committed_directory
 
 DTYPES = ["float32", "float16", "bfloat16", "int64", "int32", "float64"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)

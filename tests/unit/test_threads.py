@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from llmsuite.checkpoint.threads import in_threads, num_threads, run_all
+from llmsuite.threads import in_threads, num_threads, run_all
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

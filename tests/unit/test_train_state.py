@@ -15,14 +15,14 @@ import paddle
 import pytest
 
 from llmsuite.checkpoint import train_state
-from llmsuite.checkpoint.files import broken_file
 from llmsuite.checkpoint.fill import fill_parameters
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import TrainState, find_latest, list_steps, remove_unfinished
-from llmsuite.engine.optimizer import Optimizer
 from llmsuite.errors import UserError
-from llmsuite.recipe.schema import TrainSection
+from llmsuite.files import broken_file
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.schema.recipe import TrainSection
 from tests.unit import alone, tiny_llama
 from tests.unit.os_steps import OsSteps
 from tests.unit.tiny_llama import CONFIG, FAMILIES, FAMILY, TOKENIZER

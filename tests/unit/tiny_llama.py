@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.builtin import llmsuite_register_models
 from llmsuite.checkpoint.layout import Layout
 from llmsuite.checkpoint.model_dir import open_model, write_model
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.engine.init import initial_values
 from llmsuite.models.llama import names
 from llmsuite.models.llama.config import LlamaConfig
-from llmsuite.plugins.builtin import llmsuite_register_models
+from llmsuite.train.initial_values import initial_values
 
 FAMILIES = {family.name: family for family in llmsuite_register_models()}
 FAMILY = FAMILIES["llama"]

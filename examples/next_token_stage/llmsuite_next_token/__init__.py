@@ -4,7 +4,7 @@ import dataclasses
 
 import llmsuite
 from llmsuite.plugins.hookspecs import DataFormat, StageSpec
-from llmsuite.recipe.section import Section
+from llmsuite.schema.section import Section
 
 
 @dataclasses.dataclass(kw_only=True)

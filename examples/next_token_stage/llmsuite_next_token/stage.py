@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from llmsuite.stages.base import LossTerms, Stage
+from llmsuite.train.stage import LossTerms, Stage
 
 
 class NextTokenStage(Stage):

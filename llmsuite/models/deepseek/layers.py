@@ -27,8 +27,7 @@ from llmsuite.models.blocks import (
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.experts import Balance, Experts
 from llmsuite.models.rope import magnitude
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 _LATENT_EPS = 1e-6
 """Of the norms of compressed queries, keys and values, whatever rms_norm_eps is."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.head import SCORE, head_shapes
+from llmsuite.models.hf_tensors import HfTensors
 
 _MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")

@@ -14,8 +14,7 @@ from paddle import nn
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, linear, longer, positions
 from llmsuite.models.gpt.config import GPTConfig
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 class Attention(nn.Layer):

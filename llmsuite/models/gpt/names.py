@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.gpt.config import GPTConfig
 from llmsuite.models.head import SCORE, head_shapes
+from llmsuite.models.hf_tensors import HfTensors
 
 _HF_TOP = {"model.embed_tokens": "wte", "model.embed_positions": "wpe", "model.norm": "ln_f"}
 _HF_LAYER = {

@@ -7,8 +7,7 @@ from typing import Any
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation, rotation_at
 from llmsuite.models.llama.config import LlamaConfig
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 class LlamaLayer(DecoderLayer):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.head import SCORE, head_shapes
+from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.llama.config import LlamaConfig
 
 _GGUF_LAYER = {

@@ -8,8 +8,7 @@ from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation, rotation_at
 from llmsuite.models.qwen.config import QwenConfig
 from llmsuite.models.rope import magnitude
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 class QwenLayer(DecoderLayer):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from llmsuite.checkpoint.hf_tensors import HfTensors
 from llmsuite.models.head import SCORE, head_shapes
+from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.qwen.config import QwenConfig
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")

@@ -7,11 +7,11 @@ import difflib
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import ModelFamily
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.keys import walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.recipe.paddlenlp.arguments import Arguments
+from llmsuite.schema.keys import walk
+from llmsuite.specs import ModelFamily
 
 
 @dataclasses.dataclass

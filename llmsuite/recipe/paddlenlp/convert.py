@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import ModelFamily
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.paddlenlp import execution
 from llmsuite.recipe.paddlenlp.arguments import Arguments
 from llmsuite.recipe.paddlenlp.conversion import Conversion, Converted, is_true
 from llmsuite.recipe.paddlenlp.without import reason
+from llmsuite.specs import ModelFamily
 
 _SCRIPTS = {"pretrain": "pretrain", "finetune": "sft", "sft": "sft", "lora": "lora", "dpo": "dpo", "simpo": "dpo"}
 _SCRIPTS |= {"kto": "kto", "reward": "rm", "rm": "rm"}

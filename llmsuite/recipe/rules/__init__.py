@@ -3,12 +3,11 @@
 `llmsuite validate` asks these rules, and the table in docs/parallelism.md is made of them.
 """
 
-from llmsuite.recipe.rules.rule import Asked, Broken, Rule
-from llmsuite.recipe.rules.sections import ENGINE_RULES, PARALLEL_RULES
+from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.rules.stages import STAGE_RULES, UNTRAINED_STAGE_RULES
 from llmsuite.recipe.rules.strategy import GENERAL_RULES, STRATEGY_RULES
 
-__all__ = ["ENGINE_RULES", "PARALLEL_RULES", "RULES", "UNTRAINED_RULES", "Asked", "Broken", "Rule"]
+__all__ = ["RULES", "UNTRAINED_RULES", "RuleContext"]
 
 RULES = (*STRATEGY_RULES, *STAGE_RULES)
 """Between sections, the model's shape and the device."""

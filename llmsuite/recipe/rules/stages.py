@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from llmsuite.recipe.rules.rule import Asked, Broken, Rule
+from llmsuite.recipe.rules.context import RuleContext
+from llmsuite.schema.rule import Rule, Violation
 
 
-def _no_evaluation(asked: Asked) -> Broken:
+def _no_evaluation(asked: RuleContext) -> Violation:
     # a stage that has a key `split` takes what it evaluates on from data.train
     split = getattr(getattr(asked.recipe, asked.recipe.stage, None), "split", None)
     if asked.recipe.checkpoint.best_metric and not asked.recipe.data.eval and not split:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
-def _nothing_to_go_back_to(asked: Asked) -> Broken:
+def _nothing_to_go_back_to(asked: RuleContext) -> Violation:
     if asked.recipe.train.may_roll_back and asked.recipe.checkpoint.save_steps is None:
         key = "on_nonfinite" if asked.recipe.train.on_nonfinite == "roll_back" else "on_spike"
         yield f"train.{key}", "is roll_back, which needs checkpoints: set checkpoint.save_steps, or choose skip"
 
 
-def _nothing_to_switch_off(asked: Asked) -> Broken:
+def _nothing_to_switch_off(asked: RuleContext) -> Violation:
     stage = asked.recipe.stage
     reference = getattr(getattr(asked.recipe, stage, None), "reference", None)
     if reference == "adapter_off" and asked.recipe.lora.rank is None:
         yield f"{stage}.reference", "is adapter_off, which takes an adapter; set lora.rank, or set it to cache"
 
 
-def _nothing_to_train(asked: Asked) -> Broken:
+def _nothing_to_train(asked: RuleContext) -> Violation:
     if asked.stage.adapters and asked.recipe.lora.rank is None:
         yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
 
 
-def _rounded_adapters(asked: Asked) -> Broken:
+def _rounded_adapters(asked: RuleContext) -> Violation:
     if asked.recipe.qat.weight_bits is not None and asked.recipe.lora.rank is not None:
         message = "is 8, but lora.rank trains adapters of a model that stays as it is; set one of the two to null"
         yield "qat.weight_bits", message
 
 
-def _not_rounded(asked: Asked) -> Broken:
+def _not_rounded(asked: RuleContext) -> Violation:
     if asked.recipe.qat.weight_bits is not None and not asked.stage.quantises and not asked.stage.adapters:
         message = (
             f"is 8, which the stage {asked.recipe.stage} does not go with; use it with pretrain or sft, or set null"
@@ -44,7 +45,7 @@ def _not_rounded(asked: Asked) -> Broken:
         yield "qat.weight_bits", message
 
 
-def _observed_in_a_program(asked: Asked) -> Broken:
+def _observed_in_a_program(asked: RuleContext) -> Violation:
     if asked.recipe.qat.activation_bits is not None and asked.recipe.engine.mode == "to_static":
         yield (
             "qat.activation_bits",
@@ -53,13 +54,13 @@ def _observed_in_a_program(asked: Asked) -> Broken:
         )
 
 
-def _not_one_group(asked: Asked) -> Broken:
+def _not_one_group(asked: RuleContext) -> Violation:
     degree, key = asked.recipe.parallel.tensor_parallel_degree, "launch.num_devices"
     if not asked.stage.trains and asked.num_devices != degree:
         yield key, f"makes {asked.num_devices} ranks; stage {asked.recipe.stage} uses tensor parallel degree = {degree}"
 
 
-def _no_metrics(asked: Asked) -> Broken:
+def _no_metrics(asked: RuleContext) -> Violation:
     if asked.recipe.loggers:
         yield "loggers", f"stage {asked.recipe.stage} has no metrics to log; remove it"
 

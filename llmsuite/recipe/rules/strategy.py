@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from llmsuite.recipe.rules.rule import Asked, Broken, Rule
+from llmsuite.recipe.rules.context import RuleContext
+from llmsuite.schema.rule import Rule, Violation
 
 
-def _no_grid(asked: Asked) -> Broken:
+def _no_grid(asked: RuleContext) -> Violation:
     p = asked.recipe.parallel
     if asked.num_devices % asked.fixed:
         yield (
@@ -16,13 +17,13 @@ def _no_grid(asked: Asked) -> Broken:
         )
 
 
-def _uneven_cut(asked: Asked) -> Broken:
+def _uneven_cut(asked: RuleContext) -> Violation:
     if asked.config is not None:
         for message in asked.cuts.problems(asked.config, asked.recipe.parallel.tensor_parallel_degree):
             yield "parallel.tensor_parallel_degree", message
 
 
-def _no_table(asked: Asked) -> Broken:
+def _no_table(asked: RuleContext) -> Violation:
     parallel = asked.recipe.parallel
     if asked.cuts.layers:
         return
@@ -36,7 +37,7 @@ def _no_table(asked: Asked) -> Broken:
         yield "engine.recompute", f"is {kind}; this family has no table of the layers to compute again"
 
 
-def _empty_part(asked: Asked) -> Broken:
+def _empty_part(asked: RuleContext) -> Violation:
     if asked.config is None or not asked.cuts.layers:
         return
     pp, chunks = asked.recipe.parallel.pipeline_parallel_degree, asked.recipe.parallel.num_chunks
@@ -48,7 +49,7 @@ def _empty_part(asked: Asked) -> Broken:
         yield "parallel.virtual_pipeline_degree", message
 
 
-def _no_cut(asked: Asked) -> Broken:
+def _no_cut(asked: RuleContext) -> Violation:
     parallel = asked.recipe.parallel
     pp, chunks, cut = parallel.pipeline_parallel_degree, parallel.num_chunks, parallel.pipeline_cut
     if asked.config is None or isinstance(cut, str) or pp * chunks > asked.config.num_hidden_layers:
@@ -61,19 +62,19 @@ def _no_cut(asked: Asked) -> Broken:
         yield "parallel.pipeline_cut", f"names layer {cut[-1]}; the model has layers 0 to {last}"
 
 
-def _nothing_to_shard(asked: Asked) -> Broken:
+def _nothing_to_shard(asked: RuleContext) -> Violation:
     sharding = asked.recipe.parallel.sharding
     if sharding != "none" and asked.degrees.num_data_ranks == 1 and asked.num_devices % asked.fixed == 0:
         message = f"is {sharding}, but there is one data rank ({asked.degrees}): nothing to cut over"
         yield "parallel.sharding", message
 
 
-def _no_experts(asked: Asked) -> Broken:
+def _no_experts(asked: RuleContext) -> Violation:
     if (ep := asked.recipe.parallel.expert_parallel_degree) > 1 and not asked.cuts.experts:
         yield "parallel.expert_parallel_degree", f"is {ep}; this family has no routed experts; remove it"
 
 
-def _uneven_experts(asked: Asked) -> Broken:
+def _uneven_experts(asked: RuleContext) -> Violation:
     d, key = asked.degrees, "parallel.expert_parallel_degree"
     if d.ep == 1 or not asked.cuts.experts or asked.num_devices % asked.fixed:
         return
@@ -86,7 +87,7 @@ def _uneven_experts(asked: Asked) -> Broken:
         yield key, f"is {d.ep}{of_tp}, which does not divide {asked.cuts.num_experts} = {count}"
 
 
-def _no_balance(asked: Asked) -> Broken:
+def _no_balance(asked: RuleContext) -> Violation:
     train = asked.recipe.train
     for key in ("expert_balance_loss", "expert_bias_rate"):
         if getattr(train, key) and not asked.cuts.gates:
@@ -99,7 +100,7 @@ def _no_balance(asked: Asked) -> Broken:
         yield "train.expert_bias_rate", "moves a bias of the model, of which adapters change nothing; set it to 0"
 
 
-def _uneven_batch(asked: Asked) -> Broken:
+def _uneven_batch(asked: RuleContext) -> Violation:
     train, ranks = asked.recipe.train, asked.degrees.num_data_ranks
     if train.micro_batch_tokens is not None:
         if train.global_batch_size % ranks:
@@ -117,14 +118,14 @@ def _uneven_batch(asked: Asked) -> Broken:
         )
 
 
-def _too_long(asked: Asked) -> Broken:
+def _too_long(asked: RuleContext) -> Violation:
     longest = asked.recipe.data.max_length
     if asked.config is not None and longest > asked.config.max_position_embeddings:
         positions = asked.config.max_position_embeddings
         yield "data.max_length", f"is {longest}; the model was made for at most {positions} positions"
 
 
-def _no_such_precision(asked: Asked) -> Broken:
+def _no_such_precision(asked: RuleContext) -> Violation:
     precision = asked.recipe.engine.precision
     if asked.precisions is not None and precision not in asked.precisions:
         known = ", ".join(asked.precisions)

@@ -15,8 +15,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 
 from llmsuite.devices import ops
 from llmsuite.devices.cpu.kernels.source import build_kernels
-
-Tensor = Any
+from llmsuite.typing import Tensor
 
 
 @functools.cache  # Paddle takes a library once

@@ -1,0 +1,46 @@
+"""Whether the tensors of a model directory have the shapes that its config.json gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from llmsuite.checkpoint.model_dir import Load, ModelDirectory
+from llmsuite.errors import UserError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_shapes(model: ModelDirectory, shapes: Shapes) -> None:
+    """Raises UserError naming every tensor whose shape is not the one its config.json gives it."""
+    wrong = [*model.unlike_their_stack(), *shape_mismatches(model, shapes).values()]
+    if wrong:
+        raise UserError(f"{model.path}: {len(wrong)} tensors have another shape: {'; '.join(wrong)}")
+
+
+def shape_mismatches(model: ModelDirectory, shapes: Shapes) -> dict[str, str]:
+    """The parameters whose shape is another one, with what it is."""
+    found = {name: model.spec(name).shape for name in shapes if name in model.tensors}
+    return {
+        name: f"{name} is {list(shape)}, config.json makes it {list(shapes[name])}"
+        for name, shape in found.items()
+        if shape != tuple(shapes[name])
+    }
+
+
+def skipped_tensors(model: ModelDirectory, shapes: Shapes, load: Load, report: Callable[[str], None]) -> set[str]:
+    """The parameters that a model directory has not, or in another shape; each is reported, as is what is left out.
+
+    Raises:
+        UserError: a shape is another one, and `load` is not "any".
+    """
+    if load != "any":
+        check_shapes(model, shapes)
+    if model.left_out:
+        report(f"{model.path}: left out, as the model has no such tensors: {', '.join(model.left_out)}")
+    wrong = shape_mismatches(model, shapes)
+    missing = [name for name in shapes if name not in model.tensors]
+    if wrong:
+        report(f"{model.path}: drawn from the seed, as the shape is another one: {'; '.join(wrong.values())}")
+    if missing:
+        report(f"{model.path}: drawn from the seed, as they are missing: {', '.join(missing)}")
+    return {*wrong, *missing}

@@ -1,0 +1,239 @@
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685) and the model they were trained on, read as one model.
+
+Read are the directories of HF PEFT (`adapter_config.json`, `lora_A` [rank, inputs], `lora_B` [outputs, rank]) and of
+PaddleNLP (`lora_config.json`, `lora_A` [inputs, rank], `lora_B` [rank, outputs]), as safetensors or as the
+`lora_model_state.pdparams` that PaddleNLP writes, a pickle that is read without running it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.adapter_dir import CONFIGS, REFUSED
+from llmsuite.checkpoint.layout import Arrangement, hf_name
+from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
+from llmsuite.convert.pdparams import PickledTensors
+from llmsuite.errors import UserError
+from llmsuite.files import read_json_file
+from llmsuite.models.head import SCORE, head_of
+from llmsuite.models.hf_tensors import HfTensors
+
+_STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
+_PICKLE = "lora_model_state.pdparams"
+_FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?(\.weight)?")
+_WRAPPERS = ("", "base_model.model.", "model.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """What is added to a matrix [inputs, outputs]: `scale * first @ second`."""
+
+    first: str
+    second: str
+    scale: float
+    by_rows: bool
+    """Whether the factors lie as HF has them, transposed."""
+
+
+class Adapted:
+    """A model's tensors with the adapter added, in the base's own dtype.
+
+    They have HF's names, as what an adapter is trained on may be one expert of our stacked ones, or GPT's q, k and v in
+    one; matrices lie [inputs, outputs].
+    """
+
+    def __init__(self, base: ModelDirectory, directory: Path, allow_pickle: bool):
+        """Raises UserError when it is an adapter of another kind or model."""
+        self._base, self._path = base, directory
+        specs = [base.spec(name) for name in base.names]
+        self._tensors = Arrangement(base.family, base.config, specs, as_in_memory=True)
+        config_path = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
+        if config_path is None:
+            raise UserError(f"{directory}: has neither {' nor '.join(CONFIGS)}")
+        config = read_json_file(config_path)
+        if not isinstance(config, dict):
+            raise UserError(f"{config_path}: is no JSON object")
+        if on := [key for key in REFUSED if config.get(key)]:
+            raise UserError(
+                f"{config_path}: {', '.join(on)} is on; only plain LoRA and rank-stabilised LoRA are merged"
+            )
+        self._files = _open_files(directory, allow_pickle)
+        self._factors: dict[str, Factors] = {}
+        self._replaced: dict[str, str] = {}
+        self._sort(config_path, config)
+
+    def _sort(self, config_path: Path, config: Mapping[str, Any]) -> None:
+        halves: dict[str, dict[str, tuple[str, bool]]] = {}
+        homeless = []
+        for name in self._files.names:
+            match = _FACTOR.fullmatch(name)
+            module = match[1] if match else re.sub(r"\.modules_to_save(\.default)?", "", name)
+            target = self._name(f"{module}.weight" if match else module)
+            if target is None:
+                homeless.append(name)
+            elif match:
+                halves.setdefault(target, {})[match[2]] = name, match[3] is not None
+            else:
+                self._replaced[target] = name
+        if homeless:
+            shown = ", ".join(homeless[:5])
+            raise UserError(f"{self._path}: {len(homeless)} tensors belong to nothing in {self._base.path}: {shown}")
+        for target, pair in halves.items():
+            if len(pair) < 2:
+                raise UserError(f"{self._path}: {next(iter(pair.values()))[0]!r} has no other half")
+            self._factors[target] = self._checked(config_path, config, target, pair)
+        for target, name in self._replaced.items():
+            found, wanted = self._replacement(target).shape, self.spec(target).shape
+            if found != wanted:
+                raise UserError(f"{self._path}: {name!r} is {list(found)}, the base's is {list(wanted)}")
+        if not self._factors:
+            raise UserError(f"{self._path}: has no lora_A and lora_B")
+
+    def _name(self, name: str) -> str | None:
+        """The base's tensor a name of the adapter belongs to."""
+        plain = [name.removeprefix(wrapper) for wrapper in _WRAPPERS]
+        found = [hf_name(self._base.family, self._base.config, n) for n in plain]
+        return next((name for name in found if name in self._tensors), None)
+
+    def _checked(
+        self, config_path: Path, config: Mapping[str, Any], target: str, pair: Mapping[str, tuple[str, bool]]
+    ) -> Factors:
+        (first, by_rows), (second, _) = pair["A"], pair["B"]
+        a, b = self._files.spec(first).shape, self._files.spec(second).shape
+        if by_rows:
+            a, b = a[::-1], b[::-1]
+        wanted = self.spec(target).shape
+        if len(a) != 2 or len(b) != 2 or (a[0], b[1]) != wanted or a[1] != b[0]:
+            raise UserError(
+                f"{self._path}: {first!r} and {second!r} are {list(a)} x {list(b)}; "
+                f"{target} of the base is {list(wanted)}"
+            )
+        return Factors(first, second, _scale(config_path, config, target, a[1]), by_rows)
+
+    def _replacement(self, target: str) -> np.ndarray:
+        value = self._files.read(self._replaced[target])
+        by_rows = (self._path / CONFIGS[0]).is_file()
+        return value.T if by_rows and target in self._tensors.linears else value
+
+    # as a source of tensors
+
+    @property
+    def names(self) -> list[str]:
+        return self._tensors.names
+
+    @property
+    def paths(self) -> list[Path]:
+        configs = [self._path / name for name in CONFIGS if (self._path / name).is_file()]
+        return sorted([*self._base.files.paths, *self._files.paths, *configs])
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._tensors.spec(name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        if name in self._replaced:
+            value = self._replacement(name).astype(self.spec(name).dtype)
+            return value if index is None else value[tuple(index)]
+        value = self._tensors.read(name, self._base.read, index)
+        factors = self._factors.get(name)
+        if factors is None:
+            return value
+        first, second = (self._files.read(n).astype("float32") for n in (factors.first, factors.second))
+        if factors.by_rows:
+            first, second = first.T, second.T
+        if index is not None:
+            first, second = first[index[0]], second[:, index[1]]
+        return (value.astype("float32") + factors.scale * (first @ second)).astype(value.dtype)
+
+
+def _with_score_head(base: ModelDirectory) -> ModelDirectory:
+    """A language model as the reward model whose score head an adapter brings."""
+    config = dataclasses.replace(base.config, head="score")
+    tensors = {name: place for name, place in base.tensors.items() if name != "lm_head.weight"}
+    shape = (1, config.hidden_size) if base.linears_transposed else (config.hidden_size, 1)
+    files = _NoHeadYet(base.files, TensorSpec(SCORE, shape, base.spec(base.names[0]).dtype))
+    return dataclasses.replace(base, config=config, tensors={**tensors, SCORE: HfTensors((SCORE,))}, files=files)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoHeadYet:
+    """Tensors of a language model, and the promise of a score head."""
+
+    files: TensorSource
+    promised: TensorSpec
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.files.names, self.promised.name]
+
+    @property
+    def paths(self) -> list[Path]:
+        return self.files.paths
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.promised if name == self.promised.name else self.files.spec(name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        assert name != self.promised.name, "the adapter has it"
+        return self.files.read(name, index)
+
+
+def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = False) -> ModelDirectory:
+    """The base with an adapter added to it.
+
+    Raises:
+        UserError: the adapter is not one of this model: some tensor of it finds no home, or does not fit.
+    """
+    if head_of(base.config) != "score" and any(
+        name.endswith(f".{SCORE}") for name in _open_files(directory, allow_pickle).names
+    ):
+        base = _with_score_head(base)
+    names = base.family.names()
+    tensors = {name: names.hf_tensors(name, base.config) for name in base.names}
+    return dataclasses.replace(
+        base, layout="hf", tensors=tensors, files=Adapted(base, directory, allow_pickle), linears_transposed=False
+    )
+
+
+def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
+    stem = next((s for s in _STEMS if any((directory / f"{s}{SUFFIX}{e}").is_file() for e in ("", ".index.json"))), "")
+    if stem:
+        return TensorFiles(directory, stem, check=True)
+    if not (directory / _PICKLE).is_file():
+        if of_ranks := sorted(path.name for path in directory.glob("lora_model_state.*.pdparams")):
+            raise UserError(f"{directory}: {', '.join(of_ranks)} are parts of ranks; let PaddleNLP merge them first")
+        raise UserError(f"{directory}: has none of {', '.join([*(s + SUFFIX for s in _STEMS), _PICKLE])}")
+    if not allow_pickle:
+        raise UserError(
+            f"{directory / _PICKLE}: is a pickle. With --allow-pickle it is read by a reader that runs nothing and "
+            "refuses what is no tensor"
+        )
+    return PickledTensors([directory / _PICKLE])
+
+
+def _scale(config_path: Path, config: Mapping[str, Any], target: str, rank: int) -> float:
+    """alpha / rank, or with rank stabilisation (Kalajdzievski 2023, arXiv 2312.03732) alpha / sqrt(rank)."""
+    module = target.removesuffix(".weight")
+    alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    announced = _pattern(config.get("rank_pattern"), module, config.get("r"))
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise UserError(f"{config_path}: lora_alpha is {alpha!r}; a number is needed")
+    if announced != rank:
+        raise UserError(f"{config_path}: gives {module} rank {announced}, its factors have rank {rank}")
+    stabilised = config.get("use_rslora") or config.get("rslora")
+    return alpha / (math.sqrt(rank) if stabilised else rank)
+
+
+def _pattern(patterns: Any, module: str, default: Any) -> Any:
+    """The value of the first pattern that a module's name ends with, as PEFT looks it up."""
+    for pattern, value in (patterns or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default

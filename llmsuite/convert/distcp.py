@@ -1,0 +1,161 @@
+"""Directories of `paddle.distributed.save_state_dict`: `N.metadata` and a `R_N.distcp` of each rank R.
+
+The metadata tells the place of every block in its tensor and the file it lies in. Both are pickles, and are read
+without running them. With `safetensors=True` Paddle writes `R_N.safetensors` in the place of the latter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.stored import Stored, read_header
+from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
+from llmsuite.convert.blocks import Block, BlockFiles, Index
+from llmsuite.convert.pickled import StoredArray, read_pickle
+from llmsuite.errors import UserError
+
+_METADATA = re.compile(r"(\d+)\.metadata")
+_MODEL = "model"
+
+
+def metadata_file(directory: Path) -> Path | None:
+    """The metadata of the newest save in a directory; None when there is none."""
+    found = [(int(m[1]), path) for path in directory.glob("*.metadata") if (m := _METADATA.fullmatch(path.name))]
+    return max(found)[1] if found else None
+
+
+def open_distcp(directory: Path) -> BlockFiles:
+    """The model's tensors of such a directory, by the names of the model; an optimizer beside it is left out.
+
+    Raises:
+        UserError: it is damaged, a file is missing, or the blocks of a tensor overlap or leave a gap.
+    """
+    path = metadata_file(directory)
+    assert path is not None, "the caller has looked"
+    metadata = read_pickle(path)
+    try:
+        return _open(directory, path, metadata.fields)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: is not the metadata of dist.save_state_dict: {error!r}") from error
+
+
+def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFiles:
+    places: dict[tuple[str, tuple[int, ...], Any], str] = {}
+    for key, file in metadata["storage_metadata"].items():
+        if not key.fields.get("replica_id"):  # of equal copies the first one counts
+            place = key.fields["tensor_key"], tuple(key.fields["global_offset"]), key.fields.get("flattened_range")
+            places[place] = _plain(path, file)
+    names = _model_names(metadata)
+    needed = sorted({file for (key, _, _), file in places.items() if key in names})
+    missing = [file for file in needed if not (directory / file).is_file()]
+    if missing:
+        raise UserError(f"{path}: {len(missing)} of its {len(needed)} files are missing: {', '.join(missing)}")
+    if not names:
+        raise UserError(f"{path}: has no tensors")
+
+    @cache
+    def shard(file: str) -> Mapping[str, Any]:
+        if file.endswith(SUFFIX):
+            return read_header(directory / file)
+        content = read_pickle(directory / file)
+        if not isinstance(content, dict):
+            raise UserError(f"{directory / file}: is no dict of tensors")
+        return content
+
+    def array(file: str, key: str) -> StoredArray | Stored:
+        value = shard(file).get(key)
+        if isinstance(value, Stored):
+            return dataclasses.replace(value, code="BF16") if value.code == "U16" else value  # Paddle writes the bits
+        value = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # with Paddle's name of it
+        if not isinstance(value, StoredArray):
+            raise UserError(f"{directory / file}: has no tensor {key!r}, which {path.name} promises there")
+        return value
+
+    specs, blocks = {}, {}
+    for key, name in names.items():
+        parts = [record.fields for record in metadata["state_dict_metadata"][key]]
+        spec = TensorSpec(name, _whole_shape(parts), np.dtype(str(parts[0]["dtype"])).name)
+        specs[name] = spec
+        pieces: dict[tuple[Any, Any], list[tuple[range, StoredArray | Stored, str]]] = {}
+        for part in parts:
+            offset, shape = tuple(part["global_offset"]), tuple(part["local_shape"])
+            flat = part.get("flattened_range")
+            file = places[key, offset, flat]
+            found = array(file, key)
+            span = range(*flat) if flat else range(math.prod(shape))
+            stored = (len(span),) if flat else shape
+            if _spec(found, name) != TensorSpec(name, stored, spec.dtype):
+                raise UserError(
+                    f"{directory / file}: {key!r} is {found.shape} {found.code}, and not as {path.name} says"
+                )
+            pieces.setdefault((offset, shape), []).append((span, found, file))
+        blocks[name] = [_block(directory, key, *place, pieces[place]) for place in pieces]
+    result = BlockFiles(directory, [path, *(directory / file for file in needed)], specs)
+    for name in specs:
+        result.add(name, blocks[name])
+    return result
+
+
+def _spec(found: StoredArray | Stored, name: str) -> TensorSpec:
+    return TensorSpec(name, found.shape, found.dtype) if isinstance(found, Stored) else found.spec(name)
+
+
+def _model_names(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The model's tensors: keys of the file to names in the model.
+
+    What was saved is a dict of tensors, or one of dicts, such as {"model": …, "optimizer": …}.
+    """
+    paths = metadata.get("flat_mapping") or {key: (key,) for key in metadata["state_dict_metadata"]}
+    if any(len(path) > 1 and path[0] == _MODEL for path in paths.values()):
+        return {key: ".".join(path[1:]) for key, path in paths.items() if len(path) > 1 and path[0] == _MODEL}
+    return {key: key for key in metadata["state_dict_metadata"]}
+
+
+def _whole_shape(parts: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Paddle before 3.1 did not write it: there it is as far as the blocks reach."""
+    if parts[0].get("global_shape") is not None:
+        return tuple(parts[0]["global_shape"])
+    ends = [[o + n for o, n in zip(part["global_offset"], part["local_shape"])] for part in parts]
+    return tuple(max(end) for end in zip(*ends))
+
+
+def _block(
+    directory: Path,
+    key: str,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    pieces: list[tuple[range, StoredArray | Stored, str]],
+) -> Block:
+    """A block that lies whole in one file, or flattened and cut over several, as sharding stage 1 of Paddle writes."""
+    pieces = sorted(pieces, key=lambda piece: piece[0].start)
+    if len(pieces[0][1].shape) == len(shape) and len(pieces) == 1 and len(pieces[0][0]) == math.prod(shape):
+        _, array, file = pieces[0]
+        return Block(offset, shape, file, lambda index: array.read(index).reshape([s.stop - s.start for s in index]))
+    at = 0
+    for span, _, file in pieces:
+        if span.start != at:
+            raise UserError(
+                f"{directory}: {key!r}: elements {at} to {span.start} of the block in {file} are missing or double"
+            )
+        at = span.stop
+    if at != math.prod(shape):
+        raise UserError(f"{directory}: {key!r}: elements {at} to {math.prod(shape)} of a block are in no file")
+
+    def read(index: Index) -> np.ndarray:
+        return np.concatenate([array.read() for _, array, _ in pieces]).reshape(shape)[tuple(index)]
+
+    return Block(offset, shape, ", ".join(file for _, _, file in pieces), read)
+
+
+def _plain(path: Path, file: Any) -> str:
+    if not isinstance(file, str) or not file or Path(file).name != file:  # a path could leave the directory
+        raise UserError(f"{path}: names a file that is not a plain file name")
+    return file

@@ -1,0 +1,161 @@
+"""PaddleNLP's `model_state*.pdparams`: one file, numbered files, or one a rank (`model_state.tp00_pp01.pdparams`).
+
+They are pickles, and are read without running them. A rank's file holds what this rank had: the layers of its pipeline
+stage, and of each matrix that is cut over tensor parallel ranks its part. In which dim it is cut is not written there;
+it follows from the shape of the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.tensors import TensorSource, TensorSpec
+from llmsuite.convert.blocks import Block, BlockFiles
+from llmsuite.convert.pickled import StoredArray, read_pickle
+from llmsuite.errors import UserError
+
+_FILE = re.compile(r"model_state(?:-(\d+)-of-(\d+))?(?:\.((?:[a-z]+\d+_?)+))?\.pdparams")
+_AXES = ("tp", "pp", "shard")
+_NAMES_OF_PADDLE = "StructuredToParameterName@@"
+
+
+class PickledTensors:
+    """The tensors of one or more .pdparams files that together hold each name once."""
+
+    def __init__(self, paths: Sequence[Path]):
+        """Raises UserError when a file is damaged, asks for code, or two files disagree about a tensor."""
+        self._paths = sorted(paths)
+        self._arrays: dict[str, StoredArray] = {}
+        for path in self._paths:
+            content = read_pickle(path)
+            if not isinstance(content, dict):
+                raise UserError(f"{path}: is no dict of tensors")
+            for name, value in content.items():
+                self._add(path, name, value)
+
+    def _add(self, path: Path, name: Any, value: Any) -> None:
+        if name == _NAMES_OF_PADDLE:
+            return
+        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # with Paddle's name of it
+        if not isinstance(array, StoredArray):
+            raise UserError(f"{path}: {name!r} is no tensor")
+        before = self._arrays.setdefault(name, array)
+        # tied weights are on the first and the last pipeline stage
+        if before is not array and (before.spec(name) != array.spec(name) or before.digest() != array.digest()):
+            raise UserError(f"{path}: {name!r} is another one than in {before.path.name}")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._arrays)
+
+    @property
+    def paths(self) -> list[Path]:
+        return self._paths
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._arrays[name].spec(name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        return self._arrays[name].read(index)
+
+
+def pdparams_files(directory: Path) -> list[Path]:
+    """The files of a model, whatever rank has written them."""
+    return sorted(path for path in directory.glob("model_state*.pdparams") if _FILE.fullmatch(path.name))
+
+
+def open_pdparams(directory: Path) -> list[PickledTensors]:
+    """What each tensor parallel rank has, in their order; one entry for files that are not of ranks.
+
+    Raises:
+        UserError: a rank's file is missing, or one cannot be read.
+    """
+    by_rank: dict[tuple[int, ...], list[Path]] = {}
+    numbered: dict[int, tuple[int, Path]] = {}
+    paths = pdparams_files(directory)
+    for path in paths:
+        match = _FILE.fullmatch(path.name)
+        assert match is not None
+        if match[1]:
+            numbered[int(match[1])] = int(match[2]), path
+        axes = dict(re.findall(r"([a-z]+)(\d+)", match[3] or ""))
+        if unknown := axes.keys() - set(_AXES):
+            raise UserError(f"{path}: is cut over {', '.join(sorted(unknown))}; supported: {', '.join(_AXES)}")
+        by_rank.setdefault(tuple(int(axes.get(axis, 0)) for axis in _AXES), []).append(path)
+    if numbered:
+        total = max(of for of, _ in numbered.values())
+        if missing := [f"{i} of {total}" for i in range(1, total + 1) if i not in numbered]:
+            raise UserError(f"{directory}: files are missing: {', '.join(missing)}")
+    degrees = [max(rank[i] for rank in by_rank) + 1 for i in range(len(_AXES))]
+    grid = list(itertools.product(*(range(degree) for degree in degrees)))
+    if missing := [_rank(rank, degrees) for rank in grid if rank not in by_rank]:
+        raise UserError(
+            f"{directory}: the files of {len(missing)} of {len(grid)} ranks are missing: {'; '.join(missing)}"
+        )
+    return [
+        PickledTensors([path for rank in grid if rank[0] == tp for path in by_rank[rank]]) for tp in range(degrees[0])
+    ]
+
+
+def join_ranks(
+    directory: Path, ranks: Sequence[TensorSource], whole: Mapping[str, Sequence[int]], labels: Sequence[str]
+) -> BlockFiles:
+    """The tensors of tensor parallel ranks as whole ones.
+
+    Args:
+        directory: for messages.
+        ranks: what each has, in their order.
+        whole: shape of every tensor, as PaddleNLP stores it. What is not in it is dropped.
+        labels: what messages call the ranks.
+
+    Raises:
+        UserError: a rank lacks a tensor, or its part is not one of so many.
+    """
+    specs: dict[str, TensorSpec] = {}
+    parts: dict[str, list[Block]] = {}
+    for name, shape in whole.items():
+        without = [label for rank, label in zip(ranks, labels) if name not in rank.names]
+        if len(without) == len(ranks):
+            continue  # the caller knows what a model has to have
+        if without:
+            raise UserError(f"{directory}: {name!r} is missing in {', '.join(without)}")
+        found = [rank.spec(name) for rank in ranks]
+        specs[name] = TensorSpec(name, tuple(shape), found[0].dtype)
+        if len(set(found)) > 1:
+            shapes = ", ".join(f"{list(spec.shape)} {spec.dtype} in {label}" for spec, label in zip(found, labels))
+            raise UserError(f"{directory}: the parts of {name!r} differ: {shapes}")
+        parts[name] = _parts(directory, specs[name], found[0].shape, ranks, labels)
+    result = BlockFiles(directory, sorted({path for rank in ranks for path in rank.paths}), specs)
+    for name, blocks in parts.items():
+        result.add(name, blocks)
+    return result
+
+
+def _parts(
+    directory: Path, whole: TensorSpec, part: tuple[int, ...], ranks: Sequence[TensorSource], labels: Sequence[str]
+) -> list[Block]:
+    def block(rank: int, offset: Sequence[int]) -> Block:
+        return Block(tuple(offset), part, labels[rank], lambda index: ranks[rank].read(whole.name, index))
+
+    nowhere = [0] * len(part)
+    if part == whole.shape:  # every rank has it whole
+        return [block(0, nowhere)]
+    cut = [d for d, (p, w) in enumerate(zip(part, whole.shape)) if p != w]
+    if len(part) != len(whole.shape) or len(cut) != 1 or part[cut[0]] * len(ranks) != whole.shape[cut[0]]:
+        raise UserError(
+            f"{directory}: {whole.name!r} is {list(part)} in {labels[0]}; config.json makes it {list(whole.shape)}, "
+            f"which cannot be cut into {len(ranks)} of those"
+        )
+    offsets = [[rank * part[d] if d == cut[0] else 0 for d in range(len(part))] for rank in range(len(ranks))]
+    return [block(rank, offset) for rank, offset in enumerate(offsets)]
+
+
+def _rank(rank: Sequence[int], degrees: Sequence[int]) -> str:
+    parts = [f"{axis}{index:02d}" for axis, index, degree in zip(_AXES, rank, degrees) if degree > 1]
+    return f"model_state.{'_'.join(parts)}.pdparams"

@@ -1,0 +1,183 @@
+"""From one model directory to another: layout, dtype, fused matrices and files as asked for, a part of a tensor at a
+time. Merging, converting and splitting are all this.
+
+A run that is killed leaves what it has done in `TARGET.part`, and the next one goes on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
+from llmsuite.checkpoint.int8 import Int8Weights, quantization_config
+from llmsuite.checkpoint.layout import Arrangement, Layout
+from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
+from llmsuite.checkpoint.stored import INT8, Stored
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.write import MAX_FILE_BYTES, in_parts, write_tensors
+from llmsuite.errors import UserError
+from llmsuite.files import resumable_directory, write_json
+from llmsuite.threads import num_threads
+
+FORMAT = 1
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a model is written."""
+
+    layout: Layout
+    dtype: str | None = None
+    """NumPy's name; None keeps each tensor's own."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    num_files: int | None = None
+    """Write so many files of about equal size, or fewer where single tensors are larger; instead of max_file_bytes."""
+    fused: bool = False
+    """Whether to write qkv_proj and gate_up_fused_proj, for PaddleNLP."""
+
+
+class Rewrite:
+    """What is to be written, known before anything is."""
+
+    def __init__(self, model: ModelDirectory, form: Form):
+        self.model, self.form = model, form
+        specs = [model.spec(name) for name in model.names]
+        if form.dtype:
+            specs = [dataclasses.replace(spec, dtype=form.dtype) for spec in specs]
+        self._arrangement = Arrangement(model.family, model.config, specs, form.layout)
+        self.specs = self._arrangement.specs
+        self._parts: dict[str, list[str]] = {}
+        if form.fused:
+            self.specs, self._parts = fuse_specs(self.specs)
+            if not self._parts:
+                raise UserError(
+                    f"{model.path}: a {model.config.to_hf()['model_type']} has no matrices that PaddleNLP fuses"
+                )
+        self._by_name = {spec.name: spec for spec in self.specs}
+        self._heads = Heads.of(model.config)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.specs)
+
+    def write(self, target: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Write it; on return it is whole and on disk.
+
+        Raises:
+            UserError: the target exists, there is not enough room or memory, a value does not fit its new dtype, or the
+                source is not as its manifest tells.
+        """
+        if target.exists():
+            raise UserError(f"{target} exists; choose another --output, or remove it first")
+        self._check_room(target)
+        try:
+            self._write(target, progress)
+        except MemoryError as error:
+            raise UserError(
+                f"{target}: there is not enough memory for it: {error or 'none is left'}; what is done stays in "
+                f"{_unfinished(target)}"
+            ) from error
+
+    def _write(self, target: Path, progress: Callable[[int], None]) -> None:
+        limit = self._max_file_bytes()
+        model, form = self.model, self.form
+        manifest: dict[str, Any] = {"format": FORMAT}
+        with resumable_directory(target, self._content(), manifest) as directory:
+            metadata = {"format": "pt" if form.layout == "hf" else "np"}
+            written = write_tensors(
+                directory, "model", self.specs, self._read, metadata, limit, True, progress, num_threads()
+            )
+            dtype = next((spec.dtype for spec in self.specs if spec.dtype != INT8), "float32")
+            config = {**model.config.to_hf(), "torch_dtype": dtype}
+            if form.layout == "paddlenlp":
+                config["dtype"] = dtype
+            if isinstance(model.files, Int8Weights):
+                written.add(model.files.write_scales(directory, self._arrangement))
+                config["quantization_config"] = quantization_config()
+            kinds = {FLAGS[kind] for kind in FLAGS for name in self._parts if f".{kind}." in name}
+            write_json(directory / "config.json", {**config, **dict.fromkeys(sorted(kinds), True)})
+            copy_tokenizer(model.path, directory)
+            manifest.update(dataclasses.asdict(written))
+
+    def _read(self, theirs: str) -> Stored | Iterator[np.ndarray]:
+        spec = self._by_name[theirs]
+        if theirs not in self._parts and len(pieces := self._arrangement.parameters(theirs)) == 1:
+            found = self.model.stored(pieces[0], transposed=self.form.layout == "hf")
+            if found is not None and (found.shape, found.dtype) == (spec.shape, spec.dtype):
+                return found
+        return (
+            self._cast(theirs, part, spec.dtype) for part in in_parts(spec, lambda index: self._stored(theirs, index))
+        )
+
+    def _stored(self, theirs: str, index: Sequence[slice] | None) -> np.ndarray:
+        """Values as they are to lie in the file, in the dtype they have."""
+        if theirs not in self._parts:
+            return self._arrangement.read(theirs, self.model.read, index)
+        # of a matrix rows are cut, and every part has all of them
+        is_matrix = len(self._by_name[theirs].shape) > 1
+        own = [index[0], slice(None)] if index is not None and is_matrix else None
+        parts = [self._arrangement.read(name, self.model.read, own) for name in self._parts[theirs]]
+        whole = fuse(theirs, parts, self._heads)
+        return whole if index is None or is_matrix else whole[tuple(index)]
+
+    def _cast(self, name: str, value: np.ndarray, dtype: str) -> np.ndarray:
+        if value.dtype.name == dtype:
+            return value
+        with np.errstate(over="ignore"):
+            result = value.astype("float32", copy=False).astype(dtype)
+        if dtype == "float16" and not np.array_equal(np.isfinite(result), np.isfinite(value.astype("float32"))):
+            raise UserError(f"{self.model.path}: {name!r} has values too large for fp16; use --dtype bf16 or fp32")
+        return result
+
+    def _max_file_bytes(self) -> int:
+        if self.form.num_files is None:
+            return self.form.max_file_bytes
+        if self.form.num_files > len(self.specs):
+            raise UserError(f"--split-num is {self.form.num_files}; the model has {len(self.specs)} tensors")
+        # the least limit that makes no more files than that
+        low, high = max(spec.num_bytes for spec in self.specs), max(1, self.num_bytes)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if _num_files(self.specs, middle) <= self.form.num_files else (middle + 1, high)
+        return low
+
+    def _check_room(self, target: Path) -> None:
+        place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
+        done = _unfinished(target)
+        there = sum(p.stat().st_size for p in done.glob("*")) if done.is_dir() else 0
+        free = shutil.disk_usage(place).free + there
+        if self.num_bytes > free:
+            raise UserError(f"{target}: needs {self.num_bytes / 1e9:,.1f} GB; {place} has {free / 1e9:,.1f} GB left")
+
+    def _content(self) -> str:
+        """Digest of all that decides what is written. Source files are known by size and time, to be quick."""
+        files = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in self.model.files.paths]
+        data = [
+            files,
+            self.model.config.to_hf(),
+            dataclasses.asdict(self.form),
+            [dataclasses.astuple(s) for s in self.specs],
+        ]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _unfinished(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
+
+
+def _num_files(specs: Sequence[TensorSpec], limit: int) -> int:
+    count, size = 1, 0
+    for spec in specs:
+        if size and size + spec.num_bytes > limit:
+            count, size = count + 1, 0
+        size += spec.num_bytes
+    return count

@@ -1,0 +1,103 @@
+"""A model, from whatever it was saved as: our own directories, HF's and PaddleNLP's, .distcp and .pdparams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite.checkpoint.fused import Heads, Unfused
+from llmsuite.checkpoint.layout import Arrangement, hf_name
+from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, open_model, read_config
+from llmsuite.checkpoint.shapes import Shapes, check_shapes
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.train_state import find_model, is_run
+from llmsuite.convert.distcp import metadata_file, open_distcp
+from llmsuite.convert.pdparams import join_ranks, open_pdparams, pdparams_files
+from llmsuite.errors import UserError
+from llmsuite.specs import ModelFamily
+
+_DISTCP_BELOW = (".", "dist_ckpt", "model")  # as PaddleNLP's trainers call it
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def open_source(
+    path: Path,
+    families: Mapping[str, ModelFamily],
+    shapes_of: Callable[[ModelFamily, Any], Shapes],
+    config: Path | None = None,
+    allow_pickle: bool = False,
+) -> ModelDirectory:
+    """The model in a directory, or the newest checkpoint of a run.
+
+    Args:
+        path: what to read.
+        families: known model families.
+        shapes_of: the shape, by our names, of every parameter of a family's model with a config.
+        config: directory of config.json and tokenizer, where they are not in `path` or above it.
+        allow_pickle: whether .pdparams files may be read.
+
+    Raises:
+        UserError: nothing there can be read, or what there is makes no whole model.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: is not a directory")
+    distcp = next((path / name for name in _DISTCP_BELOW if metadata_file(path / name)), None)
+    if is_run(path) or any((path / name).is_file() for name in _SAFETENSORS):
+        model = open_model(find_model(path), families, check=True)
+    elif distcp is not None:
+        place = _config_directory(distcp, config)
+        family, settings = read_config(place, families)
+        model = describe_model(place, family, settings, open_distcp(distcp), from_paddle=True)
+    elif pdparams_files(path):
+        if not allow_pickle:
+            raise UserError(
+                f"{path}: its .pdparams files are pickles. With --allow-pickle they are read by a reader that runs "
+                "nothing and refuses what is no tensor"
+            )
+        model = _open_pdparams(path, _config_directory(path, config), families, shapes_of)
+    else:
+        raise UserError(
+            f"{path}: holds no model; looked for {_SAFETENSORS[0]} and its index, checkpoints/latest, *.metadata of "
+            "dist.save_state_dict, and model_state*.pdparams"
+        )
+    check_shapes(model, shapes_of(model.family, model.config))
+    return model
+
+
+def _config_directory(path: Path, config: Path | None) -> Path:
+    if config is not None:
+        return config
+    found = next((p for p in (path, path.parent) if (p / "config.json").is_file()), None)
+    if found is None:
+        raise UserError(f"{path}: has no config.json, nor has the directory above; name one with --config DIR")
+    return found
+
+
+def _open_pdparams(
+    path: Path,
+    place: Path,
+    families: Mapping[str, ModelFamily],
+    shapes_of: Callable[[ModelFamily, Any], Shapes],
+) -> ModelDirectory:
+    family, config = read_config(place, families)
+    if family.names().paddlenlp_prefix(config) is None:
+        model_type = config.to_hf()["model_type"]
+        raise UserError(f"{path}: PaddleNLP's layout of a {model_type} is none that we know; merge it from HF's files")
+    ranks = open_pdparams(path)
+    if len(ranks) == 1:
+        return describe_model(place, family, config, ranks[0], from_paddle=True)
+    heads = Heads.of(config, len(ranks))
+    parts = [Unfused(rank, heads) for rank in ranks]
+    stored = list(dict.fromkeys(name for part in parts for name in part.names))
+    specs = [TensorSpec(name, tuple(shape), "float32") for name, shape in shapes_of(family, config).items()]
+    whole = {spec.name: spec.shape for spec in Arrangement(family, config, specs, "paddlenlp").specs}
+    known = {name: whole[name] for name in stored if name in whole}
+    copy_of_tied = ["lm_head.weight"] if getattr(config, "tie_word_embeddings", False) else []
+    unexpected = [
+        n for n in stored if n not in whole and n not in copy_of_tied and hf_name(family, config, n) is not None
+    ]
+    if unexpected:
+        raise UserError(f"{path}: has {len(unexpected)} tensors a {family.name} has not: {', '.join(unexpected[:5])}")
+    labels = [f"tp{rank:02d}" for rank in range(len(ranks))]
+    return describe_model(place, family, config, join_ranks(path, parts, known, labels), from_paddle=True)

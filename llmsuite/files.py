@@ -1,0 +1,318 @@
+"""Directories that exist whole or not at all.
+
+A directory is filled under a temporary name, every file is flushed to disk, the manifest is written last, and a
+rename makes it visible. A process that dies at any point leaves either the old state or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from llmsuite.errors import UserError
+from llmsuite.threads import in_threads
+
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 20
+
+
+def begin_directory(final: Path) -> None:
+    """Make the empty temporary directory of `final`, for several processes to fill.
+
+    Raises:
+        UserError: the disk is full, or the place cannot be written to.
+    """
+    with os_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if temporary_of(final).exists():
+            shutil.rmtree(temporary_of(final))
+        temporary_of(final).mkdir()
+
+
+def temporary_of(final: Path) -> Path:
+    """What a directory is called until it is complete."""
+    return final.with_name(final.name + ".tmp")
+
+
+@contextlib.contextmanager
+def committed_directory(final: Path, manifest: dict[str, Any] | None = None, is_begun: bool = False) -> Iterator[Path]:
+    """A temporary directory that becomes `final` when the block ends well, and is removed when it does not.
+
+    A directory already at `final` is replaced. `manifest` is written into it last, with the size and sha256 of
+    every file under "files"; those the block has put there itself are not computed again. See `ranges_of`. With
+    `is_begun` the caller has called `begin_directory`.
+
+    Raises:
+        UserError: the disk is full, or the place cannot be written to.
+    """
+    temporary = temporary_of(final)
+    try:
+        with os_errors(final) as outcome:
+            if not is_begun:
+                begin_directory(final)
+            yield temporary
+            _commit(temporary, final, manifest or {}, outcome)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> Iterator[Path]:
+    """As `committed_directory`, but what a process leaves behind that fails or dies is there for the next one.
+
+    Args:
+        final: the directory to be; must not exist.
+        content: digest of all that decides what is written. What is left of another content is thrown away.
+        manifest: see `committed_directory`.
+
+    Raises:
+        UserError: as `committed_directory`, or another process is writing there.
+    """
+    temporary = final.with_name(final.name + ".part")
+    marker = temporary / ".content"
+    with lock_directory(temporary) as lock, os_errors(final, f"what is done stays in {temporary}") as outcome:
+        if not marker.is_file() or marker.read_text() != content:
+            for path in temporary.iterdir():
+                if path.name != Path(lock.name).name:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            write_text_atomic(marker, content)
+        yield temporary
+        marker.unlink()
+        Path(lock.name).unlink()
+        _commit(temporary, final, manifest, outcome)
+
+
+@contextlib.contextmanager
+def os_errors(final: Path, otherwise: str = "nothing was changed") -> Iterator[list[str]]:
+    """Turns an OSError into a UserError that says what is there: the last text of the list it yields."""
+    outcome = [otherwise]
+    try:
+        yield outcome
+    except OSError as error:
+        raise UserError(f"{final}: cannot be written: {error.strerror or error}; {outcome[-1]}") from error
+
+
+def _commit(temporary: Path, final: Path, manifest: dict[str, Any], outcome: list[str]) -> None:
+    """Bring a filled directory to disk and to its final name."""
+    known, files = manifest.get("files", {}), {}
+    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+        fsync(path)
+        name = path.relative_to(temporary).as_posix()
+        files[name] = known.get(name) or {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    write_json(temporary / MANIFEST, {**manifest, "files": files})
+    fsync(temporary)
+    if final.exists():
+        _replace(final, temporary)
+    else:
+        temporary.rename(final)
+    outcome.append("it is complete, but may not survive a power failure")
+    fsync(final.parent)
+    shutil.rmtree(_old(final), ignore_errors=True)
+
+
+def _replace(final: Path, temporary: Path) -> None:
+    """Put `temporary` where `final` is, which stays beside it as `.old`; on an error `final` is as it was."""
+    old = _old(final)
+    if old.exists():
+        shutil.rmtree(old)
+    try:
+        final.rename(old)
+        temporary.rename(final)
+    except BaseException:
+        if not final.exists():
+            old.rename(final)
+        raise
+
+
+def _old(final: Path) -> Path:
+    return final.with_name(final.name + ".old")
+
+
+def broken_file(directory: Path, check_hashes: bool = True, without: str | None = None) -> str | None:
+    """What is wrong with a committed directory, or None when it is whole; those with a suffix can be left out."""
+    try:
+        files = read_manifest(directory)
+    except UserError as error:
+        return str(error)
+    return first_fault({p: ranges for p, ranges in files.items() if p.suffix != without}, check_hashes)
+
+
+def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True) -> str | None:
+    """What is wrong with files that a manifest tells of."""
+    for path, ranges in files.items():
+        if not path.is_file():
+            return f"{path} is missing"
+        size, expected = path.stat().st_size, ranges[-1].end
+        if size != expected:
+            return f"{path} has {size:,} bytes instead of {expected:,}"
+    return next(iter(_damaged(files)), None) if check_hashes else None
+
+
+def damaged_tensors(directory: Path) -> list[str]:
+    """The tensors, as `file:tensor`, whose values are not those its manifest.json tells of, or cannot be read."""
+    files = {path: [r for r in ranges if r.tensor] for path, ranges in read_manifest(directory).items()}
+    return list(_damaged(files, lambda path, found, fault: f"{path.name}:{found.tensor}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Bytes of a file, as a manifest tells of them."""
+
+    start: int
+    end: int
+    sha256: str
+    tensor: str | None = None
+    """What they are; None for a whole file, or the header of one with tensors."""
+
+
+def read_manifest(directory: Path) -> dict[Path, list[Range]]:
+    """The files of a committed directory as ranges, see `ranges_of`. Raises UserError when there is no manifest."""
+    path = directory / MANIFEST
+    manifest = read_json_file(path)
+    try:
+        return {directory / name: ranges for name, ranges in ranges_of(manifest).items()}
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise UserError(f"{path}: has no sizes and sha256 of files: {error!r}") from error
+
+
+def ranges_of(manifest: Mapping[str, Any]) -> dict[str, list[Range]]:
+    """Each file of a manifest as ranges that cover it from its first to its last byte.
+
+    The sha256 of most files is that of the whole. A file with tensors has one of its header and one of each tensor, so
+    that every byte is hashed once, and in any order.
+
+    Raises:
+        ValueError: or another one that what is no manifest leads to; some byte is in no range.
+    """
+    tensors: dict[str, list[Range]] = {name: [] for name in manifest["files"]}
+    for name, entry in manifest.get("tensors", {}).items():
+        file, _, tensor = name.partition(":")
+        if "header_sha256" in manifest["files"][file]:
+            tensors[file].append(Range(entry["start"], entry["start"] + entry["size"], entry["sha256"], tensor))
+    result = {}
+    for file, entry in manifest["files"].items():
+        ranges, size = sorted(tensors[file], key=lambda r: (r.start, r.end)), entry["size"]
+        if "header_sha256" in entry:
+            ranges.insert(0, Range(0, ranges[0].start if ranges else size, entry["header_sha256"]))
+        else:
+            ranges = [Range(0, size, entry["sha256"])]
+        ends = [0, *(r.end for r in ranges)]
+        if ends[-1] != size or any(r.start != end for r, end in zip(ranges, ends)):
+            raise ValueError(f"it does not tell of every byte of {file}")
+        result[file] = ranges
+    return result
+
+
+def _fault(path: Path, found: Range, why: str) -> str:
+    return f"{path} {why}"
+
+
+def _damaged(files: Mapping[Path, Sequence[Range]], name: Callable[[Path, Range, str], str] = _fault) -> Iterator[str]:
+    """Tells of each range that is not as it was written."""
+
+    def check(place: tuple[Path, Range]) -> str | None:
+        path, expected = place
+        try:
+            is_same = sha256_of(path, expected.start, expected.end) == expected.sha256
+        except OSError as error:
+            return name(path, expected, f"cannot be read: {error.strerror}")
+        where = f" in tensor {expected.tensor}" if expected.tensor else ""
+        return None if is_same else name(path, expected, f"does not have the sha256 it was written with{where}")
+
+    places = ((path, part) for path, parts in files.items() for part in parts)
+    yield from (found for found in in_threads(check, places) if found is not None)
+
+
+def remove_directory(final: Path) -> None:
+    """Delete a committed directory: it is not half there under its name at any moment. Raises OSError."""
+    temporary = temporary_of(final)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    final.rename(temporary)
+    shutil.rmtree(temporary)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace a small file in one step. Raises UserError when it cannot be written."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync(path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON and flush it to disk. Not atomic; for files of a directory that is not committed yet."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(data, file, indent=2, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json_file(path: Path) -> Any:
+    """Read JSON that a program wrote.
+
+    Raises:
+        UserError: it is missing or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON: {error}") from error
+
+
+def lock_directory(directory: Path) -> IO[str]:
+    """Make a directory and keep it for this process, as long as the returned file is open.
+
+    Raises:
+        UserError: another process has it, or it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")  # noqa: SIM115  (open as long as the lock is held)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written to: {error.strerror}; choose another output_dir") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise UserError(f"{directory}: another run is writing there; stop it, or choose another output_dir") from error
+    return lock
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path, start: int = 0, end: int | None = None) -> str:
+    """Hex digest of a file, or of the bytes of a range of it."""
+    digest, left = hashlib.sha256(), math.inf if end is None else end - start
+    buffer = memoryview(bytearray(int(min(_CHUNK, left))))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while left and (count := file.readinto(buffer[: int(min(len(buffer), left))])):
+            digest.update(buffer[:count])
+            left -= count
+    return digest.hexdigest()

@@ -1,0 +1,205 @@
+"""Finds out why ranks wait for each other: who waits in which call, who has not come to it, and which calls differ.
+
+The launcher asks it when nothing has happened in any rank for a while, and when a rank has failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from llmsuite.launch.calls import Call, progress, read
+from llmsuite.launch.ranks import Rank
+
+STALLED = 3
+"""Exit code of a run in which nothing happens any more."""
+_START_FACTOR = 3.0
+_STACK_SECONDS = 3.0
+_STACK_LINES = 30
+_LOOK_SECONDS = 0.05
+_MESSAGES = ("send", "receive")
+
+
+class Watch:
+    """Over the ranks of this machine."""
+
+    def __init__(self, directory: Path, ranks: Sequence[int], seconds: float | None):
+        """
+        Args:
+            directory: of the files the ranks keep.
+            ranks: of this machine.
+            seconds: without anything in any rank, after which the run hangs; until every rank is in its second step
+                three times as many, as that takes reading and compiling. None for never.
+        """
+        self._directory, self._ranks, self._seconds = directory, list(ranks), seconds
+        self._seen: list[tuple[int, int]] = []
+        self._since = time.monotonic()
+
+    def stalled(self) -> bool:
+        """Whether it hangs. To be called all the time."""
+        if self._seconds is None:
+            return False
+        now = [progress(self._directory / f"{rank}.calls") for rank in self._ranks]
+        if now != self._seen or not any(events for events, _ in now):
+            self._seen, self._since = now, time.monotonic()
+            return False
+        return time.monotonic() - self._since > self.limit
+
+    @property
+    def limit(self) -> float:
+        """Seconds without anything that are too many now."""
+        at_start = not self._seen or min(step for _, step in self._seen) < 2
+        return (self._seconds or 0.0) * (_START_FACTOR if at_start else 1.0)
+
+    def calls(self) -> dict[int, list[Call]]:
+        """The last calls of each rank here."""
+        return {rank: read(self._directory / f"{rank}.calls") for rank in self._ranks}
+
+    def begun(self, rank: int) -> bool:
+        """Whether a rank keeps its file, and prints its stacks when it is asked."""
+        return progress(self._directory / f"{rank}.calls") != (0, 0)
+
+
+def differences(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
+    """Calls that their ranks make differently, the first one first.
+
+    Args:
+        calls: the last ones of each rank that is known.
+    """
+    met: dict[tuple[str, int], dict[int, Call]] = {}
+    for rank, made in calls.items():
+        for call in made:
+            met.setdefault((call.group, call.number), {})[rank] = call
+    told = set()
+    for (group, _), by_rank in sorted(met.items(), key=lambda item: max(call.began for call in item[1].values())):
+        kinds: dict[tuple[str, ...], list[int]] = {}
+        for rank in sorted(by_rank):
+            kinds.setdefault(_kind(by_rank[rank]), []).append(rank)
+        if len(kinds) > 1 and group not in told:  # what comes behind the first one follows from it
+            told.add(group)
+            parts = [f"{_name(ranks)} {_makes(ranks)} {by_rank[ranks[0]]}" for ranks in kinds.values()]
+            yield "; ".join(parts)
+
+
+def _kind(call: Call) -> tuple[str, ...]:
+    what = "message" if call.what in _MESSAGES else call.what
+    return what, call.shape, call.dtype, str(call.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """A call that a rank has not come to, and others wait in."""
+
+    rank: int
+    waiting: tuple[int, ...]
+    call: Call
+
+
+def missing(calls: Mapping[int, Sequence[Call]]) -> list[Missing]:
+    """What ranks wait for: of every rank at most the call that was reached first."""
+    reached = {rank: {call.group: call.number for call in made} for rank, made in calls.items()}
+    waits = {rank: call for rank, made in calls.items() if (call := _waits_in(made)) is not None}
+    found: dict[int, Missing] = {}
+    for _, call in sorted(waits.items(), key=lambda item: item[1].began):
+        for rank in call.ranks:
+            if rank in calls and reached[rank].get(call.group, 0) < call.number and rank not in found:
+                waiting = tuple(r for r, c in waits.items() if (c.group, c.number) == (call.group, call.number))
+                found[rank] = Missing(rank, waiting, call)
+    return sorted(found.values(), key=lambda m: m.rank)
+
+
+def _waits_in(made: Sequence[Call]) -> Call | None:
+    """The call a rank is in. Its messages are sent by other threads."""
+    return next((call for call in reversed(made) if not call.ended and call.what != "send"), None)
+
+
+def explain(calls: Mapping[int, Sequence[Call]], now: float) -> tuple[list[str], list[int]]:
+    """What each rank does, and where they part.
+
+    Args:
+        calls: the last ones of each rank that is known.
+        now: seconds since the epoch.
+
+    Returns:
+        Lines for people, and the ranks whose stacks tell more.
+    """
+    lines = []
+    for rank, made in sorted(calls.items()):
+        inside = _waits_in(made)
+        if inside is not None:
+            lines.append(f"rank {rank}: waits since {now - inside.began:.1f} s in {inside}")
+        elif made:
+            last = f"{now - max(call.ended for call in made):.1f} s ago, after {made[-1]}"
+            lines.append(f"rank {rank}: waits in no call that is recorded; was last heard of {last}")
+        else:
+            lines.append(f"rank {rank}: has made no call")
+    differing, absent = list(differences(calls)), missing(calls)
+    culprits = [m for m in absent if _waits_in(calls[m.rank]) is None]
+    lines += [f"first difference: {text}" for text in differing[:1]]
+    for m in culprits:
+        lines.append(f"rank {m.rank} has not come to {m.call}, in which {_name(m.waiting)} {_waits(m.waiting)}")
+    if absent and not culprits and not differing:
+        lines.append("ranks wait for each other; one has left a call out, or makes it in another order:")
+        lines += [f"  rank {m.rank} has not come to what {_name(m.waiting)} {_waits(m.waiting)} in" for m in absent]
+    known = set(calls)
+    unknown = sorted({rank for made in calls.values() for call in made for rank in call.ranks} - known)
+    if unknown:
+        lines.append(f"of {_name(unknown)} nothing is known here")
+    return lines, [m.rank for m in culprits] or sorted(calls)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _makes(ranks: Sequence[int]) -> str:
+    return "makes" if len(ranks) == 1 else "make"
+
+
+def _waits(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
+    """What the main thread of each rank is doing: its Python stack, the innermost call first; also into its log."""
+    logs = {rank: log_dir / f"workerlog.{rank}" for rank in processes}
+    before = {rank: log.stat().st_size for rank, log in logs.items()}
+    for process in processes.values():
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + _STACK_SECONDS
+    found: dict[int, str] = {}
+    while time.monotonic() < deadline and len(found) < len(processes):
+        time.sleep(_LOOK_SECONDS)
+        for rank, log in logs.items():
+            with open(log, "rb") as file:
+                file.seek(before[rank])
+                text = file.read().decode(errors="replace")
+            # the main thread comes last, and its last line is that of the program itself
+            if rank not in found and "<module>" in text:
+                frames = text[text.rfind("(most recent call first):") :].splitlines()[1:]
+                own = itertools.takewhile(lambda frame: "multiprocessing/process.py" not in frame, frames)  # of a fork
+                found[rank] = "\n".join(list(own)[:_STACK_LINES])
+    return found
+
+
+def write_calls(calls: Mapping[int, Sequence[Call]], log_dir: Path) -> None:
+    """Keep the last calls of each rank beside its log."""
+    for rank, made in calls.items():
+        text = "".join(json.dumps(dataclasses.asdict(call)) + "\n" for call in made)
+        (log_dir / f"calls.{rank}.jsonl").write_text(text)
+
+
+def read_written(log_dir: Path, since: float) -> dict[int, list[Call]]:
+    """What `write_calls` has kept since a time (seconds since the epoch), on all machines that see the directory."""
+    found = {}
+    for path in log_dir.glob("calls.*.jsonl"):
+        if path.stat().st_mtime >= since:
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            found[int(path.name.split(".")[1])] = [Call(**{**r, "ranks": tuple(r["ranks"])}) for r in records]
+    return found

@@ -1,0 +1,251 @@
+"""Starts the ranks of a run on this machine and watches them: the first that fails is named, the others are stopped.
+When nothing happens in any of them, it says who waits for whom, and ends the run.
+
+The ranks find each other by the environment variables of `paddle.distributed.launch`, so a rank can as well be
+started by that launcher. It is not used here: it writes the whole environment, secrets included, into the log
+directory, and notices a dead rank only every five seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from llmsuite.errors import UserError
+from llmsuite.launch import hang
+from llmsuite.launch.calls import ENVIRONMENT as CALLS
+from llmsuite.launch.machines import End, Machines
+from llmsuite.launch.ranks import FORWARDED, Rank, start_rank
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 5.0
+_TAIL_LINES = 40
+_MOST_EXPLAINED = 4
+_MACHINES_SECONDS = 60.0
+INTERRUPTED = 130
+
+
+def is_worker() -> bool:
+    """Whether this process is one of several ranks somebody has started."""
+    return "PADDLE_TRAINER_ID" in os.environ
+
+
+def launch(
+    work: Sequence[str] | Callable[[], int],
+    num_ranks: int,
+    log_dir: Path,
+    environment: Callable[[int], Mapping[str, str]],
+    write: Callable[[str], None],
+    machines: Machines | None = None,
+    stall_seconds: float | None = None,
+) -> int:
+    """Run some work once per rank and wait.
+
+    Args:
+        work: the command line of each rank; or a function, which forks of this process call and end with what it
+            returns.
+        num_ranks: processes to start on this machine.
+        log_dir: gets `workerlog.N`, what rank N prints.
+        environment: variables of a rank, by its number on this machine; what the user has set wins.
+        write: receives what this machine's first rank prints, as it comes, and the end of the log of a rank that fails.
+        machines: all of the run; None for this one alone.
+        stall_seconds: without anything in any rank here, after which the run is ended; see `hang.Watch`.
+
+    Returns:
+        0 when every rank ended well, `hang.STALLED` when nothing happened any more, else the exit code of the first
+        that failed.
+
+    Raises:
+        UserError: the machines do not find each other.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    machines = machines or Machines()
+    store, *endpoints = machines.meet(_free_ports, num_ranks)
+    first = machines.index * num_ranks
+    ranks: list[Rank] = []
+    interrupted: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        interrupted.append(number)
+        for process in ranks:
+            process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in FORWARDED}
+    calls = tempfile.TemporaryDirectory(prefix="llmsuite-")
+    watch = hang.Watch(Path(calls.name), range(first, first + num_ranks), stall_seconds)
+    try:
+        for local in range(num_ranks):
+            rank = first + local
+            variables = {
+                **environment(local),
+                **os.environ,
+                "PADDLE_TRAINER_ID": str(rank),
+                "PADDLE_TRAINERS_NUM": str(machines.count * num_ranks),
+                "PADDLE_LOCAL_RANK": str(local),
+                "PADDLE_MASTER": store,
+                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+                "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+                "PYTHONUNBUFFERED": "1",
+                CALLS: calls.name,
+            }
+            with open(log_dir / f"workerlog.{rank}", "wb") as log:
+                ranks.append(start_rank(work, variables, log, machines.close))
+        end = _watch(ranks, first, log_dir, interrupted, write, machines, watch)
+        machines.tell(end)
+        return end.code
+    finally:
+        _stop(ranks)
+        machines.close()
+        calls.cleanup()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _watch(
+    ranks: Sequence[Rank],
+    first: int,
+    log_dir: Path,
+    interrupted: Sequence[int],
+    write: Callable[[str], None],
+    machines: Machines,
+    watch: hang.Watch,
+) -> End:
+    with open(log_dir / f"workerlog.{first}", encoding="utf-8", errors="replace") as first_log:
+        while True:
+            codes = [process.poll() for process in ranks]
+            elsewhere = machines.poll()
+            write(first_log.read())
+            # a rank that was killed comes first: the others fail because it is gone
+            failed = sorted((local for local, code in enumerate(codes) if code), key=lambda i: (codes[i] or 0) > 0)
+            code = (codes[failed[0]] or 0) if failed else 0
+            if INTERRUPTED in (code, elsewhere.code if elsewhere else 0) or (code and -code in interrupted):
+                _wait(ranks, _GRACE_SECONDS)  # the others are ending too; the first rank has the last words
+                write(first_log.read())
+                return End(INTERRUPTED, "was interrupted")
+            if code > 0 and elsewhere is None:
+                elsewhere = _hear(machines)
+            if watch.stalled() or (elsewhere is not None and elsewhere.code == hang.STALLED):
+                write(first_log.read())
+                return _explain_stall(ranks, first, log_dir, write, machines, watch)
+            if elsewhere is not None and (elsewhere.killed or not code):
+                write(f"{elsewhere.why}\n")
+                return End(elsewhere.code, elsewhere.why)
+            if code:
+                write(first_log.read())
+                alike = {local: c for local in failed if (c := codes[local] or 0) * code > 0}
+                end = _explain(first, alike, log_dir, write, machines)
+                for difference in list(hang.differences(watch.calls()))[:1]:  # which may be why it failed
+                    write(f"ranks differ in what they ask of each other: {difference}\n")
+                return end
+            if all(code == 0 for code in codes):
+                return _wait_for_others(machines, write)
+            time.sleep(_POLL_SECONDS)
+
+
+def _hear(machines: Machines) -> End | None:
+    """Give other machines a moment to say that a rank of theirs was killed."""
+    deadline = time.monotonic() + (_GRACE_SECONDS if machines.count > 1 else 0)
+    while time.monotonic() < deadline:
+        if (elsewhere := machines.poll()) is not None:
+            return elsewhere
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
+    """All ranks of this machine have ended well."""
+    while not machines.all_ended:
+        time.sleep(_POLL_SECONDS)
+        if (elsewhere := machines.poll()) is not None:
+            write(f"{elsewhere.why}\n")
+            return elsewhere
+    return End(0, "")
+
+
+def _explain(
+    first: int, codes: Mapping[int, int], log_dir: Path, write: Callable[[str], None], machines: Machines
+) -> End:
+    """Say which ranks failed and why. One of them has failed because of another, but which cannot be told: they end
+    within one look of the launcher.
+
+    Args:
+        first: rank of the first process on this machine.
+        codes: exit codes of the ranks that failed, by their number on this machine, what is to blame first.
+        log_dir: of `workerlog.N`.
+        write: as of `launch`.
+        machines: of the run.
+    """
+    where, reasons = f" on machine {machines.index}" if machines.count > 1 else "", []
+    for local, code in list(codes.items())[:_MOST_EXPLAINED]:
+        log = log_dir / f"workerlog.{first + local}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if local != 0:  # what the first one said is on the terminal already
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+            write("\n".join(lines) + "\n")
+        reasons.append(f"rank {first + local}{where} {how}; its log: {log}")
+        write(f"{reasons[-1]}\n")
+    code = next(iter(codes.values()))
+    return End(code if code > 0 else 1, reasons[0], killed=code < 0)
+
+
+def _explain_stall(
+    ranks: Sequence[Rank],
+    first: int,
+    log_dir: Path,
+    write: Callable[[str], None],
+    machines: Machines,
+    watch: hang.Watch,
+) -> End:
+    """Say which rank waits in what, and what for."""
+    now = time.time()
+    calls = watch.calls()
+    hang.write_calls(calls, log_dir)
+    asked = {first + local: process for local, process in enumerate(ranks) if watch.begun(first + local)}
+    found = hang.stacks(asked, log_dir)
+    deadline = time.monotonic() + (_GRACE_SECONDS if machines.count > 1 else 0)
+    while len(calls) < machines.count * len(ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        machines.poll()  # so that the others hear of this one
+        calls = {**hang.read_written(log_dir, now - _MACHINES_SECONDS), **calls}
+    why = f"nothing has happened for {watch.limit:.0f} s (launch.stall_seconds)"
+    lines, telling = hang.explain(calls, now)
+    for rank in telling:
+        if rank in found:
+            lines += [f"stack of rank {rank}, the innermost call first:", found[rank]]
+    where = f"what every rank has done last: {log_dir}/calls.N.jsonl and workerlog.N"
+    write("\n".join([why, *lines, where]) + "\n")
+    return End(hang.STALLED, why)
+
+
+def _stop(ranks: Sequence[Rank]) -> None:
+    """End the ranks that are left: they wait for one that is gone, so they are not asked twice."""
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+    for process in ranks:
+        process.wait(_GRACE_SECONDS)
+
+
+def _wait(ranks: Sequence[Rank], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+        time.sleep(_POLL_SECONDS)
+
+
+def _free_ports(address: str, count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind((address, 0))
+        return [s.getsockname()[1] for s in sockets]
+    except OSError as error:
+        raise UserError(f"no {count} free ports on {address}: {error}") from error
+    finally:
+        for s in sockets:
+            s.close()

@@ -1,0 +1,119 @@
+"""How evenly tokens are dealt over experts: counted over the global batch, and what training does about it.
+
+Two remedies, both the same however the batch is cut. A loss pulls at the gate's scores (DeepSeek-V2, arXiv 2405.04434,
+section 2.2.3; sequence by sequence). And a bias, which counts for the choice only, is moved a fixed step after each
+optimizer step: up for experts that had less than the mean, down for those that had more (Wang et al. 2024, arXiv
+2408.15664; DeepSeek-V3, arXiv 2412.19437).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+
+from llmsuite.errors import UserError
+from llmsuite.models.experts import Balance
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel import collective
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.parallelize import local_value
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.typing import Tensor
+
+
+class ExpertBalance:
+    """Over the layers of a rank that have experts; made on every rank, also where there are none."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        plan: ShardPlan,
+        shards: Sequence[ParameterShard],
+        mesh: Mesh,
+        loss_factor: float,
+        bias_rate: float,
+    ):
+        """
+        Args:
+            chunks: the models of this rank, parallel and compiled already.
+            plan: of their family, which has experts.
+            shards: of their parameters.
+            mesh: this rank's place.
+            loss_factor: of the loss, relative to that of the stage; 0 for none.
+            bias_rate: by how much a bias is moved; 0 to leave it as it is.
+        """
+        self._mesh, self._loss_factor, self._bias_rate = mesh, loss_factor, bias_rate
+        by_name = {shard.name: shard for shard in shards}
+        self._layers: list[tuple[Balance, ParameterShard | None]] = []
+        for chunk in chunks:
+            for name, module in chunk.named_sublayers():
+                if fnmatch.fnmatchcase(name, plan.gates):
+                    module.balance = Balance()
+                    self._layers.append((module.balance, by_name.get(f"{name}.{plan.gate_bias}")))
+        self._loads: list[Tensor] = []
+        self._summed: Tensor = None
+        """Ratios of the fullest expert to the mean, their number, and the loss, added up over all ranks."""
+        self._num_sequences = 0.0
+
+    def begin(self, batches: Callable[[], Sequence[dict[str, Any]]], scale: float) -> None:
+        """In front of a step.
+
+        Args:
+            batches: makes the batches of this rank's micro-batches; none in the middle of a pipeline.
+            scale: what all gradients of the step are multiplied by.
+
+        Raises:
+            UserError: there is a loss, and the stage does not say what its own one weighs.
+        """
+        for balance, _ in self._layers:
+            balance.begin()
+        if not self._loss_factor:
+            return
+        made = batches()
+        if any("weight" not in batch or "lengths" not in batch for batch in made):
+            raise UserError(
+                "train.expert_balance_loss: batches of this stage do not say what their loss weighs; set it to 0"
+            )
+        own = [sum(float(batch["weight"]) for batch in made), float(sum(len(batch["lengths"]) for batch in made))]
+        weight, self._num_sequences = collective.sum_over_run(own if self._mesh.counts_losses else [0.0, 0.0])
+        # gradients are divided by the weight of the stage's loss in the end, and this one is a mean over sequences
+        for balance, _ in self._layers:
+            balance.factor = scale * self._loss_factor * weight / self._num_sequences
+
+    @paddle.no_grad()
+    def finish(self) -> None:
+        """Behind the passes of a step: add up what all ranks have seen. Every rank calls it."""
+        self._loads = []
+        mine: list[collective.Number] = [0.0, 0.0, 0.0]
+        if self._layers:
+            stacked = paddle.stack([local_value(balance.load) for balance, _ in self._layers])
+            collective.sum_in_group(stacked, self._mesh.data_group)
+            self._loads = list(stacked)
+            if self._mesh.coordinate["tp"] == 0:
+                if self._mesh.data_rank == 0:
+                    mine[:2] = (stacked.max(-1) / stacked.mean(-1)).sum(), float(len(self._layers))
+                mine[2] = paddle.add_n([local_value(balance.loss).astype("float64") for balance, _ in self._layers])
+        self._summed = collective.sum_on_device(mine)
+
+    def metrics(self) -> dict[str, float]:
+        """Behind `finish`: of the global batch. What it gives is not read from the device before."""
+        ratio, count, loss = collective.read(self._summed)
+        found = {"experts/max_load": ratio / count}
+        if self._loss_factor:
+            found["experts/balance_loss"] = loss / self._num_sequences
+        return found
+
+    @paddle.no_grad()
+    def update(self) -> None:
+        """Behind an optimizer step: move the biases. All ranks that have one do the same to it."""
+        if not self._bias_rate:
+            return
+        for (_, shard), load in zip(self._layers, self._loads, strict=True):
+            assert shard is not None, "refused by a rule"
+            shard.gather()
+            bias = local_value(shard.parameter) + self._bias_rate * paddle.sign(load.mean() - load)
+            shard.load(bias)
+            shard.free()

@@ -1,0 +1,262 @@
+"""The ranks of this run and what they tell each other outside the model.
+
+Until `start` the process is alone. It may be called again for another run, with other degrees of the same ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+
+from llmsuite.errors import UserError
+from llmsuite.launch import calls
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.degrees import Degrees
+from llmsuite.typing import Tensor
+
+Number = Any
+"""A float, or a scalar on the device that nobody has read yet."""
+_NOTHING = types.SimpleNamespace(shape=(), dtype="")
+_mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
+
+
+def rank() -> int:
+    """This process, from 0."""
+    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def local_rank() -> int:
+    """This process among those of its machine, from 0."""
+    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+
+
+def num_ranks() -> int:
+    """Processes of the run."""
+    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+
+
+def mesh() -> Mesh:
+    """This rank's place among the others."""
+    return _mesh
+
+
+def start(degrees: Degrees) -> Mesh:
+    """Meet the other ranks and form the groups of the mesh."""
+    global _mesh
+    if degrees.num_ranks != num_ranks():
+        raise UserError(
+            f"the recipe makes {degrees.num_ranks} ranks ({degrees}), and this process was started as one of "
+            f"{num_ranks()}; start as many, or unset PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM if nobody started it so"
+        )
+    if num_ranks() > 1 and not dist.is_initialized():
+        with contextlib.redirect_stderr(io.StringIO()):  # Paddle 3.3.1 lists flags here that nobody has set
+            dist.init_parallel_env()
+    if num_ranks() > 1:
+        calls.start(__file__)
+    _mesh = Mesh(degrees, rank())
+    _mesh.make_groups()
+    return _mesh
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if num_ranks() > 1:
+        with calls.made("barrier", _NOTHING, None):
+            dist.barrier()
+
+
+def read(numbers: Tensor) -> list[float]:
+    """What is in a tensor [N], on the host. An accelerator is waited for at every such copy, until it is through with
+    all it was given to do: so a training step makes few of them, each of many numbers, and all here."""
+    return [float(number) for number in numbers.numpy()]
+
+
+def _is_on_device(value: Number) -> bool:
+    return isinstance(value, paddle.Tensor)
+
+
+def _on_device(values: Sequence[Number]) -> Tensor:
+    """Numbers of the host and of the device, side by side in float64."""
+    parts = []
+    for on_device, numbers in itertools.groupby(values, _is_on_device):
+        if on_device:
+            parts += [number.astype("float64").reshape([1]) for number in numbers]
+        else:
+            parts.append(paddle.to_tensor(list(numbers), dtype="float64"))
+    return parts[0] if len(parts) == 1 else paddle.concat(parts)
+
+
+def sum_over_run(values: Sequence[Number]) -> list[float]:
+    """Add up numbers over all ranks, in float64."""
+    return _sum(values, None)
+
+
+def sum_on_device(values: Sequence[Number]) -> Tensor:
+    """The same, not read yet: see `read`."""
+    tensor = _on_device(values)
+    _reduce(tensor, None, dist.ReduceOp.SUM)
+    return tensor
+
+
+def max_over_run(values: Sequence[Number]) -> list[float]:
+    """The largest of each number over all ranks, in float64."""
+    return _reduced(values, None, dist.ReduceOp.MAX)
+
+
+def sum_over_readers(values: Sequence[Number]) -> list[float]:
+    """Add up numbers over the ranks that read data (`Mesh.reads_data`), in float64; only those call it."""
+    assert mesh().reads_data
+    return _sum(values, mesh().reading_group) if mesh().has_middle else sum_over_run(values)
+
+
+def sum_over_data(values: Sequence[Number], of_every_reader: Sequence[float] = ()) -> list[float]:
+    """Add up numbers over the data ranks, in float64; every rank that reads data calls it and gets the sums.
+
+    Ranks that share a data rank, as those of a tensor parallel group do, are counted once; the numbers in
+    `of_every_reader`, whose sums come last, are added up over all that read.
+    """
+    mine = values if mesh().counts_losses else [0.0] * len(values)
+    return sum_over_readers([*mine, *of_every_reader])
+
+
+def from_first_rank(values: Sequence[float]) -> list[float]:
+    """The numbers of rank 0, on every rank; the others give as many of any value."""
+    return sum_over_run(values if rank() == 0 else [0.0] * len(values))
+
+
+def from_all_ranks(values: Sequence[float]) -> list[list[float]]:
+    """The numbers of every rank, by rank; all give as many."""
+    count, own = len(values), [0.0] * (len(values) * num_ranks())
+    own[rank() * count : (rank() + 1) * count] = values
+    whole = sum_over_run(own)
+    return [whole[i : i + count] for i in range(0, len(whole), count)]
+
+
+def _sum(values: Sequence[Number], group: Any) -> list[float]:
+    return _reduced(values, group, dist.ReduceOp.SUM)
+
+
+def _reduced(values: Sequence[Number], group: Any, kind: Any) -> list[float]:
+    if num_ranks() == 1 and not any(map(_is_on_device, values)):
+        return list(values)
+    tensor = _on_device(values)
+    _reduce(tensor, group, kind)
+    return read(tensor)
+
+
+def _reduce(tensor: Tensor, group: Any, kind: Any) -> None:
+    if num_ranks() > 1:
+        with calls.made("all_reduce", tensor, group):
+            dist.all_reduce(tensor, op=kind, group=group)
+
+
+def sum_in_group(tensor: Tensor, group: Any) -> None:
+    """Add up a tensor over a group, in place; a group of None has one member."""
+    if group is not None:
+        with calls.made("all_reduce", tensor, group):
+            dist.all_reduce(tensor, group=group)
+
+
+def begin_sum(tensor: Tensor, group: Any) -> Any:
+    """`sum_in_group` that goes on beside other work, where the library can; over Gloo it is done on return.
+
+    Returns:
+        What to `wait()` for before the tensor is used or freed; None where there is nothing to wait for.
+    """
+    if group is None:
+        return None
+    with calls.made("all_reduce", tensor, group):
+        return dist.all_reduce(tensor, group=group, sync_op=False)
+
+
+def begin_reduce_scatter(flat: Tensor, group: Any) -> tuple[Tensor, Any]:
+    """Add up a flat tensor over a group; each rank gets its part, in the order of the group.
+
+    Returns:
+        The part, and what to `wait()` for before it is used or `flat` freed; None where there is nothing to wait for.
+    """
+    if group is None:
+        return flat, None
+    size = flat.shape[0] // group.nranks
+    with calls.made("reduce_scatter", flat, group):
+        if dist.get_backend(group) == "GLOO":  # which has none of its own
+            dist.all_reduce(flat, group=group)
+            return flat[group.rank * size : (group.rank + 1) * size].clone(), None
+        part = paddle.empty([size], dtype=flat.dtype)
+        return part, dist.reduce_scatter(part, flat, group=group, sync_op=False)
+
+
+def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: int) -> Tensor:
+    """A tensor that one pipeline stage has, on all of them. `value` is None on the others."""
+    if _mesh.degrees.pp == 1:
+        assert value is not None
+        return value
+    tensor = paddle.empty(list(shape), dtype=dtype) if value is None else value.contiguous()
+    with calls.made("broadcast", tensor, _mesh.pipeline_group):
+        dist.broadcast(tensor, _mesh.pipeline_group.ranks[stage], group=_mesh.pipeline_group)
+    return tensor
+
+
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    """Consecutive rows to each rank of a group, and those of all ranks to this one, in the order of the group.
+
+    Args:
+        rows: [N, D].
+        sent: rows to each rank, N together.
+        received: rows from each rank.
+        group: more than one rank; all of them call it.
+    """
+    with calls.made("all_to_all", rows, group, same=False):
+        return _all_to_all(rows, sent, received, group)
+
+
+def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    if dist.get_backend(group) != "GLOO":
+        result = paddle.empty([sum(received), rows.shape[1]], dtype=rows.dtype)
+        dist.alltoall_single(result, rows, list(sent), list(received), group)
+        return result
+    # Gloo has none of its own, and its send waits for the receiver: in pairs, the lower rank sends first
+    outgoing, incoming = rows.split(list(sent)), [paddle.empty([n, rows.shape[1]], dtype=rows.dtype) for n in received]
+    incoming[group.rank] = outgoing[group.rank]
+    nothing = paddle.zeros([1, rows.shape[1]], rows.dtype)
+    for peer in _peers(group.rank, group.nranks):
+        for sends in (group.rank < peer, group.rank > peer):
+            # where there are no rows too: messages are told apart by how many a rank has sent and received before
+            if sends:
+                group.process_group.send(outgoing[peer].contiguous() if sent[peer] else nothing, peer, True).wait()
+            else:
+                group.process_group.recv(incoming[peer] if received[peer] else nothing, peer, True).wait()
+    return paddle.concat(incoming)
+
+
+def _peers(rank: int, num_ranks: int) -> list[int]:
+    """All others, in an order in which every rank meets the one that meets it (a round-robin tournament)."""
+    size = num_ranks + num_ranks % 2
+    rounds = []
+    for turn in range(size - 1):
+        if rank == size - 1:
+            peer = turn * size // 2 % (size - 1)
+        else:
+            peer = (turn - rank) % (size - 1)
+            peer = size - 1 if peer == rank else peer
+        if peer < num_ranks:
+            rounds.append(peer)
+    return rounds
+
+
+def all_gather(part: Tensor, group: Any, dim: int = 0) -> Tensor:
+    """The parts of all ranks of a group, joined along a dim, in the order of the group."""
+    if group is None:
+        return part
+    parts: list[Tensor] = []
+    with calls.made("all_gather", part, group):
+        dist.all_gather(parts, part.contiguous(), group=group)
+    return paddle.concat(parts, axis=dim)

@@ -1,0 +1,145 @@
+"""Routed experts on several ranks: tokens travel to the ranks that have their experts, and the results back.
+
+The stack of experts is dealt over the ranks of an expert parallel group, consecutive ones to each, and what each of
+those has is dealt again over its tensor parallel group. A tensor parallel group has the same tokens on all its ranks:
+each sends those of its own experts only, and what comes back is added up over the group.
+
+What is exchanged, and the gradients of it, are ours; Paddle's rules see a module that maps whole tensors to whole ones.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.autograd import PyLayer
+from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
+
+from llmsuite.models.experts import Experts, collect, sort_rows, spread
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel import collective
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.typing import Tensor
+
+
+def share_experts(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
+    """Let the experts of a model compute with those of other ranks, where the mesh deals them out."""
+    if mesh.degrees.ep == mesh.degrees.tp == 1 or not plan.experts:
+        return
+    for name, module in model.named_sublayers():
+        if fnmatch.fnmatchcase(name, plan.experts):
+            module.forward = SharedExperts(module, mesh).forward
+
+
+class SharedExperts:
+    """`Experts.forward` where a rank has some of them."""
+
+    def __init__(self, experts: Experts, mesh: Mesh):
+        self._experts, self._mesh = experts, mesh
+        tp, ep = mesh.degrees.tp, mesh.degrees.ep
+        weight = experts.gate_proj.weight
+        self._num_here = weight.shape[0] // (tp if weight.is_dist() else 1)
+        # the experts that have the same tensor parallel coordinate as those here, in the order of the ranks along ep
+        slots = np.full([ep, tp, self._num_here], ep * self._num_here, dtype="int64")
+        slots[:, mesh.coordinate["tp"]] = np.arange(ep * self._num_here).reshape(ep, -1)
+        self._slots = slots.flatten()
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """As `Experts.forward`, of the tokens of this rank; every rank of the group calls it."""
+        shape, num_slots = x.shape, self._mesh.degrees.ep * self._num_here
+        if self._mesh.tensor is not None:
+            x, weights, chosen = (self._whole(tensor) for tensor in (x, weights, chosen))
+            x, weights = (_SumGradients.apply(tensor, self._mesh.tensor_group) for tensor in (x, weights))
+        route = sort_rows(paddle.to_tensor(self._slots).index_select(chosen.flatten()), num_slots)
+        rows = self._through_experts(spread(x.flatten(0, 1), route), route.counts)
+        y = collect(rows, weights.flatten(0, 1), route).reshape(shape)
+        if self._mesh.tensor is None:
+            return y
+        y = _Sum.apply(y, self._mesh.tensor_group)
+        return dtensor_from_local(y, self._mesh.tensor, [dist.Replicate()])
+
+    def _through_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Rows [N, D], so many of each slot."""
+        group, ep = self._mesh.of_experts.expert_group, self._mesh.degrees.ep
+        matrices = self._experts.matrices()
+        if self._mesh.tensor is not None:
+            matrices = [dtensor_to_local(matrix, self._mesh.tensor, matrix.placements) for matrix in matrices]
+        if group is None:
+            return self._experts.rows(rows, counts, matrices)
+        table = collective.all_gather(paddle.to_tensor(counts, dtype="int64"), group).numpy()
+        table = table.reshape(ep, ep, self._num_here)  # rows from each rank to each rank's experts
+        to_here = table[:, group.rank]
+        sent, received = table[group.rank].sum(-1).tolist(), to_here.sum(-1).tolist()
+        # what comes is in the order of the ranks, what is computed in that of the experts
+        blocks = np.repeat(np.tile(np.arange(self._num_here), ep), to_here.flatten())
+        by_expert = paddle.to_tensor(np.argsort(blocks, kind="stable"))
+        by_rank = paddle.argsort(by_expert)
+        rows = _Exchange.apply(rows, sent, received, group)
+        rows = _Permute.apply(rows, (by_expert, by_rank))
+        rows = self._experts.rows(rows, to_here.sum(0).tolist(), matrices)
+        rows = _Permute.apply(rows, (by_rank, by_expert))
+        return _Exchange.apply(rows, received, sent, group)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """What every rank of the tensor parallel group has alike."""
+        whole = [dist.Replicate()]
+        assert tensor.placements == whole, "activations in front of a region are whole"
+        return dtensor_to_local(tensor, self._mesh.tensor, whole)
+
+
+class _Exchange(PyLayer):
+    """`collective.all_to_all`; gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.back = received, sent, group
+        return collective.all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return collective.all_to_all(gradient, *ctx.back)
+
+
+class _Permute(PyLayer):
+    """Rows in another order, given with the one that undoes it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, orders: tuple[Tensor, Tensor]) -> Tensor:
+        order, ctx.inverse = orders
+        return rows.index_select(order, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.index_select(ctx.inverse, 0)
+
+
+class _Sum(PyLayer):
+    """Added up over a group whose ranks all go on with the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.clone()
+        collective.sum_in_group(total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+class _SumGradients(PyLayer):
+    """The same on all ranks of a group, each of which does a part of the work with it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        collective.sum_in_group(total, ctx.group)
+        return total

@@ -1,0 +1,113 @@
+"""Sharding stage 3 in motion: a module's parameters are whole while it computes, and lie in parts otherwise.
+
+Forward, a module's parameters are gathered right before it runs and freed right after. Backward, they are gathered
+when the gradient of its output is there; each is freed when its own gradient is (see `ParameterShard`), at the
+latest when the backward pass reaches the module in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.typing import Tensor
+
+
+class Gatherer:
+    """Sees to it that the modules of a model find their parameters whole."""
+
+    def __init__(self, model: Any, plan: ShardPlan, shards: Sequence[ParameterShard], is_tied: bool):
+        """
+        Args:
+            model: this rank's part.
+            plan: of its family; its layers and the modules in front of and behind them are what is gathered at once.
+            shards: of the parameters of the model.
+            is_tied: whether the logits are made with the weight of the embedding.
+        """
+        self._model = model
+        self._open: list[ParameterShard] = []
+        """What was gathered last for a backward pass."""
+        modules = dict(model.named_sublayers())
+        layers = [f"{plan.layers}.{i}" for i in modules[plan.layers]._sub_layers]
+        used: set[str] = set()
+        for name in [*plan.first, *layers, *plan.last]:
+            if modules.get(name) is None:  # on another pipeline stage, or not in this model
+                continue
+            inside = [shard for shard in shards if shard.name.startswith(f"{name}.")]
+            used.update(shard.name for shard in inside)
+            self._watch(modules[name], inside)
+        if is_tied:
+            model.logits = self._around(model.logits, [s for s in shards if s.name == f"{plan.embedding}.weight"])
+        outside = [shard.name for shard in shards if shard.name not in used]
+        assert not outside, f"the family's shard plan has no module for {outside}"
+
+    def _watch(self, module: Any, shards: list[ParameterShard]) -> None:
+        def before(module: Any, inputs: Any) -> None:
+            if not paddle.in_dynamic_mode():  # a program of the layer is being made: what runs it is watched
+                return
+            if _is_computed_again(module):
+                self._gather_for_backward(shards)
+            else:
+                _gather(shards)
+
+        def after(module: Any, inputs: Any, output: Any) -> None:
+            if not paddle.in_dynamic_mode():
+                return
+            if not _is_computed_again(module):
+                _free(shards)
+            self._expect_backward(output[0] if isinstance(output, tuple) else output, shards)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_post_hook(after)
+        if "states" in vars(module):  # compiled
+            compiled = module.states
+
+            def states(*inputs: Tensor | None) -> Tensor:
+                before(module, inputs)
+                output = compiled(*inputs)
+                after(module, inputs, output)
+                return output
+
+            module.states = states
+
+    def _around(self, function: Callable[[Tensor], Tensor], shards: list[ParameterShard]) -> Callable[[Tensor], Tensor]:
+        def gathered(hidden: Tensor) -> Tensor:
+            _gather(shards)
+            output = function(hidden)
+            _free(shards)
+            self._expect_backward(output, shards)
+            return output
+
+        return gathered
+
+    def _expect_backward(self, output: Tensor, shards: list[ParameterShard]) -> None:
+        def hook(gradient: Tensor) -> None:
+            self._gather_for_backward(shards)
+
+        if not output.stop_gradient:
+            output.register_hook(hook)
+
+    def _gather_for_backward(self, shards: list[ParameterShard]) -> None:
+        if self._open is not shards:
+            _free(self._open)
+        self._open = shards
+        _gather(shards)
+
+
+def _is_computed_again(module: Any) -> bool:
+    """Whether this is a forward pass inside a backward pass: under recompute the first one builds no graph."""
+    return getattr(module, "is_computed_again", False) and module.training and paddle.is_grad_enabled()
+
+
+def _gather(shards: Sequence[ParameterShard]) -> None:
+    for shard in shards:
+        shard.gather()
+
+
+def _free(shards: Sequence[ParameterShard]) -> None:
+    for shard in shards:
+        shard.free()

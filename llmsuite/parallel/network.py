@@ -1,0 +1,69 @@
+"""Do the ranks reach each other, are their sums right, and how fast: what `llmsuite doctor` asks several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+
+from llmsuite.parallel import collective
+from llmsuite.schema.degrees import Degrees
+
+SMALL, LARGE = 1 << 10, 1 << 22
+"""Elements of float32: 4 KiB for the time of a call, 16 MiB for the bandwidth."""
+_REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What was measured."""
+
+    right: bool
+    """Whether every sum was what it has to be, on every rank."""
+    call_seconds: float
+    """Of an all-reduce of 4 KiB over all ranks, the median."""
+    bandwidth: float
+    """Of an all-reduce of 16 MiB over all ranks, bytes/s a rank has to send: 2 (n - 1) / n of the tensor."""
+    pairs: dict[str, float]
+    """The same between every rank and the next one, by "0-1" and so on."""
+
+
+def measure(num_ranks: int) -> Network:
+    """In every rank of several, after the device is active."""
+    mesh = collective.start(Degrees(pp=1, dp=num_ranks, sharding=1, tp=1))
+    right, calls = _time(mesh.data_group, SMALL, list(range(num_ranks)))
+    also_right, seconds = _time(mesh.data_group, LARGE, list(range(num_ranks)))
+    right &= also_right
+    pairs = {}
+    for first in range(num_ranks - 1 if num_ranks > 2 else 0):  # one pair after another: they would share the network
+        ranks = [first, first + 1]
+        group = dist.new_group(ranks)
+        mine = 0.0
+        if mesh.rank in ranks:
+            pair_right, pair_seconds = _time(group, LARGE, ranks)
+            right &= pair_right
+            mine = 4.0 * LARGE / pair_seconds
+        of_ranks = collective.from_all_ranks([mine])
+        pairs[f"{first}-{first + 1}"] = min(of_ranks[rank][0] for rank in ranks)
+    wrong = collective.sum_over_run([0.0 if right else 1.0])[0]
+    sent = 2 * (num_ranks - 1) / num_ranks * 4.0 * LARGE
+    return Network(wrong == 0, calls, sent / seconds, pairs)
+
+
+def _time(group: Any, size: int, ranks: list[int]) -> tuple[bool, float]:
+    """Whether sums over a group are right, and the median of their seconds."""
+    taken, right = [], True
+    for turn in range(_REPEATS + 1):
+        tensor = paddle.full([size], float(collective.rank() + 1), dtype="float32")
+        float(tensor[0])  # on the device
+        start = time.perf_counter()
+        collective.sum_in_group(tensor, group)
+        expected = float(sum(rank + 1 for rank in ranks))
+        ends = float(tensor[0]), float(tensor[-1])
+        if turn:  # the first one makes connections
+            taken.append(time.perf_counter() - start)
+        right &= ends == (expected, expected) and bool((tensor == expected).all())
+    return right, sorted(taken)[len(taken) // 2]

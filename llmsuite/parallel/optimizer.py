@@ -1,0 +1,219 @@
+"""The optimizer: learning rate as a function of the step, gradient norm, and its state by parameter name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.errors import UserError
+from llmsuite.parallel import collective
+from llmsuite.parallel.partition import OPTIMIZER_SLOTS
+from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.schema.recipe import TrainSection
+from llmsuite.typing import Tensor
+
+
+class Optimizer:
+    """Paddle's AdamW or SGD over this rank's shards, with what a resumable run needs around it."""
+
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        train: TrainSection,
+        total_steps: int,
+        host: DeviceBackend | None = None,
+    ):
+        """
+        Args:
+            shards: of every parameter of this rank that is trained.
+            train: section of the recipe.
+            total_steps: of the run; where the learning rate ends.
+            host: given, moments and masters lie in host memory but for their update; it knows the ways there and back.
+        """
+        self.shards, self._host = list(shards), host
+        self._finished: list[tuple[ParameterShard, Tensor]] = []
+        owned = [shard.owned for shard in self.shards if not shard.is_empty]
+        self._peak, self._schedule = train.learning_rate, train.lr_schedule
+        # rounded first: 0.07 * 100 is a little more than 7
+        self._warmup_steps = math.ceil(round(train.warmup_ratio * total_steps, 6))
+        self._floor, self._total_steps = train.min_lr_ratio, total_steps
+        self._max_norm = train.max_grad_norm
+        decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
+        if train.optimizer == "adamw":
+            self._paddle = paddle.optimizer.AdamW(
+                learning_rate=train.learning_rate,
+                parameters=owned,
+                beta1=train.adam_beta1,
+                beta2=train.adam_beta2,
+                epsilon=train.adam_epsilon,
+                weight_decay=train.weight_decay,
+                apply_decay_param_fun=decay.__contains__,
+            )
+        else:
+            if train.weight_decay:
+                raise UserError("train.weight_decay: sgd has no decoupled decay; set it to 0 or use adamw")
+            self._paddle = paddle.optimizer.SGD(learning_rate=train.learning_rate, parameters=owned)
+        self._decay_rates = {"beta1_pow_acc": train.adam_beta1, "beta2_pow_acc": train.adam_beta2}
+        has_master = any(shard.has_master for shard in self.shards)
+        self.slots = [*OPTIMIZER_SLOTS[train.optimizer], *(["master"] if has_master else [])]
+        for shard in self.shards:
+            self.to_host(shard)
+
+    def learning_rate(self, step: int) -> float:
+        """Rate of a step, counted from 1: linear warm-up, then constant, linear or cosine towards the floor."""
+        if step <= self._warmup_steps:
+            return self._peak * step / self._warmup_steps
+        if self._schedule == "constant":
+            return self._peak
+        # the first step after warm-up has the full rate; the floor is where the step after the last would be
+        done = (step - self._warmup_steps - 1) / (self._total_steps - self._warmup_steps)
+        fall = (1 - done) if self._schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self._peak * (self._floor + (1 - self._floor) * fall)
+
+    def begin_backward(self, is_last: bool) -> None:
+        """Say before a backward pass whether the parameters it goes through have all of their gradient behind it: then
+        it is added up over the ranks while the pass goes on."""
+        for shard in self.shards:
+            shard.is_last_pass = is_last
+
+    @paddle.no_grad()
+    def finish_gradients(self, weight: float) -> float:
+        """Add up the gradients over the ranks, divide them by the loss's weight and clip them.
+
+        Returns:
+            Their global norm before clipping.
+        """
+        finished = [(s, gradient) for s in self.shards if (gradient := s.finish_gradient()) is not None]
+        for _, gradient in finished:
+            gradient.scale_(1.0 / weight)
+        # every element once, however many ranks hold it
+        by_copies: dict[int, list[Tensor]] = {}
+        for shard, gradient in finished:
+            by_copies.setdefault(shard.copies, []).append(gradient.square().sum())
+        squares = [
+            paddle.add_n(parts).astype("float64") / paddle.full([], copies, "float64")
+            for copies, parts in by_copies.items()
+        ]
+        norm = math.sqrt(collective.sum_over_run([paddle.add_n(squares) if squares else 0.0])[0])
+        if self._max_norm is not None and norm > self._max_norm:
+            for _, gradient in finished:
+                gradient.scale_(self._max_norm / norm)
+        self._finished = finished
+        return norm
+
+    def drop_gradients(self) -> None:
+        """Forget what `finish_gradients` has made, instead of a step."""
+        self._finished = []
+        for shard in self.shards:
+            shard.drop_gradient()
+
+    def step(self, step: int) -> None:
+        """Update the parameters and drop the gradients."""
+        self._paddle.set_lr(self.learning_rate(step))
+        finished, self._finished = dict(self._finished), []
+        # on the host the state comes a parameter at a time; else all are updated at once
+        for group in [[shard] for shard in self.shards] if self._host else [self.shards]:
+            for shard in group:
+                self._to_device(shard)
+                if (gradient := finished.pop(shard, None)) is not None:
+                    shard.set_gradient(gradient)
+            # slots are made in the first step; counted afresh, their names are the same for all optimizers of a process
+            with paddle.utils.unique_name.guard():
+                if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
+                    self._paddle.step()
+            for shard in group:
+                shard.owned.clear_gradient(False)
+                shard.publish()
+                self.to_host(shard)
+
+    def to_host(self, shard: ParameterShard) -> None:
+        """Take what nothing but the update needs of a parameter to host memory, where that was asked for."""
+        if self._host:
+            self._move(shard, self._host.to_host)
+
+    def _to_device(self, shard: ParameterShard) -> None:
+        if self._host:
+            self._move(shard, self._host.to_device)
+
+    def _move(self, shard: ParameterShard, move: Callable[[Tensor], Tensor]) -> None:
+        for slot, values in self._paddle._accumulators.items():
+            if shard.name in values and slot not in self._decay_rates:  # those Paddle keeps on the host itself
+                moved = move(values[shard.name])
+                moved.name = values[shard.name].name
+                values[shard.name] = moved
+        if shard.owned_is_copy:
+            moved = move(shard.owned.detach())
+            shard.owned.get_tensor()._share_data_with(moved.get_tensor())
+
+    def state(self) -> Iterator[StateTensor]:
+        """Every tensor of the state; "master" is the float32 copy of a 16-bit parameter.
+
+        The names are the same on every rank, in the same order, also where a rank owns nothing of a parameter.
+        """
+        # what was loaded waits in the holder until the first gradient of its parameter comes
+        stored = {**self._paddle._accumulators_holder, **self._paddle.state_dict()}
+        for shard in self.shards:
+            for slot in self.slots:
+                value = shard.owned.detach() if slot == "master" else stored.get(_paddle_name(shard.name, slot))
+                value = self._first_value(shard, slot) if value is None else value
+                yield StateTensor(shard, slot, value, self._host)
+
+    def _first_value(self, shard: ParameterShard, slot: str) -> Tensor:
+        """What a slot is until the first gradient comes; some parameters never get one."""
+        if slot in self._decay_rates:
+            return paddle.full([1], self._decay_rates[slot], dtype="float32")
+        return paddle.zeros_like(shard.owned.detach())
+
+    def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
+        """Take over a state: `read` gives this rank's part of each tensor."""
+        slots: dict[str, Any] = {}
+        for entry in self.state():
+            if entry.shard.is_empty:
+                continue
+            value = paddle.to_tensor(read(entry), place=paddle.CPUPlace())  # Paddle takes it along in the first step
+            if entry.slot == "master":
+                entry.shard.load_master(value)
+                self.to_host(entry.shard)
+            else:
+                slots[_paddle_name(entry.shard.name, entry.slot)] = value
+        self._paddle.set_state_dict(slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """One tensor of an optimizer's state: a slot of a parameter."""
+
+    shard: ParameterShard
+    slot: str
+    value: Tensor
+    """This rank's part; of no elements where the rank owns nothing."""
+    host: DeviceBackend | None = None
+    """Given where the value may lie in host memory."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.shard.name}/{self.slot}"
+
+    def on_device(self) -> Tensor:
+        """The value where collectives can take it."""
+        return self.host.to_device(self.value) if self.host else self.value
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether there is one number for the whole parameter, the same on every rank."""
+        return self.slot_is_scalar(self.slot)
+
+    @staticmethod
+    def slot_is_scalar(slot: str) -> bool:
+        return slot.endswith("pow_acc")
+
+
+def _paddle_name(name: str, slot: str) -> str:
+    """What Paddle calls a slot, and looks it up by."""
+    return f"{name}_{slot}_0"

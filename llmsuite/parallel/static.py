@@ -1,0 +1,164 @@
+"""`engine.mode: to_static`: the decoder layers run as compiled programs, the rest of a step stays as it is.
+
+Layers that differ in the values of their parameters only share one program, and take their parameters as inputs: a
+program is made once for a shape of batch, however many layers there are. What goes in and comes out is this rank's
+part. Inside the program the parts are distributed tensors again, so that Paddle's SPMD rules decide the communication
+while the program is made, not in every step. Sums over data ranks, pipelines, recompute, clipping and the optimizer
+are the engine's in both modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle import nn
+from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
+from paddle.distributed.auto_parallel.static import process_group
+
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.typing import Tensor
+
+LENGTH_MULTIPLE = 64
+"""Batches are padded to such a length, so that few shapes have to be compiled."""
+
+
+def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any]) -> list[LayerProgram]:
+    """Let the layers of a model run as programs in training.
+
+    Args:
+        model: this rank's part, parallel already. Its layers have `states(x, *context)`: activations [B, L, D] and
+            tensors that are the same for every layer, to activations. Where a part of that depends on values, they
+            have it in two halves: `attend`, which is compiled, of the modules in `attending`, and `feed`.
+        plan: of its family.
+        mesh: this rank's place.
+        placements: of the activations between layers over tp.
+
+    Returns:
+        The different programs, each made when it is first called.
+    """
+    if mesh.tensor is not None:
+        _make_ring(mesh.tensor.process_ids)
+    programs: dict[Hashable, LayerProgram] = {}
+    for layer in dict(model.named_sublayers())[plan.layers]:
+        structure = _structure(layer)
+        if structure not in programs:
+            programs[structure] = LayerProgram(layer, mesh, placements)
+        compiled = programs[structure].of(layer)
+        layer.states = _then(compiled, layer.feed) if hasattr(layer, "attend") else compiled
+    return list(programs.values())
+
+
+def _then(first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, *context: second(first(x, *context), *context)
+
+
+def _parameters(layer: Any) -> list[tuple[str, Tensor]]:
+    """Those of what is compiled of a layer."""
+    modules = tuple(f"{module}." for module in layer.attending) if hasattr(layer, "attend") else ("",)
+    return [(name, parameter) for name, parameter in layer.named_parameters() if name.startswith(modules)]
+
+
+def _make_ring(ranks: Sequence[int]) -> None:
+    """Programs talk over groups of their own. Paddle would number them as it numbers the groups that come next."""
+    number = _FIRST_RING + ranks[0] * _MOST_NEIGHBOURS + len(ranks)  # the ranks are neighbours
+    process_group.new_process_group(list(ranks), group_id=number).instantiate()
+
+
+_FIRST_RING, _MOST_NEIGHBOURS = 1_000_000, 1024
+
+
+class LayerProgram:
+    """The training pass of one layer, or of its first half, for the parameters of any layer of the same structure."""
+
+    def __init__(self, layer: Any, mesh: Mesh, placements: list[Any]):
+        modules = dict(layer.named_sublayers(include_self=True))
+        parameters = _parameters(layer)
+        owners = [name.rpartition(".") for name, _ in parameters]
+        self._slots = [(modules[owner]._parameters, attribute) for owner, _, attribute in owners]
+        self._states = layer.attend if hasattr(layer, "attend") else layer.states
+        self._mesh, self._placements = mesh, placements
+        self._cuts = [parameter.placements if parameter.is_dist() else [] for _, parameter in parameters]
+        self.compiled = self._compile()
+
+    def of(self, layer: Any) -> Callable[..., Tensor]:
+        """`states` of a layer, run by this program."""
+        parameters = [parameter for _, parameter in _parameters(layer)]
+
+        def states(x: Tensor, *context: Tensor | None) -> Tensor:
+            if paddle.is_grad_enabled():
+                return self._run(x, context, parameters)
+            # the first pass of `recompute`: a program that is made without a graph is of no use for the second one
+            with paddle.enable_grad():
+                return self._run(x, context, parameters).detach()
+
+        return states
+
+    def _run(self, x: Tensor, context: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+        given, present = [t for t in context if t is not None], [t is not None for t in context]
+        if self._mesh.tensor is None:
+            return self.compiled([x, *given], parameters, present)
+        inputs = [self._part(x, self._placements), *given]
+        parts = [self._part(parameter, cut) for parameter, cut in zip(parameters, self._cuts)]
+        return dtensor_from_local(self.compiled(inputs, parts, present), self._mesh.tensor, self._placements)
+
+    def _part(self, tensor: Tensor, placements: list[Any]) -> Tensor:
+        return dtensor_to_local(tensor, self._mesh.tensor, placements)
+
+    def _compile(self) -> Any:
+        # called while the program is made; nothing in a layer branches on values, so its code need not be translated
+        @paddle.jit.not_to_static
+        def trace(inputs: Sequence[Tensor], parameters: Sequence[Tensor], present: Sequence[bool]) -> Tensor:
+            if self._mesh.tensor is not None:
+                whole = [dist.Replicate()]
+                cuts = [self._placements, *[whole] * (len(inputs) - 1)]
+                inputs = [self._distributed(tensor, cut) for tensor, cut in zip(inputs, cuts)]
+                parameters = [self._distributed(tensor, cut) for tensor, cut in zip(parameters, self._cuts)]
+            context = iter(inputs[1:])
+            own = [table[attribute] for table, attribute in self._slots]
+            self._put(parameters)
+            try:
+                y = self._states(inputs[0], *(next(context) if there else None for there in present))
+            finally:
+                self._put(own)
+            _forget_layer_names()
+            return y
+
+        def run(inputs: Sequence[Tensor], parameters: Sequence[Tensor], present: Sequence[bool]) -> Tensor:
+            return trace(inputs, parameters, present)
+
+        return paddle.jit.to_static(run, full_graph=True)
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for (table, attribute), value in zip(self._slots, values):
+            table[attribute] = value
+
+    def _distributed(self, part: Tensor, placements: list[Any]) -> Tensor:
+        return dtensor_from_local(part, self._mesh.tensor, placements)
+
+
+def _forget_layer_names() -> None:
+    """Layers write their names on the operations they make, and a reshard with one is refused later (Paddle 3.3.1)."""
+    for operation in paddle.static.default_main_program().global_block().ops:
+        if operation.name() == "dist_op.reshard" and operation.has_attr("struct_name"):
+            operation.erase_attr("struct_name")
+
+
+_EVERY_LAYER_HAS = frozenset(vars(nn.Layer()))
+
+
+def _structure(layer: Any) -> Hashable:
+    """What of a layer decides its program: everything but the values of its parameters."""
+    modules = []
+    compiled = tuple(layer.attending) if hasattr(layer, "attend") else ("",)
+    for name, module in layer.named_sublayers(include_self=True):
+        if name and not f"{name}.".startswith(tuple(f"{part}." if part else part for part in compiled)):
+            continue
+        settings = sorted((key, value) for key, value in vars(module).items() if key not in _EVERY_LAYER_HAS)
+        hooks = len(module._forward_pre_hooks), len(module._forward_post_hooks)
+        plain = tuple((key, value if isinstance(value, Hashable) else id(value)) for key, value in settings)
+        modules.append((name, type(module), hooks, plain))
+    return tuple(modules), tuple((name, tuple(p.shape), p.dtype) for name, p in _parameters(layer))

@@ -1,0 +1,52 @@
+"""How many ranks a recipe asks for, and how they are laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmsuite.schema.recipe import Recipe, TrainSection
+
+
+@dataclasses.dataclass(frozen=True)
+class Degrees:
+    """Size of each mesh axis. Their product is the number of ranks."""
+
+    pp: int
+    dp: int
+    sharding: int
+    tp: int
+    ep: int = 1
+    """Neighbours on the data axes that share the experts; no axis of its own."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.sharding * self.tp
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp * self.sharding
+
+    def __str__(self) -> str:
+        experts = f" ep{self.ep}" if self.ep > 1 else ""
+        return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}{experts}"
+
+
+def degrees_of(recipe: Recipe) -> Degrees:
+    """The sizes of the mesh axes that a recipe asks for."""
+    p = recipe.parallel
+    world = recipe.launch.num_devices * recipe.launch.nnodes
+    sharding = p.sharding_parallel_degree
+    dp = max(1, world // (p.tensor_parallel_degree * p.pipeline_parallel_degree * sharding))
+    if p.sharding != "none" and sharding == 1:
+        sharding, dp = dp, 1  # sharding without a degree of its own cuts over all data ranks
+    return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree, p.expert_parallel_degree)
+
+
+def accumulate_steps(train: TrainSection, degrees: Degrees) -> int | None:
+    """Micro-batches of a step on one rank; None where that depends on their lengths."""
+    if train.micro_batch_tokens is not None:
+        return None
+    return train.global_batch_size // (train.micro_batch_size * degrees.num_data_ranks)

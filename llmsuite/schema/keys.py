@@ -1,0 +1,156 @@
+"""The keys a recipe may have, read off the dataclasses: for help, did-you-mean and the JSON Schema."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union
+
+from typing_extensions import is_typeddict
+
+from llmsuite.schema.section import Section
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyInfo:
+    """One key of a recipe."""
+
+    key: tuple[str, ...]
+    annotation: Any
+    default: Any
+    """`dataclasses.MISSING` where the key is required."""
+    doc: str
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(self.key)
+
+    @property
+    def type_text(self) -> str:
+        return describe(self.annotation)
+
+
+def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
+    """Every leaf key below a section, in the order it is declared."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    docs = field_docs(cls)
+    for field in dataclasses.fields(cls):
+        annotation = hints[field.name]
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from walk(annotation, (*prefix, field.name))
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        yield KeyInfo((*prefix, field.name), annotation, default, docs.get(field.name, ""))
+        if is_typeddict(annotation):
+            for name, hint in typing.get_type_hints(annotation, include_extras=True).items():
+                doc = getattr(annotation, "docs", {}).get(name, "")
+                yield KeyInfo((*prefix, field.name, name), hint, None, doc)
+
+
+def sections(cls: type, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[Section]]:
+    """The keys that hold a section rather than a value, and its type."""
+    found: dict[tuple[str, ...], type[Section]] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if isinstance(hint, type) and issubclass(hint, Section):
+            key = (*prefix, name)
+            found |= {key: hint, **sections(hint, key)}
+    return found
+
+
+def section_doc(cls: type[Section]) -> str:
+    """The docstring of a section; empty where there is none."""
+    for base in cls.__mro__[: cls.__mro__.index(Section)]:
+        doc = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        if doc and not doc.startswith(f"{base.__name__}("):  # that is what a dataclass writes where there is none
+            return doc.replace("\n", " ")
+    return ""
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Docstrings written under the fields of a dataclass and its bases; empty where there is no source."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):  # made at run time, or in a shell
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, text in itertools.pairwise(body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            ):
+                docs[field.target.id] = inspect.cleandoc(text.value.value).replace("\n", " ")
+    return docs
+
+
+def describe(annotation: Any) -> str:
+    """A type as a user would say it: "integer > 0", "one of: a, b", "text or null"."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        base, *limits = typing.get_args(annotation)
+        words = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+        rules = [
+            f"{words[f.name]} {getattr(limit, f.name)}"
+            for limit in limits
+            if dataclasses.is_dataclass(limit)
+            for f in dataclasses.fields(limit)
+            if f.name in words
+        ]
+        return " ".join([describe(base), " and ".join(rules)]).strip()
+    if origin is Literal:
+        return "one of: " + ", ".join(map(str, typing.get_args(annotation)))
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(a) for a in typing.get_args(annotation))
+    if origin is list:
+        return f"list of {describe(typing.get_args(annotation)[0])}"
+    if is_typeddict(annotation) or origin is dict or annotation is dict:
+        return "object"
+    names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "value"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def accepts_text(annotation: Any) -> bool:
+    """Whether a bare word on the command line is a value of this type."""
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType, Annotated):
+        return any(accepts_text(a) for a in typing.get_args(annotation))
+    return annotation is str or (origin is Literal and any(isinstance(a, str) for a in typing.get_args(annotation)))
+
+
+def accepts_list(annotation: Any) -> bool:
+    """Whether a list is a value of this type."""
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType, Annotated):
+        return any(accepts_list(a) for a in typing.get_args(annotation))
+    return origin is list
+
+
+def did_you_mean(key: tuple[str, ...], cls: type) -> str:
+    """A hint for an unknown key: the nearest key of the same section, else of the whole recipe."""
+    known = [info.key for info in walk(cls)]
+    groups = sections(cls)
+    siblings = [k[-1] for k in [*known, *groups] if k[:-1] == key[:-1]]
+    near = difflib.get_close_matches(key[-1], siblings, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    elsewhere = [".".join(k) for k in known if k[-1] == key[-1]]
+    if elsewhere:
+        return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
+    return "known keys here: " + ", ".join(sorted(siblings)) if siblings else ""

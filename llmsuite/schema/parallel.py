@@ -1,0 +1,131 @@
+"""The section `parallel` and the rules between its keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+from llmsuite.schema.numbers import NonNegativeInt, PositiveInt
+from llmsuite.schema.rule import Rule, Violation
+from llmsuite.schema.section import Section
+
+
+def _sequence_parallel(parallel: ParallelSection) -> Violation:
+    if parallel.sequence_parallel and parallel.tensor_parallel_degree == 1:
+        yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
+
+
+def _interleaved(parallel: ParallelSection) -> Violation:
+    schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_degree
+    if schedule == "interleaved" and parallel.pipeline_parallel_degree == 1:
+        yield "pipeline_schedule", "is interleaved, which needs pipeline_parallel_degree above 1"
+    if schedule == "interleaved" and chunks == 1:
+        yield "virtual_pipeline_degree", "is 1, which is the schedule 1F1B; choose that, or 2 or more"
+
+
+def _chunks(parallel: ParallelSection) -> Violation:
+    schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_degree
+    if schedule != "interleaved" and chunks not in (None, 1):
+        message = f"is {chunks}, but pipeline_schedule {schedule} has one chunk a rank; choose interleaved"
+        yield "virtual_pipeline_degree", message
+
+
+def _cut_of_nothing(parallel: ParallelSection) -> Violation:
+    if parallel.pipeline_cut != "layers" and parallel.pipeline_parallel_degree == 1:
+        yield "pipeline_cut", "needs pipeline_parallel_degree above 1: there is nothing to cut"
+
+
+def _cut_in_order(parallel: ParallelSection) -> Violation:
+    cut = parallel.pipeline_cut
+    if not isinstance(cut, str) and any(a >= b for a, b in itertools.pairwise(cut)):
+        yield "pipeline_cut", f"is {cut}; each layer has to come after the one before it"
+
+
+def _sharding_degree(parallel: ParallelSection) -> Violation:
+    degree = parallel.sharding_parallel_degree
+    if parallel.sharding == "none" and degree > 1:
+        message = f"is {degree} but sharding is none; choose stage1, stage2 or stage3, or 1"
+        yield "sharding_parallel_degree", message
+
+
+PARALLEL_RULES = (
+    Rule(
+        "`sequence_parallel` with tensor parallel degree 1",
+        "nothing to cut over",
+        ("--parallel.tensor_parallel_degree=1",),
+        _sequence_parallel,
+    ),
+    Rule(
+        "`interleaved` without a pipeline, or with one chunk",
+        "it would be another schedule",
+        ("--parallel.pipeline_schedule=interleaved", "--parallel.virtual_pipeline_degree=1"),
+        _interleaved,
+    ),
+    Rule(
+        "a virtual degree without `interleaved`",
+        "it would change nothing",
+        ("--parallel.virtual_pipeline_degree=2",),
+        _chunks,
+    ),
+    Rule(
+        "`pipeline_cut` without a pipeline",
+        "it would change nothing",
+        ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
+        _cut_of_nothing,
+    ),
+    Rule(
+        "layers of `pipeline_cut` that are not in order",
+        "no cut",
+        ("--parallel.pipeline_cut=[16,16]",),
+        _cut_in_order,
+    ),
+    Rule(
+        "`sharding_parallel_degree` without `sharding`",
+        "nothing would be cut",
+        ("--parallel.sharding=none", "--parallel.sharding_parallel_degree=2"),
+        _sharding_degree,
+    ),
+)
+"""Between keys of the section `parallel`."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ParallelSection(Section):
+    """How the model is spread. data_parallel_degree is derived: devices / (tp * pp * sharding)."""
+
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks that share each weight matrix."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Pipeline stages the layers are cut into."""
+    pipeline_schedule: Literal["FThenB", "1F1B", "interleaved"] = "1F1B"
+    """Order of the forward and backward passes of a pipeline. "1F1B" holds few micro-batches at once, "FThenB" all of
+    them; "interleaved" is 1F1B with several chunks of layers a rank: less waiting, more messages."""
+    virtual_pipeline_degree: PositiveInt | None = None
+    """Chunks of layers a rank has with the interleaved schedule: chunk c of pipeline stage s is part
+    c * pipeline_parallel_degree + s of the model. Default: 2 with that schedule, 1 with the others."""
+    pipeline_cut: Literal["layers", "parameters"] | list[PositiveInt] = "layers"
+    """Where a pipeline is cut: "layers" deals out the same number to each part, the first ones get one more;
+    "parameters" makes the largest part as small as can be, embedding and head included; a list names the layers
+    that the second, third ... part begin with, counted from 0."""
+    sharding: Literal["none", "stage1", "stage2", "stage3"] = "none"
+    """What is cut over the sharding axis: optimizer states (1), gradients too (2), parameters too (3)."""
+    sharding_parallel_degree: PositiveInt = 1
+    """Ranks of the sharding axis. At 1, sharding uses the data parallel axis."""
+    expert_parallel_degree: PositiveInt = 1
+    """Data ranks (dp x sharding) that share the routed experts of a mixture, and send each other the tokens."""
+    sequence_parallel: bool = False
+    """Cut activations along the sequence between the tensor parallel regions."""
+    gradient_bucket_bytes: NonNegativeInt | None = None
+    """Gradients that become ready one after the other are added up over the data ranks in one call, up to so many bytes
+    of float32. 0: each by itself. Default: what the device does, see: llmsuite doctor --ops."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Parts of the model on one rank."""
+        return self.virtual_pipeline_degree or (2 if self.pipeline_schedule == "interleaved" else 1)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for rule in PARALLEL_RULES:
+            yield from rule.check(self)

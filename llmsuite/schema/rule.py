@@ -1,0 +1,21 @@
+"""A rule: a combination of keys that makes no run, why, and how it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Violation = Iterator[tuple[str, str]]
+"""(key, message) of each key that breaks a rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A combination that is refused."""
+
+    combination: str
+    reason: str
+    example: tuple[str, ...]
+    """Overrides that make recipes/llama/dpo.json break the rule; none when no override does."""
+    check: Callable[[Any], Violation]

@@ -1,0 +1,217 @@
+"""What plugins register: one dataclass for each seam of the suite. The hooks are in `plugins/hookspecs.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.models.anatomy import Anatomy
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.schema.section import Section
+
+API_VERSION = 1
+"""Major version of this contract. A spec with a greater `api` is refused with a plain message."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LookAhead:
+    """A look at a global batch before it is learnt from, as `llmsuite plan` counts it."""
+
+    rows: int = 0
+    """Sequences of its passes, in micro-batches: 1 where they are those of one; 0 when the model is not asked."""
+    num_sums: int = 0
+    """How many sums it gives."""
+    with_adapters: bool = True
+    """Whether adapters are on in its passes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StageSpec:
+    """A stage: what is learnt from which rows, or what else is done with a model."""
+
+    name: str
+    """Value of the recipe key `stage`, and name of the stage's own section."""
+    help: str
+    """One line for `llmsuite list stages`."""
+    config_cls: type[Section]
+    """Dataclass of the stage's section of the recipe."""
+    factory: Callable[[], Any]
+    """Imports and returns the `Stage` subclass; called where Paddle may be imported. Of a stage that does not train, it
+    returns the function that each rank calls: `work(plan, registry, resume)`, which gives the exit code."""
+    smoke: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Recipe keys that `--smoke` sets for this stage, such as the embedded data it learns from."""
+    head: Literal["language_model", "score"] = "language_model"
+    """What the model gives: logits, or one score (`model.scores`). A score head is drawn from the seed when the weights
+    are those of a language model."""
+    section: str = ""
+    """What its section is called, where that is not `name`: that of another stage, whose keys it has."""
+    adapters: bool = False
+    """Whether it is for adapters only: a recipe has to set `lora.rank` then."""
+    quantises: bool = False
+    """Whether it goes with quantisation-aware training (the section `qat`): its loss is that of the model being trained
+    alone, and asks no second pass of it."""
+    rows_per_sample: int = 1
+    """Sequences that a sample takes in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
+    looks: Callable[[Any], Sequence[LookAhead]] = lambda section: ()
+    """What it looks at before a global batch is learnt from, by its section, as `Stage.looks`; for `llmsuite plan`."""
+    takes_all: bool = False
+    """Whether logits are made of all hidden states as they lie, not of some that are picked; for `llmsuite plan`."""
+    num_sums: Callable[[Any], int] = lambda section: 0
+    """How many sums its `LossTerms` have, by its section; for `llmsuite plan`, which counts what is added up."""
+    trains: bool = True
+    """False for a stage that answers prompts, or the like: its recipes have `data.prompts`, no keys about training, and
+    as `parallel` the tensor parallel degree only."""
+    result: str = ""
+    """Of a stage that does not train: the file in `output_dir` that it writes."""
+    api: int = API_VERSION
+
+    @property
+    def section_name(self) -> str:
+        return self.section or self.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ModelFamily:
+    """A family of models that share code, such as Llama."""
+
+    name: str
+    """Value of the recipe key `model.family`."""
+    help: str
+    config_cls: Any
+    """Frozen dataclass of the shape; every field has a docstring. It has `from_hf(dict)` and `to_hf() -> dict`
+    for config.json, and `problems()` for rules between its fields. A field `head` is no key of recipes but
+    what `StageSpec.head` says; without one the family has no score head (`llmsuite.models.head`)."""
+    presets: Mapping[str, Mapping[str, Any]]
+    """Published shapes by name."""
+    smoke: Mapping[str, Any]
+    """The tiny shape that `--smoke` trains."""
+    smoke_keeps: Sequence[str] = ()
+    """Fields of the shape that decide which code runs, such as `model_type`: `--smoke` leaves them as a recipe has
+    them. Of a field that is a size it keeps null only."""
+    factory: Callable[[], type]
+    """Imports and returns the `paddle.nn.Layer` subclass, built as `cls(config, ops)`; what the engine calls of it is
+    `llmsuite.models.blocks.CausalLM`, which it best derives from."""
+    names: Callable[[], Any]
+    """Imports and returns the module that says what parameters are called. It has `parameter_names(config)`, ours, in
+    the order the model has them; `is_linear(name)`, whether HF stores it transposed; `hf_tensors(name, config)`, where
+    it lies among HF's tensors (`llmsuite.models.hf_tensors`); `from_hf(name, config)`, the full name of a tensor in
+    an HF file, None to ignore it; `paddlenlp_prefix(config)`, what PaddleNLP writes for `model.`, None without such a
+    layout. With `gguf_architectures` also `from_gguf(name)` and `gguf_to_hf(name, value, config)`."""
+    shard_plan: ShardPlan | None = None
+    """How its parameters are cut for tensor parallelism; None for a family that cannot be."""
+    anatomy: Callable[[Any], Anatomy] | None = None
+    """What a shape is made of, for `llmsuite plan`; without it the plan has no activations, traffic or times. The names
+    then have `parameter_shapes(config)` as well: `parameter_names` with the shape of each."""
+    hf_model_types: Sequence[str] = ()
+    """Values of `model_type` in config.json that this family reads."""
+    gguf_architectures: Sequence[str] = ()
+    """Values of `general.architecture` in a GGUF file that this family reads."""
+    api: int = API_VERSION
+
+    def config_keys(self) -> Any:
+        """A TypedDict with the fields of the shape, all optional: the type of `model.config`."""
+        import typing
+
+        from typing_extensions import TypedDict
+
+        from llmsuite.schema.keys import field_docs
+
+        hints = typing.get_type_hints(self.config_cls, include_extras=True)
+        fields = {f.name: hints[f.name] for f in dataclasses.fields(self.config_cls) if f.name != "head"}
+        make_typed_dict: Any = TypedDict  # a type checker knows it with literal fields only
+        keys = make_typed_dict("ModelConfig", fields, total=False)
+        keys.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+        keys.docs = field_docs(self.config_cls)
+        return keys
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceSpec:
+    """A kind of device."""
+
+    name: str
+    """Value of the recipe key `device`."""
+    help: str
+    factory: Callable[[], DeviceBackend]
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DataFormat:
+    """A shape of rows in a data file."""
+
+    name: str
+    """Value of the recipe key `data.format`."""
+    help: str
+    kind: str
+    """What a row becomes: "conversation", "preference", "unpaired" or "prompt"; see `llmsuite.data.rows`."""
+    matches: Callable[[Mapping[str, Any]], bool]
+    """Whether a row looks like this format; used for `data.format: auto`."""
+    convert: Callable[[Mapping[str, Any]], Any]
+    """One row to the kind's row type. Raises ValueError saying which key is wrong."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Exporter:
+    """A layout in which a model directory can be written, for `llmsuite import --layout`."""
+
+    name: str
+    help: str
+    write: Callable[[Any, Path], None]
+    """Writes a `llmsuite.checkpoint.model_dir.ModelDirectory` into a directory that exists and is empty; the caller
+    commits it atomically."""
+    api: int = API_VERSION
+
+
+class Logger(Protocol):
+    """Receives the metrics of a run, on rank 0."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record of `metrics.jsonl`."""
+
+    def close(self) -> None:
+        """The run has ended, well or not."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoggerSpec:
+    """A sink for metrics, chosen by the recipe key `loggers`."""
+
+    name: str
+    help: str
+    factory: Callable[[Path], Logger]
+    """Called with the run's directory. Raises UserError when a package it needs is missing."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Command:
+    """A subcommand of `llmsuite`."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[Any], None]
+    """Adds arguments to a jsonargparse `ArgumentParser`."""
+    run: Callable[[Any, Any], int]
+    """Gets the parsed namespace and the `llmsuite.plugins.manager.Registry`, returns the exit code: 0 done, 2 the input
+    is wrong, 1 other."""
+    takes_overrides: bool = False
+    """Whether `--section.key=value` words are collected for it, as the attribute `overrides` of the namespace."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True)
+class RunView:
+    """What an event may see of a run. Read only."""
+
+    output_dir: Path
+    recipe: Mapping[str, Any]
+    """The resolved recipe as plain data."""
+    num_ranks: int
+    total_steps: int
+    mesh: str = ""
+    """Its degrees, for people."""

@@ -1,0 +1,95 @@
+"""What rank 0 writes and says during a run: metrics, loggers, the line of the current step, events for plugins."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmsuite.files import write_text_atomic
+from llmsuite.observe.events import add_event, environment, write_environment
+from llmsuite.observe.metrics import MetricsFile
+from llmsuite.plugins.manager import Registry
+from llmsuite.progress import StepLine, report
+from llmsuite.specs import RunView
+
+_SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
+
+
+class Output:
+    """Its methods are what the loop tells."""
+
+    def __init__(self, view: RunView, registry: Registry, resume_step: int, loggers: list[Any]):
+        self._view, self._registry, self._loggers = view, registry, loggers
+        directory = view.output_dir
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(directory / "recipe.json", json.dumps(view.recipe, indent=2, ensure_ascii=False) + "\n")
+        recipe = view.recipe
+        write_environment(directory, environment(recipe["device"], view.mesh, view.num_ranks))
+        add_event(directory, "started" if resume_step == 0 else "resumed", step=resume_step)
+        self._file = MetricsFile(directory / "metrics.jsonl", resume_step)
+        self._ranks = MetricsFile(directory / "ranks.jsonl", resume_step) if view.num_ranks > 1 else None
+        self._line = StepLine(view.total_steps, resume_step + 1, _SHOWN)
+        registry.emit("llmsuite_run_start", run=view)
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write({"step": step, **metrics})
+        for logger in self._loggers:
+            logger.log(step, metrics)
+        self._line.step(step, metrics)
+        self._registry.emit("llmsuite_step_end", run=self._view, step=step, metrics=metrics)
+
+    def of_ranks(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
+        assert self._ranks is not None
+        self._ranks.write({"step": step, **numbers})
+
+    def stepped(self, step: int) -> None:
+        self._line.step(step, None)
+
+    def skipped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step that was not learnt from."""
+        known = {name: metrics[name] for name in ("loss", "grad_norm", "loss_scale") if name in metrics}
+        add_event(self._view.output_dir, "skipped", step=step, **known)
+
+    def rolled_back(self, step: int, kept: int) -> None:
+        """After a bad step the run goes on from a checkpoint; what is recorded of later steps goes."""
+        report(f"step {step} was bad: going on from step {kept} with the samples behind it")
+        add_event(self._view.output_dir, "rolled back", step=step, to=kept)
+        self._file.rewind(kept)
+        if self._ranks is not None:
+            self._ranks.rewind(kept)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        # JSON knows no NaN, and an evaluation that went wrong is no reason to lose the run
+        named = {f"eval/{name}": value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write({"step": step, **named})
+        for logger in self._loggers:
+            logger.log(step, {name: value for name, value in named.items() if value is not None})
+        report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in _SHOWN if n in metrics))
+
+    def saved(self, step: int, path: Path) -> None:
+        report(f"saved {path}")
+        add_event(self._view.output_dir, "saved", step=step)
+        self._registry.emit("llmsuite_checkpoint_saved", run=self._view, step=step, path=path)
+
+    def failed(self, error: BaseException) -> None:
+        self._close()
+        stopped = isinstance(error, KeyboardInterrupt)
+        what = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
+        add_event(self._view.output_dir, "stopped" if stopped else "failed", **what)
+        self._registry.emit("llmsuite_run_error", run=self._view, error=error)
+
+    def ended(self, step: int) -> None:
+        self._close()
+        add_event(self._view.output_dir, "ended" if step == self._view.total_steps else "stopped", step=step)
+        self._registry.emit("llmsuite_run_end", run=self._view, step=step)
+
+    def _close(self) -> None:
+        self._line.close()
+        self._file.close()
+        if self._ranks is not None:
+            self._ranks.close()
+        for logger in self._loggers:
+            logger.close()

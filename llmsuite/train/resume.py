@@ -1,0 +1,127 @@
+"""Going on where a run was: whether a checkpoint is of the same run, and what is taken over from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from llmsuite.checkpoint import train_state
+from llmsuite.checkpoint.adapter_dir import check_base
+from llmsuite.checkpoint.train_state import TrainState
+from llmsuite.errors import UserError
+from llmsuite.files import read_json_file
+from llmsuite.parallel import collective
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.plugins.manager import Registry
+from llmsuite.progress import report
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.schema.section import as_plain
+from llmsuite.train.build import BuiltModel, restore
+from llmsuite.train.stage import Stage
+
+# What may differ between a run and its continuation: it does not change what is learnt.
+_FREE_ON_RESUME = (
+    "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
+    "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.max_bad_steps",
+    "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
+    "data.group_by_length", "data.num_workers",
+)  # fmt: skip
+
+
+def fresh(recipe_sha256: str, seed: int) -> TrainState:
+    """Of a run that begins."""
+    return TrainState(step=0, samples=0, seed=seed, recipe_sha256=recipe_sha256)
+
+
+def resume_from(
+    plan: RunPlan,
+    begin: TrainState,
+    checkpoints: Path,
+    registry: Registry,
+    built: BuiltModel,
+    optimizer: Optimizer,
+) -> TrainState:
+    """The newest whole checkpoint, loaded; step 0 when there never was one. Every rank calls it.
+
+    Args:
+        plan: of the run.
+        begin: state of a run that begins; the digest in it has to be that of the checkpoint.
+        checkpoints: directory they are in.
+        registry: of the families a model directory may be of.
+        built: gets the values.
+        optimizer: gets its state.
+
+    Raises:
+        UserError: none is whole, or they are of another run.
+    """
+    found = -1
+    if collective.rank() == 0:  # one rank looks and checks, so that all go on from the same
+        train_state.remove_unfinished(checkpoints)
+        path = train_state.find_latest(checkpoints, report)
+        if path is not None:
+            state = train_state.load_state(path)
+            if built.adapters is not None:
+                check_base(path, built.adapters.base)
+            if state.recipe_sha256 != begin.recipe_sha256:
+                differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
+                raise UserError(
+                    f"{path}: was written by a run that differs in {differing}; resume it with "
+                    f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
+                )
+            found = state.step
+        elif train_state.list_steps(checkpoints):
+            raise UserError(f"{checkpoints}: none of its checkpoints is whole; move them away to start at step 0")
+    found = int(collective.from_first_rank([float(found)])[0])
+    if found < 0:
+        report(f"no checkpoint in {checkpoints}; starting at step 0")
+        return begin
+    path = checkpoints / f"step-{found}"
+    state = load_all(path, plan, registry, built, optimizer)
+    report(f"resuming from {path}")
+    return state
+
+
+def load_all(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer) -> TrainState:
+    """Take over all that a checkpoint has of the model and the optimizer."""
+    state = train_state.load_state(path)
+    restore(path, plan, registry, built, optimizer, collective.mesh())
+    if built.input_scales is not None:
+        assert state.rounded is not None, "the digest of the recipe has to tell"
+        built.input_scales.load(state.rounded)
+    return state
+
+
+def rounded(built: BuiltModel) -> dict[str, list[float]] | None:
+    """What a checkpoint has of layers that are rounded: their names, and the scales of their inputs."""
+    if built.input_scales is not None:
+        return built.input_scales.state()
+    return {name: [] for name in built.rounded} or None
+
+
+def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The part of a resolved recipe that decides what is learnt, by dotted key."""
+    flat: dict[str, Any] = {"engine.precision": recipe["engine"]["precision"]}
+    for section, value in recipe.items():
+        if section in _FREE_ON_RESUME:
+            continue
+        keys = {f"{section}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {section: value}
+        flat.update({key: v for key, v in keys.items() if key not in _FREE_ON_RESUME})
+    return flat
+
+
+def learning_digest(plan: RunPlan, model_digest: str, stage: Stage[Any]) -> str:
+    """Of the recipe, the initial model and the content of the data: equal digests are the same run."""
+    files = [stage.digest(path) for path in (plan.train_file, plan.eval_file) if path is not None]
+    data = [_learnt_keys(as_plain(plan.recipe)), model_digest, files]
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _differing_keys(plan: RunPlan) -> list[str]:
+    """Keys in which the recipe differs from the one the run was started with."""
+    started = plan.output_dir / "recipe.json"
+    if not started.is_file():
+        return []
+    now, then = _learnt_keys(as_plain(plan.recipe)), _learnt_keys(read_json_file(started))
+    return sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))

@@ -1,0 +1,168 @@
+"""When a run is saved, what is kept of it, and who writes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite.checkpoint import train_state
+from llmsuite.checkpoint.adapter_dir import Adapters
+from llmsuite.checkpoint.train_state import Best, TrainState
+from llmsuite.checkpoint.writer import Writer, room_for_copy
+from llmsuite.errors import UserError
+from llmsuite.parallel import collective
+from llmsuite.progress import report
+from llmsuite.schema.recipe import CheckpointSection
+from llmsuite.specs import ModelFamily
+from llmsuite.train.build import WholeModel
+
+_TRIGGER = "save-now"
+
+
+class Saver:
+    """The checkpoints of one run. Every rank makes one and calls the same methods; each writes a part."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        section: CheckpointSection,
+        family: ModelFamily,
+        config: Any,
+        tokenizer: Path | None,
+        whole_model: Callable[[], WholeModel],
+        saved: Callable[[int, Path], None],
+        adapters: Adapters | None = None,
+        num_machines: int = 1,
+    ):
+        """
+        Args:
+            output_dir: of the run.
+            section: of the recipe.
+            family: of the model.
+            config: its shape.
+            tokenizer: directory whose tokenizer is saved along.
+            whole_model: what there is to save at the moment it is called.
+            saved: told of each checkpoint on rank 0, in the thread that calls this object.
+            adapters: where those are all that is saved.
+            num_machines: of the run; they share what is copied to the host.
+        """
+        self.root, self._trigger = output_dir / "checkpoints", output_dir / _TRIGGER
+        self._family, self._config, self._tokenizer = family, config, tokenizer
+        self._whole_model, self._saved, self._adapters = whole_model, saved, adapters
+        self._num_machines = num_machines
+        self._keep_last, self._async = section.keep_last, section.async_save
+        self._metric = section.best_metric
+        self._highest = self._metric is not None and section.best_is == "highest"
+        self._best: Best | None = None
+        self._last_saved = 0
+        self._writer = Writer(self._async)
+        self._done: list[tuple[int, Path]] = []
+
+    def resume(self, step: int) -> None:
+        """Go on after a checkpoint. What was best later is forgotten: it will be found again."""
+        best = train_state.load_best(self.root) if self._metric else None
+        self._best = best if best and best.metric == self._metric and best.step <= step else None
+        self._last_saved = step
+
+    @property
+    def last(self) -> Path:
+        """The last checkpoint, which all ranks have written when this returns. Raises UserError when there is none."""
+        self.finish()
+        collective.barrier()
+        if not self._last_saved:
+            raise UserError(
+                "train: a step has to be rolled back and there is no checkpoint yet; lower checkpoint.save_steps, or "
+                "choose skip"
+            )
+        return self.root / f"step-{self._last_saved}"
+
+    def requested(self) -> bool:
+        """Whether somebody has put the file `save-now` into the run's directory; it is taken away."""
+        if collective.rank() != 0 or not self._trigger.exists():
+            return False
+        try:
+            self._trigger.unlink(missing_ok=True)
+        except OSError as error:  # else it would be saved after every step
+            raise UserError(f"{self._trigger}: cannot be removed: {error.strerror}") from error
+        return True
+
+    def save(self, state: TrainState) -> None:
+        """Save this step, unless it is saved. Waits for the save before, and until the values are copied."""
+        if state.step == self._last_saved:
+            return
+        self.finish()
+        self._last_saved = state.step
+        whole = self._whole_model()
+        rank, num_ranks = collective.rank(), collective.num_ranks()
+        if num_ranks > 1:
+            if rank == 0:
+                train_state.begin(self.root, state.step)
+            collective.barrier()
+        parameters, slots = whole.parameters, whole.state
+        # of all ranks on this machine, and that may be all
+        if self._async and not room_for_copy(sum(t.num_bytes for t in [*parameters, *slots]) // self._num_machines):
+            report("checkpoint.async_save: a copy does not fit into memory; training waits until it is written")
+            self._async, self._writer = False, Writer(in_background=False)
+        if self._async:
+            parameters, slots = train_state.on_host(parameters, rank), train_state.on_host(slots, rank)
+        family, config, tokenizer, keep = self._family, self._config, self._tokenizer, self._keep_last
+        adapters = self._adapters
+
+        def write() -> None:
+            path = train_state.save(
+                self.root, state, family, config, parameters, slots, tokenizer, keep, adapters, rank, num_ranks
+            )
+            if path is not None:
+                self._done.append((state.step, path))
+
+        self._writer.start(write)
+        self._tell()
+
+    def evaluated(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """Keep this step if its evaluation is the best so far. Rank 0 decides: in the middle of a pipeline there are
+        not all metrics."""
+        if self._metric is None:
+            return
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        value = named.get(self._metric)
+        known, better = collective.from_first_rank([value is not None, value is not None and self._is_better(value)])
+        if not known:
+            raise UserError(
+                f"checkpoint.best_metric: is {self._metric!r}; the evaluation has {', '.join(sorted(named))}"
+            )
+        if not better:
+            return
+        self.save(state)
+        if collective.rank() == 0:
+            assert value is not None  # as it is known
+            self._best = best = Best(state.step, self._metric, value)
+            self._writer.follow(lambda: train_state.save_best(self.root, best))
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value) or self._best is None:
+            return math.isfinite(value)
+        return value > self._best.value if self._highest else value < self._best.value
+
+    def check(self) -> None:
+        """Tell of checkpoints that have become complete. Raises UserError when one could not be written."""
+        self._writer.check()
+        self._tell()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more. Raises as `check`."""
+        self._writer.wait()
+        self._tell()
+
+    def give_up(self, error: BaseException) -> None:
+        """The run ends by an error: what is being written becomes complete, and an error of that is told of too."""
+        try:
+            self.finish()
+        except UserError as another:
+            if another is not error:
+                report(str(another))
+
+    def _tell(self) -> None:
+        while self._done:
+            self._saved(*self._done.pop(0))
