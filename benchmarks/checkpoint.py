@@ -211,12 +211,12 @@ def stall(here: Path, megabytes: int) -> None:
     import paddle
 
     from llmsuite.builtin import llmsuite_register_models
-    from llmsuite.checkpoint.train_state import TrainState, WholeTensor
+    from llmsuite.checkpoint.train_state import GatheredTensor, TrainState
     from llmsuite.schema.recipe import CheckpointSection
     from llmsuite.train.saving import Saver
 
     config = shape(megabytes)
-    tensors = [WholeTensor(n, tuple(t.shape), "float32", lambda t=t: t) for n, t in state(config).items()]
+    tensors = [GatheredTensor(n, tuple(t.shape), "float32", lambda t=t: t) for n, t in state(config).items()]
 
     @dataclasses.dataclass
     class Whole:

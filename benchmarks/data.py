@@ -109,17 +109,17 @@ def index(corpus: Path, tokenizer: Path) -> None:
 
 def loader() -> None:
     """Samples of pretraining to batches, in random order, from 40 MB of tokens that are in memory."""
-    from llmsuite.data.loader import Dealer, ReadAhead, SampleOrder
-    from llmsuite.stages.pretrain import Stretches
+    from llmsuite.data.loader import BatchSampler, ReadAhead, SampleOrder
+    from llmsuite.stages.pretrain import TokenWindows
 
     print("| length, micro-batch | bare memmap, samples/s | loader | part |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         np.random.default_rng(0).integers(0, 512, 20_000_000).astype("<u2").tofile(f"{directory}/tokens")
         tokens = np.memmap(f"{directory}/tokens", mode="r", dtype="<u2")
         for length, micro in ((512, 8), (2048, 4), (8192, 1)):
-            samples, stage = Stretches(tokens, length), pretrain_stage(length)
+            samples, stage = TokenWindows(tokens, length), pretrain_stage(length)
             count = len(samples) // 64 * 64
-            dealer = Dealer(SampleOrder(len(samples), 0), 64, micro, 1)
+            dealer = BatchSampler(SampleOrder(len(samples), 0), 64, micro, 1)
             rows, plain = np.random.default_rng(0).permutation(len(samples))[:count], np.asarray(tokens)
 
             def bare(length: int = length, micro: int = micro, rows: Any = rows, plain: Any = plain) -> None:
@@ -145,7 +145,7 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
     """How full packs are; and tokens/s of training steps of a small Llama, packed and padded."""
     import paddle
 
-    from llmsuite.data.loader import Dealer, SampleOrder
+    from llmsuite.data.loader import BatchSampler, SampleOrder
     from llmsuite.stages.language_model import pack
 
     stage = sft_stage(rows, tokenizer, length)
@@ -175,13 +175,13 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
     widths = np.array([[sample.num_inputs] for sample in samples])
     per_pack = max(1, round(len(samples) / len(packs)))
     micro = {
-        "padded, in random order": (samples, Dealer(SampleOrder(len(samples), 0), 4 * per_pack, per_pack, 1)),
+        "padded, in random order": (samples, BatchSampler(SampleOrder(len(samples), 0), 4 * per_pack, per_pack, 1)),
         "padded, dealt out by length": (
             samples,
-            Dealer(SampleOrder(len(samples), 0), 4 * per_pack, per_pack, 1, widths),
+            BatchSampler(SampleOrder(len(samples), 0), 4 * per_pack, per_pack, 1, widths),
         ),
-        "by tokens": (samples, Dealer(SampleOrder(len(samples), 0), 4 * per_pack, 1, 1, widths, length)),
-        "packed": (packs, Dealer(SampleOrder(len(packs), 0), 4, 1, 1)),
+        "by tokens": (samples, BatchSampler(SampleOrder(len(samples), 0), 4 * per_pack, 1, 1, widths, length)),
+        "packed": (packs, BatchSampler(SampleOrder(len(packs), 0), 4, 1, 1)),
     }
     first = 0.0
     for name, (source, dealer) in micro.items():

@@ -122,16 +122,16 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
 def live_bytes() -> int:
     """Of all tensors of this process, by Paddle's own count.
 
-    The least of some looks: copies that a thread has just sent to a neighbour in the pipeline are freed meanwhile.
+    The least of some prepasses: copies that a thread has just sent to a neighbour in the pipeline are freed meanwhile.
     """
     from paddle.base import core
 
     gc.collect()
-    looks = []
+    prepasses = []
     for _ in range(20):
-        looks.append(int(core.host_memory_stat_current_value("Allocated", 0)))
+        prepasses.append(int(core.host_memory_stat_current_value("Allocated", 0)))
         time.sleep(0.005)
-    return min(looks)
+    return min(prepasses)
 
 
 def held(model: Any, optimizer: Any) -> dict[str, int]:

@@ -53,8 +53,8 @@ def test_my_stage(tmp_path):
 
 The third argument has keys of the recipe: the data, unless the spec's `smoke` names some, and what the stage needs
 besides. What a loss has to keep to for two ranks to be one: it returns sums and weights and divides nothing. Where it
-depends on the whole global batch, as KTO's does, or has a second term with a weight of its own, `Stage.looks` and
-`Stage.look_ahead` find out in front of each step; `llmsuite/stages/kto.py` is an example. A stage that gives answers a
+depends on the whole global batch, as KTO's does, or has a second term with a weight of its own, `Stage.prepasses` and
+`Stage.prepass` find out in front of each step; `llmsuite/stages/kto.py` is an example. A stage that gives answers a
 score asks for `StageSpec.head` "score" and calls `model.scores`, as `llmsuite/stages/rm.py` does."""
 
 

@@ -13,8 +13,8 @@ from llmsuite.specs import (
     DeviceSpec,
     Exporter,
     LoggerSpec,
-    LookAhead,
     ModelFamily,
+    PrePass,
     StageSpec,
 )
 
@@ -55,17 +55,17 @@ def _infer() -> Any:
     return work
 
 
-def _looks_of_dpo(section: Any) -> list[LookAhead]:
-    looks = [LookAhead(num_sums=1)] if section.sft_part else []
-    looks += [LookAhead(rows=1, with_adapters=False)] if section.reference_from == "adapter_off" else []
-    return [*looks, LookAhead(rows=1, num_sums=2)] if section.loss == "kto_pair" else looks
+def _prepasses_of_dpo(section: Any) -> list[PrePass]:
+    prepasses = [PrePass(num_sums=1)] if section.effective_sft_weight else []
+    prepasses += [PrePass(rows=1, with_adapters=False)] if section.reference_from == "adapter_off" else []
+    return [*prepasses, PrePass(rows=1, num_sums=2)] if section.loss == "kto_pair" else prepasses
 
 
-def _looks_of_kto(section: Any) -> list[LookAhead]:
+def _prepasses_of_kto(section: Any) -> list[PrePass]:
     # the reference of both kinds of answers at once; then what z is made of
     both = 2 if section.loss == "kto" else 1
-    looks = [LookAhead(rows=both, with_adapters=False)] if section.reference == "adapter_off" else []
-    return [*looks, LookAhead(rows=1, num_sums=1)] if section.loss == "kto" else looks
+    prepasses = [PrePass(rows=both, with_adapters=False)] if section.reference == "adapter_off" else []
+    return [*prepasses, PrePass(rows=1, num_sums=1)] if section.loss == "kto" else prepasses
 
 
 @hookimpl
@@ -82,8 +82,8 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_dpo,
             smoke=preference,
             rows_per_sample=2,
-            num_sums=lambda section: 7 if section.sft_part else 6,
-            looks=_looks_of_dpo,
+            num_sums=lambda section: 7 if section.effective_sft_weight else 6,
+            prepasses=_prepasses_of_dpo,
         ),
         StageSpec(
             name="lora",
@@ -130,7 +130,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_kto,
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
             num_sums=lambda section: 3 if section.loss == "kto" else 2,
-            looks=_looks_of_kto,
+            prepasses=_prepasses_of_kto,
         ),
         StageSpec(
             name="infer",

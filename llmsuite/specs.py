@@ -16,8 +16,13 @@ API_VERSION = 1
 """Major version of this contract. A spec with a greater `api` is refused with a plain message."""
 
 
+PrePassKind = Literal["batch", "model", "adapters_off"]
+"""What is looked at before a global batch is learnt from: the batch alone, or a pass of the model over it as well, as
+it is or without its adapters."""
+
+
 @dataclasses.dataclass(frozen=True)
-class LookAhead:
+class PrePass:
     """A look at a global batch before it is learnt from, as `llmsuite plan` counts it."""
 
     rows: int = 0
@@ -55,8 +60,8 @@ class StageSpec:
     alone, and asks no second pass of it."""
     rows_per_sample: int = 1
     """Sequences that a sample takes in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
-    looks: Callable[[Any], Sequence[LookAhead]] = lambda section: ()
-    """What it looks at before a global batch is learnt from, by its section, as `Stage.looks`; for `llmsuite plan`."""
+    prepasses: Callable[[Any], Sequence[PrePass]] = lambda section: ()
+    """Its passes before a global batch is learnt from, by its section, as `Stage.prepasses`; for `llmsuite plan`."""
     takes_all: bool = False
     """Whether logits are made of all hidden states as they lie, not of some that are picked; for `llmsuite plan`."""
     num_sums: Callable[[Any], int] = lambda section: 0

@@ -23,7 +23,7 @@ class Callback(TakeTurns, TrainerCallback):
     pass
 
 
-class Stretches(torch.utils.data.Dataset):
+class TokenWindows(torch.utils.data.Dataset):
     """Rows of tokens, each predicted from those before it; the last one is only a target."""
 
     def __init__(self, path: str):
@@ -53,7 +53,7 @@ def main() -> None:
     common: dict[str, Any] = {"callbacks": [Callback()]}
     if kind == "pretrain":
         arguments["remove_unused_columns"] = False  # or `shift_labels` would go, and with it the last target
-        Trainer(model, TrainingArguments(**arguments), train_dataset=Stretches(task["rows"]), **common).train()
+        Trainer(model, TrainingArguments(**arguments), train_dataset=TokenWindows(task["rows"]), **common).train()
         return
     common["train_dataset"] = Dataset.from_list(
         [json.loads(line) for line in Path(task["rows"]).read_text().splitlines()]

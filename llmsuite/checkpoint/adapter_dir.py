@@ -22,7 +22,7 @@ import numpy as np
 from llmsuite.checkpoint.layout import Layout
 from llmsuite.checkpoint.model_dir import copy_tokenizer
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
-from llmsuite.checkpoint.write import InTurn, Written, write_file, write_tensors
+from llmsuite.checkpoint.write import ManifestEntry, OrderedGather, write_file, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, write_json
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
@@ -103,7 +103,7 @@ def write_adapters(
     specs: Sequence[TensorSpec],
     layout: Layout = "hf",
     tokenizer: Path | None = None,
-) -> Written:
+) -> ManifestEntry:
     """Write adapters into an existing directory. Returns sizes and digests for its manifest.
 
     Each factor is read once, in the order of `specs`; so the ranks that have parts of it know when to give them.
@@ -121,7 +121,7 @@ def write_adapters(
     by_name = {spec.name: spec for spec in specs}
     pairs = list({pair.module: pair for pair in _pairs(adapters, family, config, layout).values()}.values())
     # each is asked for once, in the order of the files, and made in the order of `specs`
-    in_turn = InTurn(specs, read, list(by_name))
+    in_turn = OrderedGather(specs, read, list(by_name))
     stored: dict[str, tuple[_Pair, str]] = {}
     beside: dict[str, str] = {}
     stored_specs = []

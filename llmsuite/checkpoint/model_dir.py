@@ -19,7 +19,7 @@ from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.layout import Arrangement, Layout, hf_name
 from llmsuite.checkpoint.stored import INT8, Stored
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, TensorFiles, TensorSource, TensorSpec
-from llmsuite.checkpoint.write import MAX_FILE_BYTES, InTurn, Written, write_tensors
+from llmsuite.checkpoint.write import MAX_FILE_BYTES, ManifestEntry, OrderedGather, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of, write_json
 from llmsuite.models.hf_tensors import HfTensors
@@ -266,7 +266,7 @@ def write_model(
     max_file_bytes: int = MAX_FILE_BYTES,
     rank: int = 0,
     writers: Mapping[str, int] | None = None,
-) -> Written:
+) -> ManifestEntry:
     """Write a model into an existing directory. Returns sizes and digests for its manifest.
 
     Each parameter is read once, in the order given: where it lies in parts on several ranks, all of them take part,
@@ -288,7 +288,7 @@ def write_model(
     arrangement = Arrangement(family, config, specs, layout)
     writer_of = {theirs: (writers or {}).get(arrangement.parameters(theirs)[0], 0) for theirs in arrangement.names}
     mine = [theirs for theirs in arrangement.names if writer_of[theirs] == rank]
-    in_turn = InTurn(specs, read, [name for theirs in mine for name in arrangement.parameters(theirs)])
+    in_turn = OrderedGather(specs, read, [name for theirs in mine for name in arrangement.parameters(theirs)])
 
     def read_stored(theirs: str) -> np.ndarray:
         return arrangement.read(theirs, in_turn.read)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from llmsuite.checkpoint.write import Written
+from llmsuite.checkpoint.write import ManifestEntry
 from llmsuite.errors import UserError
 from llmsuite.files import os_errors, read_json_file, temporary_of, write_text_atomic
 
@@ -42,7 +42,7 @@ def assign(sizes: Mapping[str, int], ranks: Sequence[int], together: Mapping[str
     return writers
 
 
-def write_part(final: Path, rank: int, write: Callable[[Path], Written]) -> None:
+def write_part(final: Path, rank: int, write: Callable[[Path], ManifestEntry]) -> None:
     """Write this process's part of a directory that `begin_directory` has made, and leave a note of it.
 
     Raises:
@@ -61,13 +61,13 @@ def write_part(final: Path, rank: int, write: Callable[[Path], Written]) -> None
         raise
 
 
-def collect_notes(directory: Path, num_ranks: int) -> Written:
+def collect_notes(directory: Path, num_ranks: int) -> ManifestEntry:
     """Wait until all other processes have written what is theirs, and take their notes away.
 
     Raises:
         UserError: one of them has failed, or nothing has grown for `PATIENCE_SECONDS`.
     """
-    written, missing = Written(), list(range(1, num_ranks))
+    written, missing = ManifestEntry(), list(range(1, num_ranks))
     size, since = -1, time.monotonic()
     while missing:
         rank = missing[0]
@@ -75,7 +75,7 @@ def collect_notes(directory: Path, num_ranks: int) -> Written:
             note = read_json_file(_note(directory, rank))
             if "error" in note:
                 raise UserError(f"rank {rank}: {note['error']}")
-            written.add(Written(**note))
+            written.add(ManifestEntry(**note))
             _note(directory, rank).unlink()
             missing.pop(0)
             continue

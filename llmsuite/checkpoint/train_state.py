@@ -30,7 +30,7 @@ from llmsuite.checkpoint.adapter_dir import CONFIGS, Adapters, write_adapters
 from llmsuite.checkpoint.model_dir import write_model
 from llmsuite.checkpoint.share import collect_notes, write_part
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.checkpoint.write import InTurn, Written, write_tensors
+from llmsuite.checkpoint.write import ManifestEntry, OrderedGather, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.files import (
     begin_directory,
@@ -75,7 +75,7 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeTensor:
+class GatheredTensor:
     """A tensor to be saved, which may lie in parts on several ranks."""
 
     name: str
@@ -97,8 +97,8 @@ def save(
     state: TrainState,
     family: ModelFamily,
     config: Any,
-    parameters: Sequence[WholeTensor],
-    optimizer_state: Sequence[WholeTensor],
+    parameters: Sequence[GatheredTensor],
+    optimizer_state: Sequence[GatheredTensor],
     tokenizer: Path | None,
     keep_last: int,
     adapters: Adapters | None = None,
@@ -133,7 +133,7 @@ def save(
     final = root / f"step-{state.step}"
     manifest: dict[str, Any] = {"format": FORMAT, "step": state.step}
 
-    def write(directory: Path) -> Written:
+    def write(directory: Path) -> ManifestEntry:
         read, specs, writers = _reader(parameters), _specs(parameters), {t.name: t.writer for t in parameters}
         if adapters is None:
             written = write_model(
@@ -142,10 +142,10 @@ def save(
         elif rank == 0:
             written = write_adapters(directory, adapters, family, config, read, specs, tokenizer=tokenizer)
         else:
-            written = Written()
-            InTurn(specs, read, []).finish()
+            written = ManifestEntry()
+            OrderedGather(specs, read, []).finish()
         slots, writers = _specs(optimizer_state), {t.name: t.writer for t in optimizer_state}
-        in_turn = InTurn(slots, _reader(optimizer_state), [n for n, writer in writers.items() if writer == rank])
+        in_turn = OrderedGather(slots, _reader(optimizer_state), [n for n, writer in writers.items() if writer == rank])
         metadata = {"format": "llmsuite"}
         written.add(write_tensors(directory, "optimizer", slots, in_turn.read, metadata, rank=rank, writers=writers))
         in_turn.finish()
@@ -200,7 +200,7 @@ def begin(root: Path, step: int) -> None:
     begin_directory(root / f"step-{step}")
 
 
-def on_host(tensors: Sequence[WholeTensor], rank: int = 0) -> list[WholeTensor]:
+def on_host(tensors: Sequence[GatheredTensor], rank: int = 0) -> list[GatheredTensor]:
     """The same tensors, those that this rank writes with a copy of their present values. Every rank calls it."""
     held = []
     for tensor in tensors:
@@ -307,11 +307,11 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _specs(tensors: Sequence[WholeTensor]) -> list[TensorSpec]:
+def _specs(tensors: Sequence[GatheredTensor]) -> list[TensorSpec]:
     return [TensorSpec(t.name, tuple(t.shape), t.dtype) for t in tensors]
 
 
-def _reader(tensors: Sequence[WholeTensor]) -> Callable[[str], np.ndarray]:
+def _reader(tensors: Sequence[GatheredTensor]) -> Callable[[str], np.ndarray]:
     by_name = {tensor.name: tensor for tensor in tensors}
 
     def read(name: str) -> np.ndarray:

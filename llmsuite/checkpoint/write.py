@@ -30,7 +30,7 @@ _JOURNAL = "journal.jsonl"
 
 
 @dataclasses.dataclass
-class Written:
+class ManifestEntry:
     """What a manifest says of tensor files."""
 
     files: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -38,12 +38,12 @@ class Written:
     tensors: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Place in the file, size, sha256, shape and dtype by `file:tensor`."""
 
-    def add(self, other: Written) -> None:
+    def add(self, other: ManifestEntry) -> None:
         self.files.update(other.files)
         self.tensors.update(other.tensors)
 
 
-class InTurn:
+class OrderedGather:
     """Tensors that are made once each, whole and in a given order, whatever the order they are asked for in.
 
     So each rank that holds a part of them knows when to give it.
@@ -136,7 +136,7 @@ def write_tensors(
     threads: int = 1,
     rank: int = 0,
     writers: Mapping[str, int] | None = None,
-) -> Written:
+) -> ManifestEntry:
     """Write `stem-0000i-of-0000N.safetensors` and `stem.safetensors.index.json`.
 
     Args:
@@ -158,7 +158,7 @@ def write_tensors(
         OSError: a file cannot be written.
         UserError: a tensor that is copied is not as it was written.
     """
-    groups, done, weight_map = _by_writer(specs, max_file_bytes, writers or {}), dict[str, Written](), {}
+    groups, done, weight_map = _by_writer(specs, max_file_bytes, writers or {}), dict[str, ManifestEntry](), {}
     journal, lock = _Journal(directory / _JOURNAL) if resumable else None, threading.Lock()
 
     def report(num_bytes: int) -> None:
@@ -196,7 +196,7 @@ def write_tensors(
             yield from (write(file, spec) for spec in group)
 
     run_all(tasks(), threads)
-    written = Written()
+    written = ManifestEntry()
     for name in sorted(done):
         written.add(done[name])
     if rank == 0:
@@ -210,7 +210,7 @@ def write_tensors(
 
 def write_file(
     path: Path, specs: Sequence[TensorSpec], read: Callable[[str], Values], metadata: Mapping[str, str]
-) -> Written:
+) -> ManifestEntry:
     """Write one file, without an index; `read` is called once each, in the order of `specs`."""
     file = TensorFile(path, specs, metadata)
     for spec in specs:
@@ -241,7 +241,7 @@ class TensorFile:
         with open(path, "wb") as file:
             file.write(start)
         header_sha256 = hashlib.sha256(start).hexdigest()
-        self._written = Written({path.name: {"size": len(start) + end, "header_sha256": header_sha256}})
+        self._written = ManifestEntry({path.name: {"size": len(start) + end, "header_sha256": header_sha256}})
         self._entries: dict[str, dict[str, Any]] = {spec.name: {} for spec in specs}
 
     def write(self, spec: TensorSpec, values: Values, progress: Callable[[int], None]) -> None:
@@ -267,7 +267,7 @@ class TensorFile:
             "dtype": spec.dtype,
         }
 
-    def finish(self) -> Written:
+    def finish(self) -> ManifestEntry:
         """Flush it to disk. Returns what a manifest says of it."""
         fsync(self.path)
         for name, entry in self._entries.items():
@@ -301,7 +301,7 @@ class _Journal:
 
     def __init__(self, path: Path):
         self.path = path
-        self._done: dict[str, Written] = {}
+        self._done: dict[str, ManifestEntry] = {}
         try:
             lines = path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -311,16 +311,16 @@ class _Journal:
                 entry = json.loads(line)
             except ValueError:  # empty, or the one that was being written
                 continue
-            self._done[entry["file"]] = Written(entry["files"], entry["tensors"])
+            self._done[entry["file"]] = ManifestEntry(entry["files"], entry["tensors"])
 
-    def find(self, path: Path) -> Written | None:
+    def find(self, path: Path) -> ManifestEntry | None:
         """What is known of a file that is there as it was written; None when it has to be written."""
         done = self._done.get(path.name)
         if done is None or not path.is_file():
             return None
         return done if first_fault({path: ranges_of(dataclasses.asdict(done))[path.name]}) is None else None
 
-    def add(self, path: Path, done: Written) -> None:
+    def add(self, path: Path, done: ManifestEntry) -> None:
         with open(self.path, "ab") as file:
             file.write(b"\n" + json.dumps({"file": path.name, **dataclasses.asdict(done)}).encode() + b"\n")
             file.flush()

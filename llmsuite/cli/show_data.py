@@ -59,21 +59,21 @@ def _print_sequence(console: Any, text: Any, place: str, found: Explained, token
         console.print(f"generation is asked with {found.prompt_length} tokens: {verdict}", style=style)
     console.print(f"{'position':>8}  {'id':>7}  {'role':9}  {'document':>8}  {'label':>7}  {'weight':>6}  token")
     for at, piece in enumerate(tokenizer.pieces(taught.ids)):
-        is_learnt, role = bool(learnt[at]), found.roles[at]
+        is_supervised, role = bool(learnt[at]), found.roles[at]
         line = (
             f"{at:>8}  {taught.ids[at]:>7}  {role:9}  {taught.documents[at]:>8}  "
-            f"{taught.ids[at] if is_learnt else '-':>7}  {taught.weights[at]:>6.4g}  "
+            f"{taught.ids[at] if is_supervised else '-':>7}  {taught.weights[at]:>6.4g}  "
         )
-        shown = text(line + repr(piece)[1:-1], style="bold green" if is_learnt else _COLOURS.get(role, "white"))
+        shown = text(line + repr(piece)[1:-1], style="bold green" if is_supervised else _COLOURS.get(role, "white"))
         console.print(shown)
 
 
 def stats(plan: RunPlan, registry: Registry, plot: str | None) -> int:
     from llmsuite.stages.explain import open_stage
     from llmsuite.stages.stats import file_stats, plot_lengths
-    from llmsuite.train.run import joins_rows
+    from llmsuite.train.run import padding_free
 
-    stage, joined = open_stage(plan, registry), joins_rows(plan, plan.device.factory())
+    stage, joined = open_stage(plan, registry), padding_free(plan, plan.device.factory())
     found = [file_stats(stage, path, joined) for path in (plan.train_file, plan.eval_file) if path is not None]
     for each in found:
         _print_stats(plan, each)

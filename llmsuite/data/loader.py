@@ -39,7 +39,7 @@ class SampleOrder:
         return int(_permutation(self.num_samples, self.seed, epoch)[offset])
 
 
-class Dealer:
+class BatchSampler:
     """Deals global batches out to micro-batches and data ranks.
 
     A global batch is the next samples of the stream, put in the order of their lengths if those are given, the longest

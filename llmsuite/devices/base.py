@@ -42,7 +42,7 @@ class DeviceBackend(abc.ABC):
         keep for a backward pass differs. Imports no Paddle."""
         return frozenset()
 
-    def joins_rows(self, precision: str) -> bool:
+    def padding_free(self, precision: str) -> bool:
         """Whether its attention goes past what a token does not see of its row: then the sequences of a batch cost less
         as documents of one row than as rows with padding, and answers may share a prompt, see `ops.document_spans`.
         Imports no Paddle."""

@@ -81,12 +81,12 @@ class ModelDecoder:
                 if self._next_logits is not None and ids.shape[1] == 1:
                     logits = self._next_logits(tokens, padding, whole, filled)
                 else:
-                    hidden, _ = self._model.go_on(tokens, padding, _pairs(whole), filled)
+                    hidden, _ = self._model.decode_step(tokens, padding, _pairs(whole), filled)
                     logits = self._model.logits(hidden[:, -1])
                 present = self._room.give(filled + ids.shape[1])
             else:
                 pairs = None if cache is None else _pairs(self._distributed(cache))
-                hidden, new = self._model.go_on(tokens, padding, pairs)
+                hidden, new = self._model.decode_step(tokens, padding, pairs)
                 present = self._local([tensor for pair in new for tensor in pair])
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present

@@ -59,7 +59,7 @@ class Pass(nn.Layer):
 
     def forward(self, input_ids: Tensor, padding: Tensor, cache: list[Tensor]) -> list[Tensor]:
         """Ids [B, L], padding [B] and cache [B, …, S, …] to logits [B, V] in float32 and the cache of S + L columns."""
-        hidden, present = self.model.go_on(input_ids, padding, list(zip(cache[::2], cache[1::2])))
+        hidden, present = self.model.decode_step(input_ids, padding, list(zip(cache[::2], cache[1::2])))
         logits = self.model.logits(hidden[:, -1]).astype("float32")
         return [logits, *(tensor for pair in present for tensor in pair)]
 
@@ -122,7 +122,7 @@ def _save(program: nn.Layer, path: Path, spec: list[Any]) -> None:
 def cache_shapes(model: Any) -> list[list[int]]:
     """Of each tensor of a model's cache, its columns 0, without the batch; found by a pass."""
     with paddle.no_grad():
-        _, present = model.go_on(paddle.zeros([1, 1], "int64"), paddle.zeros([1], "int64"), None)
+        _, present = model.decode_step(paddle.zeros([1, 1], "int64"), paddle.zeros([1], "int64"), None)
     return [[*tensor.shape[1:-2], 0, tensor.shape[-1]] for pair in present for tensor in pair]
 
 

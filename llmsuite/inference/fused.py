@@ -53,7 +53,7 @@ def fuse(model: CausalLM, live: Ops | None = None) -> None:
 
 
 def has_room(model: CausalLM) -> bool:
-    """Whether the cache of a model may have free columns; see `CausalLM.go_on`."""
+    """Whether the cache of a model may have free columns; see `CausalLM.decode_step`."""
     return bool(model.__dict__.get("has_room"))
 
 
@@ -74,7 +74,7 @@ class NextLogits:
 
 def _weights(model: CausalLM) -> DecoderWeights | None:
     """What a kernel for the whole decoder reads; None of a model that is more or other than it can do."""
-    own = (CausalLM.go_on, CausalLM.embed_at, CausalLM.finish, CausalLM.logits)
+    own = (CausalLM.decode_step, CausalLM.embed_at, CausalLM.finish, CausalLM.logits)
     layers, norms, found = list(model.model.layers), [model.model.norm], []
     if not has_room(model) or any(getattr(type(model), form.__name__) is not form for form in own):
         return None

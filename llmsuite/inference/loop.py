@@ -51,14 +51,14 @@ class Loop(nn.Layer):
             return paddle.logical_and(count < max_new_tokens, paddle.logical_not(ended.all())).squeeze()
 
         def step(count: Tensor, token: Tensor, found: Tensor, ended: Tensor, *cache: Tensor) -> list[Tensor]:
-            hidden, present = self.model.go_on(token, padding, list(zip(cache[::2], cache[1::2])))
+            hidden, present = self.model.decode_step(token, padding, list(zip(cache[::2], cache[1::2])))
             token = paddle.where(ended, token, choose(hidden))
             ended = paddle.logical_or(ended, ends(token))
             return [count + 1, token, paddle.concat([found, token], 1), ended, *_flat(present)]
 
         rows, dtype = dim_size(input_ids, 0), self.model.model.embed_tokens.weight.dtype
         empty = [paddle.zeros([rows, *shape], dtype) for shape in self._cache_shapes]
-        hidden, present = self.model.go_on(input_ids, padding, list(zip(empty[::2], empty[1::2])))
+        hidden, present = self.model.decode_step(input_ids, padding, list(zip(empty[::2], empty[1::2])))
         token = choose(hidden)
         state = [paddle.ones([1], "int64"), token, token, ends(token), *_flat(present)]
         return paddle.static.nn.while_loop(goes_on, step, state)[2]

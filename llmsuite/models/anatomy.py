@@ -53,7 +53,7 @@ class Plain:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixture:
+class MoE:
     """Routed experts, and shared ones as one gated MLP."""
 
     experts: int
@@ -71,7 +71,7 @@ class LayerAnatomy:
     """A pre-norm decoder layer: two norms, attention, MLP, two residuals."""
 
     attention: GroupedQuery | Latent
-    mlp: Gated | Plain | Mixture
+    mlp: Gated | Plain | MoE
     norm: Literal["rms", "layer"] = "rms"
 
 

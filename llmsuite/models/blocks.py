@@ -2,7 +2,7 @@
 
 Shapes: B batch, L length, D hidden, H query heads, J key-value heads, K head size, V vocabulary.
 A cache is a pair of tensors a layer, its length S their last dim but one with `Ops.heads_first`, else their dim 1, and
-is replaced, not written in place (but see `CausalLM.go_on`).
+is replaced, not written in place (but see `CausalLM.decode_step`).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class CausalLM(nn.Layer):
                 present.append(kv)
         return x, present
 
-    def go_on(
+    def decode_step(
         self, input_ids: Tensor, padding: Tensor, cache: Sequence[LayerCache] | None, filled: int | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
         """One pass of generation over a batch that is padded on the left; shapes may be those of a static program.

@@ -64,13 +64,13 @@ class BucketMember(Protocol):
 class Bucket:
     """Gradients of parameters that are added up over the same ranks, in the same dtype."""
 
-    def __init__(self, shards: Sequence[BucketMember], scatters: Scatters | None = None):
+    def __init__(self, shards: Sequence[BucketMember], scatters: ReduceScatterQueue | None = None):
         """
         Args:
             shards: in the order in which they lie side by side.
             scatters: shared with other buckets that are cut over the sharding axis.
         """
-        self._shards, self._scatters = list(shards), scatters or Scatters()
+        self._shards, self._reduce_scatters = list(shards), scatters or ReduceScatterQueue()
         self._waiting: dict[BucketMember, Tensor] = {}
         """What passes have made for the own parts, until all have come."""
         self._ready: dict[BucketMember, Tensor | None] = {}
@@ -90,7 +90,7 @@ class Bucket:
         self._waiting = {}
         rows = [shard.in_parts(gradient) for shard, gradient in given]
         flat = (rows[0] if len(rows) == 1 else paddle.concat(rows, 1)).flatten()
-        self._scatters.begin(flat, [shard for shard, _ in given])
+        self._reduce_scatters.begin(flat, [shard for shard, _ in given])
 
     def add(self, shard: BucketMember, gradient: Tensor | None) -> None:
         """Take what this rank adds to a sum over ranks, None where it has nothing; with the last one, it sets out."""
@@ -120,7 +120,7 @@ class Bucket:
         if shard not in self._on_its_way:
             if self._waiting:  # of some there was none
                 self._scatter()
-            self._scatters.settle()
+            self._reduce_scatters.settle()
             for other in [other for other in self._shards if other not in self._ready]:
                 self.add(other, other.take_gradient())
         if self._arrival is not None:
@@ -130,7 +130,7 @@ class Bucket:
 
 
 @dataclasses.dataclass
-class Scatters:
+class ReduceScatterQueue:
     """What is being added up into own parts: one at a time, so no more than one bucket waits to be freed."""
 
     _under_way: Callable[[], None] | None = None
@@ -158,7 +158,7 @@ class Scatters:
             under_way()
 
 
-def share_calls(shards: Sequence[BucketMember], is_expert: Callable[[str], bool], limit: int) -> None:
+def assign_buckets(shards: Sequence[BucketMember], is_expert: Callable[[str], bool], limit: int) -> None:
     """Let parameters of a part of the model share their calls.
 
     Args:
@@ -167,7 +167,7 @@ def share_calls(shards: Sequence[BucketMember], is_expert: Callable[[str], bool]
         limit: bytes of a bucket; 0 leaves each by itself.
     """
     learnt = [shard for shard in shards if shard.is_sent]
-    scatters = Scatters()
+    scatters = ReduceScatterQueue()
     for chosen in buckets([(is_expert(shard.name), shard.sum_bytes) for shard in learnt], limit):
         bucket = Bucket([learnt[i] for i in chosen], scatters)
         for i in chosen:

@@ -17,7 +17,7 @@ from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.typing import Tensor
 
 
-class Gatherer:
+class Zero3Hooks:
     """Sees to it that the modules of a model find their parameters whole."""
 
     def __init__(self, model: Any, plan: ShardPlan, shards: Sequence[ParameterShard], is_tied: bool):

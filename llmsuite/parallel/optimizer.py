@@ -38,7 +38,7 @@ class Optimizer:
         """
         self.shards, self._host = list(shards), host
         self._finished: list[tuple[ParameterShard, Tensor]] = []
-        owned = [shard.owned for shard in self.shards if not shard.is_empty]
+        owned = [shard.master_or_shard for shard in self.shards if not shard.is_empty]
         self._peak, self._schedule = train.learning_rate, train.lr_schedule
         # rounded first: 0.07 * 100 is a little more than 7
         self._warmup_steps = math.ceil(round(train.warmup_ratio * total_steps, 6))
@@ -128,8 +128,8 @@ class Optimizer:
                 if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
                     self._paddle.step()
             for shard in group:
-                shard.owned.clear_gradient(False)
-                shard.publish()
+                shard.master_or_shard.clear_gradient(False)
+                shard.write_back()
                 self.to_host(shard)
 
     def to_host(self, shard: ParameterShard) -> None:
@@ -148,8 +148,8 @@ class Optimizer:
                 moved.name = values[shard.name].name
                 values[shard.name] = moved
         if shard.owned_is_copy:
-            moved = move(shard.owned.detach())
-            shard.owned.get_tensor()._share_data_with(moved.get_tensor())
+            moved = move(shard.master_or_shard.detach())
+            shard.master_or_shard.get_tensor()._share_data_with(moved.get_tensor())
 
     def state(self) -> Iterator[StateTensor]:
         """Every tensor of the state; "master" is the float32 copy of a 16-bit parameter.
@@ -160,7 +160,9 @@ class Optimizer:
         stored = {**self._paddle._accumulators_holder, **self._paddle.state_dict()}
         for shard in self.shards:
             for slot in self.slots:
-                value = shard.owned.detach() if slot == "master" else stored.get(_paddle_name(shard.name, slot))
+                value = (
+                    shard.master_or_shard.detach() if slot == "master" else stored.get(_paddle_name(shard.name, slot))
+                )
                 value = self._first_value(shard, slot) if value is None else value
                 yield StateTensor(shard, slot, value, self._host)
 
@@ -168,7 +170,7 @@ class Optimizer:
         """What a slot is until the first gradient comes; some parameters never get one."""
         if slot in self._decay_rates:
             return paddle.full([1], self._decay_rates[slot], dtype="float32")
-        return paddle.zeros_like(shard.owned.detach())
+        return paddle.zeros_like(shard.master_or_shard.detach())
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Take over a state: `read` gives this rank's part of each tensor."""

@@ -24,7 +24,7 @@ from llmsuite.models.lora import LoraLinear
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.experts import share_experts
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import own_slice
+from llmsuite.parallel.partition import local_slice
 from llmsuite.typing import Tensor
 
 ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
@@ -108,7 +108,7 @@ def fill(
 
 def read_local(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh, read: ReadSlice) -> np.ndarray:
     """The values of a parameter that this rank holds when sharding does not cut it, as float32."""
-    index = own_slice(name, shape, plan, mesh)
+    index = local_slice(name, shape, plan, mesh)
     values = np.ascontiguousarray(read(name, shape, index), dtype="float32")
     if list(values.shape) != [part.stop - part.start for part in index]:
         raise UserError(f"parameter {name!r} is {list(shape)}; its values do not have this shape")

@@ -17,7 +17,7 @@ OPTIMIZER_SLOTS = {"adamw": ("beta1_pow_acc", "beta2_pow_acc", "moment1", "momen
 """What Paddle's optimizers keep of a parameter, in float32."""
 
 
-def own_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:
+def local_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:
     """The part of a whole parameter that this rank holds when sharding does not cut it, one slice a dim."""
     index = [slice(0, size) for size in shape]
     dim, parts, part = plan.dim(name), mesh.degrees.tp, mesh.coordinate["tp"]
@@ -64,7 +64,7 @@ def has_master(dtype: str, is_frozen: bool) -> bool:
     return dtype != "float32" and not is_frozen
 
 
-def collects_early(stage: int, parts: int, master: bool) -> bool:
+def reduce_in_backward(stage: int, parts: int, master: bool) -> bool:
     """Whether a gradient is taken from the model as soon as a backward pass has made it, and added up in float32."""
     return master or (stage >= 2 and parts > 1)
 

@@ -56,7 +56,9 @@ class Pass:
 class PipelineStage:
     """This rank's layers, called like the whole model. Also made for a pipeline of one rank, where it adds nothing."""
 
-    def __init__(self, chunks: Sequence[Any], mesh: Mesh, hidden_size: int, placements: list[Any], edges: Edges | None):
+    def __init__(
+        self, chunks: Sequence[Any], mesh: Mesh, hidden_size: int, placements: list[Any], edges: P2PChannels | None
+    ):
         """
         Args:
             chunks: models that have what belongs to a part each; see `cut.keep_part`.
@@ -184,7 +186,7 @@ class PipelineStage:
 
     # what the engine calls
 
-    def meets_data(self, chunk: int) -> bool:
+    def owns_loss_or_inputs(self, chunk: int) -> bool:
         """Whether the passes of a chunk begin with ids or end in a loss."""
         return (self.is_first or self.is_last) and chunk == self._at_data
 
@@ -235,18 +237,18 @@ class PipelineStage:
             self._edges.send(local_value(gradient).detach(), forward=False)
 
     @paddle.no_grad()
-    def relay(self) -> None:
+    def serve_forward_only(self) -> None:
         """In the middle of a pipeline, outside of a schedule: pass on what comes, until the first rank lets go."""
         self.eval()
         while (given := self._receive_or_end()) is not None:
             self._run(0, *given)
             for chunk in range(1, len(self.chunks)):
                 self._run(chunk, *self._receive())
-        self.release()
+        self.send_stop()
         self.train()
 
-    def release(self) -> None:
-        """Let the next rank leave `relay`, if it is in the middle of the pipeline."""
+    def send_stop(self) -> None:
+        """Let the next rank leave `serve_forward_only`, if it is in the middle of the pipeline."""
         if self._edges is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
             self._edges.send(paddle.to_tensor(_END, dtype="int64"), forward=True)
 
@@ -308,7 +310,7 @@ _END = [0, 0, 0, 0]
 """In place of the shape of activations, and of the length of rows of several documents: none will follow."""
 
 
-class Edges:
+class P2PChannels:
     """Sends to and receives from the neighbours. A send never waits for its receiver.
 
     There is a channel, a group of two, for each direction between two neighbours: what is sent first is received

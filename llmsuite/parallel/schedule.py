@@ -91,7 +91,7 @@ def play(orders: Sequence[Sequence[Action]], num_chunks: int = 1) -> list[int]:
     """
     num_stages, last = len(orders), len(orders) * num_chunks - 1
     queues = [collections.deque(actions) for actions in orders]
-    # what is under way, by receiver and direction: what `pipeline.Edges` has a channel for
+    # what is under way, by receiver and direction: what `pipeline.P2PChannels` has a channel for
     channels: dict[tuple[int, bool], collections.deque[tuple[int, int]]] = collections.defaultdict(collections.deque)
     held: list[set[tuple[int, int]]] = [set() for _ in orders]
     peak = [0] * num_stages

@@ -23,7 +23,7 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import Bucket
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.parallelize import local_value, reshard
-from llmsuite.parallel.partition import collects_early, has_master, piece_of
+from llmsuite.parallel.partition import has_master, piece_of, reduce_in_backward
 from llmsuite.typing import Tensor
 
 
@@ -66,7 +66,7 @@ class ParameterShard:
         self.has_master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
         part = local.flatten()[self._range].clone() if self._parts > 1 else local
         # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
-        self.owned = _leaf(name, part.astype("float32") if self.has_master else part)
+        self.master_or_shard = _leaf(name, part.astype("float32") if self.has_master else part)
 
         self._sum: Tensor | None = None
         """What has been collected of the gradient: float32, of a cut one the padded part."""
@@ -74,13 +74,13 @@ class ParameterShard:
         if self._is_stored_in_parts:
             self._stored = part
             self.free()
-        self._collects_early = collects_early(stage, self._parts, self.has_master)
+        self._reduce_in_backward = reduce_in_backward(stage, self._parts, self.has_master)
         self._adds_up_early = stage >= 2 and self._parts > 1
         self.is_last_pass = False
         """Whether the backward pass that is under way is the step's last one through this parameter."""
         self.bucket = Bucket([self])
         """Whose gradients travel together with this one."""
-        if (self._collects_early or mesh.degrees.num_data_ranks > 1) and not parameter.stop_gradient:
+        if (self._reduce_in_backward or mesh.degrees.num_data_ranks > 1) and not parameter.stop_gradient:
             parameter._register_backward_hook(self._pass_ended)
 
     # values
@@ -106,17 +106,17 @@ class ParameterShard:
         elif not self.is_empty:
             self._stored.copy_(part, True)
         if (self.has_master or self._parts > 1) and not self.is_empty:
-            self.owned.copy_(part.astype("float32"), True)
+            self.master_or_shard.copy_(part.astype("float32"), True)
 
     @paddle.no_grad()
     def load_master(self, part: Tensor) -> None:
         """Take over the own part of a float32 master."""
-        self.owned.copy_(part, True)
+        self.master_or_shard.copy_(part, True)
 
     @paddle.no_grad()
-    def publish(self) -> None:
+    def write_back(self) -> None:
         """Bring the updated values into the model's parameter; in stage 3, into the part it is gathered from."""
-        part = self.owned.detach()
+        part = self.master_or_shard.detach()
         if self.has_master:
             part = part.astype(self.parameter.dtype)
         if self._is_stored_in_parts:
@@ -184,8 +184,8 @@ class ParameterShard:
 
     def set_gradient(self, gradient: Tensor) -> None:
         """Hand a finished gradient to the optimizer, with its memory."""
-        self.owned._set_grad_ivar(paddle.zeros([1], gradient.dtype))  # it would copy the gradient
-        self.owned.grad.get_tensor()._share_data_with(gradient.get_tensor())
+        self.master_or_shard._set_grad_ivar(paddle.zeros([1], gradient.dtype))  # it would copy the gradient
+        self.master_or_shard.grad.get_tensor()._share_data_with(gradient.get_tensor())
         self.drop_gradient()
 
     def drop_gradient(self) -> None:
@@ -200,7 +200,7 @@ class ParameterShard:
         """
         # entering the context costs more than all else that is done here of a small parameter
         with paddle.amp.auto_cast(enable=False) if paddle.is_autocast_enabled() else contextlib.nullcontext():
-            if self._collects_early:
+            if self._reduce_in_backward:
                 self._collect()
             if self.is_last_pass and not self._adds_up_early:  # what was cut has little left to be sent
                 self.bucket.add(self, self.take_gradient())
@@ -253,7 +253,7 @@ class ParameterShard:
 
     def take_gradient(self) -> Tensor | None:
         """What this rank has collected, or what its backward passes have left."""
-        if self._collects_early:
+        if self._reduce_in_backward:
             own, self._sum = self._sum, None
             return own
         return self._local_gradient()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from llmsuite.models.anatomy import Anatomy, Gated, GroupedQuery, Latent, LayerAnatomy, Mixture
+from llmsuite.models.anatomy import Anatomy, Gated, GroupedQuery, Latent, LayerAnatomy, MoE
 
 INDEX_BYTES = 8
 """Of an id or a position: int64."""
@@ -76,7 +76,7 @@ def inside_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float:
     """The same of a layer that nothing is computed again of, but its attention where that is selected."""
     layer, between = anatomy.layers[number], _between(anatomy.hidden, batch, how)
     # of a layer with experts no more than attention, with the norm in front, is in a program
-    of_mlp = dataclasses.replace(how, fused=how.fused_outside) if isinstance(layer.mlp, Mixture) else how
+    of_mlp = dataclasses.replace(how, fused=how.fused_outside) if isinstance(layer.mlp, MoE) else how
     norms = _norm(layer.norm, anatomy.hidden, batch, how) + _norm(layer.norm, anatomy.hidden, batch, of_mlp)
     inputs = 2 * batch.tokens * anatomy.hidden * how.num_bytes  # of both regions; whole also where sequences are cut
     kept = norms + inputs + attention_kept(layer, batch, how) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
@@ -148,7 +148,7 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: Pass, how: How) -> float:
     times = 3 if "swiglu" in how.fused else 4  # gate, up, their product; and of plain ones the gate's activation
     if isinstance(what, Gated):
         return tokens * e * times * what.width / how.tp
-    if not isinstance(what, Mixture):
+    if not isinstance(what, MoE):
         return tokens * e * 2 * what.width / how.tp
     # evenly dealt, a rank has as many rows as tokens x experts of each, its tensor parallel group together
     rows = tokens * what.chosen / how.tp if batch.expert_rows is None else batch.expert_rows
@@ -197,7 +197,7 @@ def _num_readers(layer: LayerAnatomy, name: str) -> int:
         return 1
     if word == "self_attn":
         return 2 if isinstance(layer.attention, Latent) else 3
-    if isinstance(layer.mlp, Mixture):
+    if isinstance(layer.mlp, MoE):
         return 3  # with the gate, which is not rounded
     return 2 if isinstance(layer.mlp, Gated) else 1
 
@@ -215,7 +215,7 @@ def kept_for_all_layers(anatomy: Anatomy, batch: Pass, how: How) -> float:
     """The rotation, which every layer of a pass shares, and the mask where attention is to be computed again."""
     attention, outside = anatomy.layers[0].attention, dataclasses.replace(how, fused=how.fused_outside)
     kept = mask_bytes(anatomy.layers[0], batch, outside) if how.recompute != "none" else 0.0
-    if how.recompute == "full" and batch.marked and any(isinstance(layer.mlp, Mixture) for layer in anatomy.layers):
+    if how.recompute == "full" and batch.marked and any(isinstance(layer.mlp, MoE) for layer in anatomy.layers):
         kept += 4 * batch.tokens  # which tokens count, for gates
     if batch.documents and is_fused(anatomy.layers[0], outside):  # what each token sees, or where its document ends
         kept += batch.tokens * (3 * INDEX_BYTES if how.fuses_alike_only else 4)

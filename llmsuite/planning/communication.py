@@ -8,14 +8,14 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from llmsuite.models.anatomy import Anatomy, Mixture
+from llmsuite.models.anatomy import Anatomy, MoE
 from llmsuite.models.shard_plan import SECOND_FACTOR
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import Pass
-from llmsuite.planning.along_tensor import AlongTensor
 from llmsuite.planning.layout import BYTES, Held, Layout
+from llmsuite.planning.tp_traffic import AlongTensor
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.specs import LookAhead
+from llmsuite.specs import PrePass
 
 TENSOR, DATA, SHARDING, DP, PIPELINE, EXPERT, RUN = "tp", "data", "sharding", "dp", "pp", "ep", "run"
 AXES = {TENSOR: ("tp",), DATA: ("dp", "sharding"), SHARDING: ("sharding",), DP: ("dp",), EXPERT: ("ep",)}
@@ -56,7 +56,7 @@ class Traffic:
         mesh: Mesh,
         batches: Sequence[Pass],
         own_reduce_scatter: bool,
-        looks: Sequence[Sequence[Pass]] | None = None,
+        prepasses: Sequence[Sequence[Pass]] | None = None,
     ):
         """
         Args:
@@ -65,8 +65,7 @@ class Traffic:
             mesh: the rank's place.
             batches: its micro-batches.
             own_reduce_scatter: whether the library has one; over Gloo it is made of an all_reduce.
-            looks: the passes of each look at the global batch that asks the model, in front of the step; None for those
-                that `looks_of` tells.
+            prepasses: the micro-batches of each pre-pass that asks the model; None for those that `prepasses_of` tells.
         """
         self._layout, self._anatomy, self._mesh, self._batches = layout, anatomy, mesh, batches
         self._own, self._plan = own_reduce_scatter, layout.plan
@@ -84,24 +83,24 @@ class Traffic:
                     tensor.forward(part, batch)
                     tensor.backward(part, batch)
                 if degrees.ep > 1:
-                    self._experts(part, batch, is_learnt=True)
+                    self._experts(part, batch, is_supervised=True)
                 if degrees.pp > 1:
-                    self._edges(part, batch, is_learnt=True)
-        passes_of = full_looks(self._plan, batches) if looks is None else looks
-        for look, passes in zip(looks_of(self._plan), passes_of, strict=True):
+                    self._edges(part, batch, is_supervised=True)
+        passes_of = full_prepasses(self._plan, batches) if prepasses is None else prepasses
+        for look, passes in zip(prepasses_of(self._plan), passes_of, strict=True):
             for batch, self._times in collections.Counter(passes).items():
                 for part in layout.parts_of(stage):
                     if degrees.tp > 1:
                         tensor.forward(part, batch, look.with_adapters)
                     if degrees.ep > 1:
-                        self._experts(part, batch, is_learnt=False)
+                        self._experts(part, batch, is_supervised=False)
                     if degrees.pp > 1:
-                        self._edges(part, batch, is_learnt=False)
+                        self._edges(part, batch, is_supervised=False)
         if layout.sharding == 3:
             self._times = len(batches)
-            self._gathers(is_learnt=True)
+            self._gathers(is_supervised=True)
             self._times = sum(map(len, passes_of))
-            self._gathers(is_learnt=False)
+            self._gathers(is_supervised=False)
         self._times = 1
         self._gradients()
         self._small()
@@ -122,18 +121,18 @@ class Traffic:
 
     # experts
 
-    def _experts(self, part: int, batch: Pass, is_learnt: bool) -> None:
+    def _experts(self, part: int, batch: Pass, is_supervised: bool) -> None:
         engine, mesh = self._plan.recipe.engine, self._mesh
         for number in self._layout.layers_of(part):
             what = self._anatomy.layers[number].mlp
-            if not isinstance(what, Mixture):
+            if not isinstance(what, MoE):
                 continue
-            again = is_learnt and engine.computes_again(number)
+            again = is_supervised and engine.computes_again(number)
             times = 2 if again else 1
             slots = what.experts // mesh.degrees.tp
             self._add(EXPERT, "all_gather", (slots,), "rows of each rank for each expert", times, 8, True)
             # there and back, forward and backward, evenly dealt
-            ep, exchanges = mesh.degrees.ep, 2 * times + 2 * is_learnt
+            ep, exchanges = mesh.degrees.ep, 2 * times + 2 * is_supervised
             rows = round(batch.tokens * what.chosen / mesh.degrees.tp / ep)
             why = "tokens to the ranks that have their experts, and back"
             if self._own:
@@ -147,7 +146,7 @@ class Traffic:
 
     # stage 3
 
-    def _gathers(self, is_learnt: bool) -> None:
+    def _gathers(self, is_supervised: bool) -> None:
         why = "parameters are brought together, forward and backward"
         first = self._layout.bounds[min(self._layout.parts_of(self._mesh.coordinate["pp"]))]
         for held in self._held:
@@ -155,9 +154,9 @@ class Traffic:
                 # what is frozen has no gradient to be freed with: of the first layer it stays whole till the next pass,
                 # and in front of it nothing is brought together for a backward pass
                 stays = not held.is_trained and (held.layer == first or self._is_in_front(held))
-                count = 1 if stays or not is_learnt else 2
+                count = 1 if stays or not is_supervised else 2
                 if self._layout.tied and self._mesh.degrees.pp == 1 and self._is_embedding(held):
-                    count += 2 if is_learnt else 1  # by the head
+                    count += 2 if is_supervised else 1  # by the head
                 self._add(SHARDING, "all_gather", (held.piece,), why, count, held.num_bytes, held.is_expert)
 
     def _is_embedding(self, held: Held) -> bool:
@@ -168,7 +167,7 @@ class Traffic:
 
     # pipeline
 
-    def _edges(self, part: int, batch: Pass, is_learnt: bool) -> None:
+    def _edges(self, part: int, batch: Pass, is_supervised: bool) -> None:
         """Activations on, gradients back."""
         last = len(self._layout.bounds) - 2
         length = batch.length // (self._mesh.degrees.tp if self._cut else 1)
@@ -178,7 +177,7 @@ class Traffic:
             if batch.documents or batch.marked:
                 self._add(PIPELINE, "send", (batch.rows, batch.length), "where documents begin", width=8)
             self._add(PIPELINE, "send", shape, "activations to the next part")
-        if part != 0 and is_learnt:
+        if part != 0 and is_supervised:
             self._add(PIPELINE, "send", shape, "gradients to the part before")
 
     # once a step
@@ -197,11 +196,11 @@ class Traffic:
 
     def _gradient(self, held: Held) -> None:
         """What a gradient needs by itself."""
-        width = 4 if held.collects_early else held.num_bytes
+        width = 4 if held.reduce_in_backward else held.num_bytes
         if self._mesh.degrees.tp > 1 and self._is_partial(held):
             why = "gradients of norms, of which each rank has seen its tokens or heads"
             inside = self._compiled and self._is_compiled(held)
-            times = len(self._batches) if held.collects_early or inside else 1
+            times = len(self._batches) if held.reduce_in_backward or inside else 1
             self._add(TENSOR, "all_reduce", held.local_shape, why, times, width)
         if held.is_tied:
             own = (held.owned,) if held.parts > 1 else held.local_shape
@@ -210,7 +209,7 @@ class Traffic:
     def _sums(self, bucket: Sequence[Held]) -> None:
         """Over data ranks."""
         first, together = bucket[0], len(bucket) > 1
-        width = 4 if first.collects_early else first.num_bytes
+        width = 4 if first.reduce_in_backward else first.num_bytes
         whole = (sum(held.sum_size for held in bucket),)
         if not first.adds_up_early:
             shape = whole if together else first.local_shape
@@ -227,7 +226,7 @@ class Traffic:
         """Whether a norm is part of a program; behind the attention of a layer with experts it is not."""
         if held.layer is None:
             return False
-        return not isinstance(self._anatomy.layers[held.layer].mlp, Mixture) or "post_attention" not in held.name
+        return not isinstance(self._anatomy.layers[held.layer].mlp, MoE) or "post_attention" not in held.name
 
     def _is_partial(self, held: Held) -> bool:
         """Whether Paddle leaves the gradient of each rank's tokens or heads to be added up."""
@@ -250,18 +249,18 @@ class Traffic:
         if self._mesh.reads_data:
             axis = "readers" if self._mesh.has_middle else RUN
             self._add(axis, "all_reduce", (2 * sums + 4,), "ledger of the loss", width=8)
-            if ahead := sum(look.num_sums for look in stage.looks(section)):
+            if ahead := sum(look.num_sums for look in stage.prepasses(section)):
                 self._add(axis, "all_reduce", (2 * ahead,), "what a loss has to know of the global batch", width=8)
         if self._mesh.has_middle:
             self._add(RUN, "all_reduce", (4,), "ledger of the loss, for ranks that read nothing", width=8)
         self._add(RUN, "all_reduce", (1,), "norm of the gradients", width=8)
         if self._layout.rounded and self._plan.recipe.qat.activation_bits is not None:
             self._add(RUN, "all_reduce", (len(self._layout.rounded),), "largest inputs of rounded layers", width=8)
-        mixtures = [layer.mlp for layer in self._anatomy.layers if isinstance(layer.mlp, Mixture)]
+        mixtures = [layer.mlp for layer in self._anatomy.layers if isinstance(layer.mlp, MoE)]
         if not mixtures:
             return
         parts = self._layout.parts_of(self._mesh.coordinate["pp"])
-        here = sum(isinstance(self._anatomy.layers[i].mlp, Mixture) for p in parts for i in self._layout.layers_of(p))
+        here = sum(isinstance(self._anatomy.layers[i].mlp, MoE) for p in parts for i in self._layout.layers_of(p))
         if here and degrees.num_data_ranks > 1:
             self._add(DATA, "all_reduce", (here, mixtures[0].experts), "loads of experts", width=4)
         self._add(RUN, "all_reduce", (3,), "loads of experts", width=8)
@@ -269,12 +268,12 @@ class Traffic:
             self._add(RUN, "all_reduce", (2,), "weight of the balance loss", width=8)
 
 
-def looks_of(plan: RunPlan) -> list[LookAhead]:
+def prepasses_of(plan: RunPlan) -> list[PrePass]:
     """What is looked at before a step by passes of the model."""
-    return [look for look in plan.stage.looks(getattr(plan.recipe, plan.stage.section_name)) if look.rows]
+    return [look for look in plan.stage.prepasses(getattr(plan.recipe, plan.stage.section_name)) if look.rows]
 
 
-def full_looks(plan: RunPlan, batches: Sequence[Pass]) -> list[list[Pass]]:
+def full_prepasses(plan: RunPlan, batches: Sequence[Pass]) -> list[list[Pass]]:
     """The passes of each, with rows as long as those that are learnt from. No padding is marked in them."""
     marked = plan.recipe.data.packing != "none"
     return [
@@ -284,5 +283,5 @@ def full_looks(plan: RunPlan, batches: Sequence[Pass]) -> list[list[Pass]]:
             )
             for b in batches
         ]
-        for look in looks_of(plan)
+        for look in prepasses_of(plan)
     ]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from llmsuite.errors import UserError
-from llmsuite.models.anatomy import Anatomy, GroupedQuery, Latent, LayerAnatomy, Mixture, Plain
+from llmsuite.models.anatomy import Anatomy, GroupedQuery, Latent, LayerAnatomy, MoE, Plain
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.communication import AXES, PIPELINE, TENSOR, Message
 from llmsuite.planning.layout import Layout
@@ -84,7 +84,7 @@ def layer_flops(layer: LayerAnatomy, hidden: int, batch: Pass) -> float:
         assert isinstance(what, GroupedQuery)
         weights = hidden * what.head_size * (2 * what.heads + 2 * what.kv_heads)
         each = 2 * what.heads * what.head_size
-    if isinstance(mlp, Mixture):
+    if isinstance(mlp, MoE):
         weights += hidden * (3 * (mlp.chosen * mlp.width + mlp.shared_width) + mlp.experts)
     else:
         weights += hidden * mlp.width * (2 if isinstance(mlp, Plain) else 3)

@@ -12,7 +12,7 @@ from llmsuite.models.anatomy import Anatomy
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Kind
 from llmsuite.planning.activations import Pass
-from llmsuite.planning.communication import Counts, Traffic, looks_of
+from llmsuite.planning.communication import Counts, Traffic, prepasses_of
 from llmsuite.planning.cost import FAST, SLOW, Hardware, PartCost, Reached, communication_time, part_costs
 from llmsuite.planning.layout import Layout, ranks
 from llmsuite.planning.memory import StageMemory, full_pass, memory
@@ -86,13 +86,13 @@ class Estimate:
         played = length(turns_of(*self._played), forward, backward, transfer)
         # looks go forward only: each micro-batch as long as it keeps the busiest rank, once the first has got there
         busiest = max(sum(forward[stage::pp]) for stage in range(pp))
-        looks = self._looks * ((self.num_micro_batches - 1) * busiest + sum(forward))
-        return self._length(played, forward, backward) + looks + max(time.at_the_end for time in times)
+        prepasses = self._looks * ((self.num_micro_batches - 1) * busiest + sum(forward))
+        return self._length(played, forward, backward) + prepasses + max(time.at_the_end for time in times)
 
     @property
     def _looks(self) -> int:
         """How often the model passes over the global batch before it learns from it, in its own number of rows."""
-        return sum(look.rows for look in looks_of(self.plan))
+        return sum(look.rows for look in prepasses_of(self.plan))
 
     @property
     def _num_chunks(self) -> int:

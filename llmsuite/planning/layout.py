@@ -17,7 +17,15 @@ from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import is_trained, linear_modules, pick_modules, with_adapters
 from llmsuite.parallel.cut import layer_costs, layer_of, part_bounds, parts_with
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import SHARDING_STAGES, Piece, buckets, collects_early, has_master, own_slice, piece_of
+from llmsuite.parallel.partition import (
+    SHARDING_STAGES,
+    Piece,
+    buckets,
+    has_master,
+    local_slice,
+    piece_of,
+    reduce_in_backward,
+)
 from llmsuite.recipe.resolve import RunPlan
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -56,8 +64,8 @@ class Held:
     """Whether the first and the last pipeline stage both have it."""
 
     @property
-    def collects_early(self) -> bool:
-        return collects_early(self.stage, self.parts, self.has_master)
+    def reduce_in_backward(self) -> bool:
+        return reduce_in_backward(self.stage, self.parts, self.has_master)
 
     @property
     def is_stored_in_parts(self) -> bool:
@@ -90,7 +98,7 @@ class Held:
     def gradient_bytes(self) -> int:
         if not self.has_gradient:
             return 0
-        if self.collects_early:
+        if self.reduce_in_backward:
             return 4 * (self.piece if self.adds_up_early else self.size)
         return self.size * self.num_bytes
 
@@ -205,7 +213,7 @@ class Layout:
                 trained = name in self.trained
                 key = shape, expert, dim, trained
                 if key not in known:
-                    local = tuple(s.stop - s.start for s in own_slice(name, shape, self.cuts, mesh))
+                    local = tuple(s.stop - s.start for s in local_slice(name, shape, self.cuts, mesh))
                     size = math.prod(local)
                     place = mesh.of_experts if expert else mesh
                     known[key] = local, size, piece_of(size, place, self.sharding, not trained)

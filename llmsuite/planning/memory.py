@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from llmsuite.models.anatomy import Anatomy, Latent, Mixture
+from llmsuite.models.anatomy import Anatomy, Latent, MoE
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
@@ -185,7 +185,7 @@ def _kept_by_programs(layout: Layout, anatomy: Anatomy, held: Iterable[Held]) ->
     kept = 0.0
     for h in held:
         if h.is_stored_in_parts and h.layer is not None and not engine.computes_again(h.layer):
-            experts = isinstance(anatomy.layers[h.layer].mlp, Mixture)  # of these layers attention alone is compiled
+            experts = isinstance(anatomy.layers[h.layer].mlp, MoE)  # of these layers attention alone is compiled
             if not experts or any(word in h.name for word in (".input_layernorm.", ".self_attn.")):
                 kept += h.size * h.num_bytes
     return kept
@@ -253,7 +253,7 @@ def _buffers(layout: Layout, anatomy: Anatomy, stage: int, held: Sequence[Held],
     scores = activations.scores_bytes(layer, batch, how)
     width = layer.attention.value if isinstance(layer.attention, Latent) else layer.attention.head_size
     mlp = layer.mlp
-    size = mlp.chosen * mlp.width + mlp.shared_width if isinstance(mlp, Mixture) else mlp.width
+    size = mlp.chosen * mlp.width + mlp.shared_width if isinstance(mlp, MoE) else mlp.width
     of_mlp = activations.mlp_kept(layer, anatomy.hidden, batch, how)
     residual = 2 * batch.tokens * anatomy.hidden * e
     again = 0.0

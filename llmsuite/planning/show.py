@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from llmsuite.models.anatomy import Mixture
+from llmsuite.models.anatomy import MoE
 from llmsuite.planning.cost import FAST, SLOW, Hardware, axis_size, total_bytes
 from llmsuite.planning.estimate import Estimate
 from llmsuite.planning.memory import NOT_COUNTED, StageMemory
@@ -49,7 +49,7 @@ def inexact(found: Estimate) -> Iterator[str]:
     """What of a plan is no count."""
     yield "micro-batches are taken as full: rows of data.max_length, every position learnt; others take less"
     yield from NOT_COUNTED[:2]
-    if any(isinstance(layer.mlp, Mixture) for layer in found.anatomy.layers):
+    if any(isinstance(layer.mlp, MoE) for layer in found.anatomy.layers):
         yield NOT_COUNTED[2]
     if found.plan.degrees.ep > 1:
         yield "bytes to and from experts: taken as evenly dealt; calls, and the bytes of all else, are counted"

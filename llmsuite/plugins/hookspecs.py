@@ -23,15 +23,27 @@ from llmsuite.specs import (
     Exporter,
     Logger,
     LoggerSpec,
-    LookAhead,
     ModelFamily,
+    PrePass,
     RunView,
     StageSpec,
 )
 
 __all__ = [
-    "API_VERSION", "Command", "DataFormat", "DeviceSpec", "Exporter", "Logger", "LoggerSpec", "LookAhead",
-    "ModelFamily", "RunView", "Section", "StageSpec", "hookimpl", "hookspec",
+    "API_VERSION",
+    "Command",
+    "DataFormat",
+    "DeviceSpec",
+    "Exporter",
+    "Logger",
+    "LoggerSpec",
+    "ModelFamily",
+    "PrePass",
+    "RunView",
+    "Section",
+    "StageSpec",
+    "hookimpl",
+    "hookspec",
 ]  # fmt: skip
 
 hookspec = pluggy.HookspecMarker("llmsuite")

@@ -18,7 +18,7 @@ from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import LoadedRecipe, in_order, load
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
-from llmsuite.recipe.shape import Broken, behind_adapter, missing_model, model_config, weights_of
+from llmsuite.recipe.shape import Broken, base_of_adapter, missing_model, model_config, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
 from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
@@ -71,7 +71,7 @@ class RunPlan:
         for key, path in data:
             if path is not None and not _has_data(path) and not is_remote(getattr(self.recipe.data, key[5:])):
                 problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
-        weights = self.weights if self.stage.trains or self.weights is None else behind_adapter(self.weights)
+        weights = self.weights if self.stage.trains or self.weights is None else base_of_adapter(self.weights)
         if loads_model and weights is not None and not (weights / "config.json").is_file():
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
         if self.tokenizer is None:
@@ -125,7 +125,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     family = registry.models[recipe.model.family]
     weights = weights_of(recipe.model.weights) if recipe.model.weights else None
     stage = registry.stages[recipe.stage]
-    shaped = weights if stage.trains or weights is None else behind_adapter(weights)
+    shaped = weights if stage.trains or weights is None else base_of_adapter(weights)
     config, rules = model_config(recipe, family, shaped, stage)
     rules += _registered_names(recipe, registry)
     degrees = degrees_of(recipe)

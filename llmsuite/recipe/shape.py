@@ -27,7 +27,7 @@ def weights_of(given: str) -> Path:
     return path
 
 
-def behind_adapter(weights: Path) -> Path:
+def base_of_adapter(weights: Path) -> Path:
     """The model that adapters belong to; any other directory as it is."""
     from llmsuite.checkpoint.adapter_dir import base_path
     from llmsuite.checkpoint.train_state import find_adapter

@@ -23,7 +23,7 @@ class PromptSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
-class CutSection(Section):
+class InferParallel(Section):
     """How the model is spread: over tensor parallel ranks."""
 
     tensor_parallel_degree: PositiveInt = 1
@@ -38,7 +38,7 @@ class CutSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
-class PassSection(Section):
+class InferEngine(Section):
     """How a pass is computed."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -46,16 +46,16 @@ class PassSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
-class NoKeys(Section):
+class EmptySection(Section):
     """Belongs to stages that train."""
 
 
 SECTIONS: dict[str, type[Section]] = {
     "data": PromptSection,
-    "parallel": CutSection,
-    "engine": PassSection,
-    "train": NoKeys,
-    "lora": NoKeys,
-    "checkpoint": NoKeys,
+    "parallel": InferParallel,
+    "engine": InferEngine,
+    "train": EmptySection,
+    "lora": EmptySection,
+    "checkpoint": EmptySection,
 }
 """In place of those of the same names in `Recipe`."""

@@ -42,11 +42,11 @@ def ended(answer: list[int], eos: int) -> list[int]:
 
 
 def collate(answers: Sequence[Answer], pad_id: int, length_multiple: int) -> Batch:
-    """Answers to arrays, one a row; see `collate_rows`."""
-    return collate_rows([[answer] for answer in answers], pad_id, length_multiple)
+    """Answers to arrays, one a row; see `pack_rows`."""
+    return pack_rows([[answer] for answer in answers], pad_id, length_multiple)
 
 
-def collate_rows(
+def pack_rows(
     rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, shares_prompts: bool = False
 ) -> Batch:
     """Rows of answers to arrays, padded on the right to a multiple; the last token of each answer is only a target.
@@ -70,7 +70,7 @@ def collate_rows(
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
+class PackedRows:
     """Rows of answers as arrays."""
 
     batch: Batch
@@ -79,7 +79,7 @@ class Laid:
     """Of each answer: of the last token of its prompt, and of its own tokens, counted through the rows."""
 
 
-def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, shares_prompts: bool) -> Laid:
+def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, shares_prompts: bool) -> PackedRows:
     """Rows of answers to arrays, padded on the right to a multiple.
 
     With `shares_prompts` answers of a row to the same prompt lie behind one copy of it, and see it and themselves: the
@@ -109,7 +109,7 @@ def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, sha
         documents[i, begin:] = begin
         places += [of_row[number] for number in range(len(row))]
     batch = {"input_ids": input_ids, "lengths": np.array(lengths)}
-    return Laid(batch | {"documents": documents} if len(places) > len(rows) else batch, places)
+    return PackedRows(batch | {"documents": documents} if len(places) > len(rows) else batch, places)
 
 
 def _by_prompt(answers: Sequence[Answer]) -> list[list[int]]:

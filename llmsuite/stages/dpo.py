@@ -16,11 +16,11 @@ import numpy as np
 import paddle
 
 from llmsuite.stages import preference_losses
-from llmsuite.stages.answers import answer_logps, collate_rows, num_tokens
+from llmsuite.stages.answers import answer_logps, num_tokens, pack_rows
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pairs_of
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import DpoSection
-from llmsuite.train.stage import Batch, Look, LossTerms, StageContext, Sums
+from llmsuite.train.stage import Batch, LossTerms, PrePassKind, StageContext, Sums
 from llmsuite.typing import Tensor
 
 
@@ -30,26 +30,26 @@ class DpoStage(PairStage):
     def __init__(self, section: DpoSection, context: StageContext):
         super().__init__(section, context)
         self._kind, self._beta, self._smoothing = section.loss, section.beta, section.label_smoothing
-        self._gamma, self._sft_weight = section.gamma, section.sft_part
+        self._gamma, self._sft_weight = section.gamma, section.effective_sft_weight
         self._takes_reference = section.reference_from
         self._reference = Reference(context, 2 * context.recipe.train.micro_batch_size)
 
     @classmethod
-    def looks(cls, section: DpoSection) -> tuple[Look, ...]:
+    def prepasses(cls, section: DpoSection) -> tuple[PrePassKind, ...]:
         """At the number of tokens for a second term; at the reference; at how far the model is from it."""
-        looks: list[Look] = ["batch"] if section.sft_part else []
-        looks += ["adapters_off"] if section.reference_from == "adapter_off" else []
-        looks += ["model"] if section.loss == "kto_pair" else []
-        return tuple(looks)
+        prepasses: list[PrePassKind] = ["batch"] if section.effective_sft_weight else []
+        prepasses += ["adapters_off"] if section.reference_from == "adapter_off" else []
+        prepasses += ["model"] if section.loss == "kto_pair" else []
+        return tuple(prepasses)
 
     # data
 
     def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right, or all in
         one row, where answers to the same prompt share it."""
-        rows, joins = answer_rows(samples), self.context.joins_rows
+        rows, joins = answer_rows(samples), self.context.padding_free
         laid = [list(itertools.chain(*rows))] if joins else rows
-        batch = collate_rows(laid, self.context.tokenizer.pad_id, self.context.length_multiple, shares_prompts=joins)
+        batch = pack_rows(laid, self.context.tokenizer.pad_id, self.context.length_multiple, shares_prompts=joins)
         batch["weight"] = float(sum(map(len, rows)) // 2)
         if self._takes_reference == "cache" and self._reference.known:
             batch["reference"] = self._reference.of([answer for row in rows for answer in row])
@@ -63,13 +63,13 @@ class DpoStage(PairStage):
             pairs = itertools.chain.from_iterable(map(pairs_of, samples))
             self._reference.compute(model, (answer for pair in pairs for answer in pair.answers))
 
-    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+    def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
         """Pairs a token, the reference of these answers, or the mean log-ratios of both kinds of answers."""
-        if look == "batch":
+        if kind == "batch":
             chosen, _ = np.split(num_tokens(batch), 2)
-            return {"pairs a token": (len(chosen), float(chosen.sum()))}
+            return {"pairs_per_token": (len(chosen), float(chosen.sum()))}
         logps = answer_logps(model, batch)
-        if look == "adapters_off":
+        if kind == "adapters_off":
             batch["reference"] = logps.numpy()
             return {}
         chosen, rejected = (logps - paddle.to_tensor(batch["reference"])).split(2)
@@ -98,7 +98,7 @@ class DpoStage(PairStage):
             nll = -chosen.sum()
             sums["nll/chosen"] = nll.detach(), float(num_tokens(batch)[: len(chosen)].sum())
             # everything is divided by the number of pairs; this term by that of tokens
-            total = total + nll * (self._sft_weight * batch["ahead"]["pairs a token"])
+            total = total + nll * (self._sft_weight * batch["prepass_stats"]["pairs_per_token"])
         return LossTerms(total, num_pairs, sums)
 
     def _compare(self, logps: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,6 +123,6 @@ class DpoStage(PairStage):
             losses = preference_losses.ipo(margin, self._beta)
         else:
             assert self._kind == "kto_pair", self._kind
-            kl_chosen, kl_rejected = (max(0.0, batch["ahead"][f"kl/{side}"]) for side in ("chosen", "rejected"))
+            kl_chosen, kl_rejected = (max(0.0, batch["prepass_stats"][f"kl/{side}"]) for side in ("chosen", "rejected"))
             losses = preference_losses.kto_pair(chosen, rejected, kl_chosen, kl_rejected, self._beta)
         return losses, *rewards

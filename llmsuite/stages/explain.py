@@ -18,7 +18,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.run import load_tokenizer, make_stage
 from llmsuite.train.stage import DropCounts, Stage
-from llmsuite.train.supervision import TaughtSequence, taught_sequences
+from llmsuite.train.supervision import TaughtSequence, supervised_sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _check_number(number: int, count: int, what: str) -> None:
 
 def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
     tokenizer = stage.context.tokenizer
-    taught = taught_sequences(stage.collate([sample]), tokenizer.eos_id if row is None else None)
+    taught = supervised_sequences(stage.collate([sample]), tokenizer.eos_id if row is None else None)
     if taught is None:
         raise UserError(
             f"stage {stage.context.recipe.stage}: its batches have no 'input_ids' and 'targets', so there is nothing "

@@ -25,11 +25,11 @@ from llmsuite.stages.answers import Answer, answer_logps, collate, ended
 from llmsuite.stages.preference_losses import apo_zero, kto
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import KtoSection
-from llmsuite.train.stage import Batch, DropCounts, Look, LossTerms, Stage, StageContext, Sums
+from llmsuite.train.stage import Batch, DropCounts, LossTerms, PrePassKind, Stage, StageContext, Sums
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
+class LabelledAnswer:
     """An answer that is wanted or not."""
 
     answer: Answer
@@ -38,7 +38,7 @@ class Judged:
     """The answer of another row to this prompt; None when none fits."""
 
 
-class KtoStage(Stage[Judged]):
+class KtoStage(Stage[LabelledAnswer]):
     """Makes wanted answers likelier and others less likely."""
 
     row_kind = "unpaired"
@@ -53,14 +53,14 @@ class KtoStage(Stage[Judged]):
         self._reference = Reference(context, context.recipe.train.micro_batch_size)
 
     @classmethod
-    def looks(cls, section: KtoSection) -> tuple[Look, ...]:
+    def prepasses(cls, section: KtoSection) -> tuple[PrePassKind, ...]:
         """At the reference, and at how far the model is from it."""
-        looks: list[Look] = ["adapters_off"] if section.reference == "adapter_off" else []
-        return (*looks, "model") if section.loss == "kto" else tuple(looks)
+        prepasses: list[PrePassKind] = ["adapters_off"] if section.reference == "adapter_off" else []
+        return (*prepasses, "model") if section.loss == "kto" else tuple(prepasses)
 
     # data
 
-    def make_samples(self, rows: Sequence[Unpaired], counts: DropCounts) -> list[Judged]:
+    def make_samples(self, rows: Sequence[Unpaired], counts: DropCounts) -> list[LabelledAnswer]:
         """Answers that fit. Nothing is ever cut: a cut answer would not learn to end."""
         texts: list[str] = []
         kept: list[Unpaired] = []
@@ -86,17 +86,17 @@ class KtoStage(Stage[Judged]):
             else:
                 judged.append((answer, row.desirable))
         if self._kind == "apo_zero":
-            return [Judged(*pair, None) for pair in judged]
+            return [LabelledAnswer(*pair, None) for pair in judged]
         unrelated = unrelated_answers([answer for answer, _ in judged], self._max_length)
-        return [Judged(*pair, other) for pair, other in zip(judged, unrelated)]
+        return [LabelledAnswer(*pair, other) for pair, other in zip(judged, unrelated)]
 
-    def row_lengths(self, samples: Sequence[Judged]) -> np.ndarray:
+    def row_lengths(self, samples: Sequence[LabelledAnswer]) -> np.ndarray:
         """[answers, 1]; [answers, 2] with the answers that z is made of."""
         both = self._kind == "kto"
         rows = [[s.answer, s.unrelated or s.answer] if both else [s.answer] for s in samples]
         return np.array([[len(answer) - 1 for answer in row] for row in rows], dtype="int64")
 
-    def collate(self, samples: Sequence[Judged]) -> Batch:
+    def collate(self, samples: Sequence[LabelledAnswer]) -> Batch:
         """The answers, and under "unrelated" what z is made of."""
         answers = [sample.answer for sample in samples]
         # where there is none, something that counts for nothing: other ranks may wait for a pass
@@ -119,14 +119,14 @@ class KtoStage(Stage[Judged]):
 
     # what is known before a step
 
-    def before_training(self, model: Any, samples: Iterable[Judged]) -> None:
+    def before_training(self, model: Any, samples: Iterable[LabelledAnswer]) -> None:
         """Log-probabilities under the initial model."""
         if self._takes_reference == "cache":
             self._reference.compute(model, _answers(samples))
 
-    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+    def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
         """The reference of these answers, or what z is the mean of."""
-        if look == "adapters_off":
+        if kind == "adapters_off":
             logps, num_answers = answer_logps(model, batch["all"]).numpy(), len(batch["input_ids"])
             batch["reference"] = logps[:num_answers]
             if self._kind == "kto":
@@ -148,7 +148,7 @@ class KtoStage(Stage[Judged]):
             "rewards/undesirable": ((rewards * (1 - desirable)).sum(), float(num_answers - num_desirable)),
         }
         if self._kind == "kto":
-            kl = max(0.0, batch["ahead"]["kl"])
+            kl = max(0.0, batch["prepass_stats"]["kl"])
             sums["kl"] = kl * num_answers, num_answers
             losses = kto(ratios, desirable, self._beta, kl)
         else:
@@ -176,7 +176,7 @@ def unrelated_answers(answers: Sequence[Answer], max_length: int) -> list[Answer
 _FURTHEST = 1000
 
 
-def _answers(samples: Iterable[Judged]) -> Iterator[Answer]:
+def _answers(samples: Iterable[LabelledAnswer]) -> Iterator[Answer]:
     """Everything that the reference has to know."""
     for sample in samples:
         yield sample.answer

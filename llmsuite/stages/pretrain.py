@@ -35,7 +35,7 @@ from llmsuite.stages.sections import PretrainSection
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
 
 
-class Stretches(Sequence[np.ndarray]):
+class TokenWindows(Sequence[np.ndarray]):
     """Consecutive tokens of a corpus in pieces of `length`, each with the token that follows; what it gives lies in the
     corpus, and is read where it is looked at."""
 
@@ -50,26 +50,26 @@ class Stretches(Sequence[np.ndarray]):
     @overload
     def __getitem__(self, at: int) -> np.ndarray: ...
     @overload
-    def __getitem__(self, at: slice) -> Stretches: ...
-    def __getitem__(self, at: int | slice) -> np.ndarray | Stretches:
+    def __getitem__(self, at: slice) -> TokenWindows: ...
+    def __getitem__(self, at: int | slice) -> np.ndarray | TokenWindows:
         if isinstance(at, slice):
-            return Stretches(self._tokens, self._length, self._picked[at])
+            return TokenWindows(self._tokens, self._length, self._picked[at])
         start = self._picked[at] * self._length
         return self._tokens[start : start + self._length + 1]
 
-    def spread(self, count: int) -> Stretches:
+    def spread(self, count: int) -> TokenWindows:
         """So many of them, at equal distances; all when there are not more."""
         return self[:: max(1, len(self) // count)][:count]
 
 
-class Mixture(Sequence[np.ndarray]):
+class MoE(Sequence[np.ndarray]):
     """Samples of several corpora, as many of each as its weight says.
 
     One pass is so long that every sample of every corpus is in it: once of the corpus that takes longest, of the others
     once or more.
     """
 
-    def __init__(self, parts: Sequence[Stretches], weights: Sequence[float]):
+    def __init__(self, parts: Sequence[TokenWindows], weights: Sequence[float]):
         """Every part has a sample."""
         self._parts = parts
         scale = max(len(part) / weight for part, weight in zip(parts, weights))
@@ -114,10 +114,10 @@ class PretrainStage(Stage[np.ndarray]):
     # data
 
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """Stretches of the files, of `data.train` without those held back by `pretrain.split`."""
+        """TokenWindows of the files, of `data.train` without those held back by `pretrain.split`."""
         corpora = [(train, 1.0), *((self._mixed_file(name), weight) for name, weight in self._mix.items())]
-        parts: list[Stretches] = []
-        held_back: list[Stretches] = []
+        parts: list[TokenWindows] = []
+        held_back: list[TokenWindows] = []
         for path, _ in corpora:
             corpus = self._corpus(path)
             tokens = corpus.tokens
@@ -126,15 +126,13 @@ class PretrainStage(Stage[np.ndarray]):
                 held_back += [self._stretches(tokens[at[0] : at[1]], f"the evaluation part of {path}")]
                 tokens = tokens[: at[0]]
             parts.append(self._stretches(tokens, str(path)))
-        mixture: Sequence[np.ndarray] = (
-            parts[0] if len(parts) == 1 else Mixture(parts, [weight for _, weight in corpora])
-        )
+        mixture: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else MoE(parts, [weight for _, weight in corpora])
         if evaluation is not None:
             held_back = [self._stretches(self._corpus(evaluation).tokens, str(evaluation))]
         return mixture, self._fewer(held_back)
 
-    def read(self, path: Path) -> Stretches:
-        """Stretches of one file."""
+    def read(self, path: Path) -> TokenWindows:
+        """TokenWindows of one file."""
         return self._stretches(self._corpus(path).tokens, str(path))
 
     def document_lengths(self, path: Path) -> np.ndarray:
@@ -188,8 +186,8 @@ class PretrainStage(Stage[np.ndarray]):
             raise UserError(f"pretrain.mix: {name} is not a file (working directory: {Path.cwd()})")
         return path
 
-    def _stretches(self, tokens: np.ndarray, what: str) -> Stretches:
-        found = Stretches(tokens, self._length)
+    def _stretches(self, tokens: np.ndarray, what: str) -> TokenWindows:
+        found = TokenWindows(tokens, self._length)
         self.context.report(f"{what}: {len(tokens):,} tokens, {len(found):,} samples of {self._length}")
         if not found:
             raise UserError(
@@ -197,7 +195,7 @@ class PretrainStage(Stage[np.ndarray]):
             )
         return found
 
-    def _fewer(self, held_back: Sequence[Stretches]) -> Sequence[np.ndarray]:
+    def _fewer(self, held_back: Sequence[TokenWindows]) -> Sequence[np.ndarray]:
         """Of the samples for evaluation, what `pretrain.max_eval_samples` leaves."""
         if len(held_back) == 1:
             return held_back[0].spread(self._most) if self._most else held_back[0]

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 
 from llmsuite.progress import track
-from llmsuite.stages.answers import Answer, answer_logps, collate_rows
+from llmsuite.stages.answers import Answer, answer_logps, pack_rows
 from llmsuite.stages.reference_cache import ReferenceCache, complete
 from llmsuite.train.stage import StageContext
 
@@ -30,7 +30,7 @@ class Reference:
 
         def compute(parts: list[list[int]], rank: int) -> Mapping[str, float]:
             found = [[by_key[keys[i]] for i in part] for part in parts]
-            if not self._context.joins_rows:  # else there is no padding, and answers to one prompt lie side by side
+            if not self._context.padding_free:  # else there is no padding, and answers to one prompt lie side by side
                 found = [sorted(part, key=len) for part in found]
             most = max(found, key=len)
             return self._score(model, found[rank], -(-len(most) // self._batch_size), most)
@@ -52,10 +52,10 @@ class Reference:
         for i in track(range(num_passes), "reference log-probabilities"):
             start, stop = i * self._batch_size, (i + 1) * self._batch_size
             part = answers[start:stop] or others[start:stop]  # another rank's, when the own ones are done first
-            joins = self._context.joins_rows
+            joins = self._context.padding_free
             rows = [part] if joins else [[answer] for answer in part]
             with self._context.autocast():
-                logps = answer_logps(model, collate_rows(rows, pad_id, multiple, shares_prompts=joins)).numpy()
+                logps = answer_logps(model, pack_rows(rows, pad_id, multiple, shares_prompts=joins)).numpy()
             scores.update(zip((answer.key for answer in part), map(float, logps)))
         model.train()
         return scores

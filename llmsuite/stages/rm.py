@@ -36,7 +36,7 @@ class RmStage(PairStage):
     def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right, or all in
         one row, where answers to the same prompt share it."""
-        rows, joins = answer_rows(samples), self.context.joins_rows
+        rows, joins = answer_rows(samples), self.context.padding_free
         answers = list(itertools.chain(*rows))
         laid = lay([answers] if joins else rows, self.context.tokenizer.pad_id, self.context.length_multiple, joins)
         return laid.batch | {

@@ -43,7 +43,7 @@ class DpoSection(Section):
         return self.reference or ("none" if self.loss in _REFERENCE_FREE else "cache")
 
     @property
-    def sft_part(self) -> float:
+    def effective_sft_weight(self) -> float:
         """Weight of the mean over the tokens of chosen answers."""
         return 1.0 if self.loss == "orpo" else self.sft_weight
 

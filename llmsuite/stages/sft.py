@@ -125,7 +125,7 @@ class SftStage(Stage[WeightedTokens]):
 
     def collate(self, samples: Sequence[WeightedTokens]) -> Batch:
         """Padding on the right, or all in one row."""
-        samples = [language_model.join(samples)] if self.context.joins_rows else samples
+        samples = [language_model.join(samples)] if self.context.padding_free else samples
         return language_model.collate(samples, self.context.tokenizer.pad_id, self.context.length_multiple)
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
@@ -135,5 +135,5 @@ class SftStage(Stage[WeightedTokens]):
 
 def _answers(row: Conversation) -> bool:
     """Whether there is a turn to learn, and none of them says nothing."""
-    learnt = [message for message, is_learnt in zip(row.messages, row.learnt) if is_learnt]
+    learnt = [message for message, is_supervised in zip(row.messages, row.learnt) if is_supervised]
     return bool(learnt) and all(message.content.strip() or message.tool_calls for message in learnt)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.data.loader import Dealer, SampleOrder
+from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.packing import best_fit
 from llmsuite.errors import UserError
 from llmsuite.stages.pretrain import PretrainStage
 from llmsuite.train.stage import DropCounts, Stage
-from llmsuite.train.supervision import taught_sequences
+from llmsuite.train.supervision import supervised_sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class FileStats:
     """Samples when they are packed, and which part of them is filled; None where rows are not packed."""
 
 
-def file_stats(stage: Stage[Any], path: Path, joins_rows: bool = False) -> FileStats:
+def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> FileStats:
     """Reads the whole file.
 
     Args:
         stage: that lays each sequence into a row of its own.
         path: of the file.
-        joins_rows: whether the run lays those of a micro-batch into one, as `StageContext.joins_rows` says.
+        padding_free: whether the run lays those of a micro-batch into one, as `StageContext.padding_free` says.
 
     Raises:
         UserError: a row is faulty, or the stage does not tell what it learns.
@@ -58,7 +58,7 @@ def file_stats(stage: Stage[Any], path: Path, joins_rows: bool = False) -> FileS
         return FileStats(path, counts, "documents", lengths, len(samples), int(lengths.sum()), learnt, 0, None, None)
     sizes, tokens, learnt, ends = [], [], 0, 0
     for sample in samples:
-        rows = taught_sequences(stage.collate([sample]))
+        rows = supervised_sequences(stage.collate([sample]))
         if rows is None:
             raise UserError(f"stage {stage.context.recipe.stage}: does not tell which tokens it learns")
         tokens += [len(row.ids) for row in rows]
@@ -75,19 +75,19 @@ def file_stats(stage: Stage[Any], path: Path, joins_rows: bool = False) -> FileS
         num_tokens=sum(tokens),
         num_learnt=learnt,
         num_ends=ends,
-        padding=_padding(stage, samples, sizes, joins_rows),
+        padding=_padding(stage, samples, sizes, padding_free),
         packed=_packing(stage, samples) if getattr(stage, "row_kind", "") in ("conversation", "preference") else None,
     )
 
 
-def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]], joins_rows: bool) -> float:
+def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]], padding_free: bool) -> float:
     """Over one pass, or as much of it as makes whole steps, with the micro-batches that the run makes."""
     recipe, multiple = stage.context.recipe, stage.context.length_multiple
     train, order = recipe.train, SampleOrder(len(sizes), recipe.seed)
     by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
     lengths = stage.row_lengths(samples) if by_length else None
     # one data rank: what is padded hardly depends on their number
-    dealer = Dealer(
+    dealer = BatchSampler(
         order,
         train.global_batch_size,
         train.micro_batch_size,
@@ -98,7 +98,7 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
     )
     used = positions = 0
     context = stage.context
-    stage.context = dataclasses.replace(context, joins_rows=joins_rows)
+    stage.context = dataclasses.replace(context, padding_free=padding_free)
     for step in range(max(1, len(sizes) // train.global_batch_size)):
         for picked in dealer.micro_batches(step * train.global_batch_size, 0):
             batch = stage.collate([samples[at] for at in picked])

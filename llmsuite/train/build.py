@@ -18,7 +18,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import check_shapes, skipped_tensors
 from llmsuite.checkpoint.share import assign
 from llmsuite.checkpoint.tensors import TensorFiles
-from llmsuite.checkpoint.train_state import WholeTensor
+from llmsuite.checkpoint.train_state import GatheredTensor
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE, is_tied
@@ -28,15 +28,15 @@ from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, WHOLE
 from llmsuite.models.targets import is_factor, is_trained
 from llmsuite.parallel import collective
 from llmsuite.parallel.balance import ExpertBalance
-from llmsuite.parallel.buckets import share_calls
+from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.cut import keep_part, layer_costs, owner_stage, part_bounds
-from llmsuite.parallel.gathering import Gatherer
+from llmsuite.parallel.gathering import Zero3Hooks
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer, StateTensor
 from llmsuite.parallel.overlap import overlap_sums
 from llmsuite.parallel.parallelize import ReadSlice, between_layers, parallelize, read_local
-from llmsuite.parallel.partition import SHARDING_STAGES, own_slice
-from llmsuite.parallel.pipeline import Edges, PipelineStage
+from llmsuite.parallel.partition import SHARDING_STAGES, local_slice
+from llmsuite.parallel.pipeline import P2PChannels, PipelineStage
 from llmsuite.parallel.quantisation import InputScales
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
@@ -137,26 +137,26 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         place = mesh.of_experts if cuts.is_expert(name) else mesh
         shard = ParameterShard(name, parameter, place, cuts.dim(name), stage, on_two_stages, is_frozen)
         if name.endswith(f".{SECOND_FACTOR}"):
-            shard.owned.optimize_attr["learning_rate"] = ratio
+            shard.master_or_shard.optimize_attr["learning_rate"] = ratio
         shards.append(shard)
 
     for chunk in chunks:
         num_before = len(shards)
         parallelize(chunk, cuts, mesh, read, dtype, sequence_parallel, cut)
-        share_calls(shards[num_before:], cuts.is_expert, plan.gradient_bucket_bytes)
+        assign_buckets(shards[num_before:], cuts.is_expert, plan.gradient_bucket_bytes)
         if mesh.tensor is not None and backend.sends_beside_passes:
             overlap_sums(chunk, cuts, mesh)
         if engine.mode == "to_static":
             compile_layers(chunk, cuts, mesh, placements)
         if stage == 3:
-            Gatherer(chunk, cuts, shards[num_before:], is_tied(plan.model_config))
+            Zero3Hooks(chunk, cuts, shards[num_before:], is_tied(plan.model_config))
         if engine.recompute == "full":
             recompute_layers(chunk, cuts, engine.recompute_every)
         elif engine.recompute == "selective":
             recompute_attention(chunk, cuts)
     what = "" if adapters is None else f", {num_trained:,} of them trained,"
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters{what} on {mesh.degrees.num_ranks} x {backend.name}")
-    edges = Edges(mesh, ring=len(chunks) > 1) if pp > 1 else None
+    edges = P2PChannels(mesh, ring=len(chunks) > 1) if pp > 1 else None
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, edges)
     own = [shard for shard in shards if shard.name in trained]
     balance = None
@@ -177,7 +177,7 @@ class WholeModel:
         owners = {n: owner_stage(n, cuts, built.bounds, mesh.degrees.pp) for n in shapes}
         mine = {s.name: s for s in optimizer.shards if owners[s.name] == here}
         parameters = [
-            WholeTensor(
+            GatheredTensor(
                 n, shape, "float32" if cuts.is_gate_bias(n) else dtype, mine[n].gather_parameter if n in mine else None
             )
             for n, shape in shapes.items()
@@ -188,7 +188,7 @@ class WholeModel:
             for slot in optimizer.slots:
                 full_name, is_scalar = f"{name}/{slot}", StateTensor.slot_is_scalar(slot)
                 gather = _gather(held[full_name]) if name in mine else None
-                slots.append(WholeTensor(full_name, [1] if is_scalar else shape, "float32", gather))
+                slots.append(GatheredTensor(full_name, [1] if is_scalar else shape, "float32", gather))
                 slot_owners[full_name] = owners[name]
                 if is_scalar:  # not up to date where a rank owns nothing of the parameter: the first one owns some
                     scalars[full_name] = int(mesh.grid[owners[name]].flat[0])
@@ -205,8 +205,8 @@ class WholeModel:
 
 
 def _share_out(
-    tensors: Sequence[WholeTensor], owners: Mapping[str, int], mesh: Mesh, together: Mapping[str, Sequence[str]]
-) -> list[WholeTensor]:
+    tensors: Sequence[GatheredTensor], owners: Mapping[str, int], mesh: Mesh, together: Mapping[str, Sequence[str]]
+) -> list[GatheredTensor]:
     """Each pipeline stage's tensors over its ranks: one writes a tensor, and all of the stage bring it together."""
     writers: dict[str, int] = {}
     for stage, ranks in enumerate(mesh.grid):
@@ -215,7 +215,7 @@ def _share_out(
     return [dataclasses.replace(tensor, writer=writers[tensor.name]) for tensor in tensors]
 
 
-def _on_every_stage(tensor: WholeTensor, owner: int) -> WholeTensor:
+def _on_every_stage(tensor: GatheredTensor, owner: int) -> GatheredTensor:
     gather = tensor.gather
 
     def gather_everywhere() -> Any:
@@ -259,7 +259,7 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
         if entry.is_scalar:
             return files.read(entry.name)
         shard = entry.shard
-        return shard.cut(files.read(entry.name, own_slice(shard.name, shard.shape, cuts, mesh)))
+        return shard.cut(files.read(entry.name, local_slice(shard.name, shard.shape, cuts, mesh)))
 
     optimizer.load_state(read)
 

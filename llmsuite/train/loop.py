@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from llmsuite.data.loader import Dealer, ReadAhead
+from llmsuite.data.loader import BatchSampler, ReadAhead
 from llmsuite.launch import calls
 from llmsuite.observe.metrics import Window
 from llmsuite.parallel import collective
@@ -20,9 +20,10 @@ from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.quantisation import InputScales
 from llmsuite.parallel.schedule import Kind
+from llmsuite.specs import PrePassKind
 from llmsuite.train.guard import Guard
 from llmsuite.train.loss_scale import LossScale
-from llmsuite.train.step import Batch, Look, Objective, evaluate, train_step
+from llmsuite.train.step import Batch, Objective, evaluate, train_step
 from llmsuite.train.stop import StopRequest
 from llmsuite.train.stragglers import stragglers
 
@@ -92,8 +93,8 @@ class _MadeAhead:
         batch: Batch = samples.result()
         return batch
 
-    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
-        return self.objective.look_ahead(look, model, batch)
+    def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
+        return self.objective.prepass(kind, model, batch)
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         return self.objective.loss(model, batch)
@@ -107,13 +108,13 @@ def fit(
     optimizer: Optimizer,
     train_samples: Sequence[Any],
     eval_samples: Sequence[Any],
-    dealer: Dealer,
+    dealer: BatchSampler,
     schedule: Schedule,
     autocast: Callable[[], AbstractContextManager[Any]],
     hooks: Hooks,
     *,
     scale: LossScale | None = None,
-    looks: Sequence[Look] = (),
+    prepasses: Sequence[PrePassKind] = (),
     balance: ExpertBalance | None = None,
     input_scales: InputScales | None = None,
     guard: Guard | None = None,
@@ -121,8 +122,8 @@ def fit(
     """Train from `first_step` (counted from 1) and stream `position` to the end, or to a signal.
 
     In the middle of a pipeline there is no objective, and any sequences of the right lengths do for the samples. What
-    is looked at in front of each global batch are the `looks`. After a step that the `guard` rolls back, training goes
-    on from the last checkpoint with the samples behind that step.
+    is looked at in front of each global batch are the `prepasses`. After a step that the `guard` rolls back, training
+    goes on from the last checkpoint with the samples behind that step.
 
     Returns:
         The number of the last step done; below `total_steps` when a signal ended the run early.
@@ -159,7 +160,7 @@ def fit(
                 autocast,
                 votes,
                 scale=scale,
-                looks=looks,
+                prepasses=prepasses,
                 balance=balance,
                 input_scales=input_scales,
                 guard=guard,
@@ -205,7 +206,7 @@ def fit(
             if stopping:
                 break
             if eval_batches and (last or (schedule.eval_steps and step % schedule.eval_steps == 0)):
-                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own, looks)
+                metrics = evaluate(eval_batches, objective, model, schedule.pipeline, autocast, num_own, prepasses)
                 hooks.evaluated(step, position, metrics)
             window.leave_out(time.perf_counter() - started)
         hooks.finish()

@@ -17,13 +17,13 @@ import numpy as np
 from llmsuite.checkpoint.model_dir import copy_tokenizer
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import BUILTIN, load_template
-from llmsuite.data.loader import Dealer, SampleOrder
+from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.files import lock_directory, write_text_atomic
 from llmsuite.launch.launch import INTERRUPTED
-from llmsuite.models.anatomy import GroupedQuery, Mixture
+from llmsuite.models.anatomy import GroupedQuery, MoE
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
@@ -71,7 +71,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     train_samples: Sequence[Any] = ()
     eval_samples: Sequence[Any] = ()
     if tokenizer is not None:
-        stage = make_stage(plan, registry, built.digest, tokenizer, autocast, joins_rows(plan, backend))
+        stage = make_stage(plan, registry, built.digest, tokenizer, autocast, padding_free(plan, backend))
         train_samples, eval_samples = _read(stage, plan, mesh)
     lengths = _row_lengths(stage, plan, train_samples)
     counts = collective.from_first_rank([len(train_samples), len(eval_samples)])
@@ -116,10 +116,10 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         used = (train_samples[order.at(i)] for i in range(num_used))
         stage.before_training(model, itertools.chain(used, eval_samples))
         if model.is_first:
-            model.release()
+            model.send_stop()
     else:
         with autocast():
-            model.relay()
+            model.serve_forward_only()
 
     # rank 0 alone compares and writes it: it takes the data to know
     digest = learning_digest(plan, built.digest, stage) if stage is not None and collective.rank() == 0 else ""
@@ -212,14 +212,14 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             autocast,
             hooks,
             scale=scale,
-            looks=plan.stage.factory().looks(getattr(recipe, plan.stage.section_name)),
+            prepasses=plan.stage.factory().prepasses(getattr(recipe, plan.stage.section_name)),
             balance=built.balance,
             input_scales=built.input_scales,
             guard=guard,
         )
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # the second one: at once
-            saver.give_up(error)
+            saver.abort(error)
         if output is not None:
             output.failed(error)
         raise
@@ -261,7 +261,7 @@ def make_stage(
     model_digest: str,
     tokenizer: TextTokenizer,
     autocast: Any,
-    joins_rows: bool = False,
+    padding_free: bool = False,
 ) -> Stage[Any]:
     """The stage of the recipe; it has read nothing yet."""
     recipe = plan.recipe
@@ -274,22 +274,22 @@ def make_stage(
         autocast=autocast,
         length_multiple=_length_multiple(plan),
         report=report,
-        joins_rows=joins_rows,
+        padding_free=padding_free,
         keeps_tokens=True,
     )
     stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.section_name), context)
     return stage
 
 
-def joins_rows(plan: RunPlan, backend: DeviceBackend) -> bool:
+def padding_free(plan: RunPlan, backend: DeviceBackend) -> bool:
     """Whether attention goes past the other sequences of a row, so that batches need no padding, and prompts are read
     once. Programs are compiled for few lengths, layers whose attention is of another kind make the scores of a whole
     row, and where experts are balanced it matters how often a token is read."""
     anatomy = plan.family.anatomy and plan.family.anatomy(plan.model_config)
     is_plain = anatomy is not None and all(
-        isinstance(layer.attention, GroupedQuery) and not isinstance(layer.mlp, Mixture) for layer in anatomy.layers
+        isinstance(layer.attention, GroupedQuery) and not isinstance(layer.mlp, MoE) for layer in anatomy.layers
     )
-    return is_plain and plan.recipe.engine.mode == "dynamic" and backend.joins_rows(plan.recipe.engine.precision)
+    return is_plain and plan.recipe.engine.mode == "dynamic" and backend.padding_free(plan.recipe.engine.precision)
 
 
 def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -326,9 +326,9 @@ def _row_lengths(stage: Stage[Any] | None, plan: RunPlan, samples: Sequence[Any]
     return lengths
 
 
-def _dealer(plan: RunPlan, order: SampleOrder, lengths: np.ndarray | None) -> Dealer:
+def _dealer(plan: RunPlan, order: SampleOrder, lengths: np.ndarray | None) -> BatchSampler:
     train, num_ranks = plan.recipe.train, plan.degrees.num_data_ranks
-    return Dealer(
+    return BatchSampler(
         order,
         train.global_batch_size,
         train.micro_batch_size,

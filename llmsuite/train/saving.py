@@ -155,7 +155,7 @@ class Saver:
         self._writer.wait()
         self._tell()
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """The run ends by an error: what is being written becomes complete, and an error of that is told of too."""
         try:
             self.finish()

@@ -24,10 +24,9 @@ from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import DataFormat
-from llmsuite.train.step import Look
+from llmsuite.specs import DataFormat, PrePassKind
 
-__all__ = ["Batch", "Look", "LossTerms", "Stage", "StageContext", "Sums"]
+__all__ = ["Batch", "LossTerms", "PrePassKind", "Stage", "StageContext", "Sums"]
 
 Batch = dict[str, Any]
 S = TypeVar("S")
@@ -49,7 +48,7 @@ class StageContext:
     """Batches are padded to a multiple of so many tokens, where sequences are cut over ranks."""
     report: Callable[[str], None]
     """Tell the user something; only rank 0 prints."""
-    joins_rows: bool = False
+    padding_free: bool = False
     """Whether the sequences of a batch are best laid one behind the other in one row, without padding."""
     keeps_tokens: bool = False
     """Whether `encode` goes through the cache."""
@@ -123,8 +122,8 @@ class Stage(abc.ABC, Generic[S]):
         """Of the files that were read."""
 
     @classmethod
-    def looks(cls, section: Any) -> tuple[Look, ...]:
-        """What `look_ahead` is to be called for before each global batch is learnt from, in this order."""
+    def prepasses(cls, section: Any) -> tuple[PrePassKind, ...]:
+        """What `prepass` is to be called for before each global batch is learnt from, in this order."""
         return ()
 
     def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> Sequence[S]:
@@ -142,11 +141,11 @@ class Stage(abc.ABC, Generic[S]):
         their loads; and "weight", that of the batch's loss, without which there can be no loss of their balance.
         """
 
-    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
+    def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
         """What the loss has to know of the whole global batch, of one micro-batch of it.
 
-        The sums of all micro-batches of all ranks, divided by their weights, come into `loss` as `batch["ahead"]`; what
-        this method puts into the batch stays there too. Under "model" and "adapters_off" it asks the model for hidden
+        The sums of all micro-batches of all ranks, divided by their weights, come into `loss` as
+        `batch["prepass_stats"]`; what this method puts into the batch stays there too. Under "model" and "adapters_off" it asks the model for hidden
         states once, as `loss` does, and no graph is kept; under "batch" it does not ask the model.
         """
         raise AssertionError(f"{type(self).__name__} wants to look ahead and does not say at what")

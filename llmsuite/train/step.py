@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import paddle
 
@@ -21,13 +21,11 @@ from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.quantisation import InputScales
 from llmsuite.parallel.schedule import Action, Kind, order
+from llmsuite.specs import PrePassKind
 from llmsuite.train.guard import Guard
 from llmsuite.train.loss_scale import LossScale
 
 Batch = dict[str, Any]
-Look = Literal["batch", "model", "adapters_off"]
-"""What is looked at before a global batch is learnt from: the batch alone, or a pass of the model over it as well, as
-it is or without its adapters."""
 
 
 class Objective(Protocol):
@@ -37,11 +35,11 @@ class Objective(Protocol):
         """Samples to arrays. Has the integers "num_tokens" (without padding) and "num_supervised"; may have "lengths",
         what of each row is no padding, [B], and "weight", that of the loss."""
 
-    def look_ahead(self, look: Look, model: Any, batch: Batch) -> Sums:
-        """What the loss has to know of the global batch, of one micro-batch. Called when there are looks."""
+    def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
+        """What the loss has to know of the global batch, of one micro-batch. Called when there are prepasses."""
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
-        """Forward pass of one micro-batch. After looks, `batch["ahead"]` has what they gave: sums over weights."""
+        """Forward pass of one micro-batch. After pre-passes `batch["prepass_stats"]` has their sums over weights."""
 
 
 def train_step(
@@ -55,7 +53,7 @@ def train_step(
     votes: Mapping[str, bool] | None = None,
     *,
     scale: LossScale | None = None,
-    looks: Sequence[Look] = (),
+    prepasses: Sequence[PrePassKind] = (),
     balance: ExpertBalance | None = None,
     input_scales: InputScales | None = None,
     guard: Guard | None = None,
@@ -74,7 +72,7 @@ def train_step(
         votes: what this rank was asked, such as to stop; comes back as metrics, the number of ranks that were.
         scale: of the loss, for fp16; a step that is not finite is then skipped, and the scale lowered. The metrics
             have "loss_scale", and "skipped": 1 or 0; those that are not finite are left out.
-        looks: at the global batch before its loss, in this order; the same on every rank.
+        prepasses: at the global batch before its loss, in this order; the same on every rank.
         balance: of the experts, where the model has some.
         input_scales: of layers whose inputs are rounded.
         guard: decides what becomes of a step that is not finite, or a spike. One that is not learnt from has the
@@ -89,7 +87,7 @@ def train_step(
     ledger = LossLedger()
     ledger.vote(**(votes or {}))
     reader = Reader(objective, micro_batches)
-    look_ahead(looks, reader, model, schedule, autocast)
+    prepass(prepasses, reader, model, schedule, autocast)
     if balance is not None:
         balance.begin(reader.all, 1.0 if scale is None else scale.value)
 
@@ -102,7 +100,7 @@ def train_step(
             model.backward(action, 1.0 if scale is None else scale.value)
             continue
         loss = lengths = None
-        if model.meets_data(action.chunk):
+        if model.owns_loss_or_inputs(action.chunk):
             assert objective is not None
             batch = reader.take(action.micro_batch)
             ledger.count(tokens=batch["num_tokens"], supervised_tokens=batch["num_supervised"])
@@ -164,7 +162,7 @@ def evaluate(
     schedule: Kind,
     autocast: Callable[[], AbstractContextManager[Any]],
     num_counted: int | None = None,
-    looks: Sequence[Look] = (),
+    prepasses: Sequence[PrePassKind] = (),
 ) -> dict[str, float]:
     """Metrics over the micro-batches of all ranks. Leaves the model in training mode.
 
@@ -175,17 +173,17 @@ def evaluate(
         schedule: order of the passes where there is a pipeline.
         autocast: makes the precision context of a forward pass.
         num_counted: micro-batches that count, at least one; those behind are there for the other ranks. None for all.
-        looks: as in `train_step`; what is evaluated takes the place of the global batch.
+        prepasses: as in `train_step`; what is evaluated takes the place of the global batch.
     """
     ledger = LossLedger()
     reader = Reader(objective, micro_batches)
-    look_ahead(looks, reader, model, schedule, autocast, num_counted)
+    prepass(prepasses, reader, model, schedule, autocast, num_counted)
     model.eval()
     for action in _order(schedule, model, len(micro_batches)):
         if not action.forward:
             continue
         loss = None
-        if model.meets_data(action.chunk):
+        if model.owns_loss_or_inputs(action.chunk):
             assert objective is not None
             loss = functools.partial(objective.loss, model, reader.take(action.micro_batch))
         with autocast():
@@ -204,7 +202,7 @@ class Reader:
         self.objective, self._samples = objective, micro_batches
         self._batches: dict[int, Batch] = {}
         self.ahead: Mapping[str, float] | None = None
-        """What the looks gave; every batch that is taken has it."""
+        """What the pre-passes gave; every batch that is taken has it."""
         self.seconds = 0.0
 
     def __len__(self) -> int:
@@ -227,12 +225,12 @@ class Reader:
         """The same for the last time."""
         batch = self.at(number)
         del self._batches[number]
-        return batch if self.ahead is None else {**batch, "ahead": self.ahead}
+        return batch if self.ahead is None else {**batch, "prepass_stats": self.ahead}
 
 
 @paddle.no_grad()
-def look_ahead(
-    looks: Sequence[Look],
+def prepass(
+    prepasses: Sequence[PrePassKind],
     reader: Reader,
     model: PipelineStage,
     schedule: Kind,
@@ -245,32 +243,32 @@ def look_ahead(
     same however the batch is cut, when what it depends on is known before its first micro-batch.
 
     Args:
-        looks: what is looked at.
+        prepasses: what is looked at.
         reader: of the global batch.
         model: of any mode; as many passes on every rank. Left in training mode if there were some.
         schedule: order of the passes where there is a pipeline.
         autocast: makes the precision context of a pass.
         num_counted: as in `evaluate`.
     """
-    if not looks:
+    if not prepasses:
         return
     ledger, objective = LossLedger(), reader.objective
     counted = range(len(reader) if num_counted is None else num_counted)
-    for look in looks:
-        if look == "batch":
+    for kind in prepasses:
+        if kind == "batch":
             for number in counted if objective is not None else ():
                 assert objective is not None
-                ledger.book(objective.look_ahead(look, model, reader.at(number)))
+                ledger.book(objective.prepass(kind, model, reader.at(number)))
             continue
         model.eval()
-        with model.adapters_off() if look == "adapters_off" else contextlib.nullcontext():
+        with model.adapters_off() if kind == "adapters_off" else contextlib.nullcontext():
             for action in _order(schedule, model, len(reader)):
                 if not action.forward:
                     continue
                 ask = None
-                if model.meets_data(action.chunk):
+                if model.owns_loss_or_inputs(action.chunk):
                     assert objective is not None
-                    ask = functools.partial(objective.look_ahead, look, model, reader.at(action.micro_batch))
+                    ask = functools.partial(objective.prepass, kind, model, reader.at(action.micro_batch))
                 with autocast():
                     sums = model.forward(action, ask)
                 if sums is not None and action.micro_batch in counted:

@@ -29,7 +29,7 @@ class TaughtSequence:
     """[length]: which document of the row each token belongs to, from 0."""
 
 
-def taught_sequences(batch: Batch, document_end: int | None = None) -> list[TaughtSequence] | None:
+def supervised_sequences(batch: Batch, document_end: int | None = None) -> list[TaughtSequence] | None:
     """Of each row. None when the batch does not tell.
 
     Without documents in the batch a row is one, unless `document_end` is the token that parts them.
@@ -147,7 +147,7 @@ def check_learnable(stage: Stage[Any], samples: Sequence[Any], what: str) -> Non
     eos_id = stage.context.tokenizer.eos_id
     has_answers = getattr(stage, "row_kind", None) in ("conversation", "preference", "unpaired")
     for i in range(len(samples) if has_answers else min(1, len(samples))):
-        rows = taught_sequences(stage.collate([samples[i]]))
+        rows = supervised_sequences(stage.collate([samples[i]]))
         if rows is None:
             return  # a stage that learns otherwise
         if any((row.weights > 0).any() and (not has_answers or _ends(row, eos_id)) for row in rows):
@@ -157,7 +157,7 @@ def check_learnable(stage: Stage[Any], samples: Sequence[Any], what: str) -> Non
     masked = not any(
         (row.weights > 0).any()
         for sample in samples[: len(samples) if has_answers else 1]
-        for row in taught_sequences(stage.collate([sample])) or []
+        for row in supervised_sequences(stage.collate([sample])) or []
     )
     if masked:
         raise UserError(

@@ -185,9 +185,9 @@ import os
 import llmsuite
 
 def install():  # in each rank, which is a fork
-    from llmsuite.parallel.pipeline import Edges
+    from llmsuite.parallel.pipeline import P2PChannels
 
-    send, sent = Edges.send, []
+    send, sent = P2PChannels.send, []
 
     def failing(self, value, forward):
         sent.append(forward)
@@ -195,7 +195,7 @@ def install():  # in each rank, which is a fork
             self._senders[forward].put(lambda: (_ for _ in ()).throw(RuntimeError("the cable is out")))
         send(self, value, forward)
 
-    Edges.send = failing
+    P2PChannels.send = failing
 
 os.register_at_fork(after_in_child=install)
 

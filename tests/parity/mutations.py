@@ -96,15 +96,15 @@ def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
     from llmsuite.models.shard_plan import FIRST_FACTOR
     from llmsuite.parallel import parallelize
 
-    own_slice = parallelize.own_slice
+    local_slice = parallelize.local_slice
 
     def first_slice(name: str, *of_parameter: Any) -> list[slice]:
-        index = own_slice(name, *of_parameter)
+        index = local_slice(name, *of_parameter)
         if not name.endswith(f".{FIRST_FACTOR}"):
             return index
         return [slice(0, part.stop - part.start) for part in index]
 
-    patch.setattr(parallelize, "own_slice", first_slice)
+    patch.setattr(parallelize, "local_slice", first_slice)
 
 
 def scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
             with paddle.no_grad():
                 for shard in self.shards:
                     gradient = finished.get(shard.name)
-                    part = paddle.zeros_like(shard.owned.detach()) if gradient is None else gradient
+                    part = paddle.zeros_like(shard.master_or_shard.detach()) if gradient is None else gradient
                     whole[shard.name] = shard.gather_part(part).numpy()
             if mesh.data_rank == 0 and mesh.coordinate["tp"] == 0:
                 np.savez(directory / f"gradients-{mesh.coordinate['pp']}.npz", **whole)
@@ -195,11 +195,11 @@ class _UnderWay:
     def counted(self) -> Iterator[None]:
         """Around a run, whose sending threads start in it."""
         from llmsuite.parallel import pipeline
-        from llmsuite.parallel.pipeline import Edges
+        from llmsuite.parallel.pipeline import P2PChannels
 
-        send, send_all = Edges.send, pipeline._send_all
+        send, send_all = P2PChannels.send, pipeline._send_all
 
-        def noted_send(edges: Edges, value: Any, forward: bool) -> None:
+        def noted_send(edges: P2PChannels, value: Any, forward: bool) -> None:
             with self._lock:
                 self._bytes += _allocated(value)
             send(edges, value, forward)
@@ -215,11 +215,11 @@ class _UnderWay:
                     del job
                     self._bytes -= num_bytes
 
-        Edges.send, pipeline._send_all = noted_send, noted_send_all  # type: ignore[method-assign]
+        P2PChannels.send, pipeline._send_all = noted_send, noted_send_all  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Edges.send, pipeline._send_all = send, send_all  # type: ignore[method-assign]
+            P2PChannels.send, pipeline._send_all = send, send_all  # type: ignore[method-assign]
 
 
 def _allocated(tensor: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.train_state import WholeTensor
+from llmsuite.checkpoint.train_state import GatheredTensor
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
@@ -69,7 +69,7 @@ class AnyModel:
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
 
-    def meets_data(self, chunk: int) -> bool:
+    def owns_loss_or_inputs(self, chunk: int) -> bool:
         return True
 
     def forward(self, action: Action, loss: Callable[[], LossTerms], lengths: Any = None) -> LossTerms:
@@ -95,7 +95,7 @@ def step(
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
         part = PipelineStage([model], MESH, model.config.hidden_size, [], None)
-    looks = objective.looks(objective.section) if isinstance(objective, Stage) else ()
+    prepasses = objective.prepasses(objective.section) if isinstance(objective, Stage) else ()
     votes = {"stop": stop}
     return train_step(
         number,
@@ -107,7 +107,7 @@ def step(
         contextlib.nullcontext,
         votes,
         scale=scale,
-        looks=looks,
+        prepasses=prepasses,
         guard=guard,
     )
 
@@ -115,16 +115,16 @@ def step(
 # checkpoint
 
 
-def whole(tensors: Mapping[str, Any]) -> list[WholeTensor]:
+def whole(tensors: Mapping[str, Any]) -> list[GatheredTensor]:
     """Tensors that lie on this rank alone, for saving."""
-    return [WholeTensor(name, list(t.shape), dtype_of(t), lambda t=t: t) for name, t in tensors.items()]
+    return [GatheredTensor(name, list(t.shape), dtype_of(t), lambda t=t: t) for name, t in tensors.items()]
 
 
 def dtype_of(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("paddle.")
 
 
-def whole_state(optimizer: Optimizer) -> list[WholeTensor]:
+def whole_state(optimizer: Optimizer) -> list[GatheredTensor]:
     """The optimizer's state, for saving."""
     return whole({entry.name: entry.value for entry in optimizer.state()})
 

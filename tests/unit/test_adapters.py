@@ -178,7 +178,7 @@ def test_the_second_factor_learns_faster(optimizer: Any) -> None:
     before = {name: parameter.numpy() for name, parameter in parameters.items()}
     train = TrainSection(max_steps=1, global_batch_size=1, micro_batch_size=1, learning_rate=rate, optimizer=optimizer)
     made = alone.optimizer(parameters, train, 1)
-    made.shards[1].owned.optimize_attr["learning_rate"] = ratio
+    made.shards[1].master_or_shard.optimize_attr["learning_rate"] = ratio
     for parameter in parameters.values():
         (parameter * 0.1).sum().backward()
     made.finish_gradients(1.0)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.parallel import collective
-from llmsuite.parallel.buckets import share_calls
+from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import buckets
 from llmsuite.parallel.sharding import ParameterShard
@@ -47,7 +47,7 @@ def test_large_gradients_are_by_themselves_and_small_ones_together() -> None:
 def model(mesh: Mesh, stage: int, limit: int) -> tuple[dict[str, Case], dict[str, ParameterShard]]:
     cases = {name: Case(mesh.degrees, stage, shape, None) for name, shape in SHAPES.items()}
     shards = {name: case.shard(mesh, name) for name, case in cases.items()}
-    share_calls(list(shards.values()), lambda name: name.startswith("experts."), limit)
+    assign_buckets(list(shards.values()), lambda name: name.startswith("experts."), limit)
     return cases, shards
 
 
@@ -93,8 +93,8 @@ def test_each_parameter_gets_its_own_sum(
                     if own is not None:
                         assert np.array_equal(own.numpy(), expected), (step, name)
                         shard.set_gradient(own)
-                        assert np.array_equal(shard.owned.grad.numpy(), expected)
-                        shard.owned.clear_gradient(False)
+                        assert np.array_equal(shard.master_or_shard.grad.numpy(), expected)
+                        shard.master_or_shard.clear_gradient(False)
             assert all(shard.parameter.grad is None for shard in shards.values())
 
     many.run(degrees, work, backend)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.data.loader import Dealer, ReadAhead, SampleOrder
+from llmsuite.data.loader import BatchSampler, ReadAhead, SampleOrder
 from llmsuite.data.rows import Unpaired
 from llmsuite.errors import UserError
 from llmsuite.stages.kto import KtoStage
@@ -57,7 +57,7 @@ def test_micro_batches_by_tokens(
     lengths = np.array(list(zip(one, other)))[:, :rows]
     order, size = SampleOrder(len(lengths), 3), num_ranks * times
     limit = max(padded([i], lengths, multiple) for i in range(len(lengths))) + room
-    dealer = Dealer(order, size, 99, num_ranks, lengths, limit, multiple)
+    dealer = BatchSampler(order, size, 99, num_ranks, lengths, limit, multiple)
     parts = [dealer.micro_batches(position, rank) for rank in range(num_ranks)]
     assert len({len(part) for part in parts}) == 1, "a rank would wait for the others"
     dealt = [batch for turn in zip(*parts) for batch in turn]
@@ -78,7 +78,7 @@ def test_the_order_of_a_global_batch_knows_nothing_of_ranks(lengths: list[int], 
     order, of_rows = SampleOrder(len(lengths), 3), np.array(lengths)[:, None]
     dealt = set()
     for num_ranks, micro, limit in itertools.product((1, 2, 4), (1, 2), (None, 30, 120)):
-        dealer = Dealer(order, 8 * times, micro, num_ranks, of_rows, limit)
+        dealer = BatchSampler(order, 8 * times, micro, num_ranks, of_rows, limit)
         parts = [dealer.micro_batches(position, rank) for rank in range(num_ranks)]
         dealt.add(tuple(i for turn in zip(*parts) for batch in turn for i in batch))
         if limit is None:
@@ -90,16 +90,16 @@ def test_the_order_of_a_global_batch_knows_nothing_of_ranks(lengths: list[int], 
 
 def test_micro_batches_are_of_like_size() -> None:
     lengths = np.array([[100], [90], [10], [10], [10], [10], [10], [10]])
-    dealer = Dealer(SampleOrder(8, 0), 8, 1, 2, lengths, 200)
+    dealer = BatchSampler(SampleOrder(8, 0), 8, 1, 2, lengths, 200)
     sizes = [[padded(b, lengths, 1) for b in dealer.micro_batches(0, rank)] for rank in range(2)]
     assert sizes == [[200], [60]]  # what is longest fits together: two micro-batches, one a rank
 
 
 def test_a_sample_that_no_micro_batch_can_hold() -> None:
     lengths = np.array([[7, 9], [3, 3]])
-    Dealer(SampleOrder(2, 0), 2, 1, 1, lengths, 20, 10)
+    BatchSampler(SampleOrder(2, 0), 2, 1, 1, lengths, 20, 10)
     with pytest.raises(UserError, match=r"train\.micro_batch_tokens: is 19, and the longest sample takes 20 with its"):
-        Dealer(SampleOrder(2, 0), 2, 1, 1, lengths, 19, 10)
+        BatchSampler(SampleOrder(2, 0), 2, 1, 1, lengths, 19, 10)
 
 
 # the ledger of tokens
@@ -118,7 +118,7 @@ def consumed(
     """By step, sha256 of what each row of the batches says, in the order of the micro-batches and ranks."""
     order = SampleOrder(len(samples), 5)
     lengths = np.array([[s.num_inputs] for s in samples]) if dealt.pop("by_length") else None
-    dealer = Dealer(order, size, dealt["micro"], num_ranks, lengths, dealt.get("limit"))
+    dealer = BatchSampler(order, size, dealt["micro"], num_ranks, lengths, dealt.get("limit"))
     ledger: list[list[str]] = [[] for _ in steps]
     by_rank = []
     for rank in range(num_ranks):

@@ -18,7 +18,7 @@ from llmsuite.parallel.collective import _peers
 from llmsuite.parallel.experts import SharedExperts
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
-from llmsuite.parallel.partition import own_slice
+from llmsuite.parallel.partition import local_slice
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import TrainSection
@@ -139,7 +139,7 @@ def test_experts_of_several_ranks(ep: int, of: int | None) -> None:
     batches = [batch(rank, 8, 2, tokens=4 + 2 * rank, of=of) for rank in range(ep)]
 
     def work(mesh: Mesh) -> list[np.ndarray]:
-        mine = {n: v[own_slice(f"model.layers.1.mlp.experts.{n}", v.shape, PLAN, mesh)[0]] for n, v in whole.items()}
+        mine = {n: v[local_slice(f"model.layers.1.mlp.experts.{n}", v.shape, PLAN, mesh)[0]] for n, v in whole.items()}
         experts = experts_of(mine)
         return learn(SharedExperts(experts, mesh).forward, experts, batches[mesh.rank])
 
@@ -166,7 +166,7 @@ def test_a_stack_learns_on_any_mesh_what_it_learns_on_one_rank(degrees: Degrees,
     )  # fmt: skip
 
     def work(mesh: Mesh) -> tuple[float, np.ndarray]:
-        (index, *_) = own_slice(name, shape, PLAN, mesh)
+        (index, *_) = local_slice(name, shape, PLAN, mesh)
         first = mesh.data_rank - mesh.data_rank % degrees.ep
         sent_here = gradients[first : first + degrees.ep].sum(0)[index]
         zeros = paddle.nn.initializer.Constant(0.0)

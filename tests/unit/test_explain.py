@@ -22,7 +22,7 @@ from llmsuite.recipe.load import REMOVE
 from llmsuite.stages.explain import explain
 from llmsuite.stages.language_model import WeightedTokens
 from llmsuite.stages.stats import histogram
-from llmsuite.train.supervision import check_learnable, taught_sequences
+from llmsuite.train.supervision import check_learnable, supervised_sequences
 from tests.unit.test_sft_samples import make_stage
 
 EOS = 2
@@ -155,7 +155,7 @@ def test_what_the_command_refuses(run: Any, recipe: Any, words: list[str], messa
 
 
 def test_stats(run: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuBackend, "joins_rows", lambda backend, precision: False)  # whether there is g++ or not
+    monkeypatch.setattr(CpuBackend, "padding_free", lambda backend, precision: False)  # whether there is g++ or not
     rows = [{"src": "a" * n, "tgt": "b"} for n in (1, 1, 1, 40)] + [{"src": "a", "tgt": ""}, {"src": "a"}]
     keys = {"data.on_bad_row": "skip", "train.micro_batch_size": 4, "train.global_batch_size": 4}
     code, out, _ = run("data", "stats", recipe("sft", rows, **keys), "--plot", str(tmp_path / "lengths.png"))
@@ -183,7 +183,7 @@ def test_stats(run: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_rows_that_are_joined_have_no_padding(
     run: Any, recipe: Any, monkeypatch: pytest.MonkeyPatch, stage: str, rows: list[Any]
 ) -> None:
-    monkeypatch.setattr(CpuBackend, "joins_rows", lambda backend, precision: True)
+    monkeypatch.setattr(CpuBackend, "padding_free", lambda backend, precision: True)
     count = len(rows)
     keys = {"train.micro_batch_size": count, "train.global_batch_size": count}
     code, out, _ = run("data", "stats", recipe(stage, rows, **keys))
@@ -258,10 +258,10 @@ def test_packed_documents_are_told_apart() -> None:
         "targets": np.array([EOS, EOS]),
         "weights": np.array([1.0, 0.5]),
     }
-    rows = taught_sequences(batch)
+    rows = supervised_sequences(batch)
     assert rows is not None
     (row,) = rows
     assert row.ids.tolist() == [1, 5, EOS, 1, 7, EOS]
     assert row.weights.tolist() == [0, 0, 1, 0, 0, 0.5]
     assert row.documents.tolist() == [0, 0, 0, 1, 1, 1]
-    assert taught_sequences({"ids": 1}) is None
+    assert supervised_sequences({"ids": 1}) is None

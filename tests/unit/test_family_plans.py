@@ -15,7 +15,7 @@ import pytest
 from llmsuite.checkpoint.model_dir import read_config
 from llmsuite.errors import UserError
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import own_slice
+from llmsuite.parallel.partition import local_slice
 from llmsuite.schema.degrees import Degrees
 from tests.unit.families import FAMILIES, PRESETS, tiny
 
@@ -295,7 +295,7 @@ def test_slices_of_all_ranks_tile_a_parameter(model: Any, tp: int) -> None:
     for name, shape in shapes_of(model).items():
         counts = np.zeros(shape, dtype=int)
         for rank in range(tp):
-            counts[tuple(own_slice(name, shape, model.plan, Mesh(Degrees(1, 1, 1, tp), rank)))] += 1
+            counts[tuple(local_slice(name, shape, model.plan, Mesh(Degrees(1, 1, 1, tp), rank)))] += 1
         assert (counts == (tp if model.plan.dim(name) is None else 1)).all(), name
 
 

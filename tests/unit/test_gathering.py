@@ -11,7 +11,7 @@ import pytest
 
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel import collective
-from llmsuite.parallel.gathering import Gatherer
+from llmsuite.parallel.gathering import Zero3Hooks
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
@@ -53,7 +53,7 @@ def cut_model(config: Any, mesh: Mesh) -> tuple[Any, list[Watched], collections.
     counts: collections.Counter[str] = collections.Counter()
     model = tiny_llama.model(config)
     shards = [Watched(n, p, mesh, None, 3, counts=counts) for n, p in model.named_parameters()]
-    Gatherer(model, PLAN, shards, config.tie_word_embeddings)
+    Zero3Hooks(model, PLAN, shards, config.tie_word_embeddings)
     counts.clear()
     return model, shards, counts
 
@@ -86,7 +86,10 @@ def test_a_model_in_parts_computes_what_it_computes_whole(config: Any) -> None:
         # once forward and once backward, of each micro-batch
         assert counts["model.layers.0.mlp.up_proj.weight"] == counts["model.norm.weight"] == 4
         own = {shard.name: shard.finish_gradient() for shard in shards}
-        whole = {s.name: s.gather_part(own[s.name] if own[s.name] is not None else s.owned.detach()) for s in shards}
+        whole = {
+            s.name: s.gather_part(own[s.name] if own[s.name] is not None else s.master_or_shard.detach())
+            for s in shards
+        }
         return losses, {name: value.numpy() for name, value in whole.items()}
 
     found = many.run(DEGREES, work)
@@ -130,6 +133,6 @@ def test_a_parameter_in_no_module_of_the_plan_is_our_bug() -> None:
         model.bias = model.create_parameter([3])
         shards = [ParameterShard(n, p, mesh, None, 3) for n, p in model.named_parameters()]
         with pytest.raises(AssertionError, match=r"no module for \['bias'\]"):
-            Gatherer(model, PLAN, shards, is_tied=False)
+            Zero3Hooks(model, PLAN, shards, is_tied=False)
 
     many.run(DEGREES, work)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmsuite.data.rows import Message, Unpaired
 from llmsuite.stages.answers import Answer, answer_logps
-from llmsuite.stages.kto import Judged, KtoStage, unrelated_answers
+from llmsuite.stages.kto import KtoStage, LabelledAnswer, unrelated_answers
 from llmsuite.stages.sections import KtoSection
 from llmsuite.train.stage import DropCounts
 from tests.unit import alone, dpo_case
@@ -31,7 +31,7 @@ ROWS = [
 ]
 
 
-def made(**keys: Any) -> tuple[KtoStage, list[Judged], DropCounts]:
+def made(**keys: Any) -> tuple[KtoStage, list[LabelledAnswer], DropCounts]:
     max_length = keys.pop("max_length", 512)
     stage = KtoStage(KtoSection(**keys), dpo_case.stage(max_length=max_length).context)
     counts = DropCounts(Path("rows.jsonl"), read=len(ROWS))
@@ -85,7 +85,9 @@ def test_rows_that_would_train_nothing_are_counted() -> None:
 # a step
 
 
-def step(stage: KtoStage, samples: list[Judged], sizes: list[int]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+def step(
+    stage: KtoStage, samples: list[LabelledAnswer], sizes: list[int]
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     model = dpo_case.model()
     train = dpo_case.train_section(max_grad_norm=None)
     optimizer = Recording(alone.shards(dict(model.named_parameters())), train, total_steps=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.data.loader import Dealer, SampleOrder
+from llmsuite.data.loader import BatchSampler, SampleOrder
 
 SEEDS = st.integers(0, 2**32)
 
@@ -40,7 +40,7 @@ def test_however_a_global_batch_is_cut_it_is_the_same(
     order = SampleOrder(num_samples, seed)
     expected = stream(num_samples, seed, position, size)
     for num_steps, num_ranks, micro_batch_size in factorisations(size):
-        dealer = Dealer(order, size, micro_batch_size, num_ranks)
+        dealer = BatchSampler(order, size, micro_batch_size, num_ranks)
         parts = [dealer.micro_batches(position, rank) for rank in range(num_ranks)]
         assert all(len(part) == num_steps for part in parts)
         assert all(len(batch) == micro_batch_size for part in parts for batch in part)

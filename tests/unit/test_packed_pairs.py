@@ -18,7 +18,7 @@ from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pack, pairs_of
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import DpoSection, RmSection
-from llmsuite.train.supervision import taught_sequences
+from llmsuite.train.supervision import supervised_sequences
 from tests.unit import dpo_case
 from tests.unit.test_accumulation import Recording, alone
 from tests.unit.test_dpo_variants import VARIANTS, made
@@ -48,7 +48,7 @@ def test_every_pair_is_in_one_pack_and_no_row_is_too_long(
     assert batch["num_tokens"] == stage.collate(pairs)["num_tokens"]
     assert ("documents" in batch) == (len(packs) < len(pairs))
     # what is taught, read off the arrays: each answer behind its own prompt and nothing else
-    rows = taught_sequences(batch)
+    rows = supervised_sequences(batch)
     assert rows is not None
     documents = [
         (row.ids[row.documents == number].tolist(), row.weights[row.documents == number].tolist())
@@ -105,11 +105,11 @@ def test_joined_or_not_is_the_same_loss_and_the_same_gradients(name: str) -> Non
     packs = pack(pairs, STAGES[name].row_lengths(pairs), 15)
     assert len(packs) < len(pairs)
     found = []
-    for joins_rows in (False, True):
+    for padding_free in (False, True):
         stage = type(STAGES[name])(DpoSection() if name == "dpo" else RmSection(), DPO.context)
-        stage.context = dataclasses.replace(stage.context, length_multiple=1, joins_rows=joins_rows)
+        stage.context = dataclasses.replace(stage.context, length_multiple=1, padding_free=padding_free)
         found += [gradients(stage, [samples]) for samples in (pairs, packs)]
-        if joins_rows:
+        if padding_free:
             read = stage.row_lengths(pairs).sum() - sum(len(pair.prompt) for pair in pairs) - len(pairs[3].prompt)
             assert stage.collate(pairs)["input_ids"].shape == (1, read), "no padding, and each prompt once"
     for loss, weight, joined in found[1:]:
@@ -126,12 +126,12 @@ def test_joined_or_not_is_the_same_loss_and_the_same_gradients(name: str) -> Non
 def test_answers_that_share_a_prompt_are_told_with_their_own(name: str, pairs: list[Pair], multiple: int) -> None:
     stage = type(STAGES[name])(DpoSection() if name == "dpo" else RmSection(), DPO.context)
     plain = stage.collate(pairs)
-    stage.context = dataclasses.replace(stage.context, length_multiple=multiple, joins_rows=True)
+    stage.context = dataclasses.replace(stage.context, length_multiple=multiple, padding_free=True)
     joined = stage.collate(pairs)
     assert len(joined["input_ids"]) == 1
     for key in ("num_tokens", "num_supervised", "weight"):
         assert joined[key] == plain[key]
-    found, expected = taught_sequences(joined), taught_sequences(plain)
+    found, expected = supervised_sequences(joined), supervised_sequences(plain)
     assert found is not None
     assert expected is not None
     for of_answer in ("ids", "weights"):

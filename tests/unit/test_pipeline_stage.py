@@ -62,12 +62,12 @@ def test_the_middle_passes_on_until_the_first_rank_lets_go() -> None:
     messages = ([1, 1, 2, 0], [[[1.0, 3.0]]], [1, 2, 1, 2], [[0, 1]], [[[5.0], [7.0]]], [0, 0, 0, 0])
     edges: Any = Neighbours(*messages)
     stage = PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 1), 2, [], edges)
-    stage.relay()
+    stage.serve_forward_only()
     passed_on = [[1, 1, 2, 0], [[[2.0, 6.0]]], [1, 2, 1, 2], [[0, 1]], [[[10.0], [15.0]]], [0, 0, 0, 0]]
     assert edges.sent == passed_on
     # the one before the last does not tell the last one, which knows
     edges = Neighbours(*messages)
-    PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 2), 2, [], edges).relay()
+    PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 2), 2, [], edges).serve_forward_only()
     assert edges.sent == passed_on[:-1]
 
 

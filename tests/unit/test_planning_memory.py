@@ -121,10 +121,12 @@ def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precis
         local = shard._stored if held.is_stored_in_parts else shard.parameter
         assert held.parameter_bytes == local.numel().item() * width
         if not frozen:
-            copied = shard.owned.numel().item() * (4 if shard.has_master else width)
+            copied = shard.master_or_shard.numel().item() * (4 if shard.has_master else width)
             assert held.copy_bytes == (copied if shard.owned_is_copy else 0)
-        assert held.collects_early == shard._collects_early
-        assert held.owned == (0 if shard.is_empty else local.numel().item() if parts == 1 else shard.owned.size)
+        assert held.reduce_in_backward == shard._reduce_in_backward
+        assert held.master_or_shard == (
+            0 if shard.is_empty else local.numel().item() if parts == 1 else shard.master_or_shard.size
+        )
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from llmsuite.cli.main import main
 from llmsuite.data.indexed import CorpusWriter
-from llmsuite.data.loader import Dealer, SampleOrder, shuffled
+from llmsuite.data.loader import BatchSampler, SampleOrder, shuffled
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
-from llmsuite.stages.pretrain import Mixture, PretrainStage, Stretches, split_bounds
+from llmsuite.stages.pretrain import MoE, PretrainStage, TokenWindows, split_bounds
 from llmsuite.stages.sections import PretrainSection
 from llmsuite.train.stage import StageContext
 from tests.unit.dpo_case import DATA, model, train_section
@@ -31,7 +31,7 @@ from tests.unit.dpo_case import DATA, model, train_section
 
 @given(num_tokens=st.integers(0, 200), length=st.integers(1, 40))
 def test_every_token_but_the_first_is_predicted_once(num_tokens: int, length: int) -> None:
-    samples = Stretches(np.arange(num_tokens), length)
+    samples = TokenWindows(np.arange(num_tokens), length)
     targets = [token for sample in samples for token in sample[1:].tolist()]
     assert targets == list(range(1, len(samples) * length + 1))
     assert num_tokens - 1 - len(targets) < length  # what is left is no whole sample
@@ -48,7 +48,7 @@ def test_every_token_but_the_first_is_predicted_once(num_tokens: int, length: in
 def test_slices_are_those_of_a_list(
     num_tokens: int, start: int | None, stop: int | None, step: int, count: int
 ) -> None:
-    samples = Stretches(np.arange(num_tokens), 1)
+    samples = TokenWindows(np.arange(num_tokens), 1)
     listed = [sample.tolist() for sample in samples]
     assert [s.tolist() for s in samples[start:stop:step]] == listed[start:stop:step]
     spread = [s.tolist() for s in samples.spread(count)]
@@ -83,7 +83,7 @@ def test_a_large_order_is_a_function_of_position_alone() -> None:
 
 def consumed(samples: Sequence[np.ndarray], seed: int, num_ranks: int, steps: int, size: int, micro: int) -> list[str]:
     """Hashes of the samples in the order of the global batches, each made by the rank that sees it."""
-    dealer, hashes = Dealer(SampleOrder(len(samples), seed), size, micro, num_ranks), []
+    dealer, hashes = BatchSampler(SampleOrder(len(samples), seed), size, micro, num_ranks), []
     accumulate = size // (micro * num_ranks)
     for step in range(steps):
         by_rank = [dealer.micro_batches(step * size, rank) for rank in range(num_ranks)]
@@ -102,8 +102,8 @@ def consumed(samples: Sequence[np.ndarray], seed: int, num_ranks: int, steps: in
 def test_the_tokens_seen_do_not_depend_on_the_ranks(
     sizes: list[int], weights: list[float], seed: int, micro: int
 ) -> None:
-    parts = [Stretches(np.arange(size) + 1000 * i, 10) for i, size in enumerate(sizes)]
-    samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else Mixture(parts, weights)
+    parts = [TokenWindows(np.arange(size) + 1000 * i, 10) for i, size in enumerate(sizes)]
+    samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else MoE(parts, weights)
     one, two, four = (consumed(samples, seed, ranks, 3, 4 * micro, micro) for ranks in (1, 2, 4))
     assert one == two == four
     assert len(one) == 12 * micro
@@ -113,7 +113,7 @@ def test_the_tokens_seen_do_not_depend_on_the_ranks(
 @given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=4), weights=st.lists(st.floats(0.1, 10), min_size=4))
 def test_a_pass_over_a_mixture(lengths: list[int], weights: list[float]) -> None:
     weights = weights[: len(lengths)]
-    samples = Mixture([Stretches(np.arange(n + 1) + 100 * i, 1) for i, n in enumerate(lengths)], weights)
+    samples = MoE([TokenWindows(np.arange(n + 1) + 100 * i, 1) for i, n in enumerate(lengths)], weights)
     counts = Counter(int(sample[0]) for sample in samples)
     assert set(counts) == {100 * i + j for i, n in enumerate(lengths) for j in range(n)}  # all of every corpus
     taken = [sum(count for token, count in counts.items() if token // 100 == i) for i in range(len(lengths))]

@@ -52,7 +52,7 @@ class ManySums:
     def collate(self, samples: Sequence[float]) -> Batch:
         return {"factors": samples, "num_tokens": len(samples), "num_supervised": len(samples)}
 
-    def look_ahead(self, look: Any, model: Any, batch: Batch) -> Any:
+    def prepass(self, look: Any, model: Any, batch: Batch) -> Any:
         raise AssertionError("there are no looks")
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
@@ -84,7 +84,7 @@ class NextTokens:
             "num_supervised": ids.size,
         }  # fmt: skip
 
-    def look_ahead(self, look: Any, model: Any, batch: Batch) -> Any:
+    def prepass(self, look: Any, model: Any, batch: Batch) -> Any:
         raise AssertionError("there are no looks")
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:

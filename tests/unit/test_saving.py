@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from llmsuite.checkpoint import writer as writer_module
-from llmsuite.checkpoint.train_state import Best, WholeTensor, list_steps, load_best
+from llmsuite.checkpoint.train_state import Best, GatheredTensor, list_steps, load_best
 from llmsuite.checkpoint.writer import Writer, room_for_copy
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file
@@ -123,8 +123,8 @@ class Run:
     def _whole(self) -> Any:
         @dataclasses.dataclass
         class Whole:
-            parameters: list[WholeTensor]
-            state: list[WholeTensor]
+            parameters: list[GatheredTensor]
+            state: list[GatheredTensor]
 
         return Whole(alone.whole(self.tensors), [])
 
@@ -183,12 +183,12 @@ def test_an_error_of_the_writer_surfaces_at_the_next_step(tmp_path: Path) -> Non
 def test_a_run_that_fails_finishes_its_checkpoint_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path)
     run.save(1)
-    run.saver.give_up(UserError("the loss is not finite"))
+    run.saver.abort(UserError("the loss is not finite"))
     assert run.saved == [(1, "step-1")]
     (tmp_path / "checkpoints").rename(tmp_path / "moved")
     (tmp_path / "checkpoints").write_text("in the way")
     run.save(2)
-    run.saver.give_up(UserError("the loss is not finite"))
+    run.saver.abort(UserError("the loss is not finite"))
     assert "step-2: cannot be written" in capsys.readouterr().out
 
 

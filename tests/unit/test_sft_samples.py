@@ -27,7 +27,7 @@ from llmsuite.stages.language_model import WeightedTokens, collate, weighted_los
 from llmsuite.stages.sections import SftSection
 from llmsuite.stages.sft import SftStage
 from llmsuite.train.stage import DropCounts, StageContext
-from llmsuite.train.supervision import taught_sequences
+from llmsuite.train.supervision import supervised_sequences
 from tests.unit import dpo_case
 from tests.unit.dpo_case import DATA
 
@@ -323,14 +323,14 @@ def test_joined_rows_teach_the_same_without_padding() -> None:
     stage, text = make_stage(), "What is a prime number, and why?"
     given = [samples(stage, talk(text[:size], text[size:] + "!"))[0][0] for size in (4, 20, 9)]
     padded = stage.collate(given)
-    stage.context = dataclasses.replace(stage.context, joins_rows=True)
+    stage.context = dataclasses.replace(stage.context, padding_free=True)
     joined = stage.collate(given)
     assert joined["input_ids"].shape == (1, padded["lengths"].sum())
     assert joined["lengths"].tolist() == [padded["lengths"].sum()]
     for name in ("weight", "num_tokens", "num_supervised"):
         assert joined[name] == padded[name]
-    rows = taught_sequences(padded)
-    (row,) = taught_sequences(joined) or []
+    rows = supervised_sequences(padded)
+    (row,) = supervised_sequences(joined) or []
     assert rows is not None
     assert len(rows) == 3
     for number, alone in enumerate(rows):

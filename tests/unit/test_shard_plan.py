@@ -17,7 +17,7 @@ from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import own_slice
+from llmsuite.parallel.partition import local_slice
 from llmsuite.schema.degrees import Degrees
 from tests.unit import tiny_llama
 
@@ -124,7 +124,7 @@ def test_slices_of_all_ranks_tile_a_parameter(tp: int) -> None:
         parts = []
         for rank in range(2 * tp):
             mesh = Mesh(Degrees(pp=1, dp=2, sharding=1, tp=tp), rank)
-            index = own_slice(name, value.shape, PLAN, mesh)
+            index = local_slice(name, value.shape, PLAN, mesh)
             counts[tuple(index)] += 1
             if mesh.coordinate["dp"] == 0:
                 parts.append(value[tuple(index)])

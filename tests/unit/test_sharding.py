@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.parallel.buckets import share_calls
+from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.sharding import ParameterShard
@@ -85,7 +85,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def flat(shard: ParameterShard) -> list[float]:
-    return list(shard.owned.numpy().ravel())
+    return list(shard.master_or_shard.numpy().ravel())
 
 
 @settings(max_examples=60)
@@ -138,7 +138,7 @@ def test_gradients_are_added_up_into_the_own_part(case: Case) -> None:
             if own is not None:
                 assert np.array_equal(own.numpy(), expected)
                 shard.set_gradient(own)
-                assert np.array_equal(shard.owned.grad.numpy(), expected)
+                assert np.array_equal(shard.master_or_shard.grad.numpy(), expected)
         # the whole gradient is not kept beside the part
         assert shard.parameter.grad is None
         return float((expected.astype("float64") ** 2).sum()) / shard.copies
@@ -155,11 +155,11 @@ def test_updates_reach_every_rank_and_loaded_values_every_part(case: Case) -> No
     def work(mesh: Mesh) -> np.ndarray:
         shard = case.shard(mesh)
         with paddle.no_grad():
-            shard.owned.add_(paddle.full_like(shard.owned, 2.0))
-            shard.publish()
+            shard.master_or_shard.add_(paddle.full_like(shard.master_or_shard, 2.0))
+            shard.write_back()
             published = shard.gather_parameter().numpy()
             shard.load(case.slice_of(loaded, mesh))
-        assert np.array_equal(shard.owned.numpy(), case.own_part(loaded, mesh))
+        assert np.array_equal(shard.master_or_shard.numpy(), case.own_part(loaded, mesh))
         return published
 
     for published in many.run(case.degrees, work):
@@ -184,7 +184,7 @@ def test_what_is_kept_between_micro_batches(case: Case, num_micro_batches: int, 
             begun = shard.is_last_pass and not early and mesh.degrees.num_data_ranks > 1
             assert bool(shard.bucket._on_its_way) == begun
             assert (shard.parameter.grad is None) == early
-            shard.bucket._scatters.settle()
+            shard.bucket._reduce_scatters.settle()
             assert (shard._sum.shape == [part]) if early else shard._sum is None
             assert shard.parameter._is_initialized() != (is_cut and case.stage == 3)
         own = shard.finish_gradient()
@@ -240,13 +240,13 @@ def test_16_bit_gradients_are_added_up_in_float32(degrees: Degrees, stage: int) 
     def work(mesh: Mesh) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shard = case.shard(mesh)
         optimizer = Optimizer([shard], section, 1)
-        before = shard.gather_part(shard.owned.detach()).numpy()
+        before = shard.gather_part(shard.master_or_shard.detach()).numpy()
         for factor in (2048.0, 1.0, 1.0) if mesh.data_rank == 0 else (1.0, 1.0, 1.0):
             shard.gather()
             (shard.parameter.astype("float32") * factor).sum().backward()
         optimizer.finish_gradients(64.0)
         optimizer.step(1)
-        after = shard.gather_part(shard.owned.detach()).numpy()
+        after = shard.gather_part(shard.master_or_shard.detach()).numpy()
         return before, after, shard.gather_parameter().astype("float32").numpy()
 
     start = paddle.to_tensor(case.values(0)).astype("bfloat16").astype("float32").numpy()
@@ -289,7 +289,7 @@ def train(degrees: Degrees, stage: int, name: str, backend: str, samples: int, l
     def work(mesh: Mesh) -> Learnt:
         cases = {name: Case(degrees, stage, shape, cut) for name, (shape, cut) in LAYERS.items()}
         shards = [case.shard(mesh, name, seed=len(name)) for name, case in cases.items()]
-        share_calls(shards, lambda name: False, limit)
+        assign_buckets(shards, lambda name: False, limit)
         optimizer = Optimizer(shards, section, 4)
         norms = []
         for step in range(1, 5):

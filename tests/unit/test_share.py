@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llmsuite.checkpoint import share, train_state
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.share import assign
-from llmsuite.checkpoint.train_state import WholeTensor, find_latest, remove_unfinished
+from llmsuite.checkpoint.train_state import GatheredTensor, find_latest, remove_unfinished
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file
 from tests.unit import alone, tiny_llama
@@ -46,7 +46,7 @@ def test_all_tensors_are_shared_out_evenly(sizes: list[int], num_ranks: int, mar
         assert {writers[other] for other in by_name if together[other] == together[name]} == {writers[name]}
 
 
-def tensors(step: int, calls: dict[int, list[str]] | None = None, rank: int = 0) -> list[list[WholeTensor]]:
+def tensors(step: int, calls: dict[int, list[str]] | None = None, rank: int = 0) -> list[list[GatheredTensor]]:
     """Parameters and slots as one rank has them; `calls` notes what each rank is asked for."""
     values = tiny_llama.values(seed=step)
     slots = {f"{name}/moment1": value.astype("float32") for name, value in values.items()}
@@ -55,7 +55,7 @@ def tensors(step: int, calls: dict[int, list[str]] | None = None, rank: int = 0)
         whole = alone.whole({name: Bits(value) for name, value in group.items()})
         writers = assign({t.name: t.num_bytes for t in whole}, range(RANKS), {})
 
-        def noted(tensor: WholeTensor, writer: int) -> WholeTensor:
+        def noted(tensor: GatheredTensor, writer: int) -> GatheredTensor:
             gather = tensor.gather
             assert gather is not None
 

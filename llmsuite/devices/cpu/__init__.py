@@ -47,7 +47,7 @@ class CpuBackend(DeviceBackend):
     def fused(self, precision: str) -> frozenset[str]:
         return frozenset(_KERNELS) if can_be_built() else frozenset()
 
-    def joins_rows(self, precision: str) -> bool:
+    def padding_free(self, precision: str) -> bool:
         return "attention" in self.fused(precision)
 
     def prepare_ranks(self) -> None:
@@ -57,9 +57,9 @@ class CpuBackend(DeviceBackend):
         build_kernels()
 
     def before_paddle(self) -> None:
-        from llmsuite.devices.cpu.gloo.shims import come_first
+        from llmsuite.devices.cpu.gloo.shims import preload
 
-        come_first()
+        preload()
 
     def after_paddle(self) -> None:
         from llmsuite.devices.cpu.gloo.shims import install

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmsuite.models.anatomy import Anatomy, Gated, Latent, LayerAnatomy, Mixture
+from llmsuite.models.anatomy import Anatomy, Gated, Latent, LayerAnatomy, MoE
 from llmsuite.models.deepseek.config import DeepSeekConfig
 
 
@@ -17,7 +17,7 @@ def anatomy(config: DeepSeekConfig) -> Anatomy:
         value=config.v_head_dim,
     )
     dense = LayerAnatomy(attention=attention, mlp=Gated(width=config.intermediate_size))
-    mixture = Mixture(
+    mixture = MoE(
         experts=config.n_routed_experts,
         chosen=config.num_experts_per_tok,
         width=config.moe_intermediate_size,

@@ -118,13 +118,13 @@ class Gate(nn.Layer):
             logits = paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
             if self.e_score_correction_bias is None:
                 scores = F.softmax(logits, -1)
-                merit = scores.detach()
+                selection_score = scores.detach()
             else:
                 scores = F.sigmoid(logits)
-                merit = scores.detach() + self.e_score_correction_bias.astype("float32")
+                selection_score = scores.detach() + self.e_score_correction_bias.astype("float32")
             if self.num_groups > 1:
-                merit = self._in_best_groups(merit)
-            chosen = paddle.topk(merit, self.num_chosen, -1)[1]
+                selection_score = self._in_best_groups(selection_score)
+            chosen = paddle.topk(selection_score, self.num_chosen, -1)[1]
             weights = paddle.take_along_axis(scores, chosen, -1)
             if self.is_normed:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -134,9 +134,9 @@ class Gate(nn.Layer):
                 weights = self.balance.count(weights, chosen, scores, counted)
             return weights, chosen
 
-    def _in_best_groups(self, merit: Tensor) -> Tensor:
-        """[B, L, E] with the merit of experts in other groups far below any other."""
-        groups = merit.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
+    def _in_best_groups(self, selection_score: Tensor) -> Tensor:
+        """[B, L, E] with the selection_score of experts in other groups far below any other."""
+        groups = selection_score.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
         num_best = 1 if self.e_score_correction_bias is None else 2
         best = paddle.topk(groups, num_best, -1)[0].sum(-1)
         outside = 1.0 - _among_best(best, self.num_chosen_groups)

@@ -1,6 +1,6 @@
 """What Paddle 3.3.1 gets wrong for several CPU processes over Gloo, put right. One line each on why.
 
-Import order matters: `come_first` before `import paddle`, `install` right after it.
+Import order matters: `preload` before `import paddle`, `install` right after it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build_kernels() -> None:
         library(what)
 
 
-def come_first() -> None:
+def preload() -> None:
     """Put the missing kernels before those of the wheel. Raises UserError when they cannot be built."""
     build_kernels()
     ctypes.CDLL(str(library(FRONT)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from llmsuite.models.anatomy import Anatomy, Latent, Mixture, Plain
+from llmsuite.models.anatomy import Anatomy, Latent, MoE, Plain
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.layout import Layout
@@ -96,7 +96,7 @@ class AlongTensor:
         if self._cut:
             self._send("all_gather", piece, "forward: sequences in front of attention and MLP", 2)
         self._sum(whole, why, cut if again else self._cut)  # attention
-        if isinstance(layer.mlp, Mixture):
+        if isinstance(layer.mlp, MoE):
             self._send("all_reduce", whole, "forward: sums behind routed and shared experts", 2)
         else:
             self._sum(whole, why, cut)
@@ -142,7 +142,7 @@ class AlongTensor:
 
     def _mlp_backward(self, number: int, batch: Pass, whole: tuple[int, ...]) -> None:
         why, what = "backward: gradients of the inputs of matrices that are cut", self._anatomy.layers[number].mlp
-        if isinstance(what, Mixture):
+        if isinstance(what, MoE):
             self._send("all_reduce", whole, why, 3)
             weights = (batch.rows, batch.length, what.chosen)
             self._send("all_reduce", weights, "backward: weights of experts, of which each rank has some", width=4)
