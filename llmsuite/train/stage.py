@@ -145,8 +145,9 @@ class Stage(abc.ABC, Generic[S]):
         """What the loss has to know of the whole global batch, of one micro-batch of it.
 
         The sums of all micro-batches of all ranks, divided by their weights, come into `loss` as
-        `batch["prepass_stats"]`; what this method puts into the batch stays there too. Under "model" and "adapters_off" it asks the model for hidden
-        states once, as `loss` does, and no graph is kept; under "batch" it does not ask the model.
+        `batch["prepass_stats"]`; what this method puts into the batch stays there too. Under "model" and
+        "adapters_off" it asks the model for hidden states once, as `loss` does, and no graph is kept; under "batch" it
+        does not ask the model.
         """
         raise AssertionError(f"{type(self).__name__} wants to look ahead and does not say at what")
 
