@@ -15,7 +15,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import DecoderWeights, Ops, rms_norm
-from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, longer
+from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, LayerCache, RMSNorm, extend_cache
 from llmsuite.typing import Tensor
 
 
@@ -74,7 +74,7 @@ class NextLogits:
 
 def _weights(model: CausalLM) -> DecoderWeights | None:
     """What a kernel for the whole decoder reads; None of a model that is more or other than it can do."""
-    own = (CausalLM.decode_step, CausalLM.embed_at, CausalLM.finish, CausalLM.logits)
+    own = (CausalLM.decode_step, CausalLM.embed_at, CausalLM.final_norm, CausalLM.logits)
     layers, norms, found = list(model.model.layers), [model.model.norm], []
     if not has_room(model) or any(getattr(type(model), form.__name__) is not form for form in own):
         return None
@@ -163,7 +163,7 @@ class FusedAttention:
         if past is not None and len(past) == 3:
             k, v = _written(k, v, *past)
         else:
-            k, v = longer(k, v, past, own.heads_first)
+            k, v = extend_cache(k, v, past, own.heads_first)
         return _product(own.o_proj, own.core(q, k, v, mask).reshape([0, 0, -1])), (k, v)
 
 

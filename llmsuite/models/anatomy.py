@@ -31,11 +31,12 @@ class Latent:
     heads: int
     q_rank: int | None
     kv_rank: int
-    plain: int
-    """Part of a query and key head that is not rotated."""
-    turned: int
-    """Part that is."""
+    nope: int
+    """Part of a query and key head without rotary positions."""
+    rope: int
+    """Part with rotary positions."""
     value: int
+    """Size of a value head."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -68,12 +68,12 @@ class Attention(nn.Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
-        k, v = longer(k, v, past, self.heads_first)
+        k, v = extend_cache(k, v, past, self.heads_first)
         out = self.core(q, k, v, mask)
         return self.o_proj(out.reshape([0, 0, -1])), (k, v)
 
 
-def longer(k: Tensor, v: Tensor, past: LayerCache | None, heads_first: bool) -> LayerCache:
+def extend_cache(k: Tensor, v: Tensor, past: LayerCache | None, heads_first: bool) -> LayerCache:
     """The cache with new keys and values, each [B, L, J, K]."""
     if heads_first:
         k, v = k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3])
@@ -116,7 +116,7 @@ class DecoderLayer(nn.Layer):
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), present
 
-    def states(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """`forward` without the cache, as a layer is called in training: compiled, or computed again."""
         return self(x, cos, sin, mask)[0]
 
@@ -172,14 +172,14 @@ class CausalLM(nn.Layer):
         A document may also go on from the first tokens of one before it, see `devices.ops.document_spans`.
         """
         x, present = self.decode(self.embed(input_ids, self._length(cache), documents), cache, documents)
-        return self.finish(x), present
+        return self.final_norm(x), present
 
     def embed(self, input_ids: Tensor, start: int = 0, documents: Tensor | None = None) -> Tensor:
         """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
         [B, L, D]."""
         return self.model.embed_tokens(input_ids)
 
-    def finish(self, x: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor) -> Tensor:
         """What the last layer gives to normed hidden states, [B, L, D]."""
         return self.model.norm(x)
 
@@ -193,7 +193,7 @@ class CausalLM(nn.Layer):
         present = []
         for i, layer in enumerate(self.model.layers):
             if self.training:
-                x = layer.states(x, *inputs)
+                x = layer.forward_train(x, *inputs)
             else:
                 x, kv = layer(x, *inputs, past=cache[i] if cache else None)
                 present.append(kv)
@@ -232,7 +232,7 @@ class CausalLM(nn.Layer):
             past: Any = None if cache is None else cache[i] if filled is None else (*cache[i], filled)
             x, kv = layer(x, *inputs, past=past)
             present.append(kv)
-        return self.finish(x), present
+        return self.final_norm(x), present
 
     def _length(self, cache: list[LayerCache] | None) -> int:
         return cache[0][0].shape[-2 if self.ops.heads_first else 1] if cache else 0

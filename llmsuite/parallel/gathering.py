@@ -63,16 +63,16 @@ class Zero3Hooks:
 
         module.register_forward_pre_hook(before)
         module.register_forward_post_hook(after)
-        if "states" in vars(module):  # compiled
-            compiled = module.states
+        if "forward_train" in vars(module):  # compiled
+            compiled = module.forward_train
 
-            def states(*inputs: Tensor | None) -> Tensor:
+            def forward_train(*inputs: Tensor | None) -> Tensor:
                 before(module, inputs)
                 output = compiled(*inputs)
                 after(module, inputs, output)
                 return output
 
-            module.states = states
+            module.forward_train = forward_train
 
     def _around(self, function: Callable[[Tensor], Tensor], shards: list[ParameterShard]) -> Callable[[Tensor], Tensor]:
         def gathered(hidden: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class PipelineStage:
         for chunk in () if self._in_schedule else after:
             self._run(chunk, *self._receive())
         if self.is_last:
-            return self.model.finish(result), []
+            return self.model.final_norm(result), []
         return paddle.zeros([*input_ids.shape, self._hidden_size]), []
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:

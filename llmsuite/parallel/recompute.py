@@ -15,7 +15,7 @@ def recompute_layers(model: Any, plan: ShardPlan, every: int) -> None:
     """Keep only the input of every n-th layer, counted from the first layer of the whole model."""
     for number, layer in _layers(model, plan):
         if number % every == 0:
-            layer.states, layer.is_computed_again = _again(layer.states), True
+            layer.forward_train, layer.is_computed_again = _again(layer.forward_train), True
 
 
 def recompute_attention(model: Any, plan: ShardPlan) -> None:

@@ -30,9 +30,10 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
     """Let the layers of a model run as programs in training.
 
     Args:
-        model: this rank's part, parallel already. Its layers have `states(x, *context)`: activations [B, L, D] and
-            tensors that are the same for every layer, to activations. Where a part of that depends on values, they
-            have it in two halves: `attend`, which is compiled, of the modules in `attending`, and `feed`.
+        model: this rank's part, parallel already. Its layers have `forward_train(x, *context)`: activations [B, L, D]
+            and tensors that are the same for every layer, to activations. Where a part of that depends on values, they
+            have it in two halves: `attention_block`, which is compiled, of the modules in `attention_modules`, and
+            `mlp_block`.
         plan: of its family.
         mesh: this rank's place.
         placements: of the activations between layers over tp.
@@ -48,7 +49,7 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
         if structure not in programs:
             programs[structure] = LayerProgram(layer, mesh, placements)
         compiled = programs[structure].of(layer)
-        layer.states = _then(compiled, layer.feed) if hasattr(layer, "attend") else compiled
+        layer.forward_train = _then(compiled, layer.mlp_block) if hasattr(layer, "attention_block") else compiled
     return list(programs.values())
 
 
@@ -58,7 +59,7 @@ def _then(first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Callab
 
 def _parameters(layer: Any) -> list[tuple[str, Tensor]]:
     """Those of what is compiled of a layer."""
-    modules = tuple(f"{module}." for module in layer.attending) if hasattr(layer, "attend") else ("",)
+    modules = tuple(f"{module}." for module in layer.attention_modules) if hasattr(layer, "attention_block") else ("",)
     return [(name, parameter) for name, parameter in layer.named_parameters() if name.startswith(modules)]
 
 
@@ -79,23 +80,23 @@ class LayerProgram:
         parameters = _parameters(layer)
         owners = [name.rpartition(".") for name, _ in parameters]
         self._slots = [(modules[owner]._parameters, attribute) for owner, _, attribute in owners]
-        self._states = layer.attend if hasattr(layer, "attend") else layer.states
+        self._forward_train = layer.attention_block if hasattr(layer, "attention_block") else layer.forward_train
         self._mesh, self._placements = mesh, placements
         self._cuts = [parameter.placements if parameter.is_dist() else [] for _, parameter in parameters]
         self.compiled = self._compile()
 
     def of(self, layer: Any) -> Callable[..., Tensor]:
-        """`states` of a layer, run by this program."""
+        """`forward_train` of a layer, run by this program."""
         parameters = [parameter for _, parameter in _parameters(layer)]
 
-        def states(x: Tensor, *context: Tensor | None) -> Tensor:
+        def forward_train(x: Tensor, *context: Tensor | None) -> Tensor:
             if paddle.is_grad_enabled():
                 return self._run(x, context, parameters)
             # the first pass of `recompute`: a program that is made without a graph is of no use for the second one
             with paddle.enable_grad():
                 return self._run(x, context, parameters).detach()
 
-        return states
+        return forward_train
 
     def _run(self, x: Tensor, context: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
         given, present = [t for t in context if t is not None], [t is not None for t in context]
@@ -121,7 +122,7 @@ class LayerProgram:
             own = [table[attribute] for table, attribute in self._slots]
             self._put(parameters)
             try:
-                y = self._states(inputs[0], *(next(context) if there else None for there in present))
+                y = self._forward_train(inputs[0], *(next(context) if there else None for there in present))
             finally:
                 self._put(own)
             _forget_layer_names()
@@ -153,7 +154,7 @@ _EVERY_LAYER_HAS = frozenset(vars(nn.Layer()))
 def _structure(layer: Any) -> Hashable:
     """What of a layer decides its program: everything but the values of its parameters."""
     modules = []
-    compiled = tuple(layer.attending) if hasattr(layer, "attend") else ("",)
+    compiled = tuple(layer.attention_modules) if hasattr(layer, "attention_block") else ("",)
     for name, module in layer.named_sublayers(include_self=True):
         if name and not f"{name}.".startswith(tuple(f"{part}." if part else part for part in compiled)):
             continue

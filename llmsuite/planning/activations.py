@@ -116,9 +116,9 @@ def attention_kept(layer: LayerAnatomy, batch: Pass, how: How) -> float:
         norms = _latent_norm(what.kv_rank, batch, how)
         if what.q_rank is not None:
             norms += _latent_norm(what.q_rank, batch, how)
-        rotated = 0 if "rotary" in how.fused else heads * what.turned + what.turned
-        queries = heads * (what.plain + what.turned)
-        keys = heads * (what.plain + what.turned + what.value)
+        rotated = 0 if "rotary" in how.fused else heads * what.rope + what.rope
+        queries = heads * (what.nope + what.rope)
+        keys = heads * (what.nope + what.rope + what.value)
         return norms + tokens * e * (rotated + queries + keys + heads * what.value) + (0 if again else scores)
     size, kv_heads = what.head_size, what.kv_heads / how.tp
     kept = 0.0
@@ -221,7 +221,7 @@ def kept_for_all_layers(anatomy: Anatomy, batch: Pass, how: How) -> float:
         kept += batch.tokens * (3 * INDEX_BYTES if how.fuses_alike_only else 4)
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
-    size = attention.turned if isinstance(attention, Latent) else attention.head_size
+    size = attention.rope if isinstance(attention, Latent) else attention.head_size
     rows = batch.rows if batch.documents else 1
     return kept + rows * batch.length * size * how.num_bytes
 

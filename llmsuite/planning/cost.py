@@ -75,11 +75,11 @@ def layer_flops(layer: LayerAnatomy, hidden: int, batch: Pass) -> float:
     of whose pairs of tokens a causal kernel computes half."""
     what, mlp = layer.attention, layer.mlp
     if isinstance(what, Latent):
-        queries = what.heads * (what.plain + what.turned)
+        queries = what.heads * (what.nope + what.rope)
         first = hidden * queries if what.q_rank is None else what.q_rank * (hidden + queries)
-        weights = first + hidden * (what.kv_rank + what.turned)
-        weights += what.kv_rank * what.heads * (what.plain + what.value) + what.heads * what.value * hidden
-        each = what.heads * (what.plain + what.turned + what.value)
+        weights = first + hidden * (what.kv_rank + what.rope)
+        weights += what.kv_rank * what.heads * (what.nope + what.value) + what.heads * what.value * hidden
+        each = what.heads * (what.nope + what.rope + what.value)
     else:
         assert isinstance(what, GroupedQuery)
         weights = hidden * what.head_size * (2 * what.heads + 2 * what.kv_heads)

@@ -89,17 +89,17 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(case: str) -> None:
         assert np.array_equal(logits, together[some])
 
 
-@pytest.mark.parametrize("change", ["mask", "finish", "o_proj", "mlp"])
+@pytest.mark.parametrize("change", ["mask", "final_norm", "o_proj", "mlp"])
 def test_a_model_that_the_kernel_cannot_do_goes_layer_by_layer(change: str) -> None:
     class Other(FAMILIES["llama"].factory()):  # type: ignore[misc]
         def layer_inputs_at(self, positions: Any, mask: Any, dtype: Any) -> Any:
             cos, sin, mask = super().layer_inputs_at(positions, mask, dtype)
             return cos, sin, mask * 1.0 if change == "mask" else mask
 
-        if change == "finish":
+        if change == "final_norm":
 
-            def finish(self, x: Any) -> Any:
-                return super().finish(x) * 2.0
+            def final_norm(self, x: Any) -> Any:
+                return super().final_norm(x) * 2.0
 
     config = FAMILIES["llama"].config_cls(**{**FAMILIES["llama"].smoke, "vocab_size": 32})
     model = Other(config, dataclasses.replace(Ops(), attention=grouped_attention, heads_first=True))

@@ -148,7 +148,7 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
     inputs = model.layer_inputs(0, length, x.dtype)
     for number in (2, 3):
         layer = model.model.layers[number]
-        found = allocated(lambda layer=layer: layer.states(x, *inputs))
+        found = allocated(lambda layer=layer: layer.forward_train(x, *inputs))
         fused = backend.fused("fp32") if is_fused else frozenset[str]()
         how = How(num_bytes=4, recompute=recompute, every=2, fused=fused, fused_outside=fused)
         planned = activations.kept_by_layer(spec.anatomy(model.config), number, Pass(rows, length, rows * length), how)
@@ -173,7 +173,7 @@ def test_a_rounded_layer_keeps_what_is_planned(family: str, shape: dict[str, Any
     inputs = model.layer_inputs(0, length, x.dtype)
     for number in (0, 3):
         layer = model.model.layers[number]
-        found = allocated(lambda layer=layer: layer.states(x, *inputs))
+        found = allocated(lambda layer=layer: layer.forward_train(x, *inputs))
         rounded = {module: sizes[f"{module}.weight"] for module in modules}
         how = How(num_bytes=4, rounded=rounded, rounds_inputs=rounds_inputs)  # type: ignore[arg-type]
         batch = Pass(rows, length, rows * length)

@@ -12,8 +12,8 @@ def anatomy(config: DeepSeekConfig) -> Anatomy:
         heads=config.num_attention_heads,
         q_rank=config.q_lora_rank,
         kv_rank=config.kv_lora_rank,
-        plain=config.qk_nope_head_dim,
-        turned=config.qk_rope_head_dim,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
         value=config.v_head_dim,
     )
     dense = LayerAnatomy(attention=attention, mlp=Gated(width=config.intermediate_size))

@@ -65,24 +65,24 @@ class Attention(nn.Layer):
         the concatenation gives wrong gradients (3.3.1).
         """
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.is_compressed else self.q_proj(x)
-        q_plain, q_turned = q.reshape([0, 0, -1, sum(self.query_sizes)]).split(self.query_sizes, -1)
-        latent, k_turned = self.kv_a_proj_with_mqa(x).split(self.latent_sizes, -1)
+        q_nope, q_rope = q.reshape([0, 0, -1, sum(self.query_sizes)]).split(self.query_sizes, -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split(self.latent_sizes, -1)
         latent = self.kv_a_layernorm(latent)
-        q_turned = self.rotary(_halves(q_turned), cos, sin)
-        k_turned = self.rotary(_halves(k_turned.unsqueeze(2)), cos, sin).squeeze(2)
+        q_rope = self.rotary(_halves(q_rope), cos, sin)
+        k_rope = self.rotary(_halves(k_rope.unsqueeze(2)), cos, sin).squeeze(2)
         if past is not None:
-            latent, k_turned = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_turned], 1)
+            latent, k_rope = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_rope], 1)
         heads = self.kv_b_proj(latent).reshape([0, 0, -1, sum(self.key_value_sizes)])
-        k_plain, v = (part.transpose([0, 2, 1, 3]) for part in heads.split(self.key_value_sizes, -1))
-        q_plain, q_turned = ((part * self.scale).transpose([0, 2, 1, 3]) for part in (q_plain, q_turned))
-        shared = k_turned.unsqueeze(2).expand([-1, -1, self.num_heads, -1]).transpose([0, 2, 1, 3])
-        out = self.core(q_plain, q_turned, k_plain, shared, v, mask).transpose([0, 2, 1, 3])
-        return self.o_proj(out.reshape([0, 0, -1])), (latent, k_turned)
+        k_nope, v = (part.transpose([0, 2, 1, 3]) for part in heads.split(self.key_value_sizes, -1))
+        q_nope, q_rope = ((part * self.scale).transpose([0, 2, 1, 3]) for part in (q_nope, q_rope))
+        shared = k_rope.unsqueeze(2).expand([-1, -1, self.num_heads, -1]).transpose([0, 2, 1, 3])
+        out = self.core(q_nope, q_rope, k_nope, shared, v, mask).transpose([0, 2, 1, 3])
+        return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
 
 
-def attention(q_plain: Tensor, q_turned: Tensor, k_plain: Tensor, k_turned: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attention(q_nope: Tensor, q_rope: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Softmax of the sum of two products, of scaled queries and keys, times v. Each [B, H, L or S, its size]."""
-    scores = paddle.matmul(q_plain, k_plain, transpose_y=True) + paddle.matmul(q_turned, k_turned, transpose_y=True)
+    scores = paddle.matmul(q_nope, k_nope, transpose_y=True) + paddle.matmul(q_rope, k_rope, transpose_y=True)
     return paddle.matmul(F.softmax(scores + mask, -1), v)
 
 
@@ -175,7 +175,7 @@ class DenseLayer(DecoderLayer):
         """As `DecoderLayer.forward`; nothing here has to know which tokens count."""
         return super().forward(x, cos, sin, mask, past)
 
-    def states(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any) -> Tensor:
+    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any) -> Tensor:
         """`forward` without the cache."""
         return self(x, cos, sin, mask, *counted)[0]
 
@@ -191,21 +191,25 @@ class MoELayer(DecoderLayer):
     ) -> tuple[Tensor, LayerCache]:
         """As `DecoderLayer.forward`; `counted` as in `Gate.forward`."""
         attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
-        return self.feed(x + attended, cos, sin, mask, *counted), present
+        return self.mlp_block(x + attended, cos, sin, mask, *counted), present
 
-    def states(self, x: Tensor, *context: Any) -> Tensor:
+    def forward_train(self, x: Tensor, *context: Any) -> Tensor:
         """`forward` without the cache."""
         return self(x, *context)[0]
 
-    # `states` in two halves: which expert a token goes to depends on values, so the second one cannot be compiled
+    # `forward_train` in two halves: which expert a token goes to depends on values, so the second cannot be compiled
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, counted: Tensor | None = None) -> Tensor:
-        """[B, L, D] to [B, L, D], by the modules in `attending`."""
+    def attention_block(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, counted: Tensor | None = None
+    ) -> Tensor:
+        """[B, L, D] to [B, L, D], by the modules in `attention_modules`."""
         return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
 
-    attending = ("input_layernorm", "self_attn")
+    attention_modules = ("input_layernorm", "self_attn")
 
-    def feed(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, counted: Tensor | None = None) -> Tensor:
+    def mlp_block(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, counted: Tensor | None = None
+    ) -> Tensor:
         """[B, L, D] to [B, L, D]."""
         return x + self.mlp(self.post_attention_layernorm(x), counted)
 

@@ -24,13 +24,13 @@ def parameter_names(config: DeepSeekConfig) -> Iterator[str]:
 
 def parameter_shapes(config: DeepSeekConfig) -> dict[str, tuple[int, ...]]:
     """The same with their shapes."""
-    hidden, heads, latent, turned = (
+    hidden, heads, latent, rope = (
         config.hidden_size,
         config.num_attention_heads,
         config.kv_lora_rank,
         config.qk_rope_head_dim,
     )
-    width = heads * (config.qk_nope_head_dim + turned)
+    width = heads * (config.qk_nope_head_dim + rope)
     rank = config.q_lora_rank
     attention: dict[str, tuple[int, ...]] = (
         {"q_proj": (hidden, width)}
@@ -38,7 +38,7 @@ def parameter_shapes(config: DeepSeekConfig) -> dict[str, tuple[int, ...]]:
         else {"q_a_proj": (hidden, rank), "q_a_layernorm": (rank,), "q_b_proj": (rank, width)}
     )
     attention |= {
-        "kv_a_proj_with_mqa": (hidden, latent + turned),
+        "kv_a_proj_with_mqa": (hidden, latent + rope),
         "kv_a_layernorm": (latent,),
         "kv_b_proj": (latent, heads * (config.qk_nope_head_dim + config.v_head_dim)),
         "o_proj": (heads * config.v_head_dim, hidden),

@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, linear, longer, positions
+from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, extend_cache, linear, positions
 from llmsuite.models.gpt.config import GPTConfig
 from llmsuite.typing import Tensor
 
@@ -32,7 +32,7 @@ class Attention(nn.Layer):
         """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, H, K], or [B, H, S, K]."""
         heads = [0, 0, -1, self.head_size]
         q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        k, v = longer(k, v, past, self.heads_first)
+        k, v = extend_cache(k, v, past, self.heads_first)
         return self.o_proj(self.core(q, k, v, mask).reshape([0, 0, -1])), (k, v)
 
 
@@ -65,7 +65,7 @@ class GPTLayer(nn.Layer):
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), present
 
-    def states(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward_train(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """`forward` without the cache, as a layer is called in training: compiled, or computed again."""
         return self(x, mask)[0]
 
