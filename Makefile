@@ -50,7 +50,7 @@ faults: $(VENV)/test
 	$(BIN)/python -m tests.stalls
 	$(BIN)/python -m tests.unit.merge_memory 4000
 
-# LLMSUITE_TEST_DATA: a directory with the files that docs/results.md names; for --tasks and the like call step.py itself
+# LLMSUITE_TEST_DATA: a directory with the files that docs/notes/results.md names; for --tasks and the like call step.py itself
 bench: $(VENV)/demo $(MODEL)
 	$(BIN)/python benchmarks/step.py --model $(MODEL) --write
 

@@ -1,11 +1,11 @@
-"""Tables that benchmarks write into docs/results.md, each between two marks of its own."""
+"""Tables that benchmarks write into docs/notes/results.md, each between two marks of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "notes" / "results.md"
 
 
 def write(name: str, lines: Sequence[str]) -> None:

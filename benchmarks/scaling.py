@@ -1,7 +1,7 @@
 """What a training step takes when more ranks share it: time, what they send, what lies in the memory of each.
 
     python benchmarks/scaling.py             # 1, 2, 4 and 8 CPU ranks, some minutes
-    python benchmarks/scaling.py --write     # the tables into docs/results.md
+    python benchmarks/scaling.py --write     # the tables into docs/notes/results.md
 
 One small Llama and one global batch, the same for every number of ranks, which do it by each strategy alone and by some
 together. Bytes are counted where messages pass through the communication library, and have to be those of
@@ -329,7 +329,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", choices=(2, 4, 8), default=(2, 4, 8), help="beside one rank")
     parser.add_argument("--steps", type=int, default=3, help="that are timed")
     parser.add_argument("--starts", type=int, default=3, help="of each number of ranks, to time the first step")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/results.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/notes/results.md")
     arguments = parser.parse_args()
     os.environ["LLMSUITE_PLUGINS"] = ""
     found: dict[tuple[int, str], Measured] = {}

@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1, help="of a round")
     parser.add_argument("--threads", type=int, default=2, help="of each engine")
     parser.add_argument("--json", type=Path, help="write all that was measured")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/results.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/notes/results.md")
     arguments = parser.parse_args()
     found: dict[str, dict[str, Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="llmsuite-step-") as place:

@@ -168,7 +168,7 @@ def anatomy_of(plan: RunPlan) -> Anatomy:
     if plan.family.anatomy is None:
         raise UserError(
             f"model.family: {plan.family.name} has no `anatomy`, without which nothing can be planned; see "
-            "docs/plugins.md"
+            "docs/reference/plugins.md"
         )
     return plan.family.anatomy(plan.model_config)
 

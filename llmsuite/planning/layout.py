@@ -253,7 +253,7 @@ def model_shapes(plan: RunPlan) -> Mapping[str, Sequence[int]]:
     if not hasattr(names, "parameter_shapes"):
         raise UserError(
             f"model.family: the names of {plan.family.name} have no `parameter_shapes(config)`, without which nothing "
-            "can be planned; see docs/plugins.md"
+            "can be planned; see docs/reference/plugins.md"
         )
     shapes: Mapping[str, Sequence[int]] = names.parameter_shapes(plan.model_config)
     return shapes

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) and its relatives: docs/preference.md.
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) and its relatives: docs/guide/preference.md.
 
 rows -> token ids of prompt, chosen and rejected answer -> one forward pass over both answers -> log-probabilities
 of the answers -> loss, against those of the reference model where it has one.

@@ -62,8 +62,8 @@ def test_is_listed_once_installed(runner: Runner, site: Path) -> None:
 
 
 def test_it_keeps_the_contract(site: Path, recipe: Path, tmp_path: Path) -> None:
-    """By the test that docs/plugins.md gives its author."""
-    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    """By the test that docs/guide/plugins.md gives its author."""
+    page = (ROOT / "docs" / "guide" / "plugins.md").read_text(encoding="utf-8")
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "assert_stage_contract" in b)
     (tmp_path / "test_contract.py").write_text(block)
     shutil.copy(recipe.parent / "text.jsonl", tmp_path / "rows.jsonl")
@@ -104,8 +104,8 @@ def test_its_keys_are_checked_like_any_other(runner: Runner, site: Path, recipe:
     assert "--next_token.min_token=4: next_token.min_token: unknown key; did you mean 'min_tokens'?" in output
 
 
-def test_plugin_of_the_readme_works(runner: Runner, tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_plugin_of_the_guide_works(runner: Runner, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "guide" / "plugins.md").read_text(encoding="utf-8")
     for language, comment in (("python", "# llmsuite_best_loss.py"), ("toml", "# pyproject.toml")):
         block = next(b for b in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if b.startswith(comment))
         (tmp_path / comment.removeprefix("# ")).write_text(block)

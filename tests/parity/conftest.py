@@ -8,4 +8,4 @@ __all__ = ["runner"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-parity-table", action="store_true", help="write the results into docs/parallelism.md")
+    parser.addoption("--write-parity-table", action="store_true", help="write the results into docs/notes/parity.md")

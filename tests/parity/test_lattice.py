@@ -43,11 +43,11 @@ def test_a_strategy_is_as_planned(runner: Runner, failed: dict[str, str], point:
 
 
 def test_write_table(request: pytest.FixtureRequest) -> None:
-    """With `--write-parity-table`: put what was measured into docs/parallelism.md."""
+    """With `--write-parity-table`: put what was measured into docs/notes/parity.md."""
     if not request.config.getoption("--write-parity-table"):
         return
     assert len(results) == len(covering()), "only a whole run is worth writing down"
-    page = ROOT / "docs" / "parallelism.md"
+    page = ROOT / "docs" / "notes" / "parity.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text(before + _table() + rest.partition(END)[2], encoding="utf-8")
 

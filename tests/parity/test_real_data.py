@@ -1,4 +1,4 @@
-"""Files that people train on: what is read and dropped is what docs/data.md says, and each of them trains."""
+"""Files that people train on: what is read and dropped is what docs/notes/data.md says, and each of them trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.multi.conftest import Runner
 ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(os.environ.get("LLMSUITE_TEST_DATA", ROOT.parent / "shared" / "data"))
 _ROW = r"\| `(\w+\.(?:jsonl?|txt))` \| (\w+) \|" + r" ([^|]*)\|" * 5
-TABLE = [tuple(map(str.strip, row)) for row in re.findall(_ROW, (ROOT / "docs" / "data.md").read_text("utf-8"))]
+TABLE = [
+    tuple(map(str.strip, row)) for row in re.findall(_ROW, (ROOT / "docs" / "notes" / "data.md").read_text("utf-8"))
+]
 STAGES = {
     "sft": ["--data.chat_template=chatml"],
     "dpo": ["--data.chat_template=chatml"],

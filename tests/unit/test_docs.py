@@ -23,8 +23,9 @@ from llmsuite.schema.parallel import PARALLEL_RULES
 from llmsuite.schema.rule import Rule
 
 ROOT = Path(__file__).resolve().parents[2]
-PARALLELISM = ROOT / "docs" / "parallelism.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RULES_PAGE = ROOT / "docs" / "reference" / "rules.md"
+PARITY_PAGE = ROOT / "docs" / "notes" / "parity.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -51,7 +52,7 @@ def test_check_notices_a_stale_page(tmp_path: Path) -> None:
 
 
 def test_every_hook_is_documented() -> None:
-    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "plugins.md").read_text(encoding="utf-8")
     names = list(hookspecs.hook_names())
     assert len(names) == 12
     assert [name for name in names if f"### `{name}(" not in text] == []
@@ -63,7 +64,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "recipes.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs" / "guide" / "recipes.md"], ids=lambda page: page.name
+)
 def test_recipes_on_the_pages_are_valid(page: Path, tmp_path: Path, registry: Registry) -> None:
     recipes = [block for block in _blocks(page, "json") if '"stage"' in block]
     assert recipes
@@ -96,7 +99,7 @@ def test_make_targets_on_the_pages_exist() -> None:
     ids=lambda rule: rule.combination,
 )
 def test_every_refusal_on_the_page_is_one(rule: Rule, registry: Registry) -> None:
-    row = next(line for line in PARALLELISM.read_text("utf-8").splitlines() if f"| {rule.combination} |" in line)
+    row = next(line for line in RULES_PAGE.read_text("utf-8").splitlines() if f"| {rule.combination} |" in line)
     example, message = (cell.strip() for cell in row.split("|")[3:5])
     plan_run(ROOT / "recipes" / "llama" / "dpo.json", [], registry)  # by the example, not by the recipe itself
     with pytest.raises(RecipeError) as caught:
@@ -110,13 +113,13 @@ def test_the_parity_table_covers_the_lattice_and_keeps_its_promise() -> None:
     from tests.parity.cases import GRADIENT_LIMIT, LIMIT
     from tests.parity.points import covering
 
-    rows = re.findall(r"^\| \d+ \|.*\| (\S+e\S+) \| (\S+e\S+) \|$", PARALLELISM.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| \d+ \|.*\| (\S+e\S+) \| (\S+e\S+) \|$", PARITY_PAGE.read_text("utf-8"), re.MULTILINE)
     assert len(rows) == len(covering())
     assert all(float(metrics) <= LIMIT and float(gradients) <= GRADIENT_LIMIT for metrics, gradients in rows)
 
 
 def test_every_format_has_an_example_that_is_read(tmp_path: Path, registry: Registry) -> None:
-    text = (ROOT / "docs" / "data.md").read_text("utf-8")
+    text = (ROOT / "docs" / "reference" / "formats.md").read_text("utf-8")
     examples = dict(re.findall(r"```jsonl (\w+)\n(.*?)```", text, re.DOTALL))
     assert examples.keys() == {*registry.data_formats, "text"}
     for name, rows in examples.items():

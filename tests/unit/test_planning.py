@@ -204,7 +204,7 @@ def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--search: needs a device" in capsys.readouterr().err
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "notes" / "planning.md").read_text()
 PUBLISHED = PAGE[PAGE.index("## Published layouts") :]
 COMMANDS = [line for line in PUBLISHED.splitlines() if line.startswith("llmsuite plan ")]
 

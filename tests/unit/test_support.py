@@ -1,4 +1,4 @@
-"""docs/support.md says what was tested, of the recipes as they are now."""
+"""docs/reference/support.md says what was tested, of the recipes as they are now."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_passed_is_within_the_limit(report: dict[str, Any]) -> None:
 
 
 def test_every_recipe_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "support.md").read_text(encoding="utf-8")
     assert [entry.recipe for entry in entries() if entry.recipe not in page] == []
 
 

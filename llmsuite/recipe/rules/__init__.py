@@ -1,6 +1,6 @@
 """What is refused before anything starts: every combination of keys that makes no run, with its reason and an example.
 
-`llmsuite validate` asks these rules, and the table in docs/parallelism.md is made of them.
+`llmsuite validate` asks these rules, and the table in docs/reference/rules.md is made of them.
 """
 
 from llmsuite.recipe.rules.context import RuleContext
