@@ -107,9 +107,9 @@ _RULES = f"""# Rules between recipe keys
 
 {GENERATED.format(source="llmsuite/recipe/rules and llmsuite/schema")}
 
-Combinations that cannot run, or would have no effect. `llmsuite validate` and `llmsuite run` refuse them before anything
-starts. The examples are overrides of `recipes/llama/dpo.json`, which has eight devices, tensor and pipeline parallel
-degree 2, `sequence_parallel` and `stage2`.
+Combinations that cannot run, or would have no effect. `llmsuite validate` and `llmsuite run` refuse them before
+anything starts. The examples are overrides of `recipes/llama/dpo.json`, which has eight devices, tensor and pipeline
+parallel degree 2, `sequence_parallel` and `stage2`.
 """
 
 

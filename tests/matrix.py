@@ -3,8 +3,9 @@
 Of a recipe that does not train, answers are compared in place of losses, to the token. One that trains is held
 against its plan too: what every rank sends in a step, in which order its passes run, what lives in its memory.
 
-`make matrix` runs all of them and writes docs/notes/support.json, of which docs/reference/support.md is made; a test fails when a
-recipe is not the one that was run. With names it runs those only and puts them in their place in the report:
+`make matrix` runs all of them and writes docs/notes/support.json, of which docs/reference/support.md is made; a test
+fails when a recipe is not the one that was run. With names it runs those only and puts them in their place in the
+report:
 
     python -m tests.matrix llama/sft gpt/gpt-175b-pretrain
 """
