@@ -41,14 +41,14 @@ parity: $(VENV)/test
 	$(BIN)/python -m pytest tests/parity -q --write-parity-table
 
 matrix: $(VENV)/test
-	$(BIN)/python -m tests.matrix
+	$(BIN)/python -m tests.tools.matrix
 	$(BIN)/python docs/generate.py
 
 faults: $(VENV)/test
-	$(BIN)/python -m tests.faults
-	$(BIN)/python -m tests.kills 50
-	$(BIN)/python -m tests.stalls
-	$(BIN)/python -m tests.unit.merge_memory 4000
+	$(BIN)/python -m tests.tools.faults
+	$(BIN)/python -m tests.tools.kills 50
+	$(BIN)/python -m tests.tools.stalls
+	$(BIN)/python -m tests.tools.merge_memory 4000
 
 # LLMSUITE_TEST_DATA: a directory with the files that docs/notes/results.md names; for --tasks and the like call step.py itself
 bench: $(VENV)/demo $(MODEL)

@@ -17,8 +17,8 @@ import safetensors.numpy
 
 from llmsuite.cache import cache_root
 from tests.conftest import PluginSite
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "recipes/llama/dpo.json"
 
 
@@ -93,10 +93,10 @@ class Runner:
         return output
 
     def launch(self, num_ranks: int, module: str, *words: str) -> tuple[int, str]:
-        """Run a module of tests in every rank of a launch, see `tests.launched`: exit code, and what was printed."""
+        """Run a module of tests in every rank of a launch, see `tests.tools.launched`; returns exit code and output."""
         logs = self.directory / f"logs of {module} {num_ranks}"
         process = subprocess.run(
-            [sys.executable, "-m", "tests.launched", str(num_ranks), str(logs), module, *words],
+            [sys.executable, "-m", "tests.tools.launched", str(num_ranks), str(logs), module, *words],
             cwd=ROOT,
             env=self.environment,
             stdout=subprocess.PIPE,

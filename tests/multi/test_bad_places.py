@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from llmsuite.files import broken_file
-from tests.multi.conftest import ROOT, Runner, learnt
+from tests.multi.conftest import Runner, learnt
 from tests.multi.test_interrupted import MESHES
+from tests.paths import ROOT
 
 STEPS = 8
 COMMON = (f"--train.max_steps={STEPS}", "--train.micro_batch_size=4", "--checkpoint.save_steps=2", *MESHES[1])

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi.conftest import ROOT, Runner
+from tests.multi.conftest import Runner
+from tests.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "next_token_stage"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.unit.test_export import write_family
+from tests.unit.inference.test_export import write_family
 
 FAMILIES = ("llama", "deepseek")
 

@@ -10,8 +10,9 @@ import pytest
 
 from llmsuite.launch.hang import STALLED
 from tests.conftest import PluginSite
-from tests.multi.conftest import ROOT, Runner
+from tests.multi.conftest import Runner
 from tests.multi.faulty_rank import FAULTS
+from tests.paths import ROOT
 
 STALL_SECONDS = "10"
 SLEEPER = """

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llmsuite.plugins.manager import Registry
-from tests.matrix import Entry, run
 from tests.multi.conftest import Runner
+from tests.tools.matrix import Entry, run
 
 CHOSEN = [
     Entry("gpt/gpt-175b-pretrain", "dynamic"),  # MP8-PP16, recompute of attention

@@ -14,7 +14,8 @@ from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.files import broken_file
 from llmsuite.launch.launch import _free_ports
-from tests.multi.conftest import ROOT, Runner
+from tests.multi.conftest import Runner
+from tests.paths import ROOT
 from tests.unit.tiny_llama import FAMILIES
 
 NUM_RANKS = 4

@@ -15,7 +15,8 @@ from llmsuite.planning.order import calls_of_ranks
 from llmsuite.plugins.manager import load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import PluginSite
-from tests.multi.conftest import ROOT, Runner
+from tests.multi.conftest import Runner
+from tests.paths import ROOT
 
 STEP = 2
 # rank 0 is in its third step: what all ranks did in the second one is in their files

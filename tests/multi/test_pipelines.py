@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from tests.conftest import PluginSite
-from tests.multi.conftest import ROOT, Runner, learnt
+from tests.multi.conftest import Runner, learnt
 from tests.parity.cases import Case as Run
 from tests.parity.cases import run_cases
+from tests.paths import ROOT
 
 STEPS = 4
 SGD = ("--train.optimizer=sgd", "--train.learning_rate=0.05", "--train.max_grad_norm=0.5")

@@ -16,8 +16,8 @@ import pytest
 from llmsuite.observe.report import write_report
 from llmsuite.observe.runs import read_run
 from tests.multi.conftest import Runner
-from tests.unit.run_folder import PIPELINE, make_run, record
-from tests.unit.test_report import CHARTS
+from tests.unit.observe.run_folder import PIPELINE, make_run, record
+from tests.unit.observe.test_report import CHARTS
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs chromium-driver"

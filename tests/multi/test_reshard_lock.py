@@ -11,7 +11,7 @@ import pytest
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.launch.launch import launch
 from tests.conftest import PluginSite
-from tests.multi.conftest import ROOT
+from tests.paths import ROOT
 
 PLUGIN = """
 import threading, time

@@ -22,7 +22,7 @@ import openai
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.unit.test_export import write_family
+from tests.unit.inference.test_export import write_family
 
 KEY = "the-key"
 LIMITS = ("--max_body_bytes", "100000", "--body_timeout", "2", "--max_new_tokens", "64", "--batch_size", "16")

@@ -14,9 +14,10 @@ from llmsuite.launch.launch import INTERRUPTED
 from llmsuite.plugins.manager import PluginInfo
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests.conftest import registry_with
-from tests.multi.conftest import RECIPE, ROOT, Runner
+from tests.multi.conftest import RECIPE, Runner
 from tests.parity import token_stage
 from tests.parity.points import Point
+from tests.paths import ROOT
 
 STEPS = 3
 RECIPES = {"dpo": RECIPE, "tokens": token_stage.RECIPE}

@@ -10,6 +10,7 @@ import pytest
 
 from llmsuite.testing import assert_stage_contract
 from tests.conftest import TRAINING_STAGES, PluginSite
+from tests.paths import ROOT
 
 # keys that make a short run of a stage whose embedded data are many
 SMALLER: Mapping[str, Mapping[str, Any]] = {"pretrain": {"pretrain.max_eval_samples": 64, "pretrain.mix": {}}}
@@ -69,7 +70,7 @@ def test_a_broken_stage_is_found_out(
     doc: str, fault: str, message: str, tmp_path: Path, site: PluginSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.install("broken", BROKEN.replace("DOC", doc).replace("FAULT", fault))
-    monkeypatch.setenv("PYTHONPATH", f"{site.directory}:{Path(__file__).resolve().parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{site.directory}:{ROOT}")
     monkeypatch.setenv("LLMSUITE_PLUGINS", "broken")
     directory = tmp_path / "runs"
     directory.mkdir()

@@ -9,11 +9,12 @@ import pytest
 from llmsuite.plugins.manager import PluginInfo
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import registry_with
-from tests.multi.conftest import ROOT, Runner
+from tests.multi.conftest import Runner
 from tests.parity import token_stage
 from tests.parity.cases import Comparison, compare, many_processes, one_process, plan_of, run_points
 from tests.parity.planned import check_truth
 from tests.parity.points import DIMENSIONS, Point, covering, legal, short
+from tests.paths import ROOT
 
 BEGIN, END = "<!-- generated: parity -->", "<!-- end of generated: parity -->"
 results: dict[Point, Comparison] = {}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.parity.test_real_data import real
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(os.environ.get("LLMSUITE_TEST_MODEL", ROOT / "models" / "smollm2-135m-instruct"))
 STEPS = 5
 

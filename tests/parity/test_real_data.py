@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,9 +15,8 @@ from llmsuite.stages.explain import open_stage
 from llmsuite.stages.stats import file_stats
 from llmsuite.train.stage import DropCounts
 from tests.multi.conftest import Runner
+from tests.paths import REAL, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-REAL = Path(os.environ.get("LLMSUITE_TEST_DATA", ROOT.parent / "shared" / "data"))
 _ROW = r"\| `(\w+\.(?:jsonl?|txt))` \| (\w+) \|" + r" ([^|]*)\|" * 5
 TABLE = [
     tuple(map(str.strip, row)) for row in re.findall(_ROW, (ROOT / "docs" / "notes" / "data.md").read_text("utf-8"))

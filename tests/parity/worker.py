@@ -1,4 +1,4 @@
-"""A rank that runs one recipe after another in the same process; `tests.parity.cases` starts it by `tests.launched`.
+"""A rank that runs one recipe after another in one process; `tests.parity.cases` starts it by `tests.tools.launched`.
 
 Every case gets a mesh, a model and a cache of its own. Groups are used again by the cases that have the same ones: each
 brings two threads that wake up all the time, and after some dozen cases the processes would do nothing else.

@@ -22,8 +22,8 @@ from llmsuite.stages.pairs import Pair
 from llmsuite.stages.sections import DpoSection
 from llmsuite.train.initial_values import initial_values
 from llmsuite.train.stage import DropCounts, StageContext
+from tests.paths import DATA
 
-DATA = Path(__file__).resolve().parents[2] / "data"
 FORMATS = {data_format.name: data_format for data_format in BUILTIN}
 
 

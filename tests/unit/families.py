@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from llmsuite.builtin import llmsuite_register_models
+from tests.paths import REFERENCE
 
-REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 FAMILIES = {family.name: family for family in llmsuite_register_models()}
 CASES = sorted(
     f"{family}/{path.name}" for family in FAMILIES for path in (REFERENCE / family).iterdir() if path.is_dir()

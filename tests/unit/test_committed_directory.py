@@ -15,9 +15,8 @@ import pytest
 from llmsuite.checkpoint.train_state import remove_unfinished
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, committed_directory
+from tests.paths import ROOT
 from tests.unit.os_steps import OsSteps, write
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Killed(BaseException):
@@ -140,7 +139,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one(
         root = tmp_path / str(at)
         start(root)
         command = [sys.executable, "-m", "tests.unit.os_steps", str(root), str(at)]
-        assert subprocess.run(command, cwd=REPOSITORY, check=False).returncode == 9
+        assert subprocess.run(command, cwd=ROOT, check=False).returncode == 9
         remove_unfinished(root)
         assert not list(root.glob("step-1.*"))
         seen.add(state(root))

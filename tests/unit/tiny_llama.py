@@ -16,10 +16,11 @@ from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.models.llama import names
 from llmsuite.models.llama.config import LlamaConfig
 from llmsuite.train.initial_values import initial_values
+from tests.paths import DATA
 
 FAMILIES = {family.name: family for family in llmsuite_register_models()}
 FAMILY = FAMILIES["llama"]
-TOKENIZER = Path(__file__).resolve().parents[2] / "data" / "tokenizer"
+TOKENIZER = DATA / "tokenizer"
 
 # no two dimensions are equal, so that a transposed matrix cannot pass for a right one
 CONFIG = LlamaConfig(

@@ -1,0 +1,217 @@
+"""Every recipe, made small by `--smoke`, on its own mesh against one process.
+
+Of a recipe that does not train, answers are compared in place of losses, to the token. One that trains is held
+against its plan too: what every rank sends in a step, in which order its passes run, what lives in its memory.
+
+`make matrix` runs all of them and writes docs/notes/support.json, of which docs/reference/support.md is made; a test
+fails when a recipe is not the one that was run. With names it runs those only and puts them in their place in the
+report:
+
+    python -m tests.tools.matrix llama/sft gpt/gpt-175b-pretrain
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.schema.section import as_plain
+from tests.conftest import registry_with
+from tests.multi.conftest import Runner
+from tests.parity import planned
+from tests.parity.cases import LIMIT, Case, run_cases
+from tests.parity.planned import truth_of
+from tests.parity.qat import FLIPPED
+from tests.paths import ROOT
+
+REPORT = ROOT / "docs" / "notes" / "support.json"
+STEPS = 3
+MODES = ("dynamic", "to_static")
+_IN_BOTH = ("pretrain", "sft", "lora", "dpo")
+"""Recipes with these names are run in both modes, the others in their own."""
+# as the recipes, but small steps of AdamW's denominator and of a rate that moves; tests/parity/cases.py says why
+_COMMON = (
+    f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.warmup_ratio=0", "--train.adam_epsilon=1e-2",
+    "--train.log_steps=1", "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null",
+)  # fmt: skip
+_RATE = {False: "--train.learning_rate=3e-3", True: "--train.learning_rate=0.03"}
+"""Of models and of adapters, which start with gradients that are small before such an epsilon."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A recipe in one of the two modes."""
+
+    recipe: str
+    """`family/name`."""
+    mode: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe.replace('/', '-')}-{self.mode}"
+
+    @property
+    def path(self) -> str:
+        return f"recipes/{self.recipe}.json"
+
+    def trains(self, registry: Registry) -> bool:
+        return registry.stages[json.loads((ROOT / self.path).read_text(encoding="utf-8"))["stage"]].trains
+
+    def plan(self, registry: Registry) -> RunPlan:
+        return plan_run(ROOT / self.path, self.words(registry), registry, smoke=True)
+
+    def common(self, registry: Registry) -> list[str]:
+        stage = json.loads((ROOT / self.path).read_text(encoding="utf-8"))["stage"]
+        return [*_COMMON, _RATE[registry.stages[stage].adapters]] if registry.stages[stage].trains else []
+
+    def words(self, registry: Registry) -> list[str]:
+        if not self.trains(registry):
+            return []
+        return [*self.common(registry), "--train.micro_batch_size=1", f"--engine.mode={self.mode}"]
+
+    def digest(self, registry: Registry) -> str:
+        """Of what is run: the keys that the recipe, `--smoke` and this file give, and their values."""
+        loaded = self.plan(registry).loaded
+        given: dict[str, Any] = {}
+        for key in sorted(loaded.given):
+            value: Any = loaded.recipe
+            for part in key:
+                value = value[part] if isinstance(value, dict) else value.__dict__[part]
+            given[".".join(key)] = value
+        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+
+    def many(self, registry: Registry) -> Case:
+        """On its own mesh."""
+        num_ranks, words = self.plan(registry).degrees.num_ranks, self.words(registry)
+        return Case(self.name, num_ranks, words, recipe=self.path, trace=self.trains(registry))
+
+    def one(self, registry: Registry) -> Case:
+        """The same model and batch in one process; equal ones of several recipes are one case."""
+        plan = self.plan(registry)
+        words = [
+            *self.common(registry), *(("--train.micro_batch_size=8",) if self.trains(registry) else ()),
+            "--launch.num_devices=1", "--parallel={}", "--engine={}",
+            f"--model.config={json.dumps(plan.recipe.model.config, sort_keys=True)}",
+        ]  # fmt: skip
+        alone = plan_run(ROOT / self.path, words, registry, smoke=True).loaded.recipe
+        learnt = {key: repr(value) for key, value in as_plain(alone).items() if key != "output_dir"}
+        digest = hashlib.sha256(json.dumps(learnt, sort_keys=True).encode()).hexdigest()[:16]
+        return Case(f"one-{digest}", 1, words, recipe=self.path)
+
+
+def entries() -> list[Entry]:
+    """Each recipe in its own mode, some in both."""
+    found = []
+    for path in sorted((ROOT / "recipes").glob("*/*.json")):
+        recipe = f"{path.parent.name}/{path.stem}"
+        own = str(json.loads(path.read_text(encoding="utf-8")).get("engine", {}).get("mode", "dynamic"))
+        found += [Entry(recipe, mode) for mode in (MODES if path.stem in _IN_BOTH else (own,))]
+    return found
+
+
+def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dict[str, Any]]:
+    """Run entries and what they are compared with; returns a record of each."""
+    chosen = list(chosen)
+    ones = {entry: entry.one(registry) for entry in chosen}
+    cases = {case.name: case for case in ones.values()}
+    failed = run_cases(runner, [*cases.values(), *(entry.many(registry) for entry in chosen)])
+    records = []
+    for entry in chosen:
+        plan = entry.plan(registry)
+        record = {
+            "recipe": entry.recipe,
+            "mode": entry.mode,
+            "family": plan.family.name,
+            "stage": plan.stage.name,
+            "digest": entry.digest(registry),
+            "asked": str(plan.smoke_of),
+            "mesh": str(plan.degrees),
+        }
+        printed = failed.get(ones[entry].name) or failed.get(entry.name)
+        if printed is not None:
+            record |= {"passed": False, "problem": printed.strip().splitlines()[-1].partition("; its log")[0][:300]}
+        elif not entry.trains(registry):
+            record |= _same_answers(runner, ones[entry].name, entry.name)
+        else:
+            rounded = plan.recipe.qat.activation_bits is not None
+            record |= _compared(runner, ones[entry].name, entry.name, rounded)
+            if record["passed"]:
+                record |= _planned(runner, entry.name, plan)
+        records.append(record)
+    return records
+
+
+def _compared(runner: Runner, one: str, many: str, rounded: bool) -> dict[str, Any]:
+    """The largest relative difference of loss and gradient norm in any step. Where inputs are `rounded`, those of the
+    steps behind the first may differ by what tests/parity/qat.py says."""
+    expected, found = runner.metrics(one), runner.metrics(many)
+    if [len(expected), len(found)] != [STEPS, STEPS]:
+        return {"passed": False, "problem": f"{len(expected)} and {len(found)} steps were recorded"}
+    if abs(expected[-1]["loss"] / expected[0]["loss"] - 1) < 1e-3:  # steps see other samples: it need not have fallen
+        return {"passed": False, "problem": "the loss stays what it was, so nothing was compared"}
+    keys = ("loss", "grad_norm")
+    found_by = {key: [abs(b[key] / a[key] - 1) for a, b in zip(expected, found, strict=True)] for key in keys}
+    limits = {key: [LIMIT, *[FLIPPED[key] if rounded else LIMIT] * (STEPS - 1)] for key in keys}
+    pairs = [pair for key in keys for pair in zip(found_by[key], limits[key], strict=True)]
+    if not all(difference <= limit for difference, limit in pairs):  # NaN is none either
+        return {"passed": False, "problem": f"differs by {json.dumps(found_by)}"}
+    told = {"rounded": True} if rounded else {}
+    return {**{key: max(values) for key, values in found_by.items()}, **told, "passed": True}
+
+
+def _planned(runner: Runner, name: str, plan: RunPlan) -> dict[str, Any]:
+    """How the last step was against its plan."""
+    found = truth_of(runner.directory / name, plan)
+    if found.problems:
+        return {"passed": False, "problem": f"not as planned: {found.problems[0]}"}
+    live = found.live_memory
+    if not abs(live) <= planned.LIMIT:
+        return {"passed": False, "problem": f"live memory is planned {live:+.1%} off"}
+    return {"calls": found.calls, "bytes": found.num_bytes, "memory": live, "bubble": found.bubble}
+
+
+def _same_answers(runner: Runner, one: str, many: str) -> dict[str, Any]:
+    """How many tokens were answered, all of them the same."""
+    found = []
+    for name in (one, many):
+        rows = (runner.directory / name / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+        found.append([answer["ids"] for row in rows for answer in json.loads(row)["answers"]])
+    if len({tuple(ids) for ids in found[0]}) < 4:
+        return {"passed": False, "problem": "the answers are alike, so nothing was compared"}
+    if differing := sum(a != b for a, b in zip(*found, strict=True)):
+        return {"passed": False, "problem": f"{differing} of {len(found[0])} answers differ"}
+    return {"tokens": sum(map(len, found[0])), "passed": True}
+
+
+def main(names: list[str]) -> int:
+    """Run all entries, or those of some recipes, and write them into the report; 1 when one in it did not pass."""
+    registry = registry_with()
+    chosen = [entry for entry in entries() if not names or entry.recipe in names]
+    with tempfile.TemporaryDirectory() as directory:
+        records = run(Runner(Path(directory)), chosen, registry)
+    for record in records:
+        found = record.get("problem") or (
+            f"{record['tokens']} tokens the same"
+            if "tokens" in record
+            else f"loss {record['loss']:.1e}, grad_norm {record['grad_norm']:.1e}"
+        )
+        print(f"{'ok  ' if record['passed'] else 'FAIL'} {record['recipe']} {record['mode']} {record['mesh']}: {found}")
+    kept = json.loads(REPORT.read_text(encoding="utf-8"))["runs"] if names and REPORT.is_file() else []
+    records += [run for run in kept if run["recipe"] not in names]
+    records.sort(key=lambda record: (record["recipe"], record["mode"]))
+    report = {"limit": LIMIT, "steps": STEPS, "paddle": importlib.metadata.version("paddlepaddle"), "runs": records}
+    REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(record["passed"] for record in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""Broken data of every kind people have: each is refused with file, line and reason, or skipped and counted."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from llmsuite.data import compressed
+from llmsuite.data.read import read_rows
+from llmsuite.errors import UserError
+from llmsuite.plugins.manager import Registry
+from tests.unit.stages.test_sft_samples import make_stage
+
+GOOD = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]}
+LINE = json.dumps(GOOD).encode()
+USER, ANSWER = GOOD["messages"]
+
+
+def second(line: bytes) -> bytes:
+    """A sound row, the given one, and a sound one."""
+    return b"%b\n%b\n%b\n" % (LINE, line, LINE)
+
+
+def row(**keys: Any) -> bytes:
+    return second(json.dumps(keys).encode())
+
+
+def messages(*turns: Any) -> bytes:
+    return row(messages=list(turns))
+
+
+def said(turn: Any) -> bytes:
+    return row(messages=[USER, turn])
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "bad utf-8": (second(b'{"messages": "\xff"}'), "is not UTF-8: invalid start byte"),
+    "latin 1": (second('{"messages": "é"}'.encode("latin-1")), "is not UTF-8"),
+    "utf-16": (second(LINE.decode().encode("utf-16")), "is not UTF-8"),
+    "half a line": (second(LINE[:-20]), "is not a JSON line: "),
+    "two rows on a line": (second(LINE + LINE), "is not a JSON line: Extra data"),
+    "single quotes": (second(str(GOOD).encode()), "is not a JSON line: Expecting property name"),
+    "a comma too many": (second(LINE[:-1] + b",}"), "is not a JSON line"),
+    "no json": (second(b"hello"), "is not a JSON line: Expecting value"),
+    "bom inside": (second(b"\xef\xbb\xbf" + LINE), "is not a JSON line"),
+    "nul": (second(b"\0\0\0"), "is not a JSON line"),
+    "newline in a text": (second(LINE.replace(b"Hi?", b"Hi\x0b?")), "is not a JSON line: Invalid control character"),
+    "nested too deep": (second(b"[" * 100_000), "is not a JSON line: maximum recursion depth"),
+    "number without end": (second(b'{"messages": %b}' % (b"1" * 5000)), "is not a JSON line: Exceeds the limit"),
+    "a list": (second(b"[1, 2]"), "is a list, not an object"),
+    "null": (second(b"null"), "is a NoneType, not an object"),
+    "nan": (second(LINE[:-1] + b', "score": NaN}'), "has NaN, which is no JSON"),
+    "infinity": (second(LINE[:-1] + b', "score": -Infinity}'), "has -Infinity, which is no JSON"),
+    "key twice": (second(LINE[:-1] + b', "messages": []}'), "has the key 'messages' twice"),
+    "key twice inside": (second(LINE.replace(b'"role": "user"', b'"role": "user", "role": "user"')), "'role' twice"),
+    "half a surrogate": (second(LINE.replace(b"Hi?", b"\\ud83d")), "has half of a surrogate pair"),
+    "no key": (row(text="a"), "has no key 'messages'; openai needs: messages of role/content"),
+    "empty object": (row(), "has no key 'messages'"),
+    "no turns": (messages(), "'messages' is not a list of turns"),
+    "turns are text": (row(messages="Hi?"), "'messages' is not a list of turns"),
+    "a turn is text": (messages("Hi?"), "'messages[0]' is not an object with 'role'"),
+    "a turn is null": (messages(None, ANSWER), "'messages[0]' is not an object with 'role'"),
+    "no role": (messages({"content": "Hi?"}), "'messages[0]' is not an object with 'role'"),
+    "unknown role": (said({"role": "bot", "content": "a"}), "'messages[1]' has the unknown role 'bot'"),
+    "role of another type": (said({"role": 3, "content": "a"}), "'messages[1]' has the unknown role 3"),
+    "no content": (said({"role": "assistant"}), "'messages[1].content' is NoneType, not text"),
+    "content of another type": (said({"role": "assistant", "content": 7}), "'messages[1].content' is int, not text"),
+    "weight of another type": (said({**ANSWER, "weight": "1"}), "'messages[1].weight' is '1'; 0 or 1 is needed"),
+    "a user to learn": (messages({**USER, "weight": 1}, ANSWER), "said by 'user'; only the assistant's turns"),
+    "call without name": (said({**ANSWER, "tool_calls": [{}]}), "has a call without a name"),
+    "broken arguments": (
+        said({**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}),
+        "'arguments of add in messages[1].tool_calls' is not JSON",
+    ),
+    "broken tools": (row(**GOOD, tools="["), "'tools' is not JSON"),
+    "roles out of order": (messages(ANSWER, USER), "the turns are out of order: 'messages[0]' of the assistant"),
+    "user twice": (messages(USER, USER, ANSWER), "the turns are out of order: 'messages[1]' of the user"),
+    "system at the end": (messages(USER, ANSWER, {"role": "system", "content": "a"}), "'messages[2]' of the system"),
+}
+"""By name: JSON Lines of which the second one is broken, and what is to be said of it."""
+
+
+def refusal(path: Path, on_bad_row: str = "error") -> str:
+    stage = make_stage(on_bad_row=on_bad_row)
+    with pytest.raises(UserError) as caught:
+        stage.read(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_row(name: str, tmp_path: Path) -> None:
+    content, reason = BROKEN[name]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    message = refusal(path)
+    assert message.startswith(f"{path}:2: ")
+    assert reason in message
+
+    told: list[str] = []
+    assert len(make_stage(report=told.append, on_bad_row="skip").read(path)) == 2
+    assert told[0].startswith(f"{path}: 2 of 3 rows are used; dropped: 1 that cannot be read: ")
+    assert told[0].endswith(f" (1, first at {path}:2)")
+
+
+def test_all_of_them_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINE + b"\n" + b"".join(content.splitlines()[1] + b"\n" for content, _ in BROKEN.values()))
+    told: list[str] = []
+    assert len(make_stage(report=told.append, on_bad_row="skip").read(path)) == 1
+    assert told[0].startswith(f"{path}: 1 of {len(BROKEN) + 1} rows are used; dropped: {len(BROKEN)} that cannot be")
+    assert "is not UTF-8 (3, first at" in told[0], told
+
+
+def test_when_no_row_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"{\n[\n")
+    assert refusal(path, "skip").startswith(f"{path}: has no rows: 2 that cannot be read: is not a JSON line (2, first")
+
+
+# files that are broken as a whole: skipping rows does not help
+
+
+def parquet(**columns: list[Any]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()
+
+
+FILES: dict[str, tuple[str, bytes, str]] = {
+    "cut gz": ("a.jsonl.gz", gzip.compress(second(LINE), mtime=0)[:-9], "cannot be read: Compressed file ended"),
+    "no gz": ("a.jsonl.gz", second(LINE), "cannot be read: Not a gzipped file"),
+    "damaged gz": ("a.jsonl.gz", gzip.compress(second(LINE), mtime=0)[:30] + bytes(40), "cannot be read: "),
+    "no zst": ("a.jsonl.zst", second(LINE), "cannot be read: zstd decompress error: Unknown frame descriptor"),
+    "gz bomb": ("a.jsonl.gz", gzip.compress(bytes(3 << 20), mtime=0), "unpacks to more than 100 times its size"),
+    "bomb of lines": ("a.jsonl.gz", gzip.compress(second(LINE) * 20_000, mtime=0), "unpacks to more than 100 times"),
+    "zst bomb": ("a.json.zst", zstandard.compress(bytes(3 << 20)), "unpacks to more than 100 times its size"),
+    "no parquet": ("a.parquet", b"PAR1", "cannot be read: "),
+    "cut parquet": ("a.parquet", parquet(messages=[GOOD["messages"]])[:-8], "cannot be read: "),
+    "empty": ("a.jsonl", b"", "has no rows"),
+    "blank": ("a.jsonl", b"\n\n \n", "has no rows"),
+    "half a list": ("a.json", b"[%b,\n%b" % (LINE, LINE[:-5]), ":2: is not JSON: "),
+    "list without end": ("a.json", b"[%b,\n%b\n" % (LINE, LINE), ":3: is not JSON: ',' or ']' is missing behind row 2"),
+    "lines as json": ("a.json", second(LINE), ":2: is not JSON: there is more behind it; one row a line is called"),
+    "an object": ("a.json", LINE, "is a dict, not a list of rows"),
+    "bad utf-8 in a list": ("a.json", b"[%b,\n\xff]" % LINE, ":2: is not UTF-8"),
+    "another shape": ("a.jsonl", b'{"question": 1}\n', ":1: keys ['question'] fit no format with conversation rows"),
+}
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_broken_file(name: str, on_bad_row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "_ALWAYS_FINE", 1 << 20)
+    file, content, reason = FILES[name]
+    (tmp_path / file).write_bytes(content)
+    message = refusal(tmp_path / file, on_bad_row)
+    assert message.startswith(f"{tmp_path / file}:")
+    assert reason in message
+
+
+def test_a_line_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "MOST_LINE", 1 << 20)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(second(b" " * (1 << 20)))
+    assert refusal(path) == f"{path}:2: is longer than 1 MiB, so it is no row of data"
+
+
+def test_a_long_line_is_a_long_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(second(LINE.replace(b"Hello.", b"word " * 200_000)))
+    told: list[str] = []
+    assert len(make_stage(report=told.append).read(path)) == 2
+    assert "2 of 3 rows are used; dropped: 1 longer than data.max_length 512" in told[0]
+
+
+def test_what_only_looks_broken(tmp_path: Path, registry: Registry) -> None:
+    for name, content in {
+        "a.jsonl": b"\xef\xbb\xbf" + second(LINE),
+        "b.jsonl": second(LINE).replace(b"\n", b"\r\n\r\n"),
+        "c.jsonl.gz": gzip.compress(second(LINE)[:-1]) + gzip.compress(b"\n"),
+        "d.jsonl.zst": zstandard.compress(second(LINE)),
+        "e.json": b"\xef\xbb\xbf [%b\n,%b , %b ]\n\n" % (LINE, LINE, LINE),
+        "f.json.gz": gzip.compress(b"[%b,%b,%b]" % (LINE, LINE, LINE)),
+        "g.parquet": parquet(messages=[GOOD["messages"]] * 3, id=[1, 2, None]),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        rows = read_rows(tmp_path / name, "conversation", "auto", registry.data_formats)
+        assert len(rows) == 3, name
+        assert len(set(rows.places)) == 3
+    assert len(read_rows(tmp_path, "conversation", "auto", registry.data_formats)) == 21  # a directory is its files
+
+
+def test_every_row_of_a_list_has_its_line(tmp_path: Path, registry: Registry) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([GOOD, GOOD, GOOD], indent=1))
+    rows = read_rows(path, "conversation", "auto", registry.data_formats)
+    text = path.read_text().splitlines()
+    lines = [int(place.split(":")[1]) for place in rows.places]
+    assert lines == [i for i, line in enumerate(text, 1) if line == " {"]
+
+
+# a template that cannot say a row
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}{{ m.content }} {% endfor %}", "does not mark the end of messages[1]"),
+        ("{{ messages[-1].content }}", "renders what is before messages[1] differently once it follows"),
+        ("{{ raise_exception('no') }}", "refuses the turns"),
+        (
+            "{% for m in messages %}{{ m.role }}{{ eos_token }}{% endfor %}",
+            "leaves out a part of what messages[1] says",
+        ),
+    ],
+)
+def test_a_template_that_does_not_fit_is_refused_with_the_line(template: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n" + json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}).encode())
+    with pytest.raises(UserError) as caught:
+        make_stage(template=template).read(path)
+    assert str(caught.value).startswith(f"{path}:2: chat template of a stranger ")
+    assert reason in str(caught.value)
+    with pytest.raises(UserError, match=r"none of its 1 rows can train anything: 1 that cannot be read: chat template"):
+        make_stage(template=template, on_bad_row="skip").read(path)

@@ -1,0 +1,216 @@
+"""Chat templates: what they render, and that those of strangers can do nothing else."""
+
+from __future__ import annotations
+
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
+from llmsuite.data.rows import Message
+from llmsuite.errors import UserError
+from llmsuite.schema.recipe import DataSection
+from tests.paths import DATA
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+ASK = [Message("system", " Be brief. "), Message("user", "Hi?")]
+
+
+def built_in(name: str) -> ChatTemplate:
+    return load_template(name, Path("/nowhere"), TOKENS)
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, TOKENS, "stranger")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer"),
+    [
+        (
+            "chatml",
+            "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n",
+            "Hello.<|im_end|>\n",
+        ),
+        (
+            "llama3",
+            "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            "Hello.<|eot_id|>",
+        ),
+        ("plain", " Be brief. \nHi?\n", "Hello.</s>"),
+    ],
+)
+def test_the_built_in_ones(name: str, prompt: str, answer: str) -> None:
+    assert built_in(name).render(ASK, add_generation_prompt=True) == prompt
+    assert built_in(name).render([*ASK, Message("assistant", "Hello.")]) == prompt + answer
+    assert built_in(name).split(ASK, "Hello.") == (prompt, answer)
+
+
+@given(name=st.sampled_from(sorted(BUILTIN)), texts=st.lists(st.text(), min_size=1, max_size=4), answer=st.text())
+def test_split_cuts_the_whole_conversation(name: str, texts: list[str], answer: str) -> None:
+    roles = ["user", "assistant"] * 2
+    prompt = [Message(role, text) for role, text in zip(roles, texts)]
+    before, after = built_in(name).split(prompt, answer)
+    assert before == built_in(name).render(prompt, add_generation_prompt=True)
+    assert before + after == built_in(name).render([*prompt, Message("assistant", answer)])
+
+
+def test_the_schema_names_the_built_in_ones() -> None:
+    choices = typing.get_args(typing.get_type_hints(DataSection)["chat_template"])
+    assert set(choices) == {*BUILTIN, "tokenizer"}
+    assert len(choices) == len(BUILTIN) + 1
+
+
+REACHING = [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ ''.__class__.__base__.__subclasses__() }}",
+    "{{ messages.__class__.__subclasses__() }}",
+    "{{ messages.__init__.__globals__ }}",
+    "{{ (messages | attr('__class__')).mro() }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ '{m.__class__.__mro__}'.format_map({'m': messages}) }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{{ raise_exception.__globals__['jinja2'] }}",
+    "{{ raise_exception.__code__.co_consts }}",
+    "{{ self.__init__.__globals__ }}",
+    "{% set f = messages.__class__ %}{{ f() }}",
+    "{% for c in [].__class__.__base__.__subclasses__() %}{{ c }}{% endfor %}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+]
+MUTATING = [
+    "{{ messages.append(1) }}",
+    "{{ messages.clear() }}",
+    "{{ messages.pop() }}",
+    "{{ messages.reverse() }}",
+    "{{ messages[0].update({'content': 'x'}) }}",
+    "{{ messages[0].pop('content') }}",
+    "{% set messages[0]['content'] = 'x' %}",
+    "{% set ns = namespace() %}{% set ns.m = messages %}{{ ns.m.append(1) }}",
+]
+FAILING = [
+    "{{ 1 / 0 }}",
+    "{{ messages[0].content.index('absent') }}",
+    "{{ 1 + none }}",
+    "{{ 'a'.encode().decode('utf-16') }}",
+    "{{ {}['a'].b }}",
+    "{{ '%d' | format('a') }}",
+    "{% for i in range(10 ** 9) %}{% endfor %}",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "{{ absent() }}",
+]
+BROKEN = ["{% if %}", "{% for m in messages %}", "{{ ", "{% nonsense %}", "{{ 1 +", "{{ " + "(" * 9999, "{% endif %}"]
+
+
+@pytest.mark.parametrize("source", REACHING + MUTATING + FAILING)
+def test_a_template_that_does_more_than_render_is_refused(source: str) -> None:
+    turns = list(ASK)
+    with pytest.raises(UserError, match="chat template of stranger"):
+        template(source).render(turns)
+    assert turns == ASK
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__ }}", "{{ messages | attr('__class__') }}", "{{ messages._x }}"])
+def test_a_private_attribute_is_nothing(source: str) -> None:
+    assert template(source).render(ASK) == ""
+
+
+@pytest.mark.parametrize("source", BROKEN, ids=range(len(BROKEN)))
+def test_broken_jinja_is_refused_before_any_row_is_read(source: str) -> None:
+    with pytest.raises(UserError, match="chat template of stranger: "):
+        template(source)
+
+
+def test_raise_exception_is_the_reason() -> None:
+    source = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}ok"
+    with pytest.raises(UserError, match=r"stranger refuses the turns \(system, user\): user first"):
+        template(source).render(ASK)
+    assert template(source).render(ASK[1:]) == "ok"
+
+
+def test_what_templates_of_the_hub_use() -> None:
+    source = (
+        "{%- set ns = namespace(n=0) -%}\n"
+        "{% for m in messages %}\n"
+        "    {% if m.role == 'system' %}{% continue %}{% endif %}\n"
+        "{% set ns.n = ns.n + 1 %}{{ m | tojson }}{{ m.tool_calls is defined }}\n"
+        "{% break %}{% endfor %}\n"
+        "{{ ns.n }}{{ tools is none }}{{ strftime_now is defined }}{{ bos_token }}"
+    )
+    row = [Message("system", "x"), Message("user", '\u4e16 "<b>"'), Message("user", "y")]
+    assert template(source).render(row) == '{"role": "user", "content": "\u4e16 \\"<b>\\""}False\n1TrueFalse<s>'
+
+
+def test_nothing_is_escaped_as_html_and_no_text_is_run() -> None:
+    text = "<b>&amp;</b> {{ 7 * 7 }} {% raw %}"
+    assert template("{{ messages[0].content }}").render([Message("user", text)]) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # drops the generation prompt, or an earlier turn, once an answer follows
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ messages[-1].content }}",
+    ],
+)
+def test_an_answer_that_cannot_be_told_from_its_prompt(source: str) -> None:
+    with pytest.raises(UserError, match=r"renders a prompt differently when an answer follows.*chatml, llama3, plain"):
+        template(source).split(ASK, "Hello.")
+
+
+def directory(path: Path, config: Any = None, separate: str | None = None) -> Path:
+    if config is not None:
+        (path / "tokenizer_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if separate is not None:
+        (path / "chat_template.jinja").write_text(separate, encoding="utf-8")
+    return path
+
+
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plainly"}]
+
+
+@pytest.mark.parametrize(
+    ("config", "separate", "text"),
+    [
+        ({"chat_template": "config"}, None, "config"),
+        ({"chat_template": NAMED}, None, "plainly"),
+        ({"chat_template": ["junk", {}, *NAMED]}, None, "plainly"),
+        ({"chat_template": "config"}, "file \u4e16", "file \u4e16"),
+        ({"chat_template": NAMED}, "file", "file"),
+        ({}, "file", "file"),
+        (None, "file", "file"),
+    ],
+)
+def test_where_the_template_of_a_tokenizer_lies(tmp_path: Path, config: Any, separate: str | None, text: str) -> None:
+    found = load_template("tokenizer", directory(tmp_path, config, separate), TOKENS)
+    assert found.render(ASK) == text
+    # a built-in one goes before what the tokenizer brings
+    assert load_template("plain", tmp_path, TOKENS).source == BUILTIN["plain"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, {}, [], {"chat_template": None}, {"chat_template": 3}, {"chat_template": []}, {"chat_template": NAMED[:1]}],
+)
+def test_a_tokenizer_without_template(tmp_path: Path, config: Any) -> None:
+    with pytest.raises(UserError, match=r"has no chat template; set data\.chat_template to one of: chatml, llama3"):
+        load_template("tokenizer", directory(tmp_path, config), TOKENS)
+
+
+def test_a_garbled_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: is not JSON"):
+        load_template("tokenizer", directory(tmp_path, "{"), TOKENS)
+
+
+def test_the_embedded_tokenizer_speaks_chatml() -> None:
+    own = load_template("tokenizer", DATA / "tokenizer", TOKENS)
+    for generation in (False, True):
+        assert own.render(ASK, generation) == built_in("chatml").render(ASK, generation)

@@ -1,0 +1,158 @@
+"""Packs: full, always the same, and to the model no different from their documents one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.data.packing import best_fit
+from llmsuite.data.read import read_rows
+from llmsuite.devices.ops import Ops
+from llmsuite.stages.language_model import WeightedTokens, collate, pack, weighted_loss
+from tests.paths import REAL
+from tests.unit import dpo_case
+from tests.unit.families import FAMILIES
+from tests.unit.stages import test_sft_samples
+
+PAD = 0
+
+
+@given(st.lists(st.integers(1, 40), max_size=60))
+def test_every_sample_is_in_one_pack_and_no_pack_could_take_in_another(lengths: list[int]) -> None:
+    packs = best_fit(lengths, 40)
+    assert sorted(i for picked in packs for i in picked) == list(range(len(lengths)))
+    filled = [sum(lengths[i] for i in picked) for picked in packs]
+    assert all(0 < tokens <= 40 for tokens in filled)
+    assert all(a + b > 40 for a, b in itertools.combinations(filled, 2))
+    assert all(picked == sorted(picked) for picked in packs)
+
+
+def test_each_goes_where_it_leaves_the_least_room() -> None:
+    # 6 leaves 4, 5 leaves 5; of these 4 fits best to the first, 3 and 2 into the second
+    assert best_fit([3, 6, 2, 5, 4], 10) == [[1, 4], [0, 2, 3]]
+    assert best_fit([], 10) == []
+    assert best_fit([10, 10], 10) == [[0], [1]]
+
+
+weighted = st.lists(st.tuples(st.integers(3, 511), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=12).map(
+    lambda rest: WeightedTokens(
+        np.array([1, *(i for i, _ in rest), 5], "int32"), np.array([0, *(w for _, w in rest), 1], "float32")
+    )
+)
+several = st.lists(weighted, min_size=1, max_size=6)
+
+
+def documents(sample: WeightedTokens) -> list[tuple[list[int], list[float]]]:
+    bounds = itertools.pairwise([*sample.begins, len(sample.ids)])
+    return [(sample.ids[a:b].tolist(), sample.weights[a:b].tolist()) for a, b in bounds]
+
+
+@given(several, st.integers(13, 40))
+def test_a_pack_is_its_documents(samples: list[WeightedTokens], max_length: int) -> None:
+    packs = pack(samples, max_length)
+    found = sorted(document for sample in packs for document in documents(sample))
+    assert found == sorted((sample.ids.tolist(), sample.weights.tolist()) for sample in samples)
+    assert all(sample.num_inputs <= max_length for sample in packs)
+
+
+@given(several, st.integers(13, 40), st.integers(1, 8))
+def test_every_target_is_predicted_from_its_own_document(
+    samples: list[WeightedTokens], max_length: int, multiple: int
+) -> None:
+    packs = pack(samples, max_length)
+    batch = collate(packs, PAD, multiple)
+    input_ids, length = batch["input_ids"], batch["input_ids"].shape[1]
+    assert ("documents" in batch) == any(len(sample.begins) > 1 for sample in packs)
+    begins = batch.get("documents", np.zeros_like(input_ids))
+    learnt = []
+    for position, target, weight in zip(batch["positions"], batch["targets"], batch["weights"]):
+        row, column = divmod(int(position), length)
+        context = input_ids[row, begins[row, column] : column + 1]
+        learnt.append((context.tolist(), int(target), float(weight)))
+    expected = [
+        (ids[:i], ids[i], weights[i])
+        for sample in packs
+        for ids, weights in documents(sample)
+        for i in range(len(ids))
+        if weights[i]
+    ]
+    assert learnt == expected
+    assert batch["num_tokens"] == sum(len(sample.ids) for sample in samples)
+    for ids, of_row, sample in zip(input_ids, begins, packs):
+        assert (ids[sample.num_inputs :] == PAD).all()
+        if "documents" in batch:
+            assert (of_row[sample.num_inputs :] == sample.num_inputs).all()
+
+
+def gradients(batches: Sequence[Sequence[WeightedTokens]]) -> tuple[float, float, dict[str, np.ndarray]]:
+    """Loss, its weight and the gradient of each parameter, summed over the batches."""
+    model = dpo_case.model(num_hidden_layers=2)
+    loss = weight = 0.0
+    for samples in batches:
+        terms = weighted_loss(model, collate(samples, PAD, 1))
+        terms.total.backward()
+        loss, weight = loss + float(terms.total), weight + terms.weight
+    return loss, weight, {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+@settings(max_examples=8)
+@given(several, st.integers(13, 40))
+def test_packed_or_not_is_the_same_loss_and_the_same_gradients(samples: list[WeightedTokens], max_length: int) -> None:
+    packs = pack(samples, max_length)
+    one_by_one, padded, packed = gradients([[s] for s in samples]), gradients([samples]), gradients([packs])
+    for loss, weight, found in (padded, packed):
+        assert loss == pytest.approx(one_by_one[0], rel=1e-6)
+        assert weight == one_by_one[1]
+        norm = np.sqrt(sum(float((g.astype("float64") ** 2).sum()) for g in one_by_one[2].values()))
+        for name, gradient in one_by_one[2].items():
+            assert np.linalg.norm(found[name] - gradient) <= 1e-6 * norm, name
+
+
+def test_learned_positions_reach_through_a_row_that_is_longer_than_they_are() -> None:
+    spec = FAMILIES["gpt"]
+    model = spec.factory()(spec.config_cls(**{**spec.smoke, "max_position_embeddings": 5}), Ops())
+    model.model.embed_positions.weight.set_value(np.random.default_rng(0).normal(size=(5, 64)).astype("float32"))
+    ids, begins = np.arange(12).reshape(1, 12), np.array([[0] * 4 + [4] * 5 + [9] * 3])
+    joined = model.embed(paddle.to_tensor(ids), documents=paddle.to_tensor(begins)).numpy()
+    alone = [model.embed(paddle.to_tensor(ids[:, a:b])).numpy() for a, b in ((0, 4), (4, 9), (9, 12))]
+    assert (joined == np.concatenate(alone, axis=1)).all()
+    with pytest.raises(AssertionError, match="no positions up to 12"):
+        model.embed(paddle.to_tensor(ids))
+
+
+def test_the_stage_packs_the_rows_of_a_file() -> None:
+    said: list[str] = []
+    plain = test_sft_samples.make_stage(max_length=256)
+    stage = test_sft_samples.make_stage(max_length=256, packing="best_fit", report=said.append)
+    path = test_sft_samples.DATA / "sft" / "train.jsonl"
+    assert len(read_rows(path, "conversation", "auto", test_sft_samples.FORMATS)) == 160
+    rows, packs = plain.read(path), stage.read(path)
+    assert len(packs) < len(rows) / 2
+    found = sorted(document for sample in packs for document in documents(sample))
+    assert found == sorted((sample.ids.tolist(), sample.weights.tolist()) for sample in rows)
+    full = sum(sample.num_inputs for sample in rows) / (len(packs) * 256)
+    assert said[-1] == f"{path}: packed into {len(packs)} samples, which are {full:.1%} full"
+    assert full > 0.9
+    assert stage.row_lengths(packs).tolist() == [[sample.num_inputs] for sample in packs]
+    batch = stage.collate(packs[:2])
+    assert batch["input_ids"].shape == batch["documents"].shape
+    terms = stage.loss(dpo_case.model(), batch)
+    assert float(terms.total) > 0
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_real_rows_fill_their_packs(language: str) -> None:
+    path = REAL / f"alpaca_{language}_demo.json"
+    if not path.is_file():
+        pytest.skip("the real data is not there")
+    stage = test_sft_samples.make_stage(max_length=2048, packing="best_fit")
+    packs = stage.read(path)
+    full = sum(sample.num_inputs for sample in packs) / (len(packs) * 2048)
+    print(f"{len(packs)} packs, {full:.2%} full")
+    assert full >= 0.97

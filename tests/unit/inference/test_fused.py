@@ -1,0 +1,162 @@
+"""The form of generation: fewer products, the same logits."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.ops import Ops
+from llmsuite.inference.attention import grouped_attention
+from llmsuite.inference.batch import Batch, Line
+from llmsuite.inference.decoder import ModelDecoder, Room
+from llmsuite.inference.fused import fuse, has_room
+from llmsuite.inference.generate import generate
+from llmsuite.inference.sampling import Sampling
+from llmsuite.models.qat import fake_quantize_layers, fake_quantized
+from tests.paths import REFERENCE
+from tests.unit.families import CASES, FAMILIES, load, reference
+from tests.unit.inference.test_batch import family_model
+
+
+def _logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    with paddle.no_grad():
+        return np.asarray(model(paddle.to_tensor(ids)).numpy())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_shape_of_every_family_has_its_logits(case: str) -> None:
+    ids, expected = reference(case)
+    model = load(REFERENCE / case)
+    fuse(model)
+    assert np.abs(_logits(model, ids) - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize("pattern", ["q_proj", "gate_proj"])
+def test_layers_that_round_their_inputs_stay_as_they_are(pattern: str) -> None:
+    case = next(case for case in CASES if case.startswith("llama/"))
+    ids, plain = reference(case)
+    model = load(Path(REFERENCE / case))
+    names = [name for name, _ in model.named_sublayers() if name.endswith(pattern)]
+    fake_quantize_layers(model, names, rounds_weight=False)
+    for _, layer in fake_quantized(model):
+        layer.input_scale = 0.05
+    before = _logits(model, ids)
+    assert np.abs(before - plain).max() > 1e-3
+    fuse(model)
+    assert np.abs(_logits(model, ids) - before).max() <= 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_shape_of_every_family_has_its_logits_token_by_token(case: str) -> None:
+    ids, expected = reference(case)
+    model = load(REFERENCE / case)
+    fuse(model, CpuBackend().ops("fp32"))
+    assert ("next_logits" in model.__dict__) == case.startswith(("llama/", "qwen/"))
+    decoder, padding = ModelDecoder(model), np.zeros(len(ids), "int64")
+    begun = 3
+    logits, cache = decoder.forward(ids[:, :begun], padding, None)
+    for i in range(begun, ids.shape[1]):
+        assert np.abs(logits - expected[:, i - 1]).max() <= 1e-5
+        logits, cache = decoder.forward(ids[:, i : i + 1], padding, cache)
+    assert np.abs(logits - expected[:, -1]).max() <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["llama/own_head_dim", "qwen/qwen3"])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(case: str) -> None:
+    """And however many threads there are."""
+    openmp = ctypes.CDLL(str(Path(paddle.__file__).parent / "libs" / "libiomp5.so"))
+    model, draw = load(REFERENCE / case), np.random.default_rng(0)
+    fuse(model, CpuBackend().ops("fp32"))
+    decoder, rows = ModelDecoder(model), 21
+    padding = draw.integers(0, 6, [rows])
+    _, start = decoder.forward(draw.integers(0, 32, [rows, 6]), padding, None)
+    new, threads = draw.integers(0, 32, [rows, 1]), openmp.omp_get_max_threads()
+    together, _ = decoder.forward(new, padding, start)
+    assert len(np.unique(together, axis=0)) == rows
+    for num_threads, some in ((1, slice(0, 1)), (2, slice(4, 9)), (3, slice(5, 21))):
+        cache = [tensor[some].clone() for tensor in start]
+        try:
+            openmp.omp_set_num_threads(num_threads)
+            logits, _ = decoder.forward(new[some], padding[some], cache)
+        finally:
+            openmp.omp_set_num_threads(threads)
+        assert np.array_equal(logits, together[some])
+
+
+@pytest.mark.parametrize("change", ["mask", "final_norm", "o_proj", "mlp"])
+def test_a_model_that_the_kernel_cannot_do_goes_layer_by_layer(change: str) -> None:
+    class Other(FAMILIES["llama"].factory()):  # type: ignore[misc]
+        def layer_inputs_at(self, positions: Any, mask: Any, dtype: Any) -> Any:
+            cos, sin, mask = super().layer_inputs_at(positions, mask, dtype)
+            return cos, sin, mask * 1.0 if change == "mask" else mask
+
+        if change == "final_norm":
+
+            def final_norm(self, x: Any) -> Any:
+                return super().final_norm(x) * 2.0
+
+    config = FAMILIES["llama"].config_cls(**{**FAMILIES["llama"].smoke, "vocab_size": 32})
+    model = Other(config, dataclasses.replace(Ops(), attention=grouped_attention, heads_first=True))
+    model.eval()
+    if change in ("o_proj", "mlp"):
+        pattern = "o_proj" if change == "o_proj" else "gate_proj"
+        names = [name for name, _ in model.named_sublayers() if name.endswith(pattern)]
+        fake_quantize_layers(model, names, rounds_weight=False)
+    fuse(model, CpuBackend().ops("fp32"))
+    assert "next_logits" not in model.__dict__
+
+
+@pytest.fixture(
+    scope="module", params=[("llama", False), ("llama", True), ("qwen", False), ("qwen", True), ("gpt", True)], ids=str
+)
+def decoders(request: pytest.FixtureRequest) -> tuple[ModelDecoder, ModelDecoder]:
+    """Of the same model in its plain form, and fused: layer by layer, or with the kernel for all of them."""
+    family, by_kernel = request.param
+    plain, fused = family_model(family), family_model(family)
+    fuse(fused, CpuBackend().ops("fp32") if by_kernel else None)
+    assert has_room(fused) == (family != "gpt")
+    assert ("next_logits" in fused.__dict__) == (by_kernel and family != "gpt")
+    return ModelDecoder(plain), ModelDecoder(fused)
+
+
+def test_lines_that_fill_the_free_columns_are_those_of_the_plain_model(
+    decoders: tuple[ModelDecoder, ModelDecoder],
+) -> None:
+    plain, fused = decoders
+    prompts, sampling = [[3], [1, 7, 2, 11, 5], [9, 9, 4]], Sampling(max_new_tokens=45, temperature=1.0, seed=3)
+    assert sampling.max_new_tokens > Room.SPARE
+    expected = [list(generate(plain, prompt, set(), sampling)) for prompt in prompts]
+    assert len({tuple(ids) for ids in expected}) == len(prompts)
+    batch, lines = Batch(fused), [Line(prompt, sampling, set()) for prompt in prompts]
+    batch.advance(lines[:2])
+    for _ in range(5):
+        batch.advance()
+    batch.advance(lines[2:])
+    while batch.lines:
+        batch.advance()
+    assert [line.ids for line in lines] == expected
+
+
+def test_a_pass_changes_nothing_that_passes_before_it_gave(decoders: tuple[ModelDecoder, ModelDecoder]) -> None:
+    plain, fused = decoders
+    draw, padding = np.random.default_rng(0), np.asarray([2, 0])
+    _, start = fused.forward(draw.integers(0, 32, [2, 6]), padding, None)
+    new = draw.integers(0, 32, [3, 2, 1])
+    first_logits, first = fused.forward(new[0], padding, start)
+    values = [tensor.numpy().copy() for tensor in first]
+    second_logits, second = fused.forward(new[1], padding, first)
+    again, other = fused.forward(new[2], padding, first)  # goes on from the same place
+    assert not np.array_equal(second[0].numpy(), other[0].numpy())
+    assert all(np.array_equal(value, tensor.numpy()) for value, tensor in zip(values, first))
+    expected = plain.forward(new[0], padding, start)
+    assert np.abs(first_logits - expected[0]).max() <= 1e-5 * np.abs(first_logits).max()
+    for logits, tokens in ((second_logits, new[1]), (again, new[2])):
+        wanted = plain.forward(tokens, padding, expected[1])[0]
+        assert np.abs(logits - wanted).max() <= 1e-5 * np.abs(wanted).max()

@@ -1,0 +1,340 @@
+"""Every family against HF transformers, by the models and logits in tests/reference (see make_references.py there)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+import safetensors.numpy
+
+from llmsuite.checkpoint.model_dir import open_model, write_hf, write_model, write_paddlenlp
+from llmsuite.checkpoint.tensors import TensorFiles
+from llmsuite.devices.ops import Ops
+from llmsuite.errors import UserError
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.generate import generate
+from llmsuite.inference.sampling import Sampling, choose, generator
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.static import compile_layers
+from llmsuite.schema.degrees import Degrees
+from tests.paths import REFERENCE
+from tests.unit.families import CASES, FAMILIES, config_of, load, read_config, reference
+
+TOLERANCE = 1e-5
+
+
+def difference(model: Any, case: str) -> float:
+    input_ids, logits = reference(case)
+    with paddle.no_grad():
+        ours = model(paddle.to_tensor(input_ids)).numpy()
+    assert ours.shape == logits.shape
+    return float(np.abs(ours - logits).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str) -> None:
+    assert np.abs(reference(case)[1]).max() > 1, "such small logits would agree whatever the model does"
+    assert difference(load(REFERENCE / case), case) <= TOLERANCE
+
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen/qwen2", {"rms_norm_eps": 1e-4}),
+    ("qwen/qwen2", {"rope_theta": 12000.0}),
+    ("qwen/qwen2_yarn", {"rope_scaling": None}),
+    ("qwen/qwen3", {"rope_theta": 9e5}),
+    ("gpt/tied", {"layer_norm_eps": 1e-4}),
+    ("deepseek/v2_lite", {"rope_scaling": None}),
+    ("deepseek/v2_lite", {"num_experts_per_tok": 2}),
+    ("deepseek/v2_grouped", {"rms_norm_eps": 1e-4}),
+    ("deepseek/v2_grouped", {"topk_method": "greedy"}),
+    ("deepseek/v2_grouped", {"topk_group": 3}),
+    ("deepseek/v3", {"norm_topk_prob": False}),
+    ("deepseek/v3", {"routed_scaling_factor": 1.51}),
+    ("deepseek/v3", {"n_group": 2, "topk_group": 1}),
+    ("deepseek/v3_yarn_not_normed", {"norm_topk_prob": True}),
+]
+
+
+@pytest.mark.parametrize(("case", "change"), CHANGES)
+def test_a_slightly_different_model_is_told_apart(case: str, change: dict[str, Any]) -> None:
+    model = load(REFERENCE / case)
+    other = type(model)(dataclasses.replace(model.config, **change), Ops())
+    other.set_state_dict(model.state_dict())
+    other.eval()
+    assert difference(other, case) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_have_the_names_the_family_promises(case: str) -> None:
+    names = FAMILIES[case.split("/")[0]].names()
+    model = load(REFERENCE / case)
+    assert [name for name, _ in model.named_parameters()] == list(names.parameter_names(model.config))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_what_transformers_wrote(case: str, tmp_path: Path) -> None:
+    write_hf(open_model(REFERENCE / case, FAMILIES), tmp_path)
+    theirs, ours = TensorFiles(REFERENCE / case, "model"), TensorFiles(tmp_path, "model")
+    assert sorted(ours.names) == sorted(theirs.names)
+    for name in theirs.names:
+        assert np.array_equal(ours.read(name), theirs.read(name)), name
+    assert open_model(tmp_path, FAMILIES).config == config_of(case)
+    assert difference(load(tmp_path), case) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_parameter_is_read_once_and_in_order(case: str, tmp_path: Path) -> None:
+    """Where they lie in parts on several ranks, the others give their parts in the order of the parameters."""
+    source = open_model(REFERENCE / case, FAMILIES)
+    asked: list[str] = []
+
+    def read(name: str) -> np.ndarray:
+        asked.append(name)
+        return source.read(name)
+
+    specs = [source.spec(name) for name in source.names]
+    write_model(tmp_path, source.family, source.config, read, specs, max_file_bytes=5000)
+    assert asked == source.names
+    assert len(TensorFiles(tmp_path, "model").paths) > 3
+    assert difference(load(tmp_path), case) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_paddlenlp_layout_holds_the_same_model(case: str, tmp_path: Path) -> None:
+    source = open_model(REFERENCE / case, FAMILIES)
+    if source.family.names().paddlenlp_prefix(source.config) is None:
+        with pytest.raises(UserError, match="has no PaddleNLP layout"):
+            write_paddlenlp(source, tmp_path)
+        return
+    write_paddlenlp(source, tmp_path)
+    written = open_model(tmp_path, FAMILIES)
+    assert written.layout == "paddlenlp"
+    for name in source.names:
+        assert np.array_equal(written.read(name), source.read(name)), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_slice_is_read_as_it_lies_in_memory(case: str) -> None:
+    source = open_model(REFERENCE / case, FAMILIES)
+    for name in source.names:
+        whole = source.read(name)
+        assert source.spec(name).shape == whole.shape
+        halves = [[slice(0, n // 2), slice(n // 2, n)] if n > 1 else [slice(0, 1)] for n in whole.shape]
+        for index in itertools.product(*halves):
+            assert np.array_equal(source.read(name, list(index)), whole[index]), (name, index)
+
+
+@pytest.mark.parametrize("pieces", [[1, 1, 1], [5, 1], [2, 7, 1]])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_same_in_pieces_with_the_cache(case: str, pieces: list[int]) -> None:
+    model = load(REFERENCE / case)
+    input_ids, logits = reference(case)
+    parts, cache = [], None
+    with paddle.no_grad():
+        for piece in np.split(input_ids, np.cumsum(pieces), axis=1):
+            hidden, cache = model.hidden_states(paddle.to_tensor(piece), cache)
+            parts.append(model.logits(hidden).numpy())
+    assert cache is not None
+    assert cache[0][0].shape[-2] == input_ids.shape[1]
+    assert np.abs(np.concatenate(parts, 1) - logits).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cache_changes_no_generated_token(case: str) -> None:
+    model = load(REFERENCE / case)
+    for sampling in (Sampling(max_new_tokens=8), Sampling(temperature=1.0, seed=3, max_new_tokens=8)):
+        cached = list(generate(ModelDecoder(model), [3, 1, 4], set(), sampling))
+        ids, random = [3, 1, 4], generator(sampling.seed)
+        with paddle.no_grad():
+            for _ in range(8):
+                ids.append(choose(model(paddle.to_tensor([ids])).numpy()[0, -1], sampling, random))
+        assert cached == ids[3:]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_learns_and_recompute_changes_no_gradient(case: str) -> None:
+    input_ids = paddle.to_tensor(reference(case)[0])
+    model = load(REFERENCE / case)
+    model.train()
+    losses, gradients = [], []
+    for model.recompute in (False, True):
+        loss = F.cross_entropy(model(input_ids[:, :-1]), input_ids[:, 1:])
+        loss.backward()
+        losses.append(float(loss))
+        gradients.append({n: p.grad.numpy() for n, p in model.named_parameters() if not p.stop_gradient})
+        model.clear_gradients(set_to_zero=False)
+    assert losses[0] == losses[1]
+    for name, gradient in gradients[0].items():
+        if not name.endswith("k_proj.bias"):  # moves every score of a query alike
+            assert np.abs(gradient).max() > 1e-6, name
+        np.testing.assert_array_equal(gradients[1][name], gradient, name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_can_be_compiled_one_by_one(case: str) -> None:
+    input_ids = paddle.to_tensor(reference(case)[0])
+    model = load(REFERENCE / case)
+    model.train()
+    results = []
+    for _ in range(2):
+        loss = F.cross_entropy(model(input_ids[:, :-1]), input_ids[:, 1:])
+        loss.backward()
+        gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+        results.append((float(loss), gradients))
+        model.clear_gradients(set_to_zero=False)
+        compile_layers(model, FAMILIES[case.split("/")[0]].shard_plan, Mesh(Degrees(1, 1, 1, 1), 0), [])
+    (loss, gradients), (compiled_loss, compiled) = results
+    assert compiled_loss == pytest.approx(loss, rel=1e-6)
+    assert compiled.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(compiled[name], gradient, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_json_comes_back(case: str) -> None:
+    config = config_of(case)
+    assert type(config).from_hf(config.to_hf()) == config
+    assert list(config.problems()) == []
+    written = config.to_hf()
+    theirs = read_config(case)
+    for key in ("model_type", "architectures", "vocab_size", "tie_word_embeddings"):
+        assert written[key] == theirs[key], key
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("llama/")])
+def test_a_config_json_that_asks_for_more_is_refused(case: str, tmp_path: Path) -> None:
+    for key, value, message in (
+        ("attention_sinks", 4, r"does not know attention_sinks; they may change"),
+        ("quantization_config", {"quant_method": "fp8"}, "does not know quantization_config"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**read_config(case), key: value}))
+        shutil.copy(REFERENCE / case / "model.safetensors", tmp_path)
+        with pytest.raises(UserError, match=message):
+            open_model(tmp_path, FAMILIES)
+    # what says only where the model comes from does no harm
+    (tmp_path / "config.json").write_text(json.dumps({**read_config(case), "_name_or_path": "a", "use_cache": False}))
+    assert open_model(tmp_path, FAMILIES).config == config_of(case)
+
+
+def test_gpt_of_the_first_days_lacks_a_prefix_and_has_masks(tmp_path: Path) -> None:
+    theirs = TensorFiles(REFERENCE / "gpt/tied", "model")
+    tensors = {name.removeprefix("transformer."): theirs.read(name) for name in theirs.names}
+    tensors["h.0.attn.bias"] = np.ones([1, 1, 4, 4], "float32")
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(REFERENCE / "gpt/tied/config.json", tmp_path)
+    assert open_model(tmp_path, FAMILIES).ignored == ["h.0.attn.bias"]
+    assert difference(load(tmp_path), "gpt/tied") <= TOLERANCE
+
+
+def copy_with(case: str, directory: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
+    """The case with some tensors added and keys of config.json changed."""
+    theirs = TensorFiles(REFERENCE / case, "model")
+    all_tensors = {**{name: theirs.read(name) for name in theirs.names}, **tensors}
+    safetensors.numpy.save_file(all_tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({**read_config(case), **config}))
+    return directory
+
+
+def test_the_kind_of_a_rope_scaling_has_the_name_that_each_reader_looks_for() -> None:
+    """HF's `rope_type`, and `type` as PaddleNLP has it and DeepSeek's own files."""
+    config = config_of("deepseek/v2_lite")
+    written = config.to_hf()["rope_scaling"]
+    assert (written["rope_type"], written["type"]) == ("yarn", "yarn")
+    older = {key: value for key, value in written.items() if key != "rope_type"}
+    assert type(config).from_hf({**config.to_hf(), "rope_scaling": older}) == config
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_told_of(tmp_path: Path) -> None:
+    extra = {
+        name: np.ones([2, 2], "float32") for name in ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight")
+    }
+    model = open_model(copy_with("deepseek/v3", tmp_path, extra, num_nextn_predict_layers=1), FAMILIES)
+    assert model.description == "hf layout; 2 tensors are ignored, such as model.layers.3.eh_proj.weight"
+    assert difference(load(tmp_path), "deepseek/v3") <= TOLERANCE
+    assert model.config.to_hf()["num_nextn_predict_layers"] == 0
+
+
+def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    copy_with("deepseek/v3", tmp_path, {name: np.zeros([3, 24], "float32")})
+    with pytest.raises(UserError, match=f"{name} is .*, but model.layers.1.mlp.experts.0.up_proj"):
+        load(tmp_path)
+    with pytest.raises(UserError, match=r"missing 24: model.layers.1.mlp.experts.8.gate_proj.weight"):
+        open_model(copy_with("deepseek/v3", tmp_path, {}, n_routed_experts=12), FAMILIES)
+
+
+def test_which_layers_have_experts() -> None:
+    config = dataclasses.replace(config_of("deepseek/v3"), num_hidden_layers=8, first_k_dense_replace=3)
+    assert [i for i in range(8) if config.has_experts(i)] == [3, 4, 5, 6, 7]
+    config = dataclasses.replace(config, moe_layer_freq=2)
+    assert [i for i in range(8) if config.has_experts(i)] == [4, 6]
+    model = type(load(REFERENCE / "deepseek/v3"))(config, Ops())
+    names = FAMILIES["deepseek"].names()
+    assert [name for name, _ in model.named_parameters()] == list(names.parameter_names(config))
+
+
+def test_the_bias_of_the_choice_is_kept_and_gets_no_gradient() -> None:
+    model = load(REFERENCE / "deepseek/v3")
+    model.train()
+    bias = dict(model.named_parameters())["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert bias.stop_gradient
+    assert np.abs(bias.numpy()).max() > 0.1
+    model(paddle.to_tensor(reference("deepseek/v3")[0])).square().mean().backward()
+    assert bias.grad is None
+    before = difference(model, "deepseek/v3")
+    bias.set_value(-bias.numpy())  # it decides who is chosen
+    assert difference(model, "deepseek/v3") > 100 * max(before, TOLERANCE)
+
+
+REFUSED = [
+    ("qwen/qwen2", {"use_sliding_window": True}, "use_sliding_window is True; the qwen family has False only"),
+    ("qwen/qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not full_attention only"),
+    ("qwen/qwen3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the qwen family has 'silu' only"),
+    ("qwen/qwen3", {"attention_bias": True}, "attention_bias is True"),
+    ("gpt/tied", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; the gpt family"),
+    ("gpt/tied", {"activation_function": "gelu"}, "activation_function is 'gelu'; the gpt family has gelu_new only"),
+    ("deepseek/v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; deepseek_v3 has sigmoid"),
+    ("deepseek/v2_lite", {"num_key_value_heads": 1}, "num_key_value_heads is not num_attention_heads = 2"),
+    ("deepseek/v3", {"rope_interleave": False}, "rope_interleave is False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "field"),
+    [
+        ("qwen/qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ("qwen/qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
+        ("qwen/qwen2", {"hidden_size": 26}, "hidden_size"),
+        ("qwen/qwen3", {"head_dim": 9}, "head_dim"),
+        ("qwen/qwen3", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("gpt/tied", {"num_attention_heads": 5}, "hidden_size"),
+        ("deepseek/v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek/v3", {"n_group": 3}, "n_group"),
+        ("deepseek/v3", {"n_group": 8}, "n_group"),
+        ("deepseek/v3", {"topk_group": 5}, "topk_group"),
+        ("deepseek/v3", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("deepseek/v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+        ("deepseek/v2_grouped", {"norm_topk_prob": True}, "norm_topk_prob"),
+        (
+            "deepseek/v2_lite",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "tempo": 1}},
+            "rope_scaling",
+        ),
+    ],
+)
+def test_shapes_that_cannot_be_are_named_by_field(case: str, change: dict[str, Any], field: str) -> None:
+    assert [key for key, _ in dataclasses.replace(config_of(case), **change).problems()] == [field]
+
+
+@pytest.mark.parametrize(("case", "change", "message"), REFUSED)
+def test_what_a_family_does_not_have_is_refused(case: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FAMILIES[case.split("/")[0]].config_cls.from_hf({**read_config(case), **change})

@@ -1,0 +1,257 @@
+"""Plans as a whole: traffic by hand, schedules in time, FLOPs, files, the search, and what the command says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.cli.amounts import Unit, parse_amount
+from llmsuite.cli.main import main
+from llmsuite.errors import UserError
+from llmsuite.parallel.schedule import Action, peak_live
+from llmsuite.planning.activations import Pass
+from llmsuite.planning.communication import Message, Traffic
+from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
+from llmsuite.planning.estimate import Estimate, anatomy_of, estimate
+from llmsuite.planning.layout import Layout, ranks
+from llmsuite.planning.schedule import draw_text, length, most_held, orders, simulate, turns_of
+from llmsuite.planning.search import Strategy, broken, search, strategies, with_strategy
+from tests.paths import ROOT
+from tests.unit.planning.test_memory import RECIPE, run_plan
+
+
+@given(st.integers(1, 6), st.integers(1, 24), st.sampled_from(["1F1B", "FThenB"]))
+def test_the_bubble_is_that_of_the_formula(stages: int, count: int, kind: str) -> None:
+    """(p - 1) / (m + p - 1) of the time, for equal stages (Narayanan et al. 2021, arXiv 2104.04473)."""
+    played = simulate(orders(kind, stages, count, 1), [1.0] * stages, [2.0] * stages)  # type: ignore[arg-type]
+    assert played.bubble == pytest.approx((stages - 1) / (count + stages - 1))
+    live = peak_live(kind, stages, count)  # type: ignore[arg-type]
+    assert [most_held(rank) for rank in played.ranks] == live
+
+
+def test_ranks_do_in_time_what_the_engine_orders() -> None:
+    wanted = orders("interleaved", 2, 4, 2)
+    played = simulate(wanted, [1.0] * 4, [2.0] * 4)
+    assert tuple(tuple(timed.action for timed in rank) for rank in played.ranks) == wanted
+    done: dict[tuple[bool, int, int], float] = {}
+    for stage, rank in enumerate(played.ranks):
+        for timed in rank:
+            done[timed.action.forward, timed.action.chunk * 2 + stage, timed.action.micro_batch] = timed.end
+    for stage, rank in enumerate(played.ranks):
+        for timed in rank:
+            part, step = timed.action.chunk * 2 + stage, -1 if timed.action.forward else 1
+            before = done.get((timed.action.forward, part + step, timed.action.micro_batch))
+            assert before is None or before <= timed.start
+
+
+@given(st.sampled_from(["1F1B", "FThenB", "interleaved"]), st.integers(1, 5), st.integers(1, 12), st.data())
+def test_how_long_it_takes_is_known_without_when(kind: Any, stages: int, count: int, data: st.DataObject) -> None:
+    chunks = data.draw(st.integers(1, 3)) if kind == "interleaved" else 1
+    seconds = st.lists(st.floats(0.1, 9.0), min_size=stages * chunks, max_size=stages * chunks)
+    forward, backward, transfer = data.draw(seconds), data.draw(seconds), data.draw(st.floats(0, 2.0))
+    played = simulate(orders(kind, stages, count, chunks), forward, backward, transfer)
+    assert length(turns_of(kind, stages, count, chunks), forward, backward, transfer) == played.length
+
+
+def test_a_schedule_is_drawn() -> None:
+    played = simulate(orders("1F1B", 2, 2, 1), [1.0, 1.0], [2.0, 2.0])
+    assert draw_text(played) == ["stage   0 |01..--.--|", "stage   1 |.0--1--..|"]
+    assert draw_text(played, 4) == ["stage   0 |01.. …", "stage   1 |.0-- …"]
+    assert played.ranks[0][0].action == Action(True, 0)
+
+
+def test_micro_batches_that_are_not_played_take_as_long() -> None:
+    """A step of many micro-batches is as long as if all of them were played."""
+    words = ("--engine.precision=bf16", "--train.global_batch_size=128")
+    found = estimate(run_plan(RECIPE, *words))
+    assert len(found.timeline.ranks[0]) < 2 * found.num_micro_batches
+    costs = [c.forward for c in found.costs], [c.backward for c in found.costs]
+    assert found.bubble == pytest.approx(simulate(orders("1F1B", 2, found.num_micro_batches, 1), *costs).bubble)
+
+
+@pytest.mark.parametrize(
+    # matrices of 16 MiB, of which two are too large for one call, have the norms with them
+    ("parallel", "calls"),
+    [('{"gradient_bucket_bytes": 0}', 291), ("{}", 291 - 65)],
+    ids=["alone", "together"],
+)
+def test_data_ranks_send_every_gradient_once(parallel: str, calls: int) -> None:
+    plan = run_plan(RECIPE, f"--parallel={parallel}", "--launch.num_devices=4", "--engine.precision=fp32")
+    layout = Layout(plan)
+    (mesh,) = ranks(plan)
+    sent = Traffic(layout, anatomy_of(plan), mesh, [Pass(1, 64, 64)] * 4, True).counts
+    gradients = {message: count for message, count in sent.items() if message.axis == "data"}
+    assert sum(math.prod(m.shape) * m.num_bytes * count for m, count in gradients.items()) == 4 * layout.num_parameters
+    assert len(layout.shapes) == 291
+    assert sum(gradients.values()) == calls
+
+
+def test_rings_send_parts() -> None:
+    message = Message("data", "all_reduce", (1000,), 4, "")
+    assert wire_bytes(message, 4) == 6000
+    assert wire_bytes(Message("data", "all_gather", (1000,), 4, ""), 4) == 12000
+    assert wire_bytes(Message("pp", "send", (1000,), 4, ""), 2) == 4000
+
+
+def test_flops_are_six_for_each_weight_and_token() -> None:
+    """But for the embedding, which multiplies nothing, and attention."""
+    plan = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1", "--engine.recompute=none")
+    anatomy, layout = anatomy_of(plan), Layout(plan)
+    (cost,) = part_costs(layout, anatomy, Pass(1, 1, 1))
+    weights = sum(math.prod(s) for n, s in layout.shapes.items() if len(s) == 2 and "embed" not in n)
+    pairs = 3 * 2 * 32 * 128 * 32
+    assert cost.forward + cost.backward == 6 * weights + pairs
+    again = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1")
+    (more,) = part_costs(Layout(again), anatomy, Pass(1, 1, 1))
+    head = 2 * anatomy.hidden * anatomy.vocabulary
+    assert more.backward - cost.backward == cost.forward - head
+
+
+def test_a_search_says_what_fits_and_why_others_do_not() -> None:
+    plan = run_plan(RECIPE)
+    fitting, rejected = search(plan, 30 * 2.0**30, HARDWARE["a100"])
+    assert [f.seconds for f in fitting] == sorted(f.seconds for f in fitting)
+    assert all(f.estimate.peak <= 30 * 2.0**30 for f in fitting)
+    reasons = {str(r.strategy): r.reason for r in rejected}
+    assert reasons["tp1, pp1, sharding none, recompute full"].startswith("takes ")
+    # as validate would say it
+    assert "sharding: is stage1, but there is one data rank" not in str(reasons)
+    words = fitting[0].strategy.overrides.replace("'", "").split(" --engine")
+    again = run_plan(RECIPE, words[0], f"--engine{words[1]}")
+    assert estimate(again).peak == fitting[0].estimate.peak
+
+
+SEARCHED = {
+    "llama": ("recipes/llama/sft.json", ("--launch.num_devices=4", "--parallel={}")),
+    "adapters": ("recipes/llama/lora.json", ("--launch.num_devices=4", "--parallel={}")),
+    "deepseek": ("recipes/deepseek/sft.json", ("--launch.num_devices=8", "--model.config.num_hidden_layers=4")),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_a_search_finds_what_single_plans_say(name: str) -> None:
+    """Whatever the limit: each strategy planned by itself, in full, with every way of computing again in turn."""
+    recipe, words = SEARCHED[name]
+    plan, device = run_plan(recipe, *words), HARDWARE["a100"]
+    single: dict[Strategy, list[tuple[str, Estimate | str]]] = {}
+    for strategy in strategies(plan):
+        single[strategy] = []
+        for recompute in ("none", "selective", "full"):
+            tried = with_strategy(plan, dataclasses.replace(strategy, recompute=recompute))
+            single[strategy].append((recompute, (broken(tried) or [estimate(tried)])[0]))
+    peaks = sorted(found.peak for tries in single.values() for _, found in tries if not isinstance(found, str))
+
+    @settings(max_examples=5)
+    @given(st.sampled_from(peaks), st.sampled_from([0.999, 1.0]))
+    def check(peak: float, part: float) -> None:
+        limit = peak * part
+        fitting, rejected = search(plan, limit, device)
+        fits, others = {}, set()
+        for strategy, tries in single.items():
+            well = [(r, found) for r, found in tries if not isinstance(found, str) and found.peak <= limit]
+            if well and not isinstance(tries[-1][1], str):
+                fits[dataclasses.replace(strategy, recompute=well[0][0])] = well[0][1]
+            else:
+                others.add((strategy.tp, strategy.pp, strategy.sharding, strategy.ep))
+        assert {f.strategy: f.estimate.peak for f in fitting} == {s: found.peak for s, found in fits.items()}
+        assert {(s.tp, s.pp, s.sharding, s.ep) for s in (r.strategy for r in rejected)} == others
+        for found in fitting:
+            assert found.seconds == pytest.approx(fits[found.strategy].step_seconds(device), rel=1e-12)
+        assert [f.seconds for f in fitting] == sorted(f.seconds for f in fitting)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("80GiB", "bytes", 80 * 2.0**30),
+        ("500 MB", "bytes", 5e8),
+        ("80g", "bytes", 80e9),
+        ("50GB/s", "bytes/s", 5e10),
+        ("989 TFLOPS", "FLOPS", 989e12),
+        ("4e11", "FLOPS", 4e11),
+    ],
+)
+def test_amounts(text: str, unit: Unit, value: float) -> None:
+    assert parse_amount("--x", text, unit) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"), [("80GiB", "FLOPS"), ("989TFLOPS", "bytes"), ("400Gb/s", "bytes/s"), ("1.2.3GB", "bytes")]
+)
+def test_amounts_of_another_unit_are_refused(text: str, unit: Unit) -> None:
+    with pytest.raises(UserError, match=f"--x: '{text}' is no amount of {unit}; write it such as"):
+        parse_amount("--x", text, unit)
+
+
+def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", RECIPE, "--hardware", "a100"]) == 0
+    said = capsys.readouterr().out
+    for part in ("memory of a rank", "what a rank sends in a step", "pipeline 1F1B", "tokens a day", "a checkpoint:"):
+        assert part in said
+    assert main(["plan", RECIPE, "--hardware", "abacus"]) == 2
+    assert "--hardware: 'abacus' is not known" in capsys.readouterr().err
+    assert main(["plan", RECIPE, "--search"]) == 2
+    assert "--search: needs a device" in capsys.readouterr().err
+
+
+PAGE = (ROOT / "docs" / "notes" / "planning.md").read_text()
+PUBLISHED = PAGE[PAGE.index("## Published layouts") :]
+COMMANDS = [line for line in PUBLISHED.splitlines() if line.startswith("llmsuite plan ")]
+
+
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
+def test_the_pages_numbers_are_those_of_the_command(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The peak; of the one whose point is another number, what the parameters of a stage take."""
+    main(shlex.split(COMMANDS[number])[1:])
+    said = capsys.readouterr().out
+    told = re.search(r"\n  1 +[\d,]+ +(\S+ GiB)" if "--devices 16 " in COMMANDS[number] else r"\npeak (\S+ GiB)", said)
+    assert told is not None
+    assert told[1] in PUBLISHED, told[1]
+
+
+def test_the_page_compares_what_the_plan_says() -> None:
+    words = shlex.split(next(line for line in COMMANDS if line.endswith("=selective")))
+    assert words[3:7] == ["--devices", "256", "--hardware", "h100"]
+    words = ["--launch.num_devices=8", "--launch.nnodes=32", *words[7:-1]]
+    whole, without = (
+        estimate(run_plan("recipes/deepseek/deepseek-v3-pretrain.json", *words, f"--engine.recompute={how}")).stages[1]
+        for how in ("none", "selective")
+    )
+    assert f"{(whole.parameters + whole.gradients) / 1e9:.1f} GB on the second stage" in PUBLISHED
+    assert f"| {(whole.copies + whole.moments) / 1e9:.1f} GB |" in PUBLISHED
+    kept = f"{whole.activations / 1e9:.0f} GB on the second stage, {without.activations / 1e9:.0f} GB without scores"
+    assert kept in PUBLISHED
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_schedule_becomes_a_picture(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"schedule.{kind}"
+    assert main(["plan", RECIPE, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG" if kind == "png" else b"<?xml")
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in (("a.gif", "has to end in .png or .svg"), ("nowhere/a.png", "cannot be written")):
+        assert main(["plan", RECIPE, "--plot", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_plan_reads_json_alike(tmp_path: Path) -> None:
+    """Overrides and file say the same."""
+    recipe = json.loads(Path(RECIPE).read_text())
+    recipe["train"]["micro_batch_size"] = 2
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(recipe))
+    found, other = estimate(run_plan(str(path))), estimate(run_plan(RECIPE, "--train.micro_batch_size=2"))
+    assert found.peak == other.peak

@@ -1,0 +1,128 @@
+"""The losses of the DPO stage that depend on the whole global batch, or on no reference: the same however it is cut."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.stages.answers import answer_logps
+from llmsuite.stages.dpo import DpoStage
+from llmsuite.stages.pairs import Pair
+from llmsuite.stages.sections import DpoSection
+from llmsuite.train.step import evaluate
+from tests.unit import alone, dpo_case
+from tests.unit.train.test_accumulation import Recording, cut
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "orpo": {"loss": "orpo", "beta": 0.5},
+    "simpo": {"loss": "simpo", "beta": 2.0, "gamma": 0.5},
+    "kto_pair": {"loss": "kto_pair", "beta": 0.5},
+    "sigmoid and sft": {"sft_weight": 0.3},
+}
+
+
+def made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[DpoStage, list[Pair]]:
+    """A stage and pairs; where it has a reference, that thinks somewhat less of the answers than the policy."""
+    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+    stage = dpo_case.stage(**VARIANTS[name])
+    pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
+    stage.before_training(dpo_case.model(), pairs)
+    random = np.random.default_rng(1)
+    stage._reference.known = {key: value + random.normal(-0.5) for key, value in stage._reference.known.items()}
+    return stage, pairs
+
+
+def step(stage: DpoStage, pairs: list[Pair], sizes: list[int]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    model = dpo_case.model()
+    train = dpo_case.train_section(max_grad_norm=None)
+    optimizer = Recording(alone.shards(dict(model.named_parameters())), train, total_steps=4)
+    metrics = alone.step(1, cut(pairs, sizes), stage, model, optimizer)
+    del metrics["reader_seconds"]
+    return metrics, optimizer.gradients
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_does_not_depend_on_how_it_is_cut(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, pairs = made(name, tmp_path, monkeypatch)
+    metrics, gradients = step(stage, pairs, [6])
+    for sizes in ([2, 2, 2], [5, 1]):
+        found, others = step(stage, pairs, sizes)
+        assert found == pytest.approx(metrics, rel=1e-6, abs=2e-6)
+        for key, value in gradients.items():
+            assert np.linalg.norm(others[key] - value) <= 3e-6 * np.linalg.norm(value), (sizes, key)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_loss_of_a_whole_batch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the published formula in float64, over all pairs at once."""
+    stage, pairs = made(name, tmp_path, monkeypatch)
+    answers = [pair.answers[side] for side in (0, 1) for pair in pairs]
+    with paddle.no_grad():
+        logps = answer_logps(dpo_case.model(), stage.collate(pairs)).numpy().astype("float64")
+    chosen, _ = np.split(logps, 2)
+    sizes = np.array([len(answer.ids) for answer in answers])
+    p, q = np.split(np.exp(logps / sizes), 2)
+    nll = -chosen.sum() / sizes[: len(pairs)].sum()
+    ratios = np.split(logps - stage._reference.of(answers), 2) if stage._reference.known else []
+    if name == "orpo":
+        expected = 0.5 * np.log1p((q / (1 - q)) / (p / (1 - p))).mean() + nll
+    elif name == "simpo":
+        expected = np.log1p(np.exp(-(2 * np.log(p) - 2 * np.log(q) - 0.5))).mean()
+    elif name == "sigmoid and sft":
+        expected = np.log1p(np.exp(-0.1 * (ratios[0] - ratios[1]))).mean() + 0.3 * nll
+    else:
+        z = [max(0, part.mean()) for part in ratios]
+        assert min(z) > 0, "else the estimate of the divergence is not tried"
+        parts = 1 / (1 + np.exp(0.5 * (ratios[0] - z[1]))), 1 / (1 + np.exp(0.5 * (z[0] - ratios[1])))
+        expected = np.concatenate(parts).mean()
+    metrics, _ = step(stage, pairs, [4, 2])
+    assert metrics["loss"] == pytest.approx(expected, rel=2e-6)
+    model = dpo_case.model()
+    part = PipelineStage([model], alone.MESH, model.config.hidden_size, [], None)
+    prepasses = stage.prepasses(stage.section)
+    whole = evaluate([pairs[:5], pairs[5:], pairs[:1]], stage, part, "1F1B", contextlib.nullcontext, 2, prepasses)
+    assert whole["loss"] == pytest.approx(expected, rel=2e-6)
+    assert ("nll/chosen" in whole) == (name in ("orpo", "sigmoid and sft"))
+
+
+def test_without_a_reference_nothing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, _ = made("orpo", tmp_path, monkeypatch)
+    assert stage._reference.known == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "message"),
+    [
+        ({"loss": "simpo", "reference": "cache"}, "reference", "loss simpo compares with no reference"),
+        ({"loss": "orpo", "reference": "adapter_off"}, "reference", "loss orpo compares with no reference"),
+        ({"loss": "ipo", "reference": "none"}, "reference", "loss ipo compares with one; set it to cache"),
+        ({"loss": "orpo", "sft_weight": 1.0}, "sft_weight", "loss orpo, which has this term"),
+        ({"loss": "orpo", "label_smoothing": 0.1}, "label_smoothing", "works with loss sigmoid and simpo only"),
+        ({"gamma": 0.5}, "gamma", "is the margin of simpo, and loss is sigmoid"),
+    ],
+)
+def test_keys_that_do_not_fit_together(keys: dict[str, Any], key: str, message: str) -> None:
+    ((found, said),) = DpoSection(**keys).problems()
+    assert found == key
+    assert message in said
+
+
+def test_a_reference_without_adapter_takes_one(problems: Callable[..., list[Any]]) -> None:
+    (problem,) = problems({"dpo.reference": "adapter_off"})
+    assert problem.key == "dpo.reference"
+    assert "set lora.rank" in problem.message
+
+
+def test_defaults(plan: Callable[..., RunPlan]) -> None:
+    for loss, reference in (("sigmoid", "cache"), ("kto_pair", "cache"), ("simpo", "none"), ("orpo", "none")):
+        section: Any = plan({"dpo.loss": loss}).recipe
+        assert section.dpo.reference_from == reference

@@ -1,0 +1,299 @@
+"""Samples of pretraining as data: what is cut from a corpus, in which order it is seen, and by whom."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.cli.main import main
+from llmsuite.data.indexed import CorpusWriter
+from llmsuite.data.loader import BatchSampler, SampleOrder, shuffled
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
+from llmsuite.stages.pretrain import MoE, PretrainStage, TokenWindows, split_bounds
+from llmsuite.stages.sections import PretrainSection
+from llmsuite.train.stage import StageContext
+from tests.paths import DATA
+from tests.unit.dpo_case import model, train_section
+
+
+@given(num_tokens=st.integers(0, 200), length=st.integers(1, 40))
+def test_every_token_but_the_first_is_predicted_once(num_tokens: int, length: int) -> None:
+    samples = TokenWindows(np.arange(num_tokens), length)
+    targets = [token for sample in samples for token in sample[1:].tolist()]
+    assert targets == list(range(1, len(samples) * length + 1))
+    assert num_tokens - 1 - len(targets) < length  # what is left is no whole sample
+    assert all((sample[1:] == sample[:-1] + 1).all() for sample in samples)
+
+
+@given(
+    num_tokens=st.integers(2, 100),
+    start=st.integers(-30, 30) | st.none(),
+    stop=st.integers(-30, 30) | st.none(),
+    step=st.integers(1, 7),
+    count=st.integers(1, 60),
+)
+def test_slices_are_those_of_a_list(
+    num_tokens: int, start: int | None, stop: int | None, step: int, count: int
+) -> None:
+    samples = TokenWindows(np.arange(num_tokens), 1)
+    listed = [sample.tolist() for sample in samples]
+    assert [s.tolist() for s in samples[start:stop:step]] == listed[start:stop:step]
+    spread = [s.tolist() for s in samples.spread(count)]
+    assert len(spread) == min(count, len(listed))
+    assert all(sample in listed for sample in spread)
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 600), name=st.text(max_size=5))
+def test_shuffled_is_a_permutation(size: int, name: str) -> None:
+    assert sorted(shuffled(i, size, name) for i in range(size)) == list(range(size))
+
+
+def test_shuffled_is_even() -> None:
+    counts = np.zeros([7, 7])
+    for epoch in range(3000):
+        for i in range(7):
+            counts[i, shuffled(i, 7, f"{epoch}")] += 1
+    expected = 3000 / 7
+    assert (np.abs(counts - expected) < 5 * math.sqrt(expected)).all()  # five standard deviations
+
+
+def test_a_large_order_is_a_function_of_position_alone() -> None:
+    order = SampleOrder(10**12, 3)
+    seen = [order.at(position) for position in range(1000)]
+    assert len(set(seen)) == 1000
+    assert seen != [order.at(10**12 + i) for i in range(1000)]  # the next pass
+    assert np.mean(seen) == pytest.approx(5e11, rel=0.1)
+    assert SampleOrder(10**12, 3).at(999) == seen[999]
+    assert SampleOrder(10**12, 4).at(999) != seen[999]
+
+
+def consumed(samples: Sequence[np.ndarray], seed: int, num_ranks: int, steps: int, size: int, micro: int) -> list[str]:
+    """Hashes of the samples in the order of the global batches, each made by the rank that sees it."""
+    dealer, hashes = BatchSampler(SampleOrder(len(samples), seed), size, micro, num_ranks), []
+    accumulate = size // (micro * num_ranks)
+    for step in range(steps):
+        by_rank = [dealer.micro_batches(step * size, rank) for rank in range(num_ranks)]
+        for at in range(accumulate):
+            for rank in range(num_ranks):
+                hashes += [hashlib.sha256(samples[i].tobytes()).hexdigest() for i in by_rank[rank][at]]
+    return hashes
+
+
+@given(
+    sizes=st.lists(st.integers(20, 300), min_size=1, max_size=3),
+    weights=st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
+    seed=st.integers(0, 2**32),
+    micro=st.integers(1, 3),
+)
+def test_the_tokens_seen_do_not_depend_on_the_ranks(
+    sizes: list[int], weights: list[float], seed: int, micro: int
+) -> None:
+    parts = [TokenWindows(np.arange(size) + 1000 * i, 10) for i, size in enumerate(sizes)]
+    samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else MoE(parts, weights)
+    one, two, four = (consumed(samples, seed, ranks, 3, 4 * micro, micro) for ranks in (1, 2, 4))
+    assert one == two == four
+    assert len(one) == 12 * micro
+    assert one == consumed(samples, seed, 1, 3, 4 * micro, 4 * micro)  # nor on the accumulation
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=4), weights=st.lists(st.floats(0.1, 10), min_size=4))
+def test_a_pass_over_a_mixture(lengths: list[int], weights: list[float]) -> None:
+    weights = weights[: len(lengths)]
+    samples = MoE([TokenWindows(np.arange(n + 1) + 100 * i, 1) for i, n in enumerate(lengths)], weights)
+    counts = Counter(int(sample[0]) for sample in samples)
+    assert set(counts) == {100 * i + j for i, n in enumerate(lengths) for j in range(n)}  # all of every corpus
+    taken = [sum(count for token, count in counts.items() if token // 100 == i) for i in range(len(lengths))]
+    scale = max(n / w for n, w in zip(lengths, weights))
+    assert all(abs(found - scale * weight) <= 1 for found, weight in zip(taken, weights))
+    assert any(found == n for found, n in zip(taken, lengths))  # one of them just once
+    for i, n in enumerate(lengths):  # and the samples of each equally often, but for one
+        of_this = [counts[100 * i + j] for j in range(n)]
+        assert max(of_this) - min(of_this) <= 1
+
+
+@given(num_documents=st.integers(0, 5000), parts=st.lists(st.integers(1, 1000), min_size=2, max_size=3))
+def test_split(num_documents: int, parts: list[int]) -> None:
+    first, last = split_bounds(num_documents, ",".join(map(str, parts)))
+    assert 0 <= first <= last <= num_documents
+    assert abs(first - num_documents * parts[0] / sum(parts)) <= 0.5
+    assert len(parts) == 3 or last == num_documents
+
+
+def stage(max_length: int = 8, length_multiple: int = 1, report: Any = lambda text: None, **keys: Any) -> PretrainStage:
+    recipe = Recipe(
+        stage="pretrain",
+        model=ModelSection(family="llama"),
+        data=DataSection(train="nothing", max_length=max_length),
+        train=train_section(),
+        output_dir="nothing is written",
+    )
+    context = StageContext(
+        recipe=recipe,
+        tokenizer=TextTokenizer(DATA / "tokenizer"),
+        template=lambda: pytest.fail("there are no conversations"),
+        data_formats={},
+        model_digest="model",
+        autocast=contextlib.nullcontext,
+        length_multiple=length_multiple,
+        report=report,
+    )
+    return PretrainStage(PretrainSection(**keys), context)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """100 documents of 10 tokens; document d is of token d."""
+    with CorpusWriter(tmp_path / "c", "<u2") as writer:
+        for document in range(100):
+            writer.add(np.full(10, document, "<u2").tobytes(), np.full(1, 10, "<i4").tobytes())
+        writer.commit()
+    return tmp_path / "c.idx"
+
+
+def test_split_is_by_documents(corpus: Path) -> None:
+    train, held_back = stage(split="80,15,5").read_all(corpus, None)
+    assert set(np.concatenate(list(train))) == set(range(80))
+    assert set(np.concatenate(list(held_back))) == set(range(80, 95))
+    assert len(train) == 799 // 8
+    _, few = stage(split="80,15,5", max_eval_samples=3).read_all(corpus, None)
+    assert len(few) == 3
+    whole, given = stage(split="80,15,5").read_all(corpus, corpus)  # data.eval comes first
+    assert len(whole) == len(given) == 999 // 8
+    assert stage().read_all(corpus, None)[1] == []
+
+
+def test_a_mixture_of_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("Something else.\n\n" * 30)
+    said: list[str] = []
+    mixed = stage(mix={str(tmp_path / "a.txt"): 0.25}, split="9,1", report=said.append)
+    train, held_back = mixed.read_all(corpus, None)
+    assert len(train) == 112 + 28  # of 900 tokens in stretches of 8, and a quarter of that
+    assert [text.startswith("the evaluation part") for text in said] == [True, False, True, False]
+    assert len(held_back) > 12  # those of the corpus and some of the text
+    assert mixed.digest(corpus) != stage().digest(corpus)
+    with pytest.raises(UserError, match=r"pretrain\.mix: nowhere is not a file"):
+        stage(mix={"nowhere": 1.0}).read_all(corpus, None)
+
+
+def test_faulty_rows_of_text(tmp_path: Path, write_recipe: Callable[..., Path], capsys: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one two three four"}\n{"text": 5}\n' * 3)
+    recipe = write_recipe({"stage": "pretrain", "data.train": str(path), "data.max_length": 4})
+    assert main(["data", "stats", str(recipe)]) == 2
+    assert f"{path}:2: 'text' is a int, not text" in capsys.readouterr().err
+    for _ in range(2):  # the second time from the cache
+        assert main(["data", "stats", str(recipe), "--data.on_bad_row=skip"]) == 0
+        out = capsys.readouterr().out
+        assert "  rows       6 read, 3 used, 3 dropped\n" in out
+        assert f"dropped: 3 that cannot be read: 'text' is a int, not text (3, first at {path}:2)\n" in out
+
+
+def test_too_little_text(corpus: Path) -> None:
+    with pytest.raises(UserError, match=r"has 1000 tokens; one sample takes data\.max_length 1000 and one more"):
+        stage(max_length=1000).read(corpus)
+    assert len(stage(max_length=999).read(corpus)) == 1
+    with pytest.raises(UserError, match=r"the evaluation part of .* has 0 tokens"):
+        stage(split="999,1").read_all(corpus, None)
+
+
+def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
+    made = stage(max_length=2)
+    with pytest.raises(UserError, match=r"has token 512, and model\.tokenizer knows 512"):
+        made.collate([np.array([1, 2, 512])])
+
+
+def test_padding_changes_no_loss(corpus: Path) -> None:
+    llama = model(seed=1)
+    samples = [np.random.default_rng(i).integers(0, 512, 9) for i in range(3)]
+    losses = []
+    for multiple in (1, 64):
+        made = stage(length_multiple=multiple)
+        batch = made.collate(samples)
+        assert batch["input_ids"].shape == (3, 8 if multiple == 1 else 64)
+        assert batch["num_tokens"] == batch["num_supervised"] == 24
+        terms = made.loss(llama, batch)
+        assert terms.weight == 24
+        losses.append(float(terms.total))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    # against the definition: the model on each sample alone, a softmax in float64
+    import paddle
+
+    total = 0.0
+    for sample in samples:
+        hidden, _ = llama.hidden_states(paddle.to_tensor(sample[None, :-1]))
+        logits = llama.logits(hidden).numpy()[0].astype("float64")
+        total += sum(np.log(np.exp(row).sum()) - row[target] for row, target in zip(logits, sample[1:]))
+    assert losses[0] == pytest.approx(total, rel=1e-6)
+
+
+def documents_in(sample: np.ndarray, eos: int) -> list[np.ndarray]:
+    """Each with the end-of-sequence token behind it; the first one may have begun in front of the sample."""
+    ends = np.flatnonzero(sample == eos) + 1
+    return [part for part in np.split(sample, ends) if len(part)]
+
+
+@given(st.lists(st.lists(st.sampled_from([2, 2, 5, 6, 7, 8]), min_size=9, max_size=9), min_size=1, max_size=3))
+def test_masked_documents_are_as_if_they_were_alone(drawn: list[list[int]]) -> None:
+    import paddle
+
+    samples, llama = [np.array(sample) for sample in drawn], model(seed=1, num_hidden_layers=1)
+    total, count = 0.0, 0
+    for document in (d for sample in samples for d in documents_in(sample, 2) if len(d) > 1):
+        hidden, _ = llama.hidden_states(paddle.to_tensor(document[None, :-1]))
+        logits = llama.logits(hidden).numpy()[0].astype("float64")
+        total += sum(np.log(np.exp(row).sum()) - row[target] for row, target in zip(logits, document[1:]))
+        count += len(document) - 1
+    for multiple in (1, 16):
+        made = stage(length_multiple=multiple, document_mask=True)
+        batch = made.collate(samples)
+        assert (batch["num_tokens"], batch["num_supervised"]) == (8 * len(samples), count)
+        terms = made.loss(llama, batch)
+        assert terms.weight == count
+        assert float(terms.total) == pytest.approx(total, rel=1e-6, abs=1e-6)
+
+
+def test_documents_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    with CorpusWriter(tmp_path / "c", "<u2") as writer:
+        writer.add(np.arange(3, 43, dtype="<u2").tobytes(), np.full(4, 10, "<i4").tobytes())
+        writer.commit()
+    assert len(stage().read(tmp_path / "c.idx")) == 4
+    with pytest.raises(
+        UserError, match=r"document_mask: .*c\.idx: none of its first 4 documents ends with token 2, the"
+    ):
+        stage(document_mask=True).read(tmp_path / "c.idx")
+
+
+@pytest.mark.parametrize("split", ["", "9", "9,0", "0,1", "1,2,3,4", "1,2,", "1.2.3,1", "-1,2", "nan,1", "9;1"])
+def test_wrong_splits(split: str, registry: Registry) -> None:
+    with pytest.raises(RecipeError, match=r"pretrain\.split: is .* it has to be such as"):
+        plan_run("recipes/llama/pretrain.json", [f"--pretrain.split={split!r}".replace("'", '"')], registry)
+
+
+def test_best_metric_of_a_split(registry: Registry) -> None:
+    words = ["--data.eval=null", "--checkpoint.best_metric=eval/loss"]
+    plan_run("recipes/llama/pretrain.json", [*words, '--pretrain.split="9,1"'], registry)
+    with pytest.raises(RecipeError, match=r"checkpoint\.best_metric"):
+        plan_run("recipes/llama/pretrain.json", [*words, "--pretrain.split=null"], registry)
+
+
+def test_a_prefix_names_its_index(corpus: Path, registry: Registry) -> None:
+    for name in (corpus.with_suffix(""), corpus):
+        plan = plan_run("recipes/llama/pretrain.json", [f"--data.train={name}"], registry, smoke=True)
+        plan.check_files()
+        assert plan.train_file == corpus

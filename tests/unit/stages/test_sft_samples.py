@@ -1,0 +1,338 @@
+"""From conversations to batches: what is learnt, what is dropped or cut, what is refused, which position says what."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.data.chat_template import ChatTemplate, load_template
+from llmsuite.data.conversations import BUILTIN
+from llmsuite.data.read import read_rows
+from llmsuite.data.rows import Conversation, Message, ToolCall
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import UserError
+from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
+from llmsuite.stages.language_model import WeightedTokens, collate, weighted_loss
+from llmsuite.stages.sections import SftSection
+from llmsuite.stages.sft import SftStage
+from llmsuite.train.stage import DropCounts, StageContext
+from llmsuite.train.supervision import supervised_sequences
+from tests.paths import DATA
+from tests.unit import dpo_case
+
+START, EOS, PAD = 1, 2, 0  # of data/tokenizer
+FORMATS = {f.name: f for f in BUILTIN}
+
+
+def make_stage(
+    max_length: int = 512,
+    template: Any = "tokenizer",
+    truncate: bool = False,
+    report: Callable[[str], None] = lambda text: None,
+    packing: Any = "none",
+    on_bad_row: Any = "error",
+) -> SftStage:
+    """`template` is a choice of the recipe, or a source."""
+    recipe = Recipe(
+        stage="sft",
+        model=ModelSection(family="llama"),
+        data=DataSection(
+            train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing, on_bad_row=on_bad_row
+        ),
+        train=dpo_case.train_section(),
+        output_dir="nothing is written",
+    )
+    tokenizer = TextTokenizer(DATA / "tokenizer")
+
+    def load() -> ChatTemplate:
+        if "{" in template:
+            return ChatTemplate(template, tokenizer.special_tokens, "a stranger")
+        return load_template(template, tokenizer.directory, tokenizer.special_tokens)
+
+    context = StageContext(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        template=load,
+        data_formats=FORMATS,
+        model_digest="model",
+        autocast=contextlib.nullcontext,
+        length_multiple=1,
+        report=report,
+    )
+    return SftStage(SftSection(truncate=truncate), context)
+
+
+@pytest.fixture(scope="module")
+def stage() -> SftStage:
+    return make_stage()
+
+
+def talk(*texts: str, system: str | None = None, learnt: tuple[bool, ...] | None = None) -> Conversation:
+    """User and assistant in turn; `learnt` is for each answer."""
+    messages = [Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(texts)]
+    flags = [i % 2 == 1 and (learnt is None or learnt[i // 2]) for i in range(len(texts))]
+    if system is not None:
+        messages, flags = [Message("system", system), *messages], [False, *flags]
+    return Conversation(tuple(messages), tuple(flags))
+
+
+def samples(made: SftStage, *rows: Conversation) -> tuple[list[WeightedTokens], dict[str, int]]:
+    counts = DropCounts(Path("rows.jsonl"), read=len(rows))
+    found = made.make_samples(rows, counts)
+    assert len(found) + sum(counts.dropped.values()) == len(rows)
+    return found, counts.dropped
+
+
+def text(made: SftStage, ids: Any) -> str:
+    return str(made.context.tokenizer._fast.decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+def parts(made: SftStage, sample: WeightedTokens) -> list[str]:
+    """Text of each run of tokens of the same weight; what is learnt is every second one."""
+    assert sample.weights[0] == 0
+    assert set(sample.weights) <= {0, 1}
+    borders = [0, *(np.flatnonzero(np.diff(sample.weights)) + 1), len(sample.ids)]
+    return [text(made, sample.ids[a:b]) for a, b in itertools.pairwise(borders)]
+
+
+# one row
+
+
+def test_the_answers_and_their_ends_are_learnt_and_nothing_else(stage: SftStage) -> None:
+    ((sample,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", system="Be brief."))
+    assert parts(stage, sample) == [
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n",
+        "Hello.<|im_end|>",
+        "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n",
+        "Bye.<|im_end|>",
+    ]
+
+
+def test_a_turn_that_is_not_to_be_learnt_is_only_read(stage: SftStage) -> None:
+    ((sample,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", learnt=(False, True)))
+    before, learnt = parts(stage, sample)
+    assert "Hello.<|im_end|>" in before
+    assert learnt == "Bye.<|im_end|>"
+    ((first,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", learnt=(True, False)))
+    assert parts(stage, first)[1:] == ["Hello.<|im_end|>"]  # what comes later would teach nothing
+
+
+@pytest.mark.parametrize(
+    ("template", "learnt"),
+    [
+        ("chatml", ["Hello.<|im_end|>", "Bye.<|im_end|>"]),
+        ("plain", ["Hello.<|im_end|>", "Bye.<|im_end|>"]),
+        # the eos token of this tokenizer does not close a turn of llama3: what does is learnt, and the end of it all
+        ("llama3", ["Hello.<|eot_id|>", "Bye.<|eot_id|><|im_end|>"]),
+    ],
+)
+def test_each_template_learns_where_turns_end(template: str, learnt: list[str]) -> None:
+    made = make_stage(template=template)
+    ((sample,), _) = samples(made, talk("Hi?", "Hello.", "And?", "Bye."))
+    assert parts(made, sample)[1::2] == learnt
+
+
+def test_tools_and_calls() -> None:
+    made = make_stage(template="chatml")
+    call = Message("assistant", "", (ToolCall("add", '{"a": 1}'),))
+    messages = (Message("user", "1 + 2?"), call, Message("tool", "3"), Message("assistant", "3"))
+    row = Conversation(messages, (False, True, False, True), '[{"type": "function", "function": {"name": "add"}}]')
+    ((sample,), _) = samples(made, row)
+    tools, called, result, answer = parts(made, sample)
+    assert '{"name": "add"}' in tools
+    assert called == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert "tool\n3<|im_end|>" in result
+    assert answer == "3<|im_end|>"
+    for choice in ("tokenizer", "llama3", "plain"):  # templates that know nothing of tools
+        with pytest.raises(UserError, match=r"rows\.jsonl: row 2: .* leaves out the tool 'add'"):
+            samples(make_stage(template=choice), talk("Hi?", "Hello."), row)
+    # one that shows the tools, but not that one is called, would teach to say nothing
+    deaf = "{{ tools | tojson }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    with pytest.raises(UserError, match=r"row 1: .* leaves out a part of what messages\[1\] says"):
+        samples(make_stage(template=deaf + "{% if add_generation_prompt %}assistant {% endif %}"), row)
+
+
+TURN = "{{ m['role'] }}:{{ m['content'] }}"
+ASK = "{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "{% for m in messages %}{% if loop.last %}last {% endif %}" + TURN + "{{ eos_token }}{% endfor %}" + ASK,
+            "renders what is before messages[1] differently once it follows",
+        ),
+        (
+            "{% for m in messages %}"
+            + TURN
+            + "{% if m['role'] == 'assistant' and loop.last %}!{% endif %}{{ eos_token }}"
+            "{% endfor %}" + ASK,
+            "renders messages[1] differently once other turns follow",
+        ),
+        (
+            "{% for m in messages %}{{ m['role'] }}:{{ m['content'] | upper }}{{ eos_token }}{% endfor %}" + ASK,
+            "leaves out a part of what messages[1] says",
+        ),
+        ("{% for m in messages %}" + TURN + "{% endfor %}" + ASK, "does not mark the end of messages[1]"),
+    ],
+)
+def test_a_template_that_does_not_round_trip_is_refused(source: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        samples(make_stage(template=source), talk("Hi?", "Hello.", "And?", "Bye."))
+    assert str(caught.value).startswith("rows.jsonl: row 1: chat template of a stranger ")
+    assert message in str(caught.value)
+
+
+def test_a_token_over_the_border_is_cut_as_whoever_asks_would(stage: SftStage) -> None:
+    made = make_stage(template="plain")
+    encode = made.context.tokenizer.encode
+    ((sample,), _) = samples(made, talk("and?", "\n\nand"))
+    length = int((sample.weights == 0).sum())
+    assert sample.ids[:length].tolist() == encode("and?\n")
+    assert text(made, sample.ids[length:]) == "\n\nand<|im_end|>"
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda t: "<|" not in t)
+
+
+@given(st.lists(texts, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
+def test_every_answer_is_learnt_whole_after_what_the_template_shows(stage: SftStage, words: list[str]) -> None:
+    row = talk(*words)
+    found, dropped = samples(stage, row)
+    if not found:
+        assert all("assistant" in reason or "tokenized" in reason for reason in dropped)
+        return
+    learnt = parts(stage, found[0])[1::2]
+    assert learnt == [f"{answer}<|im_end|>" for answer in words[1::2]]
+    for i in range(1, len(words), 2):
+        prompt = stage.context.tokenizer.encode(stage._template.render(row.messages[:i], add_generation_prompt=True))
+        assert found[0].ids[: len(prompt)].tolist() == prompt
+
+
+# rows that train nothing
+
+
+def test_reasons_to_drop_a_row(stage: SftStage) -> None:
+    nothing = "with no turn of the assistant to learn, or an empty one"
+    assert samples(stage, talk("Hi?"), talk("Hi?", " "), talk("Hi?", "Hello.", learnt=(False,)))[1] == {nothing: 3}
+    inside = "with the end-of-sequence token inside an answer"
+    assert samples(stage, talk("Hi?", "a<|im_end|>b"), talk("Hi?", "a"))[1] == {inside: 1}
+    bare = make_stage(template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert samples(bare, talk("", "a"))[1] == {"with nothing before the first answer (no token would predict it)": 1}
+
+
+def test_long_conversations_are_dropped_or_cut() -> None:
+    row = talk("Hi?", "Hello.", "And?", "Bye.")
+    ((whole,), _) = samples(make_stage(), row)
+    length = len(whole.ids)
+    first = int(np.flatnonzero(whole.weights)[0])
+    assert samples(make_stage(max_length=length), row)[1] == {}
+    dropped = f"longer than data.max_length {length - 1} (sft.truncate is false)"
+    assert samples(make_stage(max_length=length - 1), row)[1] == {dropped: 1}
+    said: list[str] = []
+    for kept in range(first + 1, length):
+        ((cut,), _) = samples(make_stage(max_length=kept, truncate=True, report=said.append), row)
+        assert cut.ids.tolist() == whole.ids[:kept].tolist()
+        assert cut.weights.tolist() == whole.weights[:kept].tolist()
+    assert said[-1] == f"rows.jsonl: 1 rows are cut to data.max_length {length - 1}"
+    masked = f"with no answer within data.max_length {first}"
+    assert samples(make_stage(max_length=first, truncate=True), row)[1] == {masked: 1}
+
+
+def test_a_file_without_a_usable_row_is_refused(tmp_path: Path, stage: SftStage) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"src": "Hi?", "tgt": ""}))
+    with pytest.raises(UserError, match="none of its 1 rows can train anything: 1 with no turn of the assistant"):
+        stage.read(path)
+
+
+def test_every_embedded_row(stage: SftStage) -> None:
+    rows = read_rows(DATA / "sft" / "train.jsonl", "conversation", "auto", FORMATS)
+    found, dropped = samples(stage, *rows)
+    assert (len(found), dropped) == (160, {})
+    for row, sample in zip(rows, found):
+        answers = [m.content for m in row.messages if m.role == "assistant"]
+        assert parts(stage, sample)[1::2] == [f"{answer}<|im_end|>" for answer in answers]
+
+
+# batches
+
+weighted = st.lists(st.tuples(st.integers(3, 511), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=8).map(
+    lambda rest: WeightedTokens(
+        np.array([1, *(i for i, _ in rest), 5], "int32"), np.array([0, *(w for _, w in rest), 1], "float32")
+    )
+)
+
+
+@given(st.lists(weighted, min_size=1, max_size=5), st.integers(1, 8))
+def test_every_position_predicts_its_target_from_its_context(found: list[WeightedTokens], multiple: int) -> None:
+    batch = collate(found, PAD, multiple)
+    length = batch["input_ids"].shape[1]
+    assert length % multiple == 0
+    longest = max(len(sample.ids) for sample in found) - 1
+    assert longest <= length < longest + multiple
+    learnt = []
+    for position, target, weight in zip(batch["positions"], batch["targets"], batch["weights"]):
+        row, column = divmod(int(position), length)
+        learnt.append((row, batch["input_ids"][row, : column + 1].tolist(), int(target), float(weight)))
+    expected = [
+        (row, sample.ids[:i].tolist(), int(sample.ids[i]), float(weight))
+        for row, sample in enumerate(found)
+        for i, weight in enumerate(sample.weights)
+        if weight
+    ]
+    assert learnt == expected
+    assert batch["num_supervised"] == len(expected)
+    assert batch["num_tokens"] == sum(len(sample.ids) for sample in found)
+    for ids, sample in zip(batch["input_ids"], found):
+        assert (ids[len(sample.ids) - 1 :] == PAD).all()
+
+
+def test_the_loss_is_the_weighted_sum_over_the_tokens(stage: SftStage) -> None:
+    model = dpo_case.model()
+    found, _ = samples(stage, talk("Hi?", "Hello.", "And?", "Bye."), talk("1 + 1?", "2"))
+    found[0] = dataclasses.replace(found[0], weights=found[0].weights * np.float32(0.5))
+    terms = weighted_loss(model, stage.collate(found))
+    expected = weight = likely = 0.0
+    for sample in found:
+        logits = model(paddle.to_tensor(sample.ids[None].astype("int64"))).numpy()[0].astype("float64")
+        logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for i in np.flatnonzero(sample.weights):
+            expected -= sample.weights[i] * logs[i - 1, sample.ids[i]]
+            likely += sample.weights[i] * (logs[i - 1, sample.ids[i]] > np.log(0.5))
+            weight += sample.weights[i]
+    assert float(terms.total) == pytest.approx(expected, rel=1e-6)
+    assert terms.weight == weight
+    assert float(terms.sums["tokens/likely"][0]) == likely
+    assert terms.sums["tokens/likely"][1] == weight
+
+
+def test_joined_rows_teach_the_same_without_padding() -> None:
+    stage, text = make_stage(), "What is a prime number, and why?"
+    given = [samples(stage, talk(text[:size], text[size:] + "!"))[0][0] for size in (4, 20, 9)]
+    padded = stage.collate(given)
+    stage.context = dataclasses.replace(stage.context, padding_free=True)
+    joined = stage.collate(given)
+    assert joined["input_ids"].shape == (1, padded["lengths"].sum())
+    assert joined["lengths"].tolist() == [padded["lengths"].sum()]
+    for name in ("weight", "num_tokens", "num_supervised"):
+        assert joined[name] == padded[name]
+    rows = supervised_sequences(padded)
+    (row,) = supervised_sequences(joined) or []
+    assert rows is not None
+    assert len(rows) == 3
+    for number, alone in enumerate(rows):
+        mine = row.documents == number
+        assert (row.ids[mine].tolist(), row.weights[mine].tolist()) == (alone.ids.tolist(), alone.weights.tolist())
