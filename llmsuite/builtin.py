@@ -14,7 +14,6 @@ from llmsuite.specs import (
     Exporter,
     LoggerSpec,
     ModelFamily,
-    PrePass,
     StageSpec,
 )
 
@@ -55,19 +54,6 @@ def _infer() -> Any:
     return work
 
 
-def _prepasses_of_dpo(section: Any) -> list[PrePass]:
-    prepasses = [PrePass(num_sums=1)] if section.effective_sft_weight else []
-    prepasses += [PrePass(rows=1, with_adapters=False)] if section.reference_from == "adapter_off" else []
-    return [*prepasses, PrePass(rows=1, num_sums=2)] if section.loss == "kto_pair" else prepasses
-
-
-def _prepasses_of_kto(section: Any) -> list[PrePass]:
-    # the reference of both kinds of answers at once; then what z is made of
-    both = 2 if section.loss == "kto" else 1
-    prepasses = [PrePass(rows=both, with_adapters=False)] if section.reference == "adapter_off" else []
-    return [*prepasses, PrePass(rows=1, num_sums=1)] if section.loss == "kto" else prepasses
-
-
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
     from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
@@ -82,8 +68,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_dpo,
             smoke=preference,
             rows_per_sample=2,
-            num_sums=lambda section: 7 if section.effective_sft_weight else 6,
-            prepasses=_prepasses_of_dpo,
+            profile=DpoSection.profile,
         ),
         StageSpec(
             name="lora",
@@ -93,7 +78,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             adapters=True,
             factory=_sft,
             smoke=conversations,
-            num_sums=lambda section: 1,
+            profile=SftSection.profile,
         ),
         StageSpec(
             name="sft",
@@ -102,7 +87,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=_sft,
             smoke=conversations,
             quantises=True,
-            num_sums=lambda section: 1,
+            profile=SftSection.profile,
         ),
         StageSpec(
             name="pretrain",
@@ -121,7 +106,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             smoke=preference,
             head="score",
             rows_per_sample=2,
-            num_sums=lambda section: 4,
+            profile=RmSection.profile,
         ),
         StageSpec(
             name="kto",
@@ -129,8 +114,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=KtoSection,
             factory=_kto,
             smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
-            num_sums=lambda section: 3 if section.loss == "kto" else 2,
-            prepasses=_prepasses_of_kto,
+            profile=KtoSection.profile,
         ),
         StageSpec(
             name="infer",

@@ -5,32 +5,56 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.anatomy import Anatomy
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.schema.section import Section
 
+T = TypeVar("T")
+
 API_VERSION = 1
 """Major version of this contract. A spec with a greater `api` is refused with a plain message."""
 
 
 PrePassKind = Literal["batch", "model", "adapters_off"]
-"""What is looked at before a global batch is learnt from: the batch alone, or a pass of the model over it as well, as
-it is or without its adapters."""
+"""What a pre-pass reads: the batch alone, or hidden states of the model too, with its adapters or without them."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrePass:
-    """A look at a global batch before it is learnt from, as `llmsuite plan` counts it."""
+    """A pass over a global batch before the model is trained on it, without gradients."""
 
-    rows: int = 0
-    """Sequences of its passes, in micro-batches: 1 where they are those of one; 0 when the model is not asked."""
-    num_sums: int = 0
-    """How many sums it gives."""
-    with_adapters: bool = True
-    """Whether adapters are on in its passes."""
+    kind: PrePassKind
+    sums: tuple[str, ...] = ()
+    """Names of the sums that `Stage.prepass` returns for it."""
+    rows: int = 1
+    """Sequences that a forward pass gets, as a multiple of those in a micro-batch."""
+
+    @property
+    def runs_model(self) -> bool:
+        return self.kind != "batch"
+
+    @property
+    def with_adapters(self) -> bool:
+        return self.kind != "adapters_off"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageProfile:
+    """Metrics and pre-passes of a stage with the settings of one recipe: the stage checks its metrics against it, the
+    engine runs the pre-passes, and `llmsuite plan` counts both."""
+
+    sums: tuple[str, ...] = ()
+    """Names of the metrics in `LossTerms.sums`."""
+    prepasses: tuple[PrePass, ...] = ()
+    """In the order in which they run before each step."""
+
+    def checked(self, sums: Mapping[str, T]) -> Mapping[str, T]:
+        """The sums of a loss as they are. Raises AssertionError unless they are those of the profile."""
+        assert sums.keys() == set(self.sums), f"the loss gives {sorted(sums)}, its profile lists {sorted(self.sums)}"
+        return sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,12 +84,10 @@ class StageSpec:
     alone, and asks no second pass of it."""
     rows_per_sample: int = 1
     """Sequences that a sample takes in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
-    prepasses: Callable[[Any], Sequence[PrePass]] = lambda section: ()
-    """Its passes before a global batch is learnt from, by its section, as `Stage.prepasses`; for `llmsuite plan`."""
+    profile: Callable[[Any], StageProfile] = lambda section: StageProfile()
+    """The metrics of its loss and its pre-passes, by its section: best a method of that class."""
     takes_all: bool = False
     """Whether logits are made of all hidden states as they lie, not of some that are picked; for `llmsuite plan`."""
-    num_sums: Callable[[Any], int] = lambda section: 0
-    """How many sums its `LossTerms` have, by its section; for `llmsuite plan`, which counts what is added up."""
     trains: bool = True
     """False for a stage that answers prompts, or the like: its recipes have `data.prompts`, no keys about training, and
     as `parallel` the tensor parallel degree only."""

@@ -65,7 +65,7 @@ class Traffic:
             mesh: the rank's place.
             batches: its micro-batches.
             own_reduce_scatter: whether the library has one; over Gloo it is made of an all_reduce.
-            prepasses: the micro-batches of each pre-pass that asks the model; None for those that `prepasses_of` tells.
+            prepasses: the micro-batches of each of `model_prepasses`; None for full ones.
         """
         self._layout, self._anatomy, self._mesh, self._batches = layout, anatomy, mesh, batches
         self._own, self._plan = own_reduce_scatter, layout.plan
@@ -87,11 +87,11 @@ class Traffic:
                 if degrees.pp > 1:
                     self._edges(part, batch, is_supervised=True)
         passes_of = full_prepasses(self._plan, batches) if prepasses is None else prepasses
-        for look, passes in zip(prepasses_of(self._plan), passes_of, strict=True):
+        for prepass, passes in zip(model_prepasses(self._plan), passes_of, strict=True):
             for batch, self._times in collections.Counter(passes).items():
                 for part in layout.parts_of(stage):
                     if degrees.tp > 1:
-                        tensor.forward(part, batch, look.with_adapters)
+                        tensor.forward(part, batch, prepass.with_adapters)
                     if degrees.ep > 1:
                         self._experts(part, batch, is_supervised=False)
                     if degrees.pp > 1:
@@ -241,16 +241,15 @@ class Traffic:
 
     def _small(self) -> None:
         """Numbers: the ledger of the loss, the norm of the gradients, loads of experts."""
-        degrees, stage = self._mesh.degrees, self._plan.stage
+        degrees, profile = self._mesh.degrees, self._plan.profile
         if degrees.num_ranks == 1:
             return
-        section = getattr(self._plan.recipe, stage.section_name)
-        sums = 1 + stage.num_sums(section)
+        sums = 1 + len(profile.sums)  # the loss, and the stage's metrics
         if self._mesh.reads_data:
             axis = "readers" if self._mesh.has_middle else RUN
             self._add(axis, "all_reduce", (2 * sums + 4,), "ledger of the loss", width=8)
-            if ahead := sum(look.num_sums for look in stage.prepasses(section)):
-                self._add(axis, "all_reduce", (2 * ahead,), "what a loss has to know of the global batch", width=8)
+            if known := sum(len(prepass.sums) for prepass in profile.prepasses):
+                self._add(axis, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)
         if self._mesh.has_middle:
             self._add(RUN, "all_reduce", (4,), "ledger of the loss, for ranks that read nothing", width=8)
         self._add(RUN, "all_reduce", (1,), "norm of the gradients", width=8)
@@ -268,20 +267,20 @@ class Traffic:
             self._add(RUN, "all_reduce", (2,), "weight of the balance loss", width=8)
 
 
-def prepasses_of(plan: RunPlan) -> list[PrePass]:
-    """What is looked at before a step by passes of the model."""
-    return [look for look in plan.stage.prepasses(getattr(plan.recipe, plan.stage.section_name)) if look.rows]
+def model_prepasses(plan: RunPlan) -> list[PrePass]:
+    """The pre-passes that run the model."""
+    return [prepass for prepass in plan.profile.prepasses if prepass.runs_model]
 
 
 def full_prepasses(plan: RunPlan, batches: Sequence[Pass]) -> list[list[Pass]]:
-    """The passes of each, with rows as long as those that are learnt from. No padding is marked in them."""
+    """The passes of each pre-pass, with rows as long as those of the training passes. No padding is marked in them."""
     marked = plan.recipe.data.packing != "none"
     return [
         [
             dataclasses.replace(
-                b, rows=look.rows * b.rows, supervised=look.rows * b.supervised, documents=marked, marked=False
+                b, rows=prepass.rows * b.rows, supervised=prepass.rows * b.supervised, documents=marked, marked=False
             )
             for b in batches
         ]
-        for look in prepasses_of(plan)
+        for prepass in model_prepasses(plan)
     ]

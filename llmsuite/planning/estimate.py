@@ -12,7 +12,7 @@ from llmsuite.models.anatomy import Anatomy
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Kind
 from llmsuite.planning.activations import Pass
-from llmsuite.planning.communication import Counts, Traffic, prepasses_of
+from llmsuite.planning.communication import Counts, Traffic, model_prepasses
 from llmsuite.planning.cost import FAST, SLOW, Hardware, PartCost, Reached, communication_time, part_costs
 from llmsuite.planning.layout import Layout, ranks
 from llmsuite.planning.memory import StageMemory, full_pass, memory
@@ -63,8 +63,8 @@ class Estimate:
 
     @property
     def flops(self) -> float:
-        """Of a step, over all ranks, with what is computed again and what is looked at before."""
-        each = sum((1 + self._looks) * cost.forward + cost.backward for cost in self.costs)
+        """Of a step, over all ranks, with recomputation and pre-passes."""
+        each = sum((1 + self._prepass_rows) * cost.forward + cost.backward for cost in self.costs)
         return each * self.num_micro_batches * self.plan.degrees.num_data_ranks
 
     def step_seconds(self, device: Hardware) -> tuple[float, float]:
@@ -84,15 +84,15 @@ class Estimate:
         backward = [c.backward / speed + each[i % pp] * 2 / 3 for i, c in enumerate(self.costs)]
         transfer = max(time.a_message for time in times)
         played = length(turns_of(*self._played), forward, backward, transfer)
-        # looks go forward only: each micro-batch as long as it keeps the busiest rank, once the first has got there
+        # pre-passes go forward only: each micro-batch takes as long as on the busiest rank, once the first got there
         busiest = max(sum(forward[stage::pp]) for stage in range(pp))
-        prepasses = self._looks * ((self.num_micro_batches - 1) * busiest + sum(forward))
+        prepasses = self._prepass_rows * ((self.num_micro_batches - 1) * busiest + sum(forward))
         return self._length(played, forward, backward) + prepasses + max(time.at_the_end for time in times)
 
     @property
-    def _looks(self) -> int:
-        """How often the model passes over the global batch before it learns from it, in its own number of rows."""
-        return sum(look.rows for look in prepasses_of(self.plan))
+    def _prepass_rows(self) -> int:
+        """Rows of all forward passes before a step, as a multiple of those of the global batch."""
+        return sum(prepass.rows for prepass in model_prepasses(self.plan))
 
     @property
     def _num_chunks(self) -> int:

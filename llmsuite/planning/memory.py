@@ -102,8 +102,7 @@ def full_pass(plan: RunPlan) -> Pass:
     if recipe.train.micro_batch_tokens is not None:
         rows = max(1, recipe.train.micro_batch_tokens // length)
     supervised = rows if plan.stage.head == "score" else rows * length
-    section = getattr(recipe, plan.stage.section_name)
-    documents = recipe.data.packing != "none" or getattr(section, "document_mask", False)
+    documents = recipe.data.packing != "none" or getattr(plan.section, "document_mask", False)
     return Pass(rows, length, supervised, documents, marks_padding(plan))
 
 

@@ -26,6 +26,7 @@ from llmsuite.specs import (
     ModelFamily,
     PrePass,
     RunView,
+    StageProfile,
     StageSpec,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "PrePass",
     "RunView",
     "Section",
+    "StageProfile",
     "StageSpec",
     "hookimpl",
     "hookspec",

@@ -24,7 +24,7 @@ from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
 from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import DeviceSpec, ModelFamily, StageSpec
+from llmsuite.specs import DeviceSpec, ModelFamily, StageProfile, StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,16 @@ class RunPlan:
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def section(self) -> Any:
+        """The stage's own part of the recipe."""
+        return getattr(self.recipe, self.stage.section_name)
+
+    @property
+    def profile(self) -> StageProfile:
+        """Metrics and pre-passes of the stage."""
+        return self.stage.profile(self.section)
 
     @property
     def gradient_bucket_bytes(self) -> int:

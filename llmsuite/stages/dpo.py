@@ -32,15 +32,8 @@ class DpoStage(PairStage):
         self._kind, self._beta, self._smoothing = section.loss, section.beta, section.label_smoothing
         self._gamma, self._sft_weight = section.gamma, section.effective_sft_weight
         self._takes_reference = section.reference_from
+        self._profile = section.profile()
         self._reference = Reference(context, 2 * context.recipe.train.micro_batch_size)
-
-    @classmethod
-    def prepasses(cls, section: DpoSection) -> tuple[PrePassKind, ...]:
-        """At the number of tokens for a second term; at the reference; at how far the model is from it."""
-        prepasses: list[PrePassKind] = ["batch"] if section.effective_sft_weight else []
-        prepasses += ["adapters_off"] if section.reference_from == "adapter_off" else []
-        prepasses += ["model"] if section.loss == "kto_pair" else []
-        return tuple(prepasses)
 
     # data
 
@@ -99,7 +92,7 @@ class DpoStage(PairStage):
             sums["nll/chosen"] = nll.detach(), float(num_tokens(batch)[: len(chosen)].sum())
             # everything is divided by the number of pairs; this term by that of tokens
             total = total + nll * (self._sft_weight * batch["prepass_stats"]["pairs_per_token"])
-        return LossTerms(total, num_pairs, sums)
+        return LossTerms(total, num_pairs, self._profile.checked(sums))
 
     def _compare(self, logps: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """[P] each: losses, rewards of the chosen answers, rewards of the rejected ones."""

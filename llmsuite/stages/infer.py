@@ -40,7 +40,7 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
         UserError: the input is wrong; nothing that existed was changed.
     """
     recipe = plan.recipe
-    section: InferSection = getattr(recipe, plan.stage.section_name)
+    section: InferSection = plan.section
     backend = plan.device.factory()
     backend.activate(collective.local_rank())
     is_first = collective.rank() == 0

@@ -48,15 +48,10 @@ class KtoStage(Stage[LabelledAnswer]):
         self._kind, self._beta = section.loss, section.beta
         self._weights = np.array([section.undesirable_weight, section.desirable_weight], dtype="float32")
         self._takes_reference = section.reference
+        self._profile = section.profile()
         self._max_length = context.recipe.data.max_length
         self._template = context.template()
         self._reference = Reference(context, context.recipe.train.micro_batch_size)
-
-    @classmethod
-    def prepasses(cls, section: KtoSection) -> tuple[PrePassKind, ...]:
-        """At the reference, and at how far the model is from it."""
-        prepasses: list[PrePassKind] = ["adapters_off"] if section.reference == "adapter_off" else []
-        return (*prepasses, "model") if section.loss == "kto" else tuple(prepasses)
 
     # data
 
@@ -154,7 +149,7 @@ class KtoStage(Stage[LabelledAnswer]):
         else:
             losses = apo_zero(ratios, desirable, self._beta)
         weights = paddle.to_tensor(self._weights[batch["desirable"].astype("int64")])
-        return LossTerms((losses * weights).sum(), num_answers, sums)
+        return LossTerms((losses * weights).sum(), num_answers, self._profile.checked(sums))
 
 
 def unrelated_answers(answers: Sequence[Answer], max_length: int) -> list[Answer | None]:

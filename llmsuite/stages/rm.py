@@ -28,6 +28,7 @@ class RmStage(PairStage):
     def __init__(self, section: RmSection, context: StageContext):
         super().__init__(section, context)
         self._margin, self._centering = section.margin, section.center_rewards
+        self._profile = section.profile()
 
     def row_lengths(self, samples: Sequence[Pair | Pairs]) -> np.ndarray:
         """[samples, 2]; the last token of an answer is an input too."""
@@ -60,4 +61,5 @@ class RmStage(PairStage):
             "rewards/accuracy": (chosen > rejected).astype("float32"),
         }
         num_pairs = batch["weight"]
-        return LossTerms(losses.sum(), num_pairs, {name: (v.detach().sum(), num_pairs) for name, v in observed.items()})
+        sums = {name: (value.detach().sum(), num_pairs) for name, value in observed.items()}
+        return LossTerms(losses.sum(), num_pairs, self._profile.checked(sums))

@@ -11,6 +11,7 @@ from annotated_types import Ge, Lt
 
 from llmsuite.schema.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
+from llmsuite.specs import PrePass, StageProfile
 
 _SMOOTHED = ("sigmoid", "simpo")
 _REFERENCE_FREE = ("simpo", "orpo")
@@ -36,6 +37,21 @@ class DpoSection(Section):
     """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
     cached, or in each step from the model without its adapter, which takes `lora.rank`. Default: "none" for simpo
     and orpo, else "cache"."""
+
+    def profile(self) -> StageProfile:
+        """Pre-passes: the number of tokens for the term of `sft_weight`, then the reference, then the distance of the
+        model from it."""
+        rewards = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
+        sums = (*rewards, "logps/chosen", "logps/rejected")
+        prepasses: list[PrePass] = []
+        if self.effective_sft_weight:
+            sums = (*sums, "nll/chosen")
+            prepasses.append(PrePass(kind="batch", sums=("pairs_per_token",)))
+        if self.reference_from == "adapter_off":
+            prepasses.append(PrePass(kind="adapters_off"))
+        if self.loss == "kto_pair":
+            prepasses.append(PrePass(kind="model", sums=("kl/chosen", "kl/rejected")))
+        return StageProfile(sums=sums, prepasses=tuple(prepasses))
 
     @property
     def reference_from(self) -> str:
@@ -72,6 +88,9 @@ class RmSection(Section):
     """Adds so much times the square of the sum of both scores, which holds them around 0 (Eisenstein et al. 2023, arXiv
     2312.09244)."""
 
+    def profile(self) -> StageProfile:
+        return StageProfile(sums=("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"))
+
 
 @dataclasses.dataclass(kw_only=True)
 class KtoSection(Section):
@@ -91,6 +110,16 @@ class KtoSection(Section):
     """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
     cached, or in each step from the model without its adapter, which takes `lora.rank`."""
 
+    def profile(self) -> StageProfile:
+        """Pre-passes: the reference of all answers, then the distance of the model from it on the unrelated ones."""
+        estimates_kl = self.loss == "kto"
+        sums, prepasses = ("rewards/desirable", "rewards/undesirable"), []
+        if self.reference == "adapter_off":
+            prepasses.append(PrePass(kind="adapters_off", rows=2 if estimates_kl else 1))
+        if estimates_kl:
+            prepasses.append(PrePass(kind="model", sums=("kl",)))
+        return StageProfile(sums=(*sums, "kl") if estimates_kl else sums, prepasses=tuple(prepasses))
+
 
 @dataclasses.dataclass(kw_only=True)
 class SftSection(Section):
@@ -99,6 +128,9 @@ class SftSection(Section):
     truncate: bool = False
     """Cut conversations behind data.max_length tokens and learn what is left; false to drop them. Both are counted
     and reported."""
+
+    def profile(self) -> StageProfile:
+        return StageProfile(sums=("tokens/likely",))
 
 
 @dataclasses.dataclass(kw_only=True)

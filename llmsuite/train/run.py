@@ -212,7 +212,7 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
             autocast,
             hooks,
             scale=scale,
-            prepasses=plan.stage.factory().prepasses(getattr(recipe, plan.stage.section_name)),
+            prepasses=[prepass.kind for prepass in plan.profile.prepasses],
             balance=built.balance,
             input_scales=built.input_scales,
             guard=guard,
@@ -277,7 +277,7 @@ def make_stage(
         padding_free=padding_free,
         keeps_tokens=True,
     )
-    stage: Stage[Any] = plan.stage.factory()(getattr(recipe, plan.stage.section_name), context)
+    stage: Stage[Any] = plan.stage.factory()(plan.section, context)
     return stage
 
 

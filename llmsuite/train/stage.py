@@ -109,6 +109,14 @@ class DropCounts:
         report(f"{text}; dropped: {reasons}" if self.lost else text)
 
 
+_RENAMED = {
+    "looks": "list the pre-passes in `StageSpec.profile`, as `StageProfile.prepasses`",
+    "prepasses": "list the pre-passes in `StageSpec.profile`, as `StageProfile.prepasses`",
+    "look_ahead": 'call it `prepass`; its results are in `batch["prepass_stats"]`',
+}
+"""Methods that a stage had in former versions, and what to write instead."""
+
+
 class Stage(abc.ABC, Generic[S]):
     """Base of all stages. `S` is the type of a sample."""
 
@@ -121,10 +129,12 @@ class Stage(abc.ABC, Generic[S]):
         self.counts: dict[Path, DropCounts] = {}
         """Of the files that were read."""
 
-    @classmethod
-    def prepasses(cls, section: Any) -> tuple[PrePassKind, ...]:
-        """What `prepass` is to be called for before each global batch is learnt from, in this order."""
-        return ()
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Refuse methods of former versions of this contract, which nothing would call."""
+        super().__init_subclass__(**arguments)
+        for name, successor in _RENAMED.items():
+            if hasattr(cls, name):
+                raise UserError(f"{cls.__module__}.{cls.__name__}.{name} is never called: {successor}")
 
     def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> Sequence[S]:
         """Rows to samples. Counts the rows that would train nothing and leaves them out."""
@@ -149,7 +159,7 @@ class Stage(abc.ABC, Generic[S]):
         "adapters_off" it asks the model for hidden states once, as `loss` does, and no graph is kept; under "batch" it
         does not ask the model.
         """
-        raise AssertionError(f"{type(self).__name__} wants to look ahead and does not say at what")
+        raise AssertionError(f"{type(self).__name__} has a pre-pass in its profile and no method `prepass`")
 
     def row_lengths(self, samples: Sequence[S]) -> np.ndarray | None:
         """[samples, rows of each], int64: how many tokens the rows of each sample have in a batch, without padding.

@@ -12,7 +12,7 @@ from typing import Any
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Action
 from llmsuite.planning.activations import Pass
-from llmsuite.planning.communication import AXES, PIPELINE, RUN, TENSOR, Message, Traffic, prepasses_of
+from llmsuite.planning.communication import AXES, PIPELINE, RUN, TENSOR, Message, Traffic, model_prepasses
 from llmsuite.planning.estimate import anatomy_of, estimate
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.memory import marks_padding, memory
@@ -132,7 +132,7 @@ def _dealt(batches: Sequence[Pass], record: dict[str, Any]) -> list[Pass]:
 
 def _looks(plan: RunPlan, passes: Sequence[Sequence[int]]) -> list[list[Pass]]:
     """The passes of each look, of which the first one comes first."""
-    count = len(prepasses_of(plan))
+    count = len(model_prepasses(plan))
     if not count:
         assert not passes, "the plan knows of no look at the global batch"
         return []

@@ -17,9 +17,9 @@ from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import TrainSection
+from llmsuite.specs import StageProfile
 from llmsuite.train.guard import Guard
 from llmsuite.train.loss_scale import LossScale
-from llmsuite.train.stage import Stage
 from llmsuite.train.step import Objective, train_step
 
 MESH = Mesh(Degrees(1, 1, 1, 1), 0)
@@ -95,7 +95,7 @@ def step(
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
         part = PipelineStage([model], MESH, model.config.hidden_size, [], None)
-    prepasses = objective.prepasses(objective.section) if isinstance(objective, Stage) else ()
+    profile = objective.section.profile() if hasattr(getattr(objective, "section", None), "profile") else StageProfile()
     votes = {"stop": stop}
     return train_step(
         number,
@@ -107,7 +107,7 @@ def step(
         contextlib.nullcontext,
         votes,
         scale=scale,
-        prepasses=prepasses,
+        prepasses=[prepass.kind for prepass in profile.prepasses],
         guard=guard,
     )
 

@@ -87,7 +87,7 @@ def test_the_loss_of_a_whole_batch(name: str, tmp_path: Path, monkeypatch: pytes
     assert metrics["loss"] == pytest.approx(expected, rel=2e-6)
     model = dpo_case.model()
     part = PipelineStage([model], alone.MESH, model.config.hidden_size, [], None)
-    prepasses = stage.prepasses(stage.section)
+    prepasses = [prepass.kind for prepass in stage.section.profile().prepasses]
     whole = evaluate([pairs[:5], pairs[5:], pairs[:1]], stage, part, "1F1B", contextlib.nullcontext, 2, prepasses)
     assert whole["loss"] == pytest.approx(expected, rel=2e-6)
     assert ("nll/chosen" in whole) == (name in ("orpo", "sigmoid and sft"))
