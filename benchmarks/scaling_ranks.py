@@ -136,7 +136,7 @@ def live_bytes() -> int:
 
 def held(model: Any, optimizer: Any) -> dict[str, int]:
     """Bytes of what lives between steps, each tensor once: in stage 3 the piece of a parameter is what is updated."""
-    from llmsuite.parallel.parallelize import local_value
+    from llmsuite.parallel.tensor import local_value
 
     whole = [local_value(p) for _, p in model.named_parameters() if p._is_initialized()]
     copies = [shard.owned for shard in optimizer.shards if shard.owned_is_copy]

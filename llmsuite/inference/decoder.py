@@ -102,7 +102,7 @@ class ModelDecoder:
         ]
 
     def _local(self, cache: Cache) -> Cache:
-        from llmsuite.parallel.parallelize import local_value
+        from llmsuite.parallel.tensor import local_value
 
         if self._tensor_mesh is not None:
             self._placements = [tensor.placements if tensor.is_dist() else None for tensor in cache]

@@ -14,8 +14,8 @@ from llmsuite.models.head import head_of
 from llmsuite.specs import ModelFamily
 
 if TYPE_CHECKING:
+    from llmsuite.parallel.fill import ReadSlice
     from llmsuite.parallel.mesh import Mesh
-    from llmsuite.parallel.parallelize import ReadSlice
 
 
 def open_any(
@@ -117,7 +117,7 @@ def build_model(
     from llmsuite.inference.attention import grouped_attention
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.parallel.mesh import Mesh
-    from llmsuite.parallel.parallelize import parallelize
+    from llmsuite.parallel.parallelize import parallelize_inference
     from llmsuite.schema.degrees import Degrees
 
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
@@ -134,7 +134,7 @@ def build_model(
     )
     with paddle.LazyGuard():
         model = family.factory()(config, plain)
-    parallelize(model, cuts, mesh, values(model), backend.parameter_dtype(precision), False)
+    parallelize_inference(model, cuts, mesh, values(model), backend.parameter_dtype(precision))
     model.eval()
     return model
 

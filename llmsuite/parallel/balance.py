@@ -19,8 +19,8 @@ from llmsuite.models.experts import Balance
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.parallelize import local_value
 from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
 

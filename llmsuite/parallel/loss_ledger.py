@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import paddle
 
 from llmsuite.parallel import collective
-from llmsuite.parallel.parallelize import local_value
+from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
 Sums = Mapping[str, tuple[Tensor | float, float]]

@@ -35,8 +35,8 @@ from llmsuite.models.lora import adapters
 from llmsuite.models.qat import FakeQuantLinear, observed
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.parallelize import local_value, reshard
 from llmsuite.parallel.schedule import Action
+from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.typing import Tensor
 
 T = TypeVar("T")

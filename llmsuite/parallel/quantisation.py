@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from llmsuite.models.int8_grid import input_scale
 from llmsuite.models.qat import fake_quantized
 from llmsuite.parallel import collective
-from llmsuite.parallel.parallelize import local_value
 from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.parallel.tensor import local_value
 
 
 class InputScales:

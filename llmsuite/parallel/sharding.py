@@ -22,8 +22,8 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import Bucket
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.parallelize import local_value, reshard
 from llmsuite.parallel.partition import has_master, piece_of, reduce_in_backward
+from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.typing import Tensor
 
 
@@ -150,7 +150,7 @@ class ParameterShard:
         """The whole of a tensor that is cut as what this rank owns. Every rank of the run calls it."""
         return self._whole(self._join(part) if self._parts > 1 else part)
 
-    def cut(self, local: np.ndarray) -> np.ndarray:
+    def own_part(self, local: np.ndarray) -> np.ndarray:
         """What this rank owns of a tensor that is cut over tp already."""
         return local.reshape(-1)[self._range] if self._parts > 1 else local
 

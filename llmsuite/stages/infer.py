@@ -27,7 +27,7 @@ from llmsuite.progress import report, track
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
 from llmsuite.stages.sections import InferSection
-from llmsuite.train.build import draw
+from llmsuite.train.weights import draw
 
 _DECIDING = ("model", "data", "infer", "seed")
 """What of a recipe decides the answers; precision and strategy do so by rounding only."""

@@ -18,7 +18,8 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
-from llmsuite.train.build import BuiltModel, restore
+from llmsuite.train.build import BuiltModel
+from llmsuite.train.model_state import restore
 from llmsuite.train.stage import Stage
 
 # What may differ between a run and its continuation: it does not change what is learnt.

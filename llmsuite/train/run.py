@@ -33,10 +33,11 @@ from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
 from llmsuite.specs import RunView
-from llmsuite.train.build import WholeModel, build_model
+from llmsuite.train.build import build_model
 from llmsuite.train.guard import Guard
 from llmsuite.train.loop import Hooks, Schedule, fit
 from llmsuite.train.loss_scale import LossScale
+from llmsuite.train.model_state import WholeModel
 from llmsuite.train.output import Output
 from llmsuite.train.resume import fresh, learning_digest, load_all, resume_from, rounded
 from llmsuite.train.saving import Saver

@@ -16,7 +16,7 @@ from llmsuite.parallel import collective
 from llmsuite.progress import report
 from llmsuite.schema.recipe import CheckpointSection
 from llmsuite.specs import ModelFamily
-from llmsuite.train.build import WholeModel
+from llmsuite.train.model_state import WholeModel
 
 _TRIGGER = "save-now"
 

@@ -18,7 +18,7 @@ def main() -> int:
 
     from llmsuite.models.qat import FakeQuantLinear, observed
     from llmsuite.parallel import collective
-    from llmsuite.parallel.parallelize import local_value
+    from llmsuite.parallel.tensor import local_value
 
     dist.init_parallel_env()
     mesh, whole = dist.ProcessMesh([0, 1], dim_names=["tp"]), [dist.Replicate()]

@@ -72,7 +72,7 @@ seen = {}
 def llmsuite_run_start(run):
     """On rank 0, once the model is built: note what its parameters, activations and optimizer hold here."""
     from llmsuite.parallel.optimizer import Optimizer
-    from llmsuite.parallel.parallelize import local_value
+    from llmsuite.parallel.tensor import local_value
     from llmsuite.stages.dpo import DpoStage
 
     loss, step = DpoStage.loss, Optimizer.step

@@ -94,9 +94,9 @@ def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
 def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
     """Of an adapter's first factor that is cut over tp, every rank begins with the part of the first one."""
     from llmsuite.models.shard_plan import FIRST_FACTOR
-    from llmsuite.parallel import parallelize
+    from llmsuite.parallel import fill
 
-    local_slice = parallelize.local_slice
+    local_slice = fill.local_slice
 
     def first_slice(name: str, *of_parameter: Any) -> list[slice]:
         index = local_slice(name, *of_parameter)
@@ -104,7 +104,7 @@ def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
             return index
         return [slice(0, part.stop - part.start) for part in index]
 
-    patch.setattr(parallelize, "local_slice", first_slice)
+    patch.setattr(fill, "local_slice", first_slice)
 
 
 def scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:

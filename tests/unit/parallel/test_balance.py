@@ -16,9 +16,9 @@ from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Balance
 from llmsuite.parallel.balance import ExpertBalance
+from llmsuite.parallel.fill import fill
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
-from llmsuite.parallel.parallelize import fill
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import TrainSection

@@ -13,7 +13,7 @@ from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.parallel.parallelize import fill, read_local
+from llmsuite.parallel.fill import fill, read_local
 from llmsuite.parallel.sharding import ParameterShard
 from tests.unit import alone, tiny_llama
 

@@ -1,0 +1,63 @@
+"""Give a lazily built model its values: every rank reads the slices it holds, and never has memory for more.
+
+The model is built without memory (`paddle.LazyGuard`). Under tensor parallel its parameters become distributed tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.auto_parallel.api import dtensor_from_local
+
+from llmsuite.errors import UserError
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.partition import local_slice
+from llmsuite.typing import Tensor
+
+ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
+"""Name, whole shape, one slice a dim -> the values of the slice."""
+
+
+@paddle.no_grad()
+def fill(
+    model: Any,
+    plan: ShardPlan,
+    mesh: Mesh,
+    read: ReadSlice,
+    dtype: str,
+    on_filled: Callable[[str, Tensor], None] = lambda name, parameter: None,
+) -> None:
+    """Give every parameter its values, one parameter after the other.
+
+    Args:
+        model: built under `paddle.LazyGuard`.
+        plan: the family's shard plan.
+        mesh: this rank's place.
+        read: gives the initial values.
+        dtype: dtype of the parameters; the bias of a gate stays in float32.
+        on_filled: called with name and parameter as soon as it has its values, before the next one has memory.
+    """
+    for name, parameter in model.named_parameters():
+        local = paddle.to_tensor(read_local(name, parameter.shape, plan, mesh, read))
+        local = local if plan.is_gate_bias(name) else local.astype(dtype)
+        if mesh.tensor is None:
+            parameter._set_impl(local)
+        else:
+            dim = plan.dim(name)
+            placements = [dist.Replicate() if dim is None else dist.Shard(dim)]
+            parameter._set_impl(dtensor_from_local(local, mesh.tensor, placements))
+        on_filled(name, parameter)
+
+
+def read_local(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh, read: ReadSlice) -> np.ndarray:
+    """The values of a parameter that this rank holds when sharding does not cut it, as float32."""
+    index = local_slice(name, shape, plan, mesh)
+    values = np.ascontiguousarray(read(name, shape, index), dtype="float32")
+    if list(values.shape) != [part.stop - part.start for part in index]:
+        raise UserError(f"parameter {name!r} is {list(shape)}; its values do not have this shape")
+    return values

@@ -1,0 +1,174 @@
+"""Tensor and sequence parallel: where activations change their placements over tp.
+
+Parameters are distributed tensors already (see `fill`), so Paddle's SPMD rules compute with them. What is added here:
+hooks at the regions of the family's shard plan that bring activations into the right placements, and our own embedding
+lookup and cross-entropy, which do without bringing the vocabulary together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+import paddle.nn.functional as F
+from paddle import nn
+from paddle.autograd import PyLayer
+from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
+
+from llmsuite.launch import calls
+from llmsuite.models.lora import LoraLinear
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.typing import Tensor
+
+
+def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_parallel: bool) -> None:
+    """Let a model whose parameters are cut over tp compute with them; nothing changes where tp is 1.
+
+    Args:
+        model: filled.
+        plan: the family's shard plan.
+        mesh: this rank's place.
+        sequence_parallel: cut activations along the sequence between the regions of the plan.
+    """
+    if mesh.tensor is None:
+        return
+    outside, whole = between_layers(sequence_parallel), [dist.Replicate()]
+    modules = dict(model.named_sublayers())
+    if plan.embedding in modules:  # not on every pipeline stage
+        embedding = modules[plan.embedding]
+        embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
+    model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh)
+    settle = _to(mesh, outside)  # one for all, or compiled layers would differ
+    for name, module in model.named_sublayers():
+        if _is_last_of_region(name, module, plan):
+            # else its adapter would have the whole sum made before it is cut again
+            module.settle = settle
+        if plan.is_region(name):
+            if sequence_parallel:
+                module.register_forward_pre_hook(_on_input(mesh, whole))
+            module.register_forward_post_hook(_on_output(mesh, outside))
+        elif name == plan.last_norm and sequence_parallel:
+            module.register_forward_post_hook(_on_output(mesh, whole))
+
+
+def _is_last_of_region(name: str, module: Any, plan: ShardPlan) -> bool:
+    """Whether a module is the row-parallel matrix at the end of a region, with an adapter."""
+    if not isinstance(module, LoraLinear):
+        return False
+    return plan.dim(f"{name}.weight") == 0 and plan.is_region(name.rpartition(".")[0])
+
+
+def between_layers(sequence_parallel: bool) -> list[Any]:
+    """Placements over tp of the activations [B, L, D] between layers."""
+    return [dist.Shard(1)] if sequence_parallel else [dist.Replicate()]
+
+
+# placements
+
+
+def local_value(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank; shares its memory."""
+    return tensor._local_value() if tensor.is_dist() else tensor
+
+
+def reshard(tensor: Tensor, mesh: Mesh, placements: list[Any]) -> Tensor:
+    """A distributed tensor with other placements over tp; itself when it has them."""
+    if tensor.placements == placements:
+        return tensor
+    if not paddle.in_dynamic_mode():  # a program is being made: nothing is sent
+        return dist.reshard(tensor, mesh.tensor, placements)
+    with calls.made("reshard", tensor, mesh.tensor, mesh.tensor.process_ids):
+        return dist.reshard(tensor, mesh.tensor, placements)
+
+
+def _replicated(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """A distributed tensor that is the same on every rank of the tensor parallel group."""
+    return tensor if tensor.is_dist() else dtensor_from_local(tensor, mesh.tensor, [dist.Replicate()])
+
+
+def _to(mesh: Mesh, placements: list[Any]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: reshard(tensor, mesh, placements)
+
+
+def _on_input(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
+    def hook(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (reshard(inputs[0], mesh, placements), *inputs[1:])
+
+    return hook
+
+
+def _on_output(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
+    def hook(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if isinstance(output, tuple):  # attention returns its cache too
+            return (reshard(output[0], mesh, placements), *output[1:])
+        return reshard(output, mesh, placements)
+
+    return hook
+
+
+# vocabulary
+
+
+class VocabularyParallelLookup(dist.LocalLayer):
+    """Embedding lookup with the rows of the table cut over tp: each rank looks up the ids it has, zeros elsewhere.
+
+    `F.embedding` on a table cut along the vocabulary would gather the table (Paddle 3.3.1).
+    """
+
+    def __init__(self, embedding: nn.Embedding, mesh: Mesh, placements: list[Any]):
+        stacked = [(mesh.tensor, [dist.Shard(0)])]
+        gradients = [(mesh.tensor, [dist.Replicate()]), (mesh.tensor, [dist.Shard(0)])]
+        super().__init__(stacked, gradients)
+        self._weight, self._mesh, self._placements = embedding.weight, mesh, placements
+        self._first = mesh.coordinate["tp"] * (embedding.weight.shape[0] // mesh.degrees.tp)
+
+    def lookup(self, input_ids: Tensor) -> Tensor:
+        """Ids [B, L] to vectors [B, L, D]."""
+        parts = self(_replicated(input_ids, self._mesh), self._weight)  # [tp, B, L, D], one part a rank
+        return reshard(parts.sum(0), self._mesh, self._placements)
+
+    def forward(self, input_ids: Tensor, rows: Tensor) -> Tensor:
+        """Look up in the local rows; the leading dim of 1 becomes tp in the stacked output."""
+        ids = input_ids - self._first
+        mine = paddle.logical_and(ids >= 0, ids < rows.shape[0])
+        found = F.embedding(paddle.where(mine, ids, paddle.zeros_like(ids)), rows)
+        return _Masked.apply(found, (mine.astype(found.dtype).unsqueeze(-1),)).unsqueeze(0)
+
+
+class _Masked(PyLayer):
+    """Product with a mask, which comes in a tuple: a plain product would keep the other factor for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, masks: tuple[Tensor]) -> Tensor:
+        (ctx.mask,) = masks
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.mask
+
+
+def _vocabulary_parallel_cross_entropy(mesh: Mesh) -> Callable[[Tensor, Tensor], Tensor]:
+    """`cross_entropy` of logits that are cut along the vocabulary: only maxima, sums and picked logits are exchanged.
+
+    `F.cross_entropy` would gather the logits, and logsumexp over a dim that is cut is wrong (Paddle 3.3.1).
+    """
+
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        targets = _replicated(targets, mesh)
+        shifted = logits - logits.detach().max(-1, keepdim=True)
+        here = logits.shape[-1] // mesh.degrees.tp
+        first = mesh.coordinate["tp"] * here
+        # cut as the logits: else each rank would keep a tensor as long as the whole vocabulary
+        ids = paddle.arange(first, first + here, dtype=targets.dtype)
+        ids = dtensor_from_local(ids, mesh.tensor, [dist.Shard(0)])
+        is_target = (ids == targets.unsqueeze(-1)).astype(shifted.dtype)
+        nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)
+        # from here on every rank has the same plain numbers
+        whole = [dist.Replicate()]
+        return dtensor_to_local(reshard(nll.squeeze(-1), mesh, whole), mesh.tensor, whole)
+
+    return cross_entropy

@@ -1,0 +1,137 @@
+"""Parameters and optimizer as a checkpoint has them: whole tensors, whatever rank holds them; saved and restored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from llmsuite.checkpoint.adapter_dir import SavedAdapters
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.shapes import check_shapes
+from llmsuite.checkpoint.share import assign
+from llmsuite.checkpoint.tensors import TensorFiles
+from llmsuite.checkpoint.train_state import GatheredTensor
+from llmsuite.errors import UserError
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.parallel import collective
+from llmsuite.parallel.cut import owner_stage
+from llmsuite.parallel.fill import read_local
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.optimizer import Optimizer, StateTensor
+from llmsuite.parallel.partition import local_slice
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.train.build import BuiltModel
+from llmsuite.train.weights import read_from
+
+
+class WholeModel:
+    """Parameters and optimizer state to be saved; each tensor is gathered when its writer comes to it."""
+
+    parameters: list[GatheredTensor]
+    state: list[GatheredTensor]
+    """The optimizer's, by `parameter/slot`."""
+
+    def __init__(self, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, dtype: str, mesh: Mesh):
+        """
+        Args:
+            plan: of the run.
+            built: the model.
+            optimizer: over its shards.
+            dtype: dtype of the parameters.
+            mesh: this rank's place.
+        """
+        shard_plan, shapes = plan.family.shard_plan or WHOLE, built.shapes
+        owners = {name: owner_stage(name, shard_plan, built.bounds, mesh.degrees.pp) for name in shapes}
+        here = {shard.name: shard for shard in optimizer.shards if owners[shard.name] == mesh.coordinate["pp"]}
+        parameters = []
+        for name, shape in shapes.items():
+            of_parameter = "float32" if shard_plan.is_gate_bias(name) else dtype
+            gather = here[name].gather_parameter if name in here else None
+            parameters.append(GatheredTensor(name, shape, of_parameter, gather))
+        if built.adapters is None:
+            names = plan.family.names()
+            together = {name: names.hf_tensors(name, plan.model_config).names for name in shapes}
+            self.parameters = _with_writers(parameters, owners, mesh, together)
+        else:  # they go into one file
+            self.parameters = [_on_every_stage(tensor, owners[tensor.name]) for tensor in parameters]
+        self.state = _optimizer_state(shapes, owners, optimizer, mesh)
+
+
+def _optimizer_state(
+    shapes: Mapping[str, Sequence[int]], owners: Mapping[str, int], optimizer: Optimizer, mesh: Mesh
+) -> list[GatheredTensor]:
+    held = {entry.name: entry for entry in optimizer.state()}
+    slots, slot_owners, scalar_writers = [], {}, {}
+    for name, shape in shapes.items():
+        for slot in optimizer.slots:
+            full_name, is_scalar = f"{name}/{slot}", StateTensor.slot_is_scalar(slot)
+            gather = _gather(held[full_name]) if owners[name] == mesh.coordinate["pp"] else None
+            slots.append(GatheredTensor(full_name, [1] if is_scalar else shape, "float32", gather))
+            slot_owners[full_name] = owners[name]
+            if is_scalar:  # not up to date where a rank owns nothing of the parameter: the first one owns some
+                scalar_writers[full_name] = int(mesh.grid[owners[name]].flat[0])
+    return [
+        dataclasses.replace(slot, writer=scalar_writers.get(slot.name, slot.writer))
+        for slot in _with_writers(slots, slot_owners, mesh, {})
+    ]
+
+
+def _with_writers(
+    tensors: Sequence[GatheredTensor], owners: Mapping[str, int], mesh: Mesh, together: Mapping[str, Sequence[str]]
+) -> list[GatheredTensor]:
+    """Share the tensors of each pipeline stage among its ranks: one writes a tensor, all of the stage gather it."""
+    writers: dict[str, int] = {}
+    for stage, ranks in enumerate(mesh.grid):
+        sizes = {tensor.name: tensor.num_bytes for tensor in tensors if owners[tensor.name] == stage}
+        writers |= assign(sizes, [int(rank) for rank in ranks.flat], together)
+    return [dataclasses.replace(tensor, writer=writers[tensor.name]) for tensor in tensors]
+
+
+def _on_every_stage(tensor: GatheredTensor, owner: int) -> GatheredTensor:
+    gather = tensor.gather
+
+    def gather_everywhere() -> Any:
+        return collective.from_stage(gather() if gather else None, tensor.shape, tensor.dtype, owner)
+
+    return dataclasses.replace(tensor, gather=gather_everywhere)
+
+
+def _gather(entry: StateTensor) -> Callable[[], Any]:
+    if entry.is_scalar:
+        # Paddle keeps these on the host, whatever the device
+        return lambda: paddle.to_tensor(entry.value.numpy())
+    return lambda: entry.shard.gather_part(entry.on_device())
+
+
+def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer, mesh: Mesh) -> None:
+    """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
+    shard_plan = plan.family.shard_plan or WHOLE
+    if built.adapters is not None:
+        values = read_from(SavedAdapters(path, built.adapters, plan.family, plan.model_config))
+    else:
+        saved = open_model(path, registry.models)
+        check_shapes(saved, {name: tuple(shape) for name, shape in built.shapes.items()})
+        values = read_from(saved)
+    for shard in optimizer.shards:
+        shard.load(read_local(shard.name, shard.shape, shard_plan, mesh, values))
+        optimizer.to_host(shard)
+    if not list(optimizer.state()):
+        return
+    files = TensorFiles(path, "optimizer")
+    slots = {f"{name}/{slot}" for name in built.shapes for slot in optimizer.slots}
+    if differing := sorted(slots.symmetric_difference(files.names)):
+        raise UserError(f"{path}: its optimizer has other tensors than this one: {', '.join(differing)}")
+
+    def read(entry: StateTensor) -> np.ndarray:
+        if entry.is_scalar:
+            return files.read(entry.name)
+        shard = entry.shard
+        return shard.own_part(files.read(entry.name, local_slice(shard.name, shard.shape, shard_plan, mesh)))
+
+    optimizer.load_state(read)

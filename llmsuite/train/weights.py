@@ -1,0 +1,127 @@
+"""Where the initial values of a model come from: model files, the seed, or both; and their digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.adapter_dir import Base, SavedAdapters
+from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.shapes import skipped_tensors
+from llmsuite.models.head import SCORE
+from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
+from llmsuite.models.targets import is_factor
+from llmsuite.parallel.fill import ReadSlice
+from llmsuite.plugins.manager import Registry
+from llmsuite.progress import report
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.train.initial_values import initial_values
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialWeights:
+    """The values a run starts from."""
+
+    read: ReadSlice
+    base: Base
+    """The model without adapters."""
+    digest: str
+    """Changes with anything that decides the values; adapters change none, as they begin at zero."""
+
+
+def initial_weights(
+    plan: RunPlan, registry: Registry, chunks: Sequence[Any], shapes: Mapping[str, Sequence[int]]
+) -> InitialWeights:
+    """The initial weights of a run.
+
+    Args:
+        plan: of the run.
+        registry: of the families a model directory may be of.
+        chunks: this rank's chunks of the model, lazily built.
+        shapes: of every parameter of the whole model, adapters included.
+    """
+    digest = hashlib.sha256(json.dumps([plan.recipe.engine.precision, plan.model_config.to_hf()]).encode())
+    if plan.weights is None:
+        digest.update(f"seed {plan.recipe.seed}".encode())
+        read = draw(chunks, plan.recipe.seed, plan.model_config.initializer_range)
+        base = Base(None, digest.hexdigest())
+    else:
+        read, base, decided_by = _from_files(plan, registry, chunks, shapes)
+        for text in decided_by:
+            digest.update(text.encode())
+    if plan.recipe.lora.rank is not None:
+        read = _with_factors(read, plan.recipe.seed)
+    return InitialWeights(read, base, digest.hexdigest())
+
+
+def _from_files(
+    plan: RunPlan, registry: Registry, chunks: Sequence[Any], shapes: Mapping[str, Sequence[int]]
+) -> tuple[ReadSlice, Base, list[str]]:
+    """Values from `model.weights`, from the seed where its files have none; with the texts that decide the digest."""
+    assert plan.weights is not None
+    seed, std, load = plan.recipe.seed, plan.model_config.initializer_range, plan.recipe.model.load
+    source = open_model(plan.weights, registry.models, load=load)
+    report(f"loading {plan.weights} ({source.description})")
+    base = Base(str(plan.weights.resolve()), source.digest())
+    read, decided_by = read_from(source), [base.digest]
+    is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
+    stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}
+    if skipped := skipped_tensors(source, stored, load, report):
+        read = _either(skipped, draw(chunks, seed, std), read)
+        decided_by.append(json.dumps(["drawn", seed, sorted(skipped)]))
+    if SCORE in is_new:
+        report(f"{SCORE} is new, drawn from seed {seed}: {plan.weights} is a language model")
+        read = _either({SCORE}, _normal(seed, std), read)
+        decided_by.append(f"score of seed {seed}")
+    return read, base, decided_by
+
+
+def read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:
+    """Read slices from files."""
+    return lambda name, shape, index: source.read(name, index)
+
+
+def draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
+    """The initial values that a seed stands for: matrices are normal, gains and biases start as their layers say.
+
+    Args:
+        chunks: chunks of the model, lazily built; gains and biases get their memory here.
+        seed: of the recipe.
+        std: standard deviation of the matrices.
+    """
+    constants: dict[str, np.ndarray] = {}
+    for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
+        if parameter.ndim == 1:
+            parameter.initialize()
+            constants[name] = parameter.numpy()
+    return _either(constants, lambda name, shape, index: constants[name][tuple(index)], _normal(seed, std))
+
+
+def _normal(seed: int, std: float) -> ReadSlice:
+    return lambda name, shape, index: initial_values(seed, name, shape, std, index)
+
+
+def _either(names: Collection[str], some: ReadSlice, others: ReadSlice) -> ReadSlice:
+    """Values of these names from one source, all others from another."""
+    return lambda name, shape, index: (some if name in names else others)(name, shape, index)
+
+
+def _with_factors(read: ReadSlice, seed: int) -> ReadSlice:
+    """The values of a model and of its adapters, which change nothing at first: A is random, B is zero.
+
+    A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP.
+    """
+
+    def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        if name.endswith(f".{FIRST_FACTOR}"):
+            return initial_values(seed, name, shape, (3 * shape[0]) ** -0.5, index)
+        if name.endswith(f".{SECOND_FACTOR}"):
+            return np.zeros([part.stop - part.start for part in index], "float32")
+        return read(name, shape, index)
+
+    return initial
