@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import ArgumentParser
+
 from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.errors import RecipeError
@@ -72,6 +74,35 @@ def plugins_page() -> str:
             kind = str(field.type).replace("|", "\\|")
             lines.append(f"| `{field.name}` | `{kind}` | {docs.get(field.name, '')} |")
         lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_COMMANDS = f"""# Commands
+
+{GENERATED.format(source="llmsuite/cli")}
+
+`llmsuite COMMAND --help` says the same. Commands that take a recipe also take its keys as options:
+`--train.max_steps=3`. Exit codes: 0 done, 2 the input is wrong, 1 a fault of ours, 3 the ranks of a run hung or a plan
+does not fit, 130 stopped by Ctrl-C or SIGTERM.
+"""
+
+
+def commands_page(registry: Registry) -> str:
+    """Every command with its arguments."""
+    lines = [_COMMANDS]
+    for command in registry.commands.values():
+        parser = ArgumentParser()
+        command.add_arguments(parser)
+        lines += [f"## llmsuite {command.name}", "", f"{command.help[0].upper()}{command.help[1:]}", ""]
+        rows = []
+        for action in parser._actions:
+            if action.dest != "help":
+                names = ", ".join(action.option_strings) or action.dest
+                values = ", ".join(map(str, action.choices or ())) or str(action.metavar or "").strip("{}")
+                text = " ".join((action.help or f"one of: {values}").split()).replace("|", "\\|")
+                rows.append(f"| `{names}` | {text} |")
+        if rows:
+            lines += ["| argument | |", "|---|---|", *rows, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -225,6 +256,7 @@ def pages() -> dict[Path, str]:
     registry = load_plugins(builtin, commands)
     report = json.loads((DOCS / "notes" / "support.json").read_text(encoding="utf-8"))
     return {
+        DOCS / "reference" / "commands.md": commands_page(registry),
         DOCS / "reference" / "keys.md": keys_page(registry),
         DOCS / "reference" / "rules.md": rules_page(registry),
         DOCS / "reference" / "plugins.md": plugins_page(),
