@@ -22,26 +22,26 @@ def causal_mask(num_queries: int, num_keys: int, dtype: Any) -> Tensor:
     return _added(visible, dtype).unsqueeze([0, 1])
 
 
-def document_mask(documents: Tensor, dtype: Any) -> Tensor:
-    """`causal_mask` of rows of several documents, [B, 1, L, L]; `documents` as in `document_spans`."""
-    return span_mask(document_spans(documents), dtype)
+def document_mask(document_starts: Tensor, dtype: Any) -> Tensor:
+    """`causal_mask` of rows of several documents, [B, 1, L, L]; `document_starts` as in `document_spans`."""
+    return span_mask(document_spans(document_starts), dtype)
 
 
-def document_spans(documents: Tensor) -> Tensor:
+def document_spans(document_starts: Tensor) -> Tensor:
     """What each token of rows of several documents sees, [B, 3, L]: keys from the first number up to the second, which
     is not one of them, and from the third up to the token itself.
 
-    `documents` [B, L] says of each token where in the row its document begins: its place in the row less its position.
+    `document_starts` [B, L]: where in the row the document of each token begins: its place less its position.
     A part of a row that is told another beginning than the part before it is a document of its own when it begins
     there itself. Else it goes on, at the position it has, from the first tokens of the last document that began before
     it: it sees those, and nothing of what follows them up to itself. So several answers share one prompt.
     """
-    at = paddle.arange(documents.shape[1], dtype=documents.dtype).expand_as(documents)
-    is_start = paddle.logical_or(documents != documents.roll(1, 1), at == 0)
+    at = paddle.arange(document_starts.shape[1], dtype=document_starts.dtype).expand_as(document_starts)
+    is_start = paddle.logical_or(document_starts != document_starts.roll(1, 1), at == 0)
     nowhere = paddle.zeros_like(at)
     own = paddle.cummax(paddle.where(is_start, at, nowhere), 1)[0]
-    begin = paddle.cummax(paddle.where(paddle.logical_and(is_start, documents == at), at, nowhere), 1)[0]
-    end = paddle.minimum(begin + own - documents, own)
+    begin = paddle.cummax(paddle.where(paddle.logical_and(is_start, document_starts == at), at, nowhere), 1)[0]
+    end = paddle.minimum(begin + own - document_starts, own)
     return paddle.stack([begin, end, own], 1)
 
 
@@ -164,12 +164,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
     return output
 
 
-def document_ends(documents: Tensor, dtype: Any) -> Tensor:
+def document_ends(document_starts: Tensor, dtype: Any) -> Tensor:
     """`document_mask` as flash attention takes it, [B, 1, L, 1] int32: the first row of scores that does not see a key,
     which is where the key's document ends. Not for rows that share prompts, see `document_spans`."""
-    length = documents.shape[1]
-    at = paddle.arange(length, dtype=documents.dtype).expand_as(documents)
-    begins = paddle.where(documents == at, at, paddle.full_like(at, length))
+    length = document_starts.shape[1]
+    at = paddle.arange(length, dtype=document_starts.dtype).expand_as(document_starts)
+    begins = paddle.where(document_starts == at, at, paddle.full_like(at, length))
     following = paddle.concat([begins[:, 1:], paddle.full_like(begins[:, :1], length)], 1)
     ends = paddle.cummin(following.flip(1), 1)[0].flip(1)
     return ends.astype("int32").unsqueeze([1, 3])

@@ -146,20 +146,20 @@ class CausalLM(nn.Layer):
         self.score = linear(config.hidden_size, 1) if scores else None
 
     def layer_inputs(
-        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """What every layer takes beside its input, made once a pass: such as the rotation and the mask of the
-        positions from `start`, or of those in `documents`; see `hidden_states`."""
+        positions from `start`, or of those in `document_starts`; see `hidden_states`."""
         raise NotImplementedError
 
-    def mask(self, start: int, length: int, dtype: Any, documents: Tensor | None) -> Tensor | None:
-        """What is to be seen from the positions from `start`, or in `documents`, as `ops.attention` takes it."""
-        if documents is not None:
-            return self.ops.document_mask(documents, dtype)
+    def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor | None:
+        """What is to be seen from the positions from `start`, or in `document_starts`, as `ops.attention` takes it."""
+        if document_starts is not None:
+            return self.ops.document_mask(document_starts, dtype)
         return self.ops.causal_mask(length, start + length, dtype)
 
     def hidden_states(
-        self, input_ids: Tensor, cache: list[LayerCache] | None = None, documents: Tensor | None = None
+        self, input_ids: Tensor, cache: list[LayerCache] | None = None, document_starts: Tensor | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
         """Input ids [B, L] to normed hidden states [B, L, D] and the cache for the next call; in training there is
         none.
@@ -167,14 +167,14 @@ class CausalLM(nn.Layer):
         Positions go on from the cache. Sequences start at position 0 and are padded on the right, so that no
         token sees padding and none needs a mask of its own.
 
-        A row may hold several documents. Then `documents` [B, L] says of each token where in its row the token's
+        A row may hold several documents. Then `document_starts` [B, L] says of each token where in its row the token's
         document begins, -1 of padding that is marked: no token sees another document, and each begins at position 0.
         A document may also go on from the first tokens of one before it, see `devices.ops.document_spans`.
         """
-        x, present = self.decode(self.embed(input_ids, self._length(cache), documents), cache, documents)
+        x, present = self.decode(self.embed(input_ids, self._length(cache), document_starts), cache, document_starts)
         return self.final_norm(x), present
 
-    def embed(self, input_ids: Tensor, start: int = 0, documents: Tensor | None = None) -> Tensor:
+    def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
         """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
         [B, L, D]."""
         return self.model.embed_tokens(input_ids)
@@ -184,12 +184,12 @@ class CausalLM(nn.Layer):
         return self.model.norm(x)
 
     def decode(
-        self, x: Tensor, cache: list[LayerCache] | None = None, documents: Tensor | None = None
+        self, x: Tensor, cache: list[LayerCache] | None = None, document_starts: Tensor | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
         """Through the layers that are here, [B, L, D] to [B, L, D]; and the cache for the next call."""
         assert cache is None or not self.training, "a cache is for evaluation"
-        assert cache is None or documents is None, "a cache is of one document a row"
-        inputs = self.layer_inputs(self._length(cache), x.shape[1], x.dtype, documents)
+        assert cache is None or document_starts is None, "a cache is of one document a row"
+        inputs = self.layer_inputs(self._length(cache), x.shape[1], x.dtype, document_starts)
         present = []
         for i, layer in enumerate(self.model.layers):
             if self.training:
@@ -272,24 +272,29 @@ def dim_size(x: Tensor, dim: int) -> Any:
     return size if size >= 0 else paddle.shape(x)[dim]
 
 
-def positions(documents: Tensor) -> Tensor:
-    """Of each token in its document, [B, L]; `documents` as in `CausalLM.hidden_states`."""
-    return paddle.arange(documents.shape[1], dtype=documents.dtype) - documents.clip(min=0)
+def positions(document_starts: Tensor) -> Tensor:
+    """Of each token in its document, [B, L]; `document_starts` as in `CausalLM.hidden_states`."""
+    return paddle.arange(document_starts.shape[1], dtype=document_starts.dtype) - document_starts.clip(min=0)
 
 
 def rotation(
-    frequencies: Sequence[float], scale: float, start: int, length: int, dtype: Any, documents: Tensor | None = None
+    frequencies: Sequence[float],
+    scale: float,
+    start: int,
+    length: int,
+    dtype: Any,
+    document_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """scale times cos and sin of the positions from `start`, [1, L, 1, K / 2], or of those in `documents`,
+    """scale times cos and sin of the positions from `start`, [1, L, 1, K / 2], or of those in `document_starts`,
     [B, L, 1, K / 2].
 
     Angles are made in float64, as positions get large.
     """
     angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))
     cos, sin = (paddle.to_tensor((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
-    if documents is None:
+    if document_starts is None:
         return cos.unsqueeze([0, 2]), sin.unsqueeze([0, 2])
-    at = positions(documents)
+    at = positions(document_starts)
     return F.embedding(at, cos).unsqueeze(2), F.embedding(at, sin).unsqueeze(2)
 
 

@@ -113,12 +113,12 @@ class PipelineStage:
             for adapter in switched:
                 adapter.is_on = True
 
-    def hidden_states(self, input_ids: Tensor, documents: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+    def hidden_states(self, input_ids: Tensor, document_starts: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Hidden states [B, L, D] on the last stage; elsewhere zeros, once the activations are sent on.
 
         Args:
             input_ids: [B, L].
-            documents: for rows of several documents, as `CausalLM.hidden_states` takes it.
+            document_starts: for rows of several documents, as `CausalLM.hidden_states` takes it.
 
         Raises:
             UserError: under sequence parallel, L cannot be cut.
@@ -136,16 +136,16 @@ class PipelineStage:
         assert not (self._in_schedule and self._passed), "a stage's loss may ask for hidden states once"
         given = None
         if not self.is_first:
-            given, documents = self._receive()
+            given, document_starts = self._receive()
         if given is not None and (sent := list(given.shape[:2])) != (read := list(input_ids.shape)):
             raise UserError(
                 f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
                 f"{read}; do their machines have the same data files?"
             )
         if given is None and self._lengths is not None:
-            documents = _marked(documents, self._lengths, input_ids.shape)
-        x = self.model.embed(input_ids, documents=documents) if given is None else given
-        result = self._run(self._at_data, x, documents)
+            document_starts = _marked(document_starts, self._lengths, input_ids.shape)
+        x = self.model.embed(input_ids, document_starts=document_starts) if given is None else given
+        result = self._run(self._at_data, x, document_starts)
         self._passed = given, result
         for chunk in () if self._in_schedule else after:
             self._run(chunk, *self._receive())
@@ -209,8 +209,8 @@ class PipelineStage:
                 terms: T | None = loss()
                 assert self._passed is not None, "the stage's loss did not ask for hidden states"
             else:
-                terms, (given, documents) = None, self._receive()
-                self._passed = given, self._run(action.chunk, given, documents)
+                terms, (given, document_starts) = None, self._receive()
+                self._passed = given, self._run(action.chunk, given, document_starts)
         if paddle.is_grad_enabled():
             assert terms is None or isinstance(terms, LossTerms)
             total = terms.total if terms is not None and self.is_last else None
@@ -252,20 +252,22 @@ class PipelineStage:
         if self._edges is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
             self._edges.send(paddle.to_tensor(_END, dtype="int64"), forward=True)
 
-    def _run(self, chunk: int, x: Tensor, documents: Tensor | None) -> Tensor:
+    def _run(self, chunk: int, x: Tensor, document_starts: Tensor | None) -> Tensor:
         """Through the layers of a chunk, and on to the next part if there is one."""
         for observer in self.observers or ():
-            observer.counted = None if documents is None else documents >= 0
+            observer.counted = None if document_starts is None else document_starts >= 0
         are_marked = self.observers is not None and not self.marks_padding
-        y, _ = self.chunks[chunk].decode(x, documents=_unmarked(documents) if are_marked else documents)
+        y, _ = self.chunks[chunk].decode(
+            x, document_starts=_unmarked(document_starts) if are_marked else document_starts
+        )
         if not (self.is_last and chunk == len(self.chunks) - 1):
             assert self._edges is not None
             local = local_value(y).detach()
             # of sequences that are cut a rank sends a part, of their documents all
-            length = 0 if documents is None else documents.shape[1]
+            length = 0 if document_starts is None else document_starts.shape[1]
             self._edges.send(paddle.to_tensor([*local.shape, length], dtype="int64"), forward=True)
-            if documents is not None:
-                self._edges.send(documents, forward=True)
+            if document_starts is not None:
+                self._edges.send(document_starts, forward=True)
             self._edges.send(local, forward=True)
         return y
 
@@ -281,10 +283,10 @@ class PipelineStage:
         *shape, length = header = self._edges.receive([len(_END)], "int64", forward=True).tolist()
         if header == _END:
             return None
-        documents = self._edges.receive([shape[0], length], "int64", forward=True) if length else None
+        document_starts = self._edges.receive([shape[0], length], "int64", forward=True) if length else None
         x = self._spread(self._edges.receive(shape, next(iter(self.model.parameters())).dtype, forward=True))
         x.stop_gradient = not paddle.is_grad_enabled()
-        return x, documents
+        return x, document_starts
 
     def _spread(self, local: Tensor) -> Tensor:
         if self._mesh.tensor is None:
@@ -292,18 +294,18 @@ class PipelineStage:
         return dtensor_from_local(local, self._mesh.tensor, self._placements).detach()
 
 
-def _marked(documents: Tensor | None, lengths: Any, shape: Sequence[int]) -> Tensor:
+def _marked(document_starts: Tensor | None, lengths: Any, shape: Sequence[int]) -> Tensor:
     """Documents [B, L] with -1 for what is behind the length of each row."""
-    documents = paddle.zeros(shape, dtype="int64") if documents is None else documents
+    document_starts = paddle.zeros(shape, dtype="int64") if document_starts is None else document_starts
     is_padding = paddle.arange(shape[1]) >= paddle.to_tensor(lengths).unsqueeze(-1)
-    return paddle.where(is_padding, paddle.full_like(documents, -1), documents)
+    return paddle.where(is_padding, paddle.full_like(document_starts, -1), document_starts)
 
 
-def _unmarked(documents: Tensor | None) -> Tensor | None:
+def _unmarked(document_starts: Tensor | None) -> Tensor | None:
     """Documents without marks, for layers that do not ask for them; None where each row is one."""
-    if documents is None or not bool((documents > 0).any()):
+    if document_starts is None or not bool((document_starts > 0).any()):
         return None
-    return documents.clip(min=0)
+    return document_starts.clip(min=0)
 
 
 _END = [0, 0, 0, 0]

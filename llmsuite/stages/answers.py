@@ -51,8 +51,9 @@ def pack_rows(
 ) -> Batch:
     """Rows of answers to arrays, padded on the right to a multiple; the last token of each answer is only a target.
 
-    Answers are numbered through the rows. With several in a row the batch has "documents", as `CausalLM.hidden_states`
-    takes it: each answer with its prompt is one, and the padding. See `lay` for shared prompts.
+    Answers are numbered through the rows. With several in a row the batch has "document_starts", which
+    `CausalLM.hidden_states` takes: each answer with its prompt is a document, and so is the padding. See `lay` for
+    shared prompts.
     """
     known = [[Answer(answer.prompt, answer.ids[:-1]) for answer in row] for row in rows]
     laid = lay(known, pad_id, length_multiple, shares_prompts)
@@ -74,7 +75,7 @@ class PackedRows:
     """Rows of answers as arrays."""
 
     batch: Batch
-    """"input_ids", "lengths", and with several answers in a row "documents"."""
+    """"input_ids", "lengths", and with several answers in a row "document_starts"."""
     places: list[np.ndarray]
     """Of each answer: of the last token of its prompt, and of its own tokens, counted through the rows."""
 
@@ -92,7 +93,7 @@ def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, sha
     ]
     length = -(-max(lengths) // length_multiple) * length_multiple
     input_ids = np.full([len(rows), length], pad_id, dtype="int64")
-    documents = np.empty_like(input_ids)
+    starts = np.empty_like(input_ids)
     places: list[np.ndarray] = []
     for i, (row, groups) in enumerate(zip(rows, grouped)):
         begin, of_row = 0, {}
@@ -100,16 +101,16 @@ def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, sha
             prompt = row[group[0]].prompt
             end = begin + len(prompt)
             last = end - 1
-            input_ids[i, begin:end], documents[i, begin:end] = prompt, begin
+            input_ids[i, begin:end], starts[i, begin:end] = prompt, begin
             for number in group:
                 start, end = end, end + len(row[number].ids)
-                input_ids[i, start:end], documents[i, start:end] = row[number].ids, start - len(prompt)
+                input_ids[i, start:end], starts[i, start:end] = row[number].ids, start - len(prompt)
                 of_row[number] = i * length + np.array([last, *range(start, end)])
             begin = end
-        documents[i, begin:] = begin
+        starts[i, begin:] = begin
         places += [of_row[number] for number in range(len(row))]
     batch = {"input_ids": input_ids, "lengths": np.array(lengths)}
-    return PackedRows(batch | {"documents": documents} if len(places) > len(rows) else batch, places)
+    return PackedRows(batch | {"document_starts": starts} if len(places) > len(rows) else batch, places)
 
 
 def _by_prompt(answers: Sequence[Answer]) -> list[list[int]]:

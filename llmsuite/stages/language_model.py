@@ -54,28 +54,28 @@ def join(samples: Sequence[WeightedTokens]) -> WeightedTokens:
 def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int) -> Batch:
     """Sequences to arrays, padded on the right to a multiple; the last token of each document is only a target.
 
-    With several documents in a sequence the batch has "documents", as `CausalLM.hidden_states` takes it. The padding
-    is a document of its own then.
+    With several documents in a sequence the batch has "document_starts", which `CausalLM.hidden_states` takes. The
+    padding is a document of its own then.
     """
     longest = max(sample.num_inputs for sample in samples)
     length = -(-longest // length_multiple) * length_multiple
     input_ids = np.full([len(samples), length], pad_id, dtype="int64")
-    documents = np.empty([len(samples), length], dtype="int64")
+    starts = np.empty([len(samples), length], dtype="int64")
     positions, targets, weights = [], [], []
     for i, sample in enumerate(samples):
         begins = np.array(sample.begins)
         assert not sample.weights[begins].any(), "nothing predicts the first token of a document"
         shift = np.arange(len(begins))  # of each document, by the last tokens of those before it
         rows = np.diff([*(begins - shift), sample.num_inputs])
-        documents[i, : sample.num_inputs] = np.repeat(begins - shift, rows)
-        documents[i, sample.num_inputs :] = sample.num_inputs
+        starts[i, : sample.num_inputs] = np.repeat(begins - shift, rows)
+        starts[i, sample.num_inputs :] = sample.num_inputs
         input_ids[i, : sample.num_inputs] = np.delete(sample.ids, [*(begins[1:] - 1), -1])
         (learnt,) = np.nonzero(sample.weights)
         # a token is predicted one position before its own
         positions.append(i * length + learnt - np.searchsorted(begins, learnt, "right"))
         targets.append(sample.ids[learnt])
         weights.append(sample.weights[learnt])
-    batch: Batch = {"documents": documents} if any(len(sample.begins) > 1 for sample in samples) else {}
+    batch: Batch = {"document_starts": starts} if any(len(sample.begins) > 1 for sample in samples) else {}
     return batch | {
         "input_ids": input_ids,
         "positions": np.concatenate(positions),
@@ -89,10 +89,10 @@ def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int
 
 
 def hidden_at_positions(model: Any, batch: Batch) -> Any:
-    """[N, D]: hidden states at the "positions" of a batch, which count through its rows [B L]. With "documents" in the
-    batch none of them sees another document than its own."""
-    documents = {"documents": paddle.to_tensor(batch["documents"])} if "documents" in batch else {}
-    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **documents)  # [B, L, D]
+    """[N, D]: hidden states at the "positions" of a batch, which count through its rows [B L]. With "document_starts"
+    in the batch each token sees its own document only."""
+    starts = {"document_starts": paddle.to_tensor(batch["document_starts"])} if "document_starts" in batch else {}
+    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **starts)  # [B, L, D]
     return hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)
 
 

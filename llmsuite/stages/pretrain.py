@@ -228,12 +228,12 @@ class PretrainStage(Stage[np.ndarray]):
             return batch
         ends = ids[:, :-1] == self.context.tokenizer.eos_id
         begins = np.where(np.roll(ends, 1, axis=1), np.arange(self._length), 0)  # the first one is 0 in any case
-        documents = np.full_like(input_ids, self._length)  # the padding is one too
-        documents[:, : self._length] = np.maximum.accumulate(begins, axis=1)
+        starts = np.full_like(input_ids, self._length)  # the padding is one too
+        starts[:, : self._length] = np.maximum.accumulate(begins, axis=1)
         weights = 1.0 - ends.reshape(-1).astype("float32")
         num_supervised = int(weights.sum())
         return batch | {
-            "documents": documents,
+            "document_starts": starts,
             "weights": weights,
             "weight": float(num_supervised),
             "num_supervised": num_supervised,
@@ -243,8 +243,8 @@ class PretrainStage(Stage[np.ndarray]):
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the tokens; every one weighs 1, but for those that begin a document that is masked."""
-        documents = {"documents": paddle.to_tensor(batch["documents"])} if self._is_masked else {}
-        hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **documents)  # [B, L, D]
+        starts = {"document_starts": paddle.to_tensor(batch["document_starts"])} if self._is_masked else {}
+        hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **starts)  # [B, L, D]
         flat = hidden.flatten(0, 1)
         if self._padded != self._length:
             at = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)

@@ -38,7 +38,7 @@ def supervised_sequences(batch: Batch, document_end: int | None = None) -> list[
         return None
     inputs = np.asarray(batch["input_ids"])
     if "targets" not in batch:
-        return _scored(inputs, np.asarray(batch["positions"]), batch.get("documents"))
+        return _scored(inputs, np.asarray(batch["positions"]), batch.get("document_starts"))
     targets = np.asarray(batch["targets"])
     num_rows, length = inputs.shape
     positions = batch.get("positions")
@@ -56,7 +56,7 @@ def supervised_sequences(batch: Batch, document_end: int | None = None) -> list[
         if not mine.any():
             continue
         at, learnt = positions[mine] - row * length, targets[mine]
-        documents = None if "documents" not in batch else np.asarray(batch["documents"])[row]
+        documents = None if "document_starts" not in batch else np.asarray(batch["document_starts"])[row]
         rows.append(_sequence(inputs[row], at, learnt, weights[mine], documents, document_end))
     return rows
 
@@ -81,7 +81,7 @@ def _answers(
     for owner in range(owners.max() + 1):
         (mine,) = np.nonzero(owners == owner)
         row, position = divmod(int(at[mine[-1]]), length)
-        seen = _seen(batch["documents"][row] if "documents" in batch else None, position)
+        seen = _seen(batch["document_starts"][row] if "document_starts" in batch else None, position)
         ids = np.append(inputs[row, seen], targets[mine[-1]])
         learnt = np.concatenate([np.zeros(len(ids) - len(mine)), weights[mine]])
         answers = of_rows.setdefault(row, [])

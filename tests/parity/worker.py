@@ -155,7 +155,7 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
         batches = [] if objective is None else [objective.collate(samples) for samples in micro_batches]
         record = {
             "micro_batches": [
-                [*b["input_ids"].shape, len(b["targets" if "targets" in b else "positions"]), "documents" in b]
+                [*b["input_ids"].shape, len(b["targets" if "targets" in b else "positions"]), "document_starts" in b]
                 for b in batches
             ],
             "memory": held,
@@ -295,7 +295,7 @@ def _passes_of_a_step() -> Iterator[dict[str, list[Any]]]:
 
     def noted_hidden(self: PipelineStage, input_ids: Any, *args: Any, **more: Any) -> Any:
         if not paddle.is_grad_enabled():
-            found["looks"].append([*input_ids.shape, 0, "documents" in more])
+            found["looks"].append([*input_ids.shape, 0, "document_starts" in more])
         return hidden_states(self, input_ids, *args, **more)
 
     def noted_nll(self: PipelineStage, hidden: Any, targets: Any) -> Any:

@@ -223,15 +223,16 @@ class DeepSeek(CausalLM):
         self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
 
     def layer_inputs(
-        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """Rotation, mask, and which tokens count; the plain mask on every device, as attention is computed here."""
-        counted = None if documents is None else (documents >= 0).astype("float32")
-        if documents is not None:
+        counted = None if document_starts is None else (document_starts >= 0).astype("float32")
+        if document_starts is not None:
             # padding that is marked would have positions beyond the row
-            documents = documents.clip(min=0) if bool((documents > 0).any()) else None
-        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, documents)
-        mask = causal_mask(length, start + length, dtype) if documents is None else document_mask(documents, dtype)
+            document_starts = document_starts.clip(min=0) if bool((document_starts > 0).any()) else None
+        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, document_starts)
+        packed = document_starts is not None
+        mask = document_mask(document_starts, dtype) if packed else causal_mask(length, start + length, dtype)
         return cos, sin, mask, counted
 
     def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:

@@ -79,13 +79,13 @@ class GPT(CausalLM):
         positions = nn.Embedding(config.max_position_embeddings, config.hidden_size, weight_attr=ZEROS)
         self.model.embed_positions = positions
 
-    def embed(self, input_ids: Tensor, start: int = 0, documents: Tensor | None = None) -> Tensor:
+    def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
         """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
         [B, L, D]."""
         end = start + input_ids.shape[1]
         # a row of several documents may be longer than any of them
-        assert documents is not None or end <= self.config.max_position_embeddings, f"no positions up to {end}"
-        at = paddle.arange(start, end).unsqueeze(0) if documents is None else positions(documents)
+        assert document_starts is not None or end <= self.config.max_position_embeddings, f"no positions up to {end}"
+        at = paddle.arange(start, end).unsqueeze(0) if document_starts is None else positions(document_starts)
         return self.model.embed_tokens(input_ids) + self.model.embed_positions(at)
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ class GPT(CausalLM):
         return (mask,)
 
     def layer_inputs(
-        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """The mask."""
-        return (self.mask(start, length, dtype, documents),)
+        return (self.mask(start, length, dtype, document_starts),)
 
 
 def _norm(config: GPTConfig) -> nn.LayerNorm:

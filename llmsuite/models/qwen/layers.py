@@ -32,11 +32,11 @@ class Qwen(CausalLM):
         self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
 
     def layer_inputs(
-        self, start: int, length: int, dtype: Any, documents: Tensor | None = None
+        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """Rotation and mask."""
-        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, documents)
-        return cos, sin, self.mask(start, length, dtype, documents)
+        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, document_starts)
+        return cos, sin, self.mask(start, length, dtype, document_starts)
 
     def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
         """Rotation and mask."""

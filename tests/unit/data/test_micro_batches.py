@@ -139,7 +139,9 @@ def rows_of(batch: dict[str, Any]) -> list[str]:
     for row, ids in enumerate(batch["input_ids"]):
         learnt = batch["positions"] // length == row
         told = [ids[ids != 0], batch["targets"][learnt], batch["weights"][learnt]]
-        told += [np.unique(batch["documents"][row][ids != 0]) if "documents" in batch else np.zeros(1, "int64")]
+        told += [
+            np.unique(batch["document_starts"][row][ids != 0]) if "document_starts" in batch else np.zeros(1, "int64")
+        ]
         found.append(hashlib.sha256(b"|".join(part.tobytes() for part in told)).hexdigest())
     return found
 

@@ -68,8 +68,8 @@ def test_every_target_is_predicted_from_its_own_document(
     packs = pack(samples, max_length)
     batch = collate(packs, PAD, multiple)
     input_ids, length = batch["input_ids"], batch["input_ids"].shape[1]
-    assert ("documents" in batch) == any(len(sample.begins) > 1 for sample in packs)
-    begins = batch.get("documents", np.zeros_like(input_ids))
+    assert ("document_starts" in batch) == any(len(sample.begins) > 1 for sample in packs)
+    begins = batch.get("document_starts", np.zeros_like(input_ids))
     learnt = []
     for position, target, weight in zip(batch["positions"], batch["targets"], batch["weights"]):
         row, column = divmod(int(position), length)
@@ -86,7 +86,7 @@ def test_every_target_is_predicted_from_its_own_document(
     assert batch["num_tokens"] == sum(len(sample.ids) for sample in samples)
     for ids, of_row, sample in zip(input_ids, begins, packs):
         assert (ids[sample.num_inputs :] == PAD).all()
-        if "documents" in batch:
+        if "document_starts" in batch:
             assert (of_row[sample.num_inputs :] == sample.num_inputs).all()
 
 
@@ -119,7 +119,7 @@ def test_learned_positions_reach_through_a_row_that_is_longer_than_they_are() ->
     model = spec.factory()(spec.config_cls(**{**spec.smoke, "max_position_embeddings": 5}), Ops())
     model.model.embed_positions.weight.set_value(np.random.default_rng(0).normal(size=(5, 64)).astype("float32"))
     ids, begins = np.arange(12).reshape(1, 12), np.array([[0] * 4 + [4] * 5 + [9] * 3])
-    joined = model.embed(paddle.to_tensor(ids), documents=paddle.to_tensor(begins)).numpy()
+    joined = model.embed(paddle.to_tensor(ids), document_starts=paddle.to_tensor(begins)).numpy()
     alone = [model.embed(paddle.to_tensor(ids[:, a:b])).numpy() for a, b in ((0, 4), (4, 9), (9, 12))]
     assert (joined == np.concatenate(alone, axis=1)).all()
     with pytest.raises(AssertionError, match="no positions up to 12"):
@@ -141,7 +141,7 @@ def test_the_stage_packs_the_rows_of_a_file() -> None:
     assert full > 0.9
     assert stage.row_lengths(packs).tolist() == [[sample.num_inputs] for sample in packs]
     batch = stage.collate(packs[:2])
-    assert batch["input_ids"].shape == batch["documents"].shape
+    assert batch["input_ids"].shape == batch["document_starts"].shape
     terms = stage.loss(dpo_case.model(), batch)
     assert float(terms.total) > 0
 

@@ -80,12 +80,12 @@ ROWS_OF_DOCUMENTS = {
 def test_attention_sees_its_document_only(heads: tuple[int, int, int], name: str) -> None:
     num_queries, num_keys, size = heads
     lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
-    documents = paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)]))
-    length = documents.shape[1]
+    document_starts = paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)]))
+    length = document_starts.shape[1]
     q = random(2, length, num_queries, size, seed=1)
     k, v = (random(2, length, num_keys, size, seed=seed) for seed in (2, 3))
-    mask = ops.document_mask(documents, paddle.float32)
-    given = kernels.spans(documents, paddle.float32)
+    mask = ops.document_mask(document_starts, paddle.float32)
+    given = kernels.spans(document_starts, paddle.float32)
     check_equal(lambda *x: kernels.attention(*x, given), lambda *x: ops.attention(*x, mask), q, k, v)
 
 
@@ -190,19 +190,19 @@ def test_other_numbers_than_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "documents", [None, [[0, 0, 0, 3, 3, 3, 3, 7, 7, 7, 7, 7]], [[0, 0, 0, 0, 0, 2, 2, 7, 7, 7, 8, 8]]]
+    "document_starts", [None, [[0, 0, 0, 3, 3, 3, 3, 7, 7, 7, 7, 7]], [[0, 0, 0, 0, 0, 2, 2, 7, 7, 7, 8, 8]]]
 )
-def test_a_model(documents: list[list[int]] | None) -> None:
+def test_a_model(document_starts: list[list[int]] | None) -> None:
     """Loss and every gradient of a whole model."""
     config, ids = tiny_llama.CONFIG, paddle.to_tensor([[5, 1, 2, 7, 3, 3, 9, 4, 8, 2, 6, 1]])
-    given = None if documents is None else paddle.to_tensor(documents)
+    given = None if document_starts is None else paddle.to_tensor(document_starts)
     found = []
     for forms in (ops.Ops(), CpuBackend().ops("fp32")):
         model = tiny_llama.FAMILY.factory()(config, forms)
         for number, (_, parameter) in enumerate(model.named_parameters()):
             parameter.set_value(random(*parameter.shape, seed=number) * (0.1 if parameter.ndim > 1 else 1))
         model.train()
-        hidden, _ = model.hidden_states(ids, documents=given)
+        hidden, _ = model.hidden_states(ids, document_starts=given)
         loss = model.token_nll(hidden.flatten(0, 1), ids.flatten()).sum()
         loss.backward()
         found.append([loss.numpy(), *(parameter.grad.numpy() for parameter in model.parameters())])

@@ -77,9 +77,9 @@ def test_answers_see_their_prompt_and_themselves(rows: list[tuple[int, list[int]
 
 
 def test_one_document_a_row_is_the_causal_mask() -> None:
-    documents = paddle.zeros([2, 5], dtype="int64")
+    document_starts = paddle.zeros([2, 5], dtype="int64")
     for dtype in (paddle.float32, paddle.float16, paddle.bfloat16):
-        mask, causal = ops.document_mask(documents, dtype), ops.causal_mask(5, 5, dtype)
+        mask, causal = ops.document_mask(document_starts, dtype), ops.causal_mask(5, 5, dtype)
         assert mask.dtype == causal.dtype
         assert np.array_equal(mask.numpy(), np.repeat(causal.numpy(), 2, 0))
 
@@ -108,9 +108,9 @@ def test_flash_attention_of_documents_is_asked_of_flashmask(monkeypatch: pytest.
     monkeypatch.setattr(F, "flashmask_attention", kernel)
     random = np.random.default_rng(0)
     q, k, v = (paddle.to_tensor(random.standard_normal([2, 9, heads, 8]).astype("float32")) for heads in (4, 2, 2))
-    documents = paddle.to_tensor(documents_of([[4, 1, 3], [9]]))
-    found = ops.flash_attention(q, k, v, ops.document_ends(documents, q.dtype))
-    expected = ops.attention(q, k, v, ops.document_mask(documents, q.dtype))
+    document_starts = paddle.to_tensor(documents_of([[4, 1, 3], [9]]))
+    found = ops.flash_attention(q, k, v, ops.document_ends(document_starts, q.dtype))
+    expected = ops.attention(q, k, v, ops.document_mask(document_starts, q.dtype))
     np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=1e-6)
 
 
@@ -136,8 +136,8 @@ def test_a_document_in_a_row_is_as_if_it_were_alone(case: str) -> None:
     rows = [[5, 9, 2], [14]]
     ids = random.integers(0, model.config.vocab_size, [2, 16])
     with paddle.no_grad():
-        documents = paddle.to_tensor(documents_of(rows))
-        packed = model.hidden_states(paddle.to_tensor(ids), documents=documents)[0].numpy()
+        document_starts = paddle.to_tensor(documents_of(rows))
+        packed = model.hidden_states(paddle.to_tensor(ids), document_starts=document_starts)[0].numpy()
         for row, lengths in enumerate(rows):
             for begin, length in zip(itertools.accumulate(lengths, initial=0), lengths):
                 part = slice(begin, begin + length)
@@ -147,7 +147,7 @@ def test_a_document_in_a_row_is_as_if_it_were_alone(case: str) -> None:
         # products have other rows then, which rounds the sums of the same ones differently
         limit = 1e-6 * np.abs(packed).max() if case.startswith("deepseek") else 0.0
         ids[0, 1] = (ids[0, 1] + 1) % model.config.vocab_size
-        other = model.hidden_states(paddle.to_tensor(ids), documents=documents)[0].numpy()
+        other = model.hidden_states(paddle.to_tensor(ids), document_starts=document_starts)[0].numpy()
         assert np.abs(other[0, 1:5] - packed[0, 1:5]).max() > 1e-3
         other[0, 1:5] = packed[0, 1:5]
         assert np.abs(other - packed).max() <= limit
@@ -162,7 +162,8 @@ def test_answers_behind_one_prompt_are_as_if_each_had_its_own(case: str) -> None
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, [1, 16])
     begins, _ = answers_of([(5, [2, 3]), (2, [1, 0, 3])])
     with paddle.no_grad():
-        shared = model.hidden_states(paddle.to_tensor(ids), documents=paddle.to_tensor(begins[None]))[0].numpy()[0]
+        document_starts = paddle.to_tensor(begins[None])
+        shared = model.hidden_states(paddle.to_tensor(ids), document_starts=document_starts)[0].numpy()[0]
         for places in ([*range(7)], [*range(5), 7, 8, 9], [10, 11, 12], [10, 11, 13, 14, 15]):
             alone = model.hidden_states(paddle.to_tensor(ids[:, places]))[0].numpy()[0]
             np.testing.assert_allclose(shared[places], alone, rtol=0, atol=1e-5 * np.abs(alone).max())
@@ -171,8 +172,8 @@ def test_answers_behind_one_prompt_are_as_if_each_had_its_own(case: str) -> None
 def test_padding_that_is_marked_gets_no_position_beyond_the_row() -> None:
     """As where the loads of experts are balanced: -1 in place of where a document begins."""
     model = load(REFERENCE / "deepseek" / "v3")
-    documents = paddle.to_tensor([[0, 0, 2, 2, -1, -1], [0, 1, 1, 1, 1, 1]])
-    cos, sin, mask, counted = model.layer_inputs(0, 6, paddle.float32, documents)
+    document_starts = paddle.to_tensor([[0, 0, 2, 2, -1, -1], [0, 1, 1, 1, 1, 1]])
+    cos, sin, mask, counted = model.layer_inputs(0, 6, paddle.float32, document_starts)
     plain = model.layer_inputs(0, 6, paddle.float32, paddle.to_tensor([[0, 0, 2, 2, 0, 0], [0, 1, 1, 1, 1, 1]]))
     for found, expected in zip((cos, sin, mask), plain):
         assert np.array_equal(found.numpy(), expected.numpy())

@@ -201,8 +201,8 @@ def test_scales_come_back_as_they_were() -> None:
     assert [m.input_scale for _, m in fake_quantized(other)] == [m.input_scale for _, m in fake_quantized(model)]
 
 
-@pytest.mark.parametrize("documents", [None, [[0, 0, 2, 2, 2], [0, 0, 0, 0, 4]]], ids=["rows", "packed"])
-def test_what_is_seen_depends_on_neither_padding_nor_recompute(documents: list[list[int]] | None) -> None:
+@pytest.mark.parametrize("document_starts", [None, [[0, 0, 2, 2, 2], [0, 0, 0, 0, 4]]], ids=["rows", "packed"])
+def test_what_is_seen_depends_on_neither_padding_nor_recompute(document_starts: list[list[int]] | None) -> None:
     """Rows of lengths 3 and 5 together, with padding, or one after the other."""
     plan = FAMILIES["llama"].shard_plan
     assert plan is not None
@@ -221,7 +221,7 @@ def test_what_is_seen_depends_on_neither_padding_nor_recompute(documents: list[l
             rows = [slice(i, i + 1) for i in range(2)] if apart else [slice(0, 2)]
             for number, row in enumerate(rows):
                 size = int(lengths[row].max())
-                docs = None if documents is None else paddle.to_tensor(documents)[row, :size]
+                docs = None if document_starts is None else paddle.to_tensor(document_starts)[row, :size]
                 given = paddle.to_tensor(ids[row, :size])
 
                 def loss(part: Any = part, given: Any = given, docs: Any = docs, row: slice = row) -> LossTerms:

@@ -86,10 +86,12 @@ def step(mesh: Mesh, rows: list[list[int]], factor: float = 0.3) -> tuple[dict[s
     for batch in rows:
         longest = max(LENGTHS[r] for r in batch)
         lengths = np.array([LENGTHS[r] for r in batch])
-        documents = np.where(np.arange(longest) < lengths[:, None], 0, -1)
-        hidden, _ = made.hidden_states(paddle.to_tensor(ids[batch, :longest]), documents=paddle.to_tensor(documents))
+        document_starts = np.where(np.arange(longest) < lengths[:, None], 0, -1)
+        hidden, _ = made.hidden_states(
+            paddle.to_tensor(ids[batch, :longest]), document_starts=paddle.to_tensor(document_starts)
+        )
         nll = F.cross_entropy(made.logits(hidden), paddle.to_tensor(ids[batch, :longest]), reduction="none").squeeze(-1)
-        (nll * paddle.to_tensor((documents == 0).astype("float32"))).sum().backward()
+        (nll * paddle.to_tensor((document_starts == 0).astype("float32"))).sum().backward()
     found = {s.name: g.numpy() / sum(LENGTHS) for s in shards if (g := s.finish_gradient()) is not None}
     balance.finish()
     metrics = balance.metrics()

@@ -37,9 +37,9 @@ class Doubling(paddle.nn.Layer):
         super().__init__()
         self.factor = self.create_parameter([1], default_initializer=paddle.nn.initializer.Constant(2.0))
 
-    def decode(self, x: Any, documents: Any = None) -> tuple[Any, list[Any]]:
+    def decode(self, x: Any, document_starts: Any = None) -> tuple[Any, list[Any]]:
         y = x * self.factor
-        return y if documents is None else y + documents.astype(y.dtype).unsqueeze(-1), []
+        return y if document_starts is None else y + document_starts.astype(y.dtype).unsqueeze(-1), []
 
 
 def test_a_length_that_cannot_be_cut_is_refused() -> None:

@@ -253,7 +253,7 @@ def test_a_prompt_that_generation_would_be_asked_otherwise_is_shown(tmp_path: Pa
 def test_packed_documents_are_told_apart() -> None:
     batch = {
         "input_ids": np.array([[1, 5, 1, 7, 0]]),  # documents 1 5 2 and 1 7 8 2 would be longer by their targets
-        "documents": np.array([[0, 0, 2, 2, 4]]),
+        "document_starts": np.array([[0, 0, 2, 2, 4]]),
         "positions": np.array([1, 3]),
         "targets": np.array([EOS, EOS]),
         "weights": np.array([1.0, 0.5]),

@@ -46,7 +46,7 @@ def test_every_pair_is_in_one_pack_and_no_row_is_too_long(
     batch = stage.collate(packs)
     assert batch["input_ids"].shape == (2 * len(packs), -(-lengths.max() // multiple) * multiple)
     assert batch["num_tokens"] == stage.collate(pairs)["num_tokens"]
-    assert ("documents" in batch) == (len(packs) < len(pairs))
+    assert ("document_starts" in batch) == (len(packs) < len(pairs))
     # what is taught, read off the arrays: each answer behind its own prompt and nothing else
     rows = supervised_sequences(batch)
     assert rows is not None

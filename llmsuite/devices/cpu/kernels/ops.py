@@ -31,9 +31,9 @@ def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
     """`causal_mask` of an attention that is causal by itself."""
 
 
-def spans(documents: Tensor, dtype: Any) -> Tensor:
+def spans(document_starts: Tensor, dtype: Any) -> Tensor:
     """`document_mask` as `attention` takes it: `ops.document_spans`, [B, 3, L]."""
-    return ops.document_spans(documents)
+    return ops.document_spans(document_starts)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
