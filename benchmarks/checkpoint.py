@@ -60,7 +60,7 @@ def state(config: Any) -> dict[str, Any]:
 
 def save_llmsuite(here: Path, config: Any) -> Callable[[], None]:
     from llmsuite.builtin import llmsuite_register_models
-    from llmsuite.checkpoint.model_dir import write_model
+    from llmsuite.checkpoint.model_writer import write_model
     from llmsuite.checkpoint.tensors import TensorSpec
     from llmsuite.files import committed_directory
 
@@ -105,13 +105,18 @@ def save_distcp(here: Path, config: Any) -> Callable[[], None]:
 
 def load_llmsuite(here: Path, config: Any) -> Callable[[], None]:
     from llmsuite.builtin import llmsuite_register_models
-    from llmsuite.checkpoint.fill import fill_parameters
     from llmsuite.checkpoint.model_dir import open_model
     from llmsuite.devices.ops import Ops
 
     family = llmsuite_register_models()[0]
     model = family.factory()(config, Ops())
-    return lambda: fill_parameters(model, open_model(here / "llmsuite", {"llama": family}))
+
+    def load() -> None:
+        source = open_model(here / "llmsuite", {"llama": family})
+        for name, parameter in model.named_parameters():
+            parameter.set_value(np.ascontiguousarray(source.read(name), dtype="float32"))
+
+    return load
 
 
 def load_paddle(here: Path, config: Any) -> Callable[[], None]:
@@ -211,7 +216,8 @@ def stall(here: Path, megabytes: int) -> None:
     import paddle
 
     from llmsuite.builtin import llmsuite_register_models
-    from llmsuite.checkpoint.train_state import GatheredTensor, TrainState
+    from llmsuite.checkpoint.save import GatheredTensor
+    from llmsuite.checkpoint.train_state import TrainState
     from llmsuite.schema.recipe import CheckpointSection
     from llmsuite.train.saving import Saver
 

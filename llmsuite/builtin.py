@@ -193,13 +193,13 @@ def llmsuite_register_data_formats() -> list[DataFormat]:
 
 
 def _write_hf(model: Any, directory: Path) -> None:
-    from llmsuite.checkpoint.model_dir import write_hf
+    from llmsuite.checkpoint.model_writer import write_hf
 
     write_hf(model, directory)
 
 
 def _write_paddlenlp(model: Any, directory: Path) -> None:
-    from llmsuite.checkpoint.model_dir import write_paddlenlp
+    from llmsuite.checkpoint.model_writer import write_paddlenlp
 
     write_paddlenlp(model, directory)
 

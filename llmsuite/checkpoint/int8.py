@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.layout import Arrangement
 from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.stored import INT8
+from llmsuite.checkpoint.tensor_writer import ManifestPart, write_tensors
 from llmsuite.checkpoint.tensors import Dequantised, TensorSpec
 from llmsuite.checkpoint.train_state import load_state
-from llmsuite.checkpoint.write import ManifestEntry, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.int8_grid import input_scale, to_int8, weight_scale
@@ -58,7 +58,7 @@ class Int8Weights:
         scale = self._weight_scale(name)
         return to_int8(value, scale if index is None else scale[index[1]])
 
-    def write_scales(self, directory: Path, arrangement: Arrangement) -> ManifestEntry:
+    def write_scales(self, directory: Path, arrangement: Arrangement) -> ManifestPart:
         """Write the scales of the tensors of an arrangement."""
         scales: dict[str, np.ndarray] = {}
         for spec in arrangement.specs:

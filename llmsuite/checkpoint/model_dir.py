@@ -1,4 +1,4 @@
-"""A directory with a model in it: config.json, safetensors, tokenizer. Reads and writes the HF and PaddleNLP layouts.
+"""Reads a model directory: config.json and safetensors, in the layout of HF or PaddleNLP. `model_writer.py` writes it.
 
 Inside llmsuite a parameter has HF's name, and a linear weight lies [inputs, outputs], as Paddle has it.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,31 +15,25 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
-from llmsuite.checkpoint.layout import Arrangement, Layout, hf_name
 from llmsuite.checkpoint.stored import INT8, Stored
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, TensorFiles, TensorSource, TensorSpec
-from llmsuite.checkpoint.write import MAX_FILE_BYTES, ManifestEntry, OrderedGather, write_tensors
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, sha256_of, write_json
+from llmsuite.files import read_json_file, sha256_of
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.specs import ModelFamily
 
 Load = Literal["exact", "known", "any"]
 """How far stored tensors have to be those of a model."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+Layout = Literal["hf", "paddlenlp"]
+"""Whose names and orientation of matrices the files have."""
+
+
+def hf_name(family: ModelFamily, config: Any, theirs: str) -> str | None:
+    """HF's full name of a tensor in a file of either layout; None for one that is no parameter."""
+    names, prefix = family.names(), family.names().paddlenlp_prefix(config)
+    name = f"model.{theirs[len(prefix) :]}" if prefix and theirs.startswith(prefix) else theirs
+    found: str | None = names.from_hf(name, config)
+    return found
 
 
 @dataclasses.dataclass
@@ -60,7 +53,7 @@ class ModelDirectory:
     linears_transposed: bool
     """Whether linear weights lie [outputs, inputs] in the files."""
     left_out: list[str] = dataclasses.field(default_factory=list)
-    """Tensors in the files that the model does not have; only where the caller bears with them."""
+    """Tensors in the files that the model does not have; only where `Load` allows them."""
 
     @property
     def names(self) -> list[str]:
@@ -120,15 +113,15 @@ class ModelDirectory:
             shape = (*shape[:-1], shape[-1] // place.num_parts)
         return TensorSpec(name, shape, stored.dtype)
 
-    def unlike_their_stack(self) -> list[str]:
-        """What is wrong with tensors that are stacked to a parameter: another shape or dtype than the first of them."""
+    def stack_mismatches(self) -> list[str]:
+        """Tensors that are stacked to a parameter, and have another shape or dtype than the first of them."""
         wrong = []
         for place in self.tensors.values():
             first, *others = map(self.files.spec, place.names)
             for other in others:
                 if (other.shape, other.dtype) != (first.shape, first.dtype):
-                    is_so, but = (f"{list(spec.shape)} {spec.dtype}" for spec in (other, first))
-                    wrong.append(f"{other.name} is {is_so}, but {first.name} is {but}")
+                    found, expected = (f"{list(spec.shape)} {spec.dtype}" for spec in (other, first))
+                    wrong.append(f"{other.name} is {found}, but {first.name} is {expected}")
         return wrong
 
     def digest(self) -> str:
@@ -140,7 +133,7 @@ class ModelDirectory:
 
 
 def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelFamily, Any]:
-    """The family and shape a config.json describes.
+    """The family and config that a config.json describes.
 
     Raises:
         UserError: no config.json, a model_type that no family reads, or a shape that cannot be.
@@ -148,7 +141,7 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     data = read_json_file(path / "config.json")
     model_type = data.get("model_type") if isinstance(data, dict) else None
     if has_scales(path) and isinstance(data, dict):
-        data.pop("quantization_config", None)  # it tells others that these are there
+        data.pop("quantization_config", None)  # for other readers: the scales are there
     for family in families.values():
         if model_type in family.hf_model_types:
             try:
@@ -177,7 +170,7 @@ def open_model(
         path: the directory.
         families: known model families.
         check: whether to compare what is read with its manifest.json, see `TensorFiles`.
-        load: "known" bears with tensors that the model does not have, "any" with missing ones too.
+        load: "known" allows tensors that the model does not have, "any" missing ones too.
 
     Raises:
         UserError: naming every missing or unexpected tensor.
@@ -196,7 +189,7 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
 
 
 def has_scales(path: Path) -> bool:
-    """Whether a directory has int8 matrices and what they are multiples of."""
+    """Whether a directory has int8 matrices with scales beside them."""
     return any((path / f"{Dequantised.STEM}{SUFFIX}{end}").is_file() for end in ("", ".index.json"))
 
 
@@ -253,77 +246,3 @@ def describe_model(
 def _names_in(tensors: Mapping[str, HfTensors]) -> dict[str, None]:
     """The names of all tensors: a set in order."""
     return dict.fromkeys(name for place in tensors.values() for name in place.names)
-
-
-def write_model(
-    directory: Path,
-    family: ModelFamily,
-    config: Any,
-    read: Callable[[str], np.ndarray],
-    specs: Iterable[TensorSpec],
-    layout: Layout = "hf",
-    tokenizer: Path | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    rank: int = 0,
-    writers: Mapping[str, int] | None = None,
-) -> ManifestEntry:
-    """Write a model into an existing directory. Returns sizes and digests for its manifest.
-
-    Each parameter is read once, in the order given: where it lies in parts on several ranks, all of them take part,
-    whoever of them writes it.
-
-    Args:
-        directory: where to; the caller commits it.
-        family: the model's family.
-        config: its shape.
-        read: values of a parameter by our name, [inputs, outputs].
-        specs: name (ours), in-memory shape and dtype of every parameter, in order.
-        layout: whose names and orientation the files get.
-        tokenizer: directory whose tokenizer files are copied along.
-        max_file_bytes: see `write_tensors`.
-        rank: who this is, where several processes write a part each.
-        writers: rank by parameter. Those that are stored as one tensor have the same.
-    """
-    specs = list(specs)
-    arrangement = Arrangement(family, config, specs, layout)
-    writer_of = {theirs: (writers or {}).get(arrangement.parameters(theirs)[0], 0) for theirs in arrangement.names}
-    mine = [theirs for theirs in arrangement.names if writer_of[theirs] == rank]
-    in_turn = OrderedGather(specs, read, [name for theirs in mine for name in arrangement.parameters(theirs)])
-
-    def read_stored(theirs: str) -> np.ndarray:
-        return arrangement.read(theirs, in_turn.read)
-
-    # "pt" and "np" are how transformers and PaddleNLP recognise the orientation of the matrices
-    metadata = {"format": "pt" if layout == "hf" else "np"}
-    written = write_tensors(
-        directory, "model", arrangement.specs, read_stored, metadata, max_file_bytes, rank=rank, writers=writer_of
-    )
-    in_turn.finish()
-    if rank:
-        return written
-    write_json(directory / "config.json", {**config.to_hf(), "torch_dtype": specs[0].dtype})
-    if tokenizer is not None:
-        copy_tokenizer(tokenizer, directory)
-    return written
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files a tokenizer is made of."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-
-
-def write_hf(model: ModelDirectory, directory: Path) -> None:
-    """Exporter `hf`: what HF transformers reads."""
-    _rewrite(model, directory, "hf")
-
-
-def write_paddlenlp(model: ModelDirectory, directory: Path) -> None:
-    """Exporter `paddlenlp`: what PaddleNLP reads."""
-    _rewrite(model, directory, "paddlenlp")
-
-
-def _rewrite(model: ModelDirectory, directory: Path, layout: Layout) -> None:
-    specs = [model.spec(name) for name in model.family.names().parameter_names(model.config)]
-    write_model(directory, model.family, model.config, model.read, specs, layout, model.path)

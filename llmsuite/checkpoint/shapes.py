@@ -12,7 +12,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def check_shapes(model: ModelDirectory, shapes: Shapes) -> None:
     """Raises UserError naming every tensor whose shape is not the one its config.json gives it."""
-    wrong = [*model.unlike_their_stack(), *shape_mismatches(model, shapes).values()]
+    wrong = [*model.stack_mismatches(), *shape_mismatches(model, shapes).values()]
     if wrong:
         raise UserError(f"{model.path}: {len(wrong)} tensors have another shape: {'; '.join(wrong)}")
 

@@ -36,7 +36,7 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _list(path: Path) -> int:
-    from llmsuite.checkpoint.train_state import load_best
+    from llmsuite.checkpoint.directory import load_best
     from llmsuite.files import broken_file
 
     root, best = path / "checkpoints", load_best(path / "checkpoints")
@@ -70,7 +70,7 @@ def _verify(path: Path) -> int:
 
 
 def _prune(path: Path, keep: int | None, force: bool) -> int:
-    from llmsuite.checkpoint.train_state import prune
+    from llmsuite.checkpoint.directory import prune
     from llmsuite.files import lock_directory
 
     if keep is None:
@@ -85,7 +85,7 @@ def _prune(path: Path, keep: int | None, force: bool) -> int:
 
 
 def _steps(path: Path) -> Iterator[tuple[int, Path]]:
-    from llmsuite.checkpoint.train_state import list_steps
+    from llmsuite.checkpoint.directory import list_steps
 
     found = list_steps(path / "checkpoints")
     if not found:

@@ -125,8 +125,8 @@ def _open(path: Path, args: Any, registry: Registry) -> ModelDirectory:
 
 def _copy_tokenizer(args: Any, registry: Registry, target: Path) -> None:
     """An adapter's own tokenizer takes the place of its base's."""
-    from llmsuite.checkpoint.model_dir import copy_tokenizer
-    from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.checkpoint.directory import find_adapter
+    from llmsuite.checkpoint.model_writer import copy_tokenizer
 
     adapter = find_adapter(Path(args.source))
     if adapter is not None:

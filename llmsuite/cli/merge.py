@@ -62,9 +62,9 @@ def run(args: Any, registry: Registry) -> int:
 
     start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
     from llmsuite.checkpoint.adapter_dir import CONFIGS, Base, base_path, check_base
+    from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.int8 import quantised, rounded_layers
-    from llmsuite.checkpoint.train_state import find_adapter
-    from llmsuite.checkpoint.write import MAX_FILE_BYTES
+    from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
     from llmsuite.convert.adapter import add_adapter
     from llmsuite.convert.rewrite import DTYPES, Form, Rewrite
     from llmsuite.convert.sources import open_source
@@ -114,14 +114,15 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def run_convert(args: Any, registry: Registry) -> int:
-    from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(Path(args.source))
     return run(args, registry) if adapter is None else _convert_adapter(adapter, args, registry)
 
 
 def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
-    from llmsuite.checkpoint.adapter_dir import base_path, open_adapters, write_adapters
+    from llmsuite.checkpoint.adapter_dir import base_path, open_adapters
+    from llmsuite.checkpoint.adapter_writer import write_adapters
     from llmsuite.checkpoint.model_dir import read_config
     from llmsuite.files import committed_directory
     from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR

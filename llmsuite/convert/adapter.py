@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.adapter_dir import CONFIGS, REFUSED
-from llmsuite.checkpoint.layout import Arrangement, hf_name
-from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.model_dir import ModelDirectory, hf_name
+from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.errors import UserError

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.layout import Layout
-from llmsuite.checkpoint.model_dir import write_model
+from llmsuite.checkpoint.model_dir import Layout
+from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import write_json

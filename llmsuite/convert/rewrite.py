@@ -18,11 +18,11 @@ import numpy as np
 
 from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
 from llmsuite.checkpoint.int8 import Int8Weights, quantization_config
-from llmsuite.checkpoint.layout import Arrangement, Layout
-from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
+from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
+from llmsuite.checkpoint.model_writer import Arrangement, copy_tokenizer
 from llmsuite.checkpoint.stored import INT8, Stored
+from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES, WriteOptions, in_parts, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.checkpoint.write import MAX_FILE_BYTES, in_parts, write_tensors
 from llmsuite.errors import UserError
 from llmsuite.files import resumable_directory, write_json
 from llmsuite.threads import num_threads
@@ -93,9 +93,8 @@ class Rewrite:
         manifest: dict[str, Any] = {"format": FORMAT}
         with resumable_directory(target, self._content(), manifest) as directory:
             metadata = {"format": "pt" if form.layout == "hf" else "np"}
-            written = write_tensors(
-                directory, "model", self.specs, self._read, metadata, limit, True, progress, num_threads()
-            )
+            options = WriteOptions(limit, resumable=True, progress=progress, threads=num_threads())
+            written = write_tensors(directory, "model", self.specs, self._read, metadata, options)
             dtype = next((spec.dtype for spec in self.specs if spec.dtype != INT8), "float32")
             config = {**model.config.to_hf(), "torch_dtype": dtype}
             if form.layout == "paddlenlp":

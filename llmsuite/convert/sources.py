@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmsuite.checkpoint.directory import find_model, is_run
 from llmsuite.checkpoint.fused import Heads, Unfused
-from llmsuite.checkpoint.layout import Arrangement, hf_name
-from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, open_model, read_config
+from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, hf_name, open_model, read_config
+from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.shapes import Shapes, check_shapes
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.checkpoint.train_state import find_model, is_run
 from llmsuite.convert.distcp import metadata_file, open_distcp
 from llmsuite.convert.pdparams import join_ranks, open_pdparams, pdparams_files
 from llmsuite.errors import UserError

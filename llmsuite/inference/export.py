@@ -20,7 +20,8 @@ from paddle.static import InputSpec
 
 from llmsuite import __version__
 from llmsuite.checkpoint.int8 import SCALES
-from llmsuite.checkpoint.model_dir import ModelDirectory, copy_tokenizer
+from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.files import MANIFEST, committed_directory, read_json_file, sha256_of, write_json

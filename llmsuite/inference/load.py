@@ -31,7 +31,7 @@ def open_any(
         UserError: nothing there can be read; says what is missing.
     """
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
-    from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.convert.adapter import add_adapter
     from llmsuite.convert.sources import open_source
 
@@ -49,7 +49,7 @@ def open_any(
 
 def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
     """Where the tokenizer of a model lies that `open_any` has found at a path: adapters may bring one."""
-    from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(path)
     has_own = adapter is not None and (adapter / "tokenizer_config.json").is_file()

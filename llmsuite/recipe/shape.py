@@ -21,7 +21,7 @@ def weights_of(given: str) -> Path:
     """The directory of the weights; of a run, its newest checkpoint."""
     path = find(given)
     if (path / "checkpoints" / "latest").is_file():
-        from llmsuite.checkpoint.train_state import find_model
+        from llmsuite.checkpoint.directory import find_model
 
         return find_model(path)
     return path
@@ -30,7 +30,7 @@ def weights_of(given: str) -> Path:
 def base_of_adapter(weights: Path) -> Path:
     """The model that adapters belong to; any other directory as it is."""
     from llmsuite.checkpoint.adapter_dir import base_path
-    from llmsuite.checkpoint.train_state import find_adapter
+    from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(weights)
     return base_path(adapter) if adapter is not None else weights

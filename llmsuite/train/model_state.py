@@ -12,10 +12,9 @@ import paddle
 
 from llmsuite.checkpoint.adapter_dir import SavedAdapters
 from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.save import GatheredTensor, assign_writers
 from llmsuite.checkpoint.shapes import check_shapes
-from llmsuite.checkpoint.share import assign
 from llmsuite.checkpoint.tensors import TensorFiles
-from llmsuite.checkpoint.train_state import GatheredTensor
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel import collective
@@ -89,7 +88,7 @@ def _with_writers(
     writers: dict[str, int] = {}
     for stage, ranks in enumerate(mesh.grid):
         sizes = {tensor.name: tensor.num_bytes for tensor in tensors if owners[tensor.name] == stage}
-        writers |= assign(sizes, [int(rank) for rank in ranks.flat], together)
+        writers |= assign_writers(sizes, [int(rank) for rank in ranks.flat], together)
     return [dataclasses.replace(tensor, writer=writers[tensor.name]) for tensor in tensors]
 
 

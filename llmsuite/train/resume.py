@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint import train_state
 from llmsuite.checkpoint.adapter_dir import check_base
-from llmsuite.checkpoint.train_state import TrainState
+from llmsuite.checkpoint.directory import find_latest, list_steps, remove_unfinished
+from llmsuite.checkpoint.train_state import TrainState, load_state
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.parallel import collective
@@ -59,10 +59,10 @@ def resume_from(
     """
     found = -1
     if collective.rank() == 0:  # one rank looks and checks, so that all go on from the same
-        train_state.remove_unfinished(checkpoints)
-        path = train_state.find_latest(checkpoints, report)
+        remove_unfinished(checkpoints)
+        path = find_latest(checkpoints, report)
         if path is not None:
-            state = train_state.load_state(path)
+            state = load_state(path)
             if built.adapters is not None:
                 check_base(path, built.adapters.base)
             if state.recipe_sha256 != begin.recipe_sha256:
@@ -72,7 +72,7 @@ def resume_from(
                     f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
                 )
             found = state.step
-        elif train_state.list_steps(checkpoints):
+        elif list_steps(checkpoints):
             raise UserError(f"{checkpoints}: none of its checkpoints is whole; move them away to start at step 0")
     found = int(collective.from_first_rank([float(found)])[0])
     if found < 0:
@@ -86,7 +86,7 @@ def resume_from(
 
 def load_all(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer) -> TrainState:
     """Take over all that a checkpoint has of the model and the optimizer."""
-    state = train_state.load_state(path)
+    state = load_state(path)
     restore(path, plan, registry, built, optimizer, collective.mesh())
     if built.input_scales is not None:
         assert state.rounded is not None, "the digest of the recipe has to tell"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.model_dir import copy_tokenizer
+from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import BatchSampler, SampleOrder

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint import train_state
 from llmsuite.checkpoint.adapter_dir import Adapters
-from llmsuite.checkpoint.train_state import Best, TrainState
-from llmsuite.checkpoint.writer import Writer, room_for_copy
+from llmsuite.checkpoint.background import Writer, room_for_copy
+from llmsuite.checkpoint.directory import Best, load_best, save_best
+from llmsuite.checkpoint.save import CheckpointJob, begin, save, stage_to_cpu
+from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 from llmsuite.progress import report
@@ -62,7 +63,7 @@ class Saver:
 
     def resume(self, step: int) -> None:
         """Go on after a checkpoint. What was best later is forgotten: it will be found again."""
-        best = train_state.load_best(self.root) if self._metric else None
+        best = load_best(self.root) if self._metric else None
         self._best = best if best and best.metric == self._metric and best.step <= step else None
         self._last_saved = step
 
@@ -95,25 +96,32 @@ class Saver:
         self.finish()
         self._last_saved = state.step
         whole = self._whole_model()
-        rank, num_ranks = collective.rank(), collective.num_ranks()
-        if num_ranks > 1:
-            if rank == 0:
-                train_state.begin(self.root, state.step)
+        job = CheckpointJob(
+            root=self.root,
+            state=state,
+            family=self._family,
+            config=self._config,
+            parameters=whole.parameters,
+            optimizer_state=whole.state,
+            tokenizer=self._tokenizer,
+            keep_last=self._keep_last,
+            adapters=self._adapters,
+            rank=collective.rank(),
+            num_ranks=collective.num_ranks(),
+        )
+        if job.num_ranks > 1:
+            if job.rank == 0:
+                begin(job)
             collective.barrier()
-        parameters, slots = whole.parameters, whole.state
-        # of all ranks on this machine, and that may be all
-        if self._async and not room_for_copy(sum(t.num_bytes for t in [*parameters, *slots]) // self._num_machines):
+        # the copies of all ranks on this machine, which may be all ranks
+        if self._async and not room_for_copy(job.num_bytes // self._num_machines):
             report("checkpoint.async_save: a copy does not fit into memory; training waits until it is written")
             self._async, self._writer = False, Writer(in_background=False)
         if self._async:
-            parameters, slots = train_state.on_host(parameters, rank), train_state.on_host(slots, rank)
-        family, config, tokenizer, keep = self._family, self._config, self._tokenizer, self._keep_last
-        adapters = self._adapters
+            job = stage_to_cpu(job)
 
         def write() -> None:
-            path = train_state.save(
-                self.root, state, family, config, parameters, slots, tokenizer, keep, adapters, rank, num_ranks
-            )
+            path = save(job)
             if path is not None:
                 self._done.append((state.step, path))
 
@@ -138,7 +146,7 @@ class Saver:
         if collective.rank() == 0:
             assert value is not None  # as it is known
             self._best = best = Best(state.step, self._metric, value)
-            self._writer.follow(lambda: train_state.save_best(self.root, best))
+            self._writer.follow(lambda: save_best(self.root, best))
 
     def _is_better(self, value: float) -> bool:
         if not math.isfinite(value) or self._best is None:

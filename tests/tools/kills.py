@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from llmsuite.checkpoint.train_state import list_steps
+from llmsuite.checkpoint.directory import list_steps
 from llmsuite.files import broken_file
 from tests.multi.conftest import Runner, learnt
 from tests.tools.faults import ranks_of

@@ -16,7 +16,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from llmsuite.checkpoint.model_dir import open_model, write_model
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.model_writer import write_model
+from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
 from llmsuite.files import broken_file
@@ -56,7 +58,9 @@ def make(directory: Path, megabytes: int) -> tuple[int, int, str]:
         return values
 
     directory.mkdir(parents=True)
-    write_model(directory, FAMILY, config, value, specs, "hf", max_file_bytes=megabytes * 1_000_000 // 4)
+    write_model(
+        directory, FAMILY, config, value, specs, "hf", options=WriteOptions(max_file_bytes=megabytes * 1_000_000 // 4)
+    )
     sizes = [spec.num_bytes for spec in specs]
     return sum(sizes), max(sizes), _together(digests)
 

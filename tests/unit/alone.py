@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.train_state import GatheredTensor
+from llmsuite.checkpoint.save import GatheredTensor
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.checkpoint.train_state import remove_unfinished
+from llmsuite.checkpoint.directory import remove_unfinished
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, committed_directory
 from tests.paths import ROOT

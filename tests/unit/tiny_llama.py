@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from llmsuite.builtin import llmsuite_register_models
-from llmsuite.checkpoint.layout import Layout
-from llmsuite.checkpoint.model_dir import open_model, write_model
+from llmsuite.checkpoint.model_dir import Layout, open_model
+from llmsuite.checkpoint.model_writer import write_model
+from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.models.llama import names
 from llmsuite.models.llama.config import LlamaConfig
@@ -69,7 +70,8 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     parameters = values(config, **options)
     specs = [TensorSpec(name, value.shape, value.dtype.name) for name, value in parameters.items()]
-    write_model(directory, FAMILY, config, parameters.__getitem__, specs, layout, tokenizer, max_file_bytes=4096)
+    options = WriteOptions(max_file_bytes=4096)
+    write_model(directory, FAMILY, config, parameters.__getitem__, specs, layout, tokenizer, options)
     return parameters
 
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from llmsuite.checkpoint.fill import fill_parameters
-from llmsuite.checkpoint.model_dir import ModelDirectory, open_model, write_hf, write_paddlenlp
+from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.model_writer import write_hf, write_paddlenlp
 from llmsuite.checkpoint.shapes import skipped_tensors
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 from tests.unit import tiny_llama
+from tests.unit.fill import fill_parameters
 from tests.unit.tiny_llama import CONFIG, FAMILIES, TOKENIZER
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint import share, train_state
+from llmsuite.checkpoint import save as save_module
+from llmsuite.checkpoint.directory import find_latest, remove_unfinished
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.checkpoint.share import assign
-from llmsuite.checkpoint.train_state import GatheredTensor, find_latest, remove_unfinished
+from llmsuite.checkpoint.save import CheckpointJob, GatheredTensor, assign_writers, begin, save
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file
 from tests.unit import alone, tiny_llama
@@ -34,14 +34,14 @@ RANKS = 3
 )
 def test_all_tensors_are_shared_out_evenly(sizes: list[int], num_ranks: int, marks: list[int]) -> None:
     by_name, ranks = {f"t{i}": size for i, size in enumerate(sizes)}, list(range(10, 10 + num_ranks))
-    writers = assign(by_name, ranks, {})
+    writers = assign_writers(by_name, ranks, {})
     assert writers.keys() == by_name.keys()
     assert list(writers.values()) == sorted(writers.values())  # neighbours the same
     for rank in ranks:
         mine = [size for name, size in by_name.items() if writers[name] == rank]
         assert sum(mine) <= sum(sizes) / num_ranks + max(mine, default=0)
     together = {name: [f"m{mark}"] for name, mark in zip(by_name, marks)}
-    writers = assign(by_name, ranks, together)
+    writers = assign_writers(by_name, ranks, together)
     for name in by_name:
         assert {writers[other] for other in by_name if together[other] == together[name]} == {writers[name]}
 
@@ -53,7 +53,7 @@ def tensors(step: int, calls: dict[int, list[str]] | None = None, rank: int = 0)
     result = []
     for group in (values, slots):
         whole = alone.whole({name: Bits(value) for name, value in group.items()})
-        writers = assign({t.name: t.num_bytes for t in whole}, range(RANKS), {})
+        writers = assign_writers({t.name: t.num_bytes for t in whole}, range(RANKS), {})
 
         def noted(tensor: GatheredTensor, writer: int) -> GatheredTensor:
             gather = tensor.gather
@@ -70,14 +70,20 @@ def tensors(step: int, calls: dict[int, list[str]] | None = None, rank: int = 0)
     return result
 
 
-def save_rank(root: Path, step: int, rank: int, calls: dict[int, list[str]] | None = None) -> Path | None:
-    parameters, slots = tensors(step, calls, rank)
+def job_of(root: Path, step: int, rank: int, calls: dict[int, list[str]] | None = None) -> CheckpointJob:
     state = dataclasses.replace(STATE, step=step, samples=8 * step)
-    return train_state.save(root, state, FAMILY, CONFIG, parameters, slots, TOKENIZER, 2, rank=rank, num_ranks=RANKS)
+    parameters, slots = tensors(step, calls, rank)
+    return CheckpointJob(
+        root, state, FAMILY, CONFIG, parameters, slots, TOKENIZER, keep_last=2, rank=rank, num_ranks=RANKS
+    )
+
+
+def save_rank(root: Path, step: int, rank: int, calls: dict[int, list[str]] | None = None) -> Path | None:
+    return save(job_of(root, step, rank, calls))
 
 
 def save_all(root: Path, step: int, calls: dict[int, list[str]] | None = None) -> None:
-    train_state.begin(root, step)
+    begin(job_of(root, step, 0))
     for rank in (2, 1, 0):
         save_rank(root, step, rank, calls)
 
@@ -102,7 +108,7 @@ def test_together_they_write_what_one_would(tmp_path: Path) -> None:
 
 
 def test_the_first_waits_for_the_others(tmp_path: Path) -> None:
-    train_state.begin(tmp_path, 1)
+    begin(job_of(tmp_path, 1, 0))
     save_rank(tmp_path, 1, 1)
     first = threading.Thread(target=save_rank, args=(tmp_path, 1, 0))
     first.start()
@@ -116,7 +122,7 @@ def test_the_first_waits_for_the_others(tmp_path: Path) -> None:
 
 def test_an_error_of_one_is_that_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(tmp_path, 1)
-    train_state.begin(tmp_path, 2)
+    begin(job_of(tmp_path, 2, 0))
     (tmp_path / "step-2.tmp/model-00002-of-00003.safetensors").mkdir()  # in the way
     save_rank(tmp_path, 2, 2)
     with pytest.raises(UserError, match=r"step-2: cannot be written: Is a directory"):
@@ -129,9 +135,9 @@ def test_an_error_of_one_is_that_of_the_first(tmp_path: Path, monkeypatch: pytes
 
 
 def test_one_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(save_module, "PATIENCE_SECONDS", 0.2)
     save_all(tmp_path, 1)
-    train_state.begin(tmp_path, 2)
+    begin(job_of(tmp_path, 2, 0))
     save_rank(tmp_path, 2, 1)
     with pytest.raises(UserError, match=r"ranks 2 have not written their part, and nothing there has grown"):
         save_rank(tmp_path, 2, 0)

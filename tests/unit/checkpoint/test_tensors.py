@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from llmsuite.checkpoint.tensor_writer import WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
-from llmsuite.checkpoint.write import write_tensors
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory
 
@@ -36,7 +36,7 @@ def tensors(draw: st.DrawFn) -> np.ndarray:
 
 def write(directory: Path, values: dict[str, np.ndarray], **options: Any) -> list[TensorSpec]:
     specs = [TensorSpec(name, value.shape, value.dtype.name) for name, value in values.items()]
-    write_tensors(directory, "model", specs, values.__getitem__, {"format": "pt"}, **options)
+    write_tensors(directory, "model", specs, values.__getitem__, {"format": "pt"}, WriteOptions(**options))
     return specs
 
 

@@ -14,16 +14,18 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.checkpoint import train_state
-from llmsuite.checkpoint.fill import fill_parameters
+from llmsuite.checkpoint.directory import find_latest, list_steps, remove_unfinished
 from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.save import CheckpointJob
+from llmsuite.checkpoint.save import save as save_job
 from llmsuite.checkpoint.tensors import TensorFiles
-from llmsuite.checkpoint.train_state import TrainState, find_latest, list_steps, remove_unfinished
+from llmsuite.checkpoint.train_state import TrainState, load_state
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.schema.recipe import TrainSection
 from tests.unit import alone, tiny_llama
+from tests.unit.fill import fill_parameters
 from tests.unit.os_steps import OsSteps
 from tests.unit.tiny_llama import CONFIG, FAMILIES, FAMILY, TOKENIZER
 
@@ -77,7 +79,9 @@ def load_slots(path: Path) -> dict[str, np.ndarray]:
 
 def save(root: Path, model: Any, optimizer: Optimizer, state: TrainState = STATE, keep_last: int = 2) -> Path:
     parameters, slots = alone.whole(dict(model.named_parameters())), alone.whole_state(optimizer)
-    return train_state.save(root, state, FAMILY, CONFIG, parameters, slots, TOKENIZER, keep_last)
+    path = save_job(CheckpointJob(root, state, FAMILY, CONFIG, parameters, slots, TOKENIZER, keep_last))
+    assert path is not None
+    return path
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -98,7 +102,7 @@ def test_steps_after_loading_are_those_of_the_uninterrupted_run(name: str, tmp_p
     assert values_of(fresh) == at_save
     assert slots_of(again) == slots_at_save
     assert len(slots_at_save) == (4 * len(at_save) if name == "adamw" else 0)
-    assert train_state.load_state(path) == STATE
+    assert load_state(path) == STATE
     assert train(fresh, again, 3, 4) == losses
     assert values_of(fresh) == expected
     assert slots_of(again) == expected_slots
@@ -130,7 +134,9 @@ def quick_save(root: Path, step: int, keep_last: int = 2, seed: int = 0, dtype: 
     slots = {f"{name}/moment1": Bits(value.values.astype("float32")) for name, value in parameters.items()}
     state = dataclasses.replace(STATE, step=step, samples=8 * step)
     tensors = alone.whole(parameters), alone.whole(slots)
-    return train_state.save(root, state, FAMILY, CONFIG, *tensors, TOKENIZER, keep_last)
+    path = save_job(CheckpointJob(root, state, FAMILY, CONFIG, *tensors, TOKENIZER, keep_last))
+    assert path is not None
+    return path
 
 
 def names(root: Path) -> set[str]:
@@ -223,7 +229,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "format": 2, "cursor": 3}))
     with pytest.raises(UserError, match=r"step-1: is of another checkpoint format; this llmsuite reads format 1"):
-        train_state.load_state(path)
+        load_state(path)
 
 
 def test_a_save_stopped_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.checkpoint.train_state import Best, find_latest, find_model, load_best, save_best
+from llmsuite.checkpoint.directory import Best, find_latest, find_model, load_best, save_best
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
 from llmsuite.files import lock_directory

@@ -18,10 +18,10 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint import write as write_module
+from llmsuite.checkpoint import tensor_writer
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.cli.main import main
-from llmsuite.convert import rewrite as rewrite_module
+from llmsuite.convert import rewrite as retensor_writer
 from llmsuite.convert.rewrite import Form, Rewrite
 from llmsuite.convert.sources import open_source
 from llmsuite.errors import UserError
@@ -37,7 +37,7 @@ from tests.unit.tiny_llama import CONFIG, FAMILIES, TOKENIZER
 def test_there_and_back_is_bit_equal(
     tmp_path: Path, config: Any, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_module, "_PART_BYTES", part_bytes)  # so that tensors are read in parts
+    monkeypatch.setattr(tensor_writer, "_PART_BYTES", part_bytes)  # so that tensors are read in parts
     expected = tiny_llama.write(tmp_path / "a", config, tokenizer=TOKENIZER)
     forms = [
         Form("paddlenlp"),
@@ -108,7 +108,7 @@ def test_the_manifest_tells_of_every_tensor(tmp_path: Path) -> None:
         value = safetensors.numpy.load_file(tmp_path / "b" / file)[name]
         assert entry["shape"] == list(value.shape)
         assert (entry["dtype"], entry["size"]) == (value.dtype.name, value.nbytes)
-        assert entry["sha256"] == rewrite_module.hashlib.sha256(value.tobytes()).hexdigest()
+        assert entry["sha256"] == retensor_writer.hashlib.sha256(value.tobytes()).hexdigest()
 
 
 @given(data=st.data())
@@ -228,13 +228,13 @@ def test_kill_9_and_again_skips_what_is_done(tmp_path: Path, monkeypatch: pytest
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     written = []
-    original = write_module.TensorFile
+    original = tensor_writer.TensorFile
 
     def write_file(path: Path, *rest: Any) -> Any:
         written.append(path.name)
         return original(path, *rest)
 
-    monkeypatch.setattr(write_module, "TensorFile", write_file)
+    monkeypatch.setattr(tensor_writer, "TensorFile", write_file)
     model = open_model(tmp_path / "a", FAMILIES)
     Rewrite(model, Form("paddlenlp", max_file_bytes=3000)).write(target)
     assert tiny_llama.same(tiny_llama.read(target), expected)

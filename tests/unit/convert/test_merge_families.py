@@ -13,9 +13,9 @@ import paddle.distributed as dist
 import pytest
 import safetensors.numpy
 
-from llmsuite.checkpoint import write as write_module
-from llmsuite.checkpoint.layout import Arrangement
+from llmsuite.checkpoint import tensor_writer
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.cli.main import main
 from llmsuite.convert.adapter import add_adapter
 from llmsuite.convert.rewrite import Form, Rewrite
@@ -54,7 +54,7 @@ def has_paddlenlp(case: str) -> bool:
 
 @pytest.fixture(params=[1 << 25, 100], ids=["whole", "in parts"])
 def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_module, "_PART_BYTES", request.param)
+    monkeypatch.setattr(tensor_writer, "_PART_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("part_bytes")

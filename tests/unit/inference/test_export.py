@@ -13,7 +13,8 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.checkpoint.model_dir import open_model, write_model
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
 from llmsuite.devices.cpu import CpuBackend

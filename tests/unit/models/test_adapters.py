@@ -16,9 +16,10 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters, open_adapters, read_base, write_adapters
-from llmsuite.checkpoint.fill import fill_parameters
-from llmsuite.checkpoint.model_dir import open_model, write_model
+from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters, open_adapters, read_base
+from llmsuite.checkpoint.adapter_writer import write_adapters
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
 from llmsuite.convert.adapter import add_adapter
@@ -35,6 +36,7 @@ from llmsuite.schema.recipe import LoraSection, TrainSection
 from llmsuite.train.initial_values import initial_values
 from tests.unit import alone
 from tests.unit.families import FAMILIES, tiny
+from tests.unit.fill import fill_parameters
 
 RANK, ALPHA = 3, 5.0
 IDS = np.array([[1, 7, 11, 3, 2], [4, 4, 9, 0, 5]])

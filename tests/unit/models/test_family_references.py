@@ -15,7 +15,9 @@ import paddle.nn.functional as F
 import pytest
 import safetensors.numpy
 
-from llmsuite.checkpoint.model_dir import open_model, write_hf, write_model, write_paddlenlp
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.model_writer import write_hf, write_model, write_paddlenlp
+from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
@@ -101,7 +103,7 @@ def test_each_parameter_is_read_once_and_in_order(case: str, tmp_path: Path) -> 
         return source.read(name)
 
     specs = [source.spec(name) for name in source.names]
-    write_model(tmp_path, source.family, source.config, read, specs, max_file_bytes=5000)
+    write_model(tmp_path, source.family, source.config, read, specs, options=WriteOptions(max_file_bytes=5000))
     assert asked == source.names
     assert len(TensorFiles(tmp_path, "model").paths) > 3
     assert difference(load(tmp_path), case) <= TOLERANCE

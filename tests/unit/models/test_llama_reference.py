@@ -15,14 +15,15 @@ import paddle.nn.functional as F
 import pytest
 
 from llmsuite.builtin import llmsuite_register_models
-from llmsuite.checkpoint.fill import fill_parameters
-from llmsuite.checkpoint.model_dir import open_model, write_hf, write_paddlenlp
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.model_writer import write_hf, write_paddlenlp
 from llmsuite.devices.ops import Ops
 from llmsuite.models.llama.config import LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from tests.paths import REFERENCE
+from tests.unit.fill import fill_parameters
 
 LLAMA = REFERENCE / "llama"
 CASES = sorted(path.name for path in LLAMA.iterdir())

@@ -10,9 +10,10 @@ from typing import Any
 import paddle
 import pytest
 
-from llmsuite.checkpoint import writer as writer_module
-from llmsuite.checkpoint.train_state import Best, GatheredTensor, list_steps, load_best
-from llmsuite.checkpoint.writer import Writer, room_for_copy
+from llmsuite.checkpoint import background
+from llmsuite.checkpoint.background import Writer, room_for_copy
+from llmsuite.checkpoint.directory import Best, list_steps, load_best
+from llmsuite.checkpoint.save import GatheredTensor
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file
 from llmsuite.schema.recipe import CheckpointSection
@@ -204,7 +205,7 @@ def test_where_a_copy_does_not_fit_training_waits(
 
 def test_room_is_what_the_machine_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
-    monkeypatch.setattr(writer_module, "Path", lambda name: tmp_path / name.split("/")[-1])
+    monkeypatch.setattr(background, "Path", lambda name: tmp_path / name.split("/")[-1])
     assert room_for_copy(1024 * 900)
     assert not room_for_copy(1024 * 950)
     (tmp_path / "meminfo").unlink()

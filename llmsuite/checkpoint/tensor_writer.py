@@ -1,13 +1,13 @@
 """Writes sets of tensors as safetensors files with an index, one by one or a part at a time.
 
-So memory is bounded by the largest tensor or part. Each byte is hashed once on its way to the disk: of a file the
-header, and each tensor.
+So memory is bounded by the largest tensor or part. Each byte is hashed once on its way to the disk: the header of a
+file, and each of its tensors, have a digest of their own.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -30,51 +30,17 @@ _JOURNAL = "journal.jsonl"
 
 
 @dataclasses.dataclass
-class ManifestEntry:
-    """What a manifest says of tensor files."""
+class ManifestPart:
+    """The entries of a manifest for some tensor files and their tensors."""
 
     files: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Size in bytes and sha256 of the header by file."""
     tensors: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Place in the file, size, sha256, shape and dtype by `file:tensor`."""
 
-    def add(self, other: ManifestEntry) -> None:
+    def add(self, other: ManifestPart) -> None:
         self.files.update(other.files)
         self.tensors.update(other.tensors)
-
-
-class OrderedGather:
-    """Tensors that are made once each, whole and in a given order, whatever the order they are asked for in.
-
-    So each rank that holds a part of them knows when to give it.
-    """
-
-    def __init__(self, specs: Iterable[TensorSpec], make: Callable[[str], np.ndarray], uses: Iterable[str]):
-        """`uses` has the name of a tensor as often as it will be read; it is held until the last time."""
-        self._next, self._make = iter([spec.name for spec in specs]), make
-        self._uses = collections.Counter(uses)
-        self._held: dict[str, np.ndarray] = {}
-
-    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A tensor, or a slice of it."""
-        while name not in self._held:
-            made = next(self._next)
-            self._make_next(made)
-        value = self._held[name]
-        self._uses[name] -= 1
-        if not self._uses[name]:
-            del self._held[name]
-        return value if index is None else value[tuple(index)]
-
-    def finish(self) -> None:
-        """Make those that are left, for others."""
-        for made in self._next:
-            self._make_next(made)
-
-    def _make_next(self, name: str) -> None:
-        value = self._make(name)
-        if self._uses[name]:
-            self._held[name] = value
 
 
 def in_files(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
@@ -93,22 +59,20 @@ def in_files(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[Tens
     return [sorted(group, key=lambda spec: -np.dtype(spec.dtype).itemsize) for group in groups]
 
 
-def _by_writer(
-    specs: Sequence[TensorSpec], max_file_bytes: int, writers: Mapping[str, int]
-) -> list[tuple[int, list[TensorSpec]]]:
-    """The tensors of each file with the rank that writes it. Every rank comes to the same."""
+def _by_writer(specs: Sequence[TensorSpec], options: WriteOptions) -> list[tuple[int, list[TensorSpec]]]:
+    """The tensors of each file with the rank that writes it; the same on every rank."""
     of_rank: dict[int, list[TensorSpec]] = {}
     for spec in specs:
-        of_rank.setdefault(writers.get(spec.name, 0), []).append(spec)
-    found = [(rank, group) for rank in sorted(of_rank) for group in in_files(of_rank[rank], max_file_bytes)]
+        of_rank.setdefault(options.writers.get(spec.name, 0), []).append(spec)
+    found = [(rank, group) for rank in sorted(of_rank) for group in in_files(of_rank[rank], options.max_file_bytes)]
     return found or [(0, [])]
 
 
 def in_parts(spec: TensorSpec, read: Callable[[Sequence[slice] | None], np.ndarray]) -> Iterator[np.ndarray]:
-    """A tensor as parts along its first dim, each read when its turn comes: of some 4 MB, or a 32nd of a large one.
+    """A tensor as parts along its first dim, each read when its turn comes: about 4 MB, or a 32nd of a large tensor.
 
-    The first dim may be the last one where it is read from, so small parts of a large tensor would be far from lying
-    in one piece.
+    The first dim may be the last one in the source (transposed matrices), where a small part would be scattered over
+    the whole tensor.
     """
     size = max(_PART_BYTES, spec.num_bytes // _MOST_PARTS)
     if spec.num_bytes <= size or not spec.shape:
@@ -121,7 +85,30 @@ def in_parts(spec: TensorSpec, read: Callable[[Sequence[slice] | None], np.ndarr
 
 
 Values = np.ndarray | Iterable[np.ndarray] | Stored
-"""Of a tensor that is to be written: whole, as parts along its first dim, or to be copied as it lies in a file."""
+"""Values to be written: a whole tensor, its parts along the first dim, or a tensor to be copied from a file."""
+
+
+def _no_progress(num_bytes: int) -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteOptions:
+    """How a set of tensors is written, and by whom."""
+
+    max_file_bytes: int = MAX_FILE_BYTES
+    """See `in_files`."""
+    resumable: bool = False
+    """Whether to keep a journal of finished files, and to skip those that a journal in the directory lists and that are
+    as they were written. The caller makes sure that they are files of the same content."""
+    progress: Callable[[int], None] = _no_progress
+    """Called with the number of bytes of each piece that is done."""
+    threads: int = 1
+    """How many tensors are read, hashed and written at the same time."""
+    rank: int = 0
+    """This process, where several write a part each. Rank 0 writes the index."""
+    writers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Rank by tensor; rank 0 writes those that are not named."""
 
 
 def write_tensors(
@@ -130,99 +117,107 @@ def write_tensors(
     specs: Sequence[TensorSpec],
     read: Callable[[str], Values],
     metadata: Mapping[str, str],
-    max_file_bytes: int = MAX_FILE_BYTES,
-    resumable: bool = False,
-    progress: Callable[[int], None] = lambda num_bytes: None,
-    threads: int = 1,
-    rank: int = 0,
-    writers: Mapping[str, int] | None = None,
-) -> ManifestEntry:
+    options: WriteOptions | None = None,
+) -> ManifestPart:
     """Write `stem-0000i-of-0000N.safetensors` and `stem.safetensors.index.json`.
 
     Args:
         directory: an existing directory.
         stem: "model" or "optimizer".
         specs: every tensor, in the order of the index; `in_files` says in which order they are read and stored.
-        read: gives the values of a tensor by name; called once each.
+        read: returns the values of a tensor by name; called once each.
         metadata: for the header of each file; "format" says whose layout it is.
-        max_file_bytes: see `in_files`.
-        resumable: whether to keep a journal of what is done, and to skip the files that one in `directory` tells of
-            and that are as they were written. The caller sees to it that they are files of the same content.
-        progress: is told of every number of bytes that is done.
-        threads: how many tensors are read, hashed and written at the same time.
-        rank: who this is, where several processes write a part each; what is returned is of that part. The index comes
-            from rank 0.
-        writers: rank by tensor; rank 0 writes the others.
+        options: see there.
+
+    Returns:
+        The manifest's entries for the files that this rank has written.
 
     Raises:
         OSError: a file cannot be written.
         UserError: a tensor that is copied is not as it was written.
     """
-    groups, done, weight_map = _by_writer(specs, max_file_bytes, writers or {}), dict[str, ManifestEntry](), {}
-    journal, lock = _Journal(directory / _JOURNAL) if resumable else None, threading.Lock()
-
-    def report(num_bytes: int) -> None:
-        with lock:
-            progress(num_bytes)
-
-    def write(file: TensorFile, spec: TensorSpec) -> Callable[[], None]:
-        def task() -> None:
-            file.write(spec, read(spec.name), report)
-            with lock:
-                file.num_left -= 1
-                is_last = not file.num_left
-            if is_last:
-                written = file.finish()
-                with lock:
-                    done[file.path.name] = written
-                    if journal:
-                        journal.add(file.path, written)
-
-        return task
-
-    def tasks() -> Iterator[Callable[[], None]]:
-        for number, (writer, group) in enumerate(groups, 1):
-            path = directory / f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}"
-            weight_map.update({spec.name: path.name for spec in group})
-            if writer != rank:
-                continue
-            if journal and (found := journal.find(path)):
-                done[path.name] = found
-                report(sum(spec.num_bytes for spec in group))
-                continue
-            file = TensorFile(path, group, metadata)
-            if not group:
-                done[path.name] = file.finish()
-            yield from (write(file, spec) for spec in group)
-
-    run_all(tasks(), threads)
-    written = ManifestEntry()
-    for name in sorted(done):
-        written.add(done[name])
-    if rank == 0:
+    options = options or WriteOptions()
+    groups = _by_writer(specs, options)
+    paths = [directory / f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}" for number in range(1, len(groups) + 1)]
+    own = [(path, group) for path, (writer, group) in zip(paths, groups) if writer == options.rank]
+    journal = _Journal(directory / _JOURNAL) if options.resumable else None
+    written = _FileSet(read, metadata, options, journal).write(own)
+    if options.rank == 0:
         index = {"metadata": {"total_size": sum(s.num_bytes for s in specs)}}
-        in_order = {spec.name: weight_map[spec.name] for spec in specs}
-        write_json(directory / f"{stem}{SUFFIX}.index.json", {**index, "weight_map": in_order})
+        file_of = {spec.name: path.name for path, (_, group) in zip(paths, groups) for spec in group}
+        weight_map = {spec.name: file_of[spec.name] for spec in specs}
+        write_json(directory / f"{stem}{SUFFIX}.index.json", {**index, "weight_map": weight_map})
     if journal:
         journal.path.unlink(missing_ok=True)
     return written
 
 
+class _FileSet:
+    """Several files that are written by one or more threads, a tensor a task."""
+
+    def __init__(
+        self,
+        read: Callable[[str], Values],
+        metadata: Mapping[str, str],
+        options: WriteOptions,
+        journal: _Journal | None,
+    ):
+        self._read, self._metadata, self._options, self._journal = read, metadata, options, journal
+        self._done: dict[str, ManifestPart] = {}
+        self._lock = threading.Lock()
+
+    def write(self, files: Sequence[tuple[Path, Sequence[TensorSpec]]]) -> ManifestPart:
+        """Write the files, each with its tensors; on return all of them are on disk."""
+        run_all(self._tasks(files), self._options.threads)
+        written = ManifestPart()
+        for name in sorted(self._done):
+            written.add(self._done[name])
+        return written
+
+    def _tasks(self, files: Sequence[tuple[Path, Sequence[TensorSpec]]]) -> Iterator[Callable[[], None]]:
+        """A task for each tensor. A file is created when the first of its tasks is taken."""
+        for path, group in files:
+            if self._journal and (found := self._journal.find(path)):
+                self._done[path.name] = found
+                self._progress(sum(spec.num_bytes for spec in group))
+                continue
+            file = TensorFile(path, group, self._metadata)
+            if not group:
+                self._done[path.name] = file.finish()
+            yield from (functools.partial(self._write_tensor, file, spec) for spec in group)
+
+    def _write_tensor(self, file: TensorFile, spec: TensorSpec) -> None:
+        file.write(spec, self._read(spec.name), self._progress)
+        with self._lock:
+            file.num_left -= 1
+            is_last = not file.num_left
+        if is_last:
+            written = file.finish()
+            with self._lock:
+                self._done[file.path.name] = written
+                if self._journal:
+                    self._journal.add(file.path, written)
+
+    def _progress(self, num_bytes: int) -> None:
+        with self._lock:
+            self._options.progress(num_bytes)
+
+
 def write_file(
     path: Path, specs: Sequence[TensorSpec], read: Callable[[str], Values], metadata: Mapping[str, str]
-) -> ManifestEntry:
+) -> ManifestPart:
     """Write one file, without an index; `read` is called once each, in the order of `specs`."""
     file = TensorFile(path, specs, metadata)
     for spec in specs:
-        file.write(spec, read(spec.name), lambda num_bytes: None)
+        file.write(spec, read(spec.name), _no_progress)
     return file.finish()
 
 
 class TensorFile:
-    """A file that is being written: its tensors come in any order, from any thread."""
+    """A file being written: its tensors may come in any order, from any thread."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]):
-        """Write the header. The tensors are to lie in the order given."""
+        """Write the header; the tensors lie in the order of `specs`."""
         self.path, self.num_left = path, len(specs)
         self._lock = threading.Lock()
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -241,7 +236,7 @@ class TensorFile:
         with open(path, "wb") as file:
             file.write(start)
         header_sha256 = hashlib.sha256(start).hexdigest()
-        self._written = ManifestEntry({path.name: {"size": len(start) + end, "header_sha256": header_sha256}})
+        self._written = ManifestPart({path.name: {"size": len(start) + end, "header_sha256": header_sha256}})
         self._entries: dict[str, dict[str, Any]] = {spec.name: {} for spec in specs}
 
     def write(self, spec: TensorSpec, values: Values, progress: Callable[[int], None]) -> None:
@@ -267,8 +262,8 @@ class TensorFile:
             "dtype": spec.dtype,
         }
 
-    def finish(self) -> ManifestEntry:
-        """Flush it to disk. Returns what a manifest says of it."""
+    def finish(self) -> ManifestPart:
+        """Flush the file to disk, and return its entries of the manifest."""
         fsync(self.path)
         for name, entry in self._entries.items():
             self._written.tensors[f"{self.path.name}:{name}"] = entry
@@ -297,11 +292,11 @@ def _bytes_of(spec: TensorSpec, values: Values) -> Iterator[memoryview]:
 
 
 class _Journal:
-    """The files of a directory that are complete, a line each, so that a later process need not write them again."""
+    """The finished files of a directory, a line each, so that a later process need not write them again."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._done: dict[str, ManifestEntry] = {}
+        self._done: dict[str, ManifestPart] = {}
         try:
             lines = path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -311,16 +306,16 @@ class _Journal:
                 entry = json.loads(line)
             except ValueError:  # empty, or the one that was being written
                 continue
-            self._done[entry["file"]] = ManifestEntry(entry["files"], entry["tensors"])
+            self._done[entry["file"]] = ManifestPart(entry["files"], entry["tensors"])
 
-    def find(self, path: Path) -> ManifestEntry | None:
-        """What is known of a file that is there as it was written; None when it has to be written."""
+    def find(self, path: Path) -> ManifestPart | None:
+        """The entries of a file that is there as it was written; None when it has to be written."""
         done = self._done.get(path.name)
         if done is None or not path.is_file():
             return None
         return done if first_fault({path: ranges_of(dataclasses.asdict(done))[path.name]}) is None else None
 
-    def add(self, path: Path, done: ManifestEntry) -> None:
+    def add(self, path: Path, done: ManifestPart) -> None:
         with open(self.path, "ab") as file:
             file.write(b"\n" + json.dumps({"file": path.name, **dataclasses.asdict(done)}).encode() + b"\n")
             file.flush()

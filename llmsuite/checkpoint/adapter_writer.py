@@ -1,0 +1,176 @@
+"""Writes a directory of LoRA adapters, see `adapter_dir.py`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.adapter_dir import (
+    BASE,
+    CONFIG_NAMES,
+    STEMS,
+    Adapters,
+    FactorPair,
+    factor_pairs,
+    stored_factor,
+    stored_parameter,
+)
+from llmsuite.checkpoint.model_dir import Layout
+from llmsuite.checkpoint.model_writer import OrderedGather, copy_tokenizer
+from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_tensors
+from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
+from llmsuite.files import write_json
+from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
+from llmsuite.specs import ModelFamily
+
+
+def write_adapters(
+    directory: Path,
+    adapters: Adapters,
+    family: ModelFamily,
+    config: Any,
+    read: Callable[[str], np.ndarray],
+    specs: Sequence[TensorSpec],
+    layout: Layout = "hf",
+    tokenizer: Path | None = None,
+) -> ManifestPart:
+    """Write adapters into an existing directory. Returns their entries of the manifest.
+
+    Each factor is read once, in the order of `specs`, so that ranks that hold parts of it take part in that order.
+
+    Args:
+        directory: where to; the caller commits it.
+        adapters: which ones.
+        family: of the model.
+        config: its shape.
+        read: values of a factor by our name.
+        specs: name (ours), shape and dtype of every factor, in order.
+        layout: whose names and orientation the files get.
+        tokenizer: directory whose tokenizer files are copied along.
+    """
+    pairs = list({pair.module: pair for pair in factor_pairs(adapters, family, config, layout).values()}.values())
+    stored = _StoredFactors(pairs, adapters.beside, specs, read, layout)
+    metadata = {"format": "pt" if layout == "hf" else "np"}
+    if layout == "hf":  # PEFT reads one file
+        written = write_file(directory / f"{STEMS[layout]}{SUFFIX}", stored.specs, stored.read, metadata)
+    else:
+        written = write_tensors(directory, STEMS[layout], stored.specs, stored.read, metadata)
+    write_json(directory / CONFIG_NAMES[layout], _config(adapters, pairs, family, config, layout))
+    write_json(directory / BASE, {"path": adapters.base.path, "sha256": adapters.base.digest})
+    if tokenizer is not None:
+        copy_tokenizer(tokenizer, directory)
+    return written
+
+
+class _StoredFactors:
+    """The tensors of a layout, and how each is made of our factors."""
+
+    def __init__(
+        self,
+        pairs: Sequence[FactorPair],
+        beside: Sequence[str],
+        specs: Sequence[TensorSpec],
+        read: Callable[[str], np.ndarray],
+        layout: Layout,
+    ):
+        """Arguments as of `write_adapters`; `beside` has our names of parameters that are stored whole."""
+        self._by_name, self._layout = {spec.name: spec for spec in specs}, layout
+        # each is read once, in the order of the files, and gathered in the order of `specs`
+        self._in_order = OrderedGather(specs, read, list(self._by_name))
+        self._factors: dict[str, tuple[FactorPair, str]] = {}
+        self._whole: dict[str, str] = {}
+        self.specs: list[TensorSpec] = []
+        """Name, shape and dtype of each tensor, in the order of the file."""
+        for pair in pairs:
+            for factor in (FIRST_FACTOR, SECOND_FACTOR):
+                self.specs.append(self._factor_spec(pair, factor))
+                self._factors[self.specs[-1].name] = pair, factor
+        for ours in beside:
+            name, spec = stored_parameter(ours, layout), self._by_name[ours]
+            self._whole[name] = ours
+            self.specs.append(TensorSpec(name, spec.shape[::-1], spec.dtype))
+
+    def _factor_spec(self, pair: FactorPair, factor: str) -> TensorSpec:
+        first = self._by_name[f"{pair.members[0][0]}.{factor}"]
+        num_rows, num_columns = first.shape
+        if factor == FIRST_FACTOR:
+            num_columns *= len(pair.members)
+        else:
+            num_rows, num_columns = num_rows * len(pair.members), num_columns * pair.num_parts
+        shape = (num_columns, num_rows) if self._layout == "hf" else (num_rows, num_columns)
+        return TensorSpec(stored_factor(pair.module, factor, self._layout), shape, first.dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        """The values of a tensor."""
+        if name in self._whole:
+            return self._in_order.read(self._whole[name]).T
+        pair, factor = self._factors[name]
+        parts = [self._in_order.read(f"{module}.{factor}") for module, _ in pair.members]
+        value = np.concatenate(parts, 1) if factor == FIRST_FACTOR else _on_diagonal(parts, pair)
+        return value.T if self._layout == "hf" else value
+
+
+def _on_diagonal(parts: Sequence[np.ndarray], pair: FactorPair) -> np.ndarray:
+    rank, num_outputs = parts[0].shape
+    value = np.zeros([len(parts) * rank, pair.num_parts * num_outputs], parts[0].dtype)
+    for number, (block, (_, part)) in enumerate(zip(parts, pair.members)):
+        value[number * rank : (number + 1) * rank, part * num_outputs : (part + 1) * num_outputs] = block
+    return value
+
+
+def _config(
+    adapters: Adapters, pairs: Sequence[FactorPair], family: ModelFamily, config: Any, layout: Layout
+) -> dict[str, Any]:
+    """The content of adapter_config.json or lora_config.json."""
+    targets = _targets([pair.module for pair in pairs], family, config, layout)
+    if layout == "paddlenlp":
+        return {
+            "r": adapters.rank,
+            "lora_alpha": adapters.alpha,
+            "rslora": adapters.is_stabilised,
+            "target_modules": [rf"(.*\.)?{re.escape(target)}" for target in targets],
+            "lora_dropout": 0.0,
+            "tensor_parallel_degree": -1,
+            "base_model_name_or_path": adapters.base.path,
+        }
+    # several in one: a larger rank, and as much larger an alpha that the scale is the same
+    wide = {pair.module: len(pair.members) for pair in pairs if len(pair.members) > 1}
+    grown = math.sqrt if adapters.is_stabilised else float
+    linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules}
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",
+        "modules_to_save": [name.removesuffix(".weight") for name in adapters.beside] or None,
+        "base_model_name_or_path": adapters.base.path,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "use_rslora": adapters.is_stabilised,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": linears == {False},
+        "target_modules": targets,
+        "rank_pattern": {re.escape(module): count * adapters.rank for module, count in wide.items()},
+        "alpha_pattern": {re.escape(module): grown(count) * adapters.alpha for module, count in wide.items()},
+        "inference_mode": True,
+    }
+
+
+def _targets(modules: Sequence[str], family: ModelFamily, config: Any, layout: Layout) -> list[str]:
+    """The last word of modules where all modules of the model that end so are meant, else whole names."""
+    names, prefix = family.names(), family.names().paddlenlp_prefix(config)
+    every = {
+        theirs.removesuffix(".weight")
+        for ours in names.parameter_names(config)
+        for theirs in names.hf_tensors(ours, config).names
+        if theirs.endswith(".weight")
+    }
+    if layout == "paddlenlp":
+        every = {re.sub(r"^model\.", str(prefix), name) for name in every}
+    left_out = {name.rpartition(".")[2] for name in every.difference(modules)}
+    words = {name: name.rpartition(".")[2] for name in modules}
+    return list(dict.fromkeys(name if word in left_out else word for name, word in words.items()))

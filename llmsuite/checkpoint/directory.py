@@ -1,0 +1,123 @@
+"""The `checkpoints` directory of a run: which checkpoints are there, whole, newest or best, and which are to go.
+
+`checkpoints/latest` names the newest checkpoint, `checkpoints/best` the one with the best value of the metric that the
+recipe watches. `save.py` writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from llmsuite.checkpoint.adapter_dir import CONFIGS
+from llmsuite.errors import UserError
+from llmsuite.files import broken_file, read_json_file, remove_directory, write_text_atomic
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def list_steps(root: Path) -> list[tuple[int, Path]]:
+    """Checkpoints by step, oldest first, whole or not."""
+    found = [(int(m[1]), p) for p in root.glob("step-*") if p.is_dir() and (m := _STEP.fullmatch(p.name))]
+    return sorted(found)
+
+
+def find_latest(root: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is whole; each newer one that is damaged is reported and passed over."""
+    for _, path in reversed(list_steps(root)):
+        fault = broken_file(path)
+        if fault is None:
+            return path
+        report(f"checkpoint {path} is damaged and passed over: {fault}")
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The checkpoint with the best value of a metric so far; it is kept besides the last ones."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def save_best(root: Path, best: Best) -> None:
+    """Name the best checkpoint, which is on disk. Raises UserError when the file cannot be written."""
+    write_text_atomic(root / "best", json.dumps(dataclasses.asdict(best)) + "\n")
+
+
+def load_best(root: Path) -> Best | None:
+    """The best checkpoint by `save_best`; None when there is none, or it has been deleted."""
+    if not (root / "best").is_file():
+        return None
+    try:
+        best = Best(**read_json_file(root / "best"))
+    except TypeError as error:
+        raise UserError(f"{root / 'best'}: has not step, metric and value: {error}") from error
+    return best if (root / f"step-{best.step}").is_dir() else None
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is the directory of a run that has saved something."""
+    return (path / "checkpoints" / "latest").is_file()
+
+
+def find_model(path: Path) -> Path:
+    """A model directory; for the directory of a run, its newest checkpoint that has all its files.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if is_run(path):
+        whole = (p for _, p in reversed(list_steps(path / "checkpoints")) if broken_file(p, check_hashes=False) is None)
+        found = next(whole, None)
+        if found is None:
+            raise UserError(f"{path}: none of its checkpoints is whole; see: llmsuite checkpoints list {path}")
+        return found
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
+    return path
+
+
+def find_adapter(path: Path) -> Path | None:
+    """The directory of LoRA adapters at a path, for a run its newest whole checkpoint; None for a model."""
+    found = find_model(path) if is_run(path) else path
+    return found if any((found / name).is_file() for name in CONFIGS) else None
+
+
+def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:
+    """Delete all but the newest `keep` whole checkpoints, the best one and the one that `latest` names.
+
+    Hashes decide whether a checkpoint is whole; damaged ones are deleted and do not count.
+
+    Returns:
+        The checkpoints that were deleted.
+    """
+    best = load_best(root)
+    named = {f"step-{best.step}"} if best else set()
+    if (root / "latest").is_file():
+        named.add((root / "latest").read_text().strip())
+    kept, removed = 0, []
+    for _, path in reversed(list_steps(root)):
+        fault = broken_file(path) if kept < keep else None
+        if fault is not None:
+            report(f"{path} is damaged: {fault}")
+        elif kept < keep or path.name in named:
+            kept += 1
+            continue
+        remove_directory(path)
+        removed.append(path)
+    return removed
+
+
+def remove_unfinished(root: Path) -> None:
+    """Delete checkpoints that a killed run has half written, and bring back those it was about to replace."""
+    for path in root.glob("step-*.old"):
+        whole = path.with_name(path.name.removesuffix(".old"))
+        shutil.rmtree(path) if whole.exists() else path.rename(whole)
+    for path in root.glob("step-*.tmp"):
+        shutil.rmtree(path)
