@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
-
-from annotated_types import Ge, Gt, Le
+from typing import Any, ClassVar, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.models.head import Head, read_head, with_head
+from llmsuite.models.decoder_config import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RotaryConfig,
+    in_written_order,
+)
+from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
-from llmsuite.models.rope import frequencies, magnitude, read_hf, yarn_mscale
+from llmsuite.models.rope import yarn_mscale
 
-PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
-NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
-PositiveFloat = Annotated[float, Gt(0)]
-
-_ROPE_KINDS = ("default", "yarn")
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleave": True, "use_fp8": False}
 # derived from other keys; of a loss that is not computed; of layers for speculation, which are left out
 _WITHOUT_EFFECT = (
@@ -26,22 +26,22 @@ _WITHOUT_EFFECT = (
 )
 
 
+@in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSeekConfig:
+class DeepSeekConfig(RotaryConfig):
     """DeepSeek-V2 and V3. Names are those of HF's config.json."""
+
+    rope_kinds: ClassVar[tuple[str, ...]] = ("default", "yarn")
 
     model_type: Literal["deepseek_v2", "deepseek_v3"] = "deepseek_v3"
     """deepseek_v2: experts are scored by softmax. deepseek_v3: by sigmoid, chosen with a bias for balance."""
     vocab_size: PositiveInt = 129280
-    """Rows of the embedding."""
     hidden_size: PositiveInt = 7168
-    """Width of the residual stream."""
     intermediate_size: PositiveInt = 18432
     """Width of the MLP of layers without experts."""
     moe_intermediate_size: PositiveInt = 2048
     """Width of an expert."""
     num_hidden_layers: PositiveInt = 61
-    """Decoder layers."""
     first_k_dense_replace: NonNegativeInt = 3
     """So many layers at the beginning have no experts."""
     moe_layer_freq: PositiveInt = 1
@@ -75,24 +75,16 @@ class DeepSeekConfig:
     v_head_dim: PositiveInt = 128
     """Size of a value head."""
     max_position_embeddings: PositiveInt = 163840
-    """Longest sequence the model was made for."""
-    rms_norm_eps: PositiveFloat = 1e-6
-    """Term under the root of RMSNorm."""
-    rope_theta: Annotated[float, Ge(1)] = 10000.0
-    """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim"}."""
-    tie_word_embeddings: bool = False
-    """Whether the output projection is the embedding."""
-    initializer_range: PositiveFloat = 0.02
-    """Standard deviation of the initial matrices."""
     bos_token_id: int | None = 0
-    """Kept for config.json."""
     eos_token_id: int | list[int] | None = 1
-    """Kept for config.json; generation stops at it."""
-    head: Head = "language_model"
-    """What is made of the hidden states."""
+
+    @property
+    def rotary_size(self) -> int:
+        """Part of a query and key head that is rotated."""
+        return self.qk_rope_head_dim
 
     @property
     def shared_size(self) -> int:
@@ -138,19 +130,7 @@ class DeepSeekConfig:
             yield "num_experts_per_tok", f"is {self.num_experts_per_tok}, more than {least}"
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", f"is {self.qk_rope_head_dim}; rotary positions need an even size"
-        try:
-            self.rope_frequencies()
-            magnitude(self.rope_scaling)
-        except UserError as error:
-            yield "rope_scaling", str(error)
-
-    def rope_frequencies(self) -> list[float]:
-        """Rotary frequency of each of the qk_rope_head_dim / 2 pairs, in radians a position.
-
-        Raises:
-            UserError: rope_scaling is of a kind this family does not know, or lacks a key.
-        """
-        return frequencies(self.qk_rope_head_dim, self.rope_theta, self.rope_scaling, _ROPE_KINDS)
+        yield from super().problems()
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> DeepSeekConfig:
@@ -159,7 +139,7 @@ class DeepSeekConfig:
         Raises:
             UserError: it asks for something this family does not have, or has keys it does not know.
         """
-        fields = {f.name for f in dataclasses.fields(cls)}
+        fields = (f.name for f in dataclasses.fields(cls))
         check_keys(data, "deepseek", {*fields, "rope_parameters", *_WITHOUT_EFFECT}, _FIXED)
         is_v3 = data.get("model_type") == "deepseek_v3"
         scores = "sigmoid" if is_v3 else "softmax"
@@ -168,8 +148,8 @@ class DeepSeekConfig:
         heads = data.get("num_attention_heads")
         if data.get("num_key_value_heads") not in (None, heads):
             raise UserError(f"config.json: num_key_value_heads is not num_attention_heads = {heads}")
-        values = {key: value for key, value in data.items() if key in fields}
-        values["rope_theta"], scaling = read_hf(data, cls.rope_theta)
+        values = cls.hf_fields(data, cls.rope_theta)
+        scaling = values["rope_scaling"]
         if isinstance(scaling, Mapping) and "type" in scaling:  # the older name; there may be both
             kind = scaling.get("rope_type", scaling["type"])
             scaling = {"rope_type": kind, **{k: v for k, v in scaling.items() if k not in ("type", "rope_type")}}
@@ -178,7 +158,7 @@ class DeepSeekConfig:
         for key in ("n_group", "topk_group"):
             if values.get(key) is None:
                 values[key] = 1
-        return cls(**{**values, "head": read_head(data)})
+        return cls(**values)
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
-
-from annotated_types import Gt, Le
+from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.models.head import Head, read_head, with_head
+from llmsuite.models.decoder_config import DecoderConfig, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.head import read_head, with_head
 from llmsuite.models.hf_config import check_keys
-
-PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
-PositiveFloat = Annotated[float, Gt(0)]
 
 _HF_KEYS = {
     "hidden_size": "n_embd",
@@ -33,18 +29,16 @@ _WITHOUT_EFFECT = (
 )
 
 
+@in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(DecoderConfig):
     """GPT-2 and GPT-3. Names are those of the other families; HF's config.json has its own (n_embd …)."""
 
     vocab_size: PositiveInt = 50257
-    """Rows of the embedding."""
     hidden_size: PositiveInt = 768
-    """Width of the residual stream."""
     intermediate_size: PositiveInt | None = None
     """Width of the MLP; null for 4 x hidden_size."""
     num_hidden_layers: PositiveInt = 12
-    """Decoder layers."""
     num_attention_heads: PositiveInt = 12
     """Heads of queries, keys and values."""
     max_position_embeddings: PositiveInt = 1024
@@ -52,15 +46,8 @@ class GPTConfig:
     layer_norm_eps: PositiveFloat = 1e-5
     """Term under the root of LayerNorm."""
     tie_word_embeddings: bool = True
-    """Whether the output projection is the embedding."""
-    initializer_range: PositiveFloat = 0.02
-    """Standard deviation of the initial matrices."""
     bos_token_id: int | None = 50256
-    """Kept for config.json."""
     eos_token_id: int | list[int] | None = 50256
-    """Kept for config.json; generation stops at it."""
-    head: Head = "language_model"
-    """What is made of the hidden states."""
 
     @property
     def head_size(self) -> int:

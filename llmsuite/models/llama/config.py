@@ -4,84 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
-
-from annotated_types import Ge, Gt, Le
+from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.models.head import Head, read_head, with_head
-from llmsuite.models.rope import frequencies, read_hf
-
-PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
-PositiveFloat = Annotated[float, Gt(0)]
+from llmsuite.models.decoder_config import GroupedQueryConfig, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.head import with_head
 
 
+@in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(GroupedQueryConfig):
     """Llama 1, 2, 3.x and what shares their code (SmolLM2, TinyLlama …). Names are those of HF's config.json."""
 
     vocab_size: PositiveInt = 32000
-    """Rows of the embedding."""
     hidden_size: PositiveInt = 4096
-    """Width of the residual stream."""
     intermediate_size: PositiveInt = 11008
-    """Width of the MLP."""
     num_hidden_layers: PositiveInt = 32
-    """Decoder layers."""
     num_attention_heads: PositiveInt = 32
-    """Query heads."""
     num_key_value_heads: PositiveInt = 32
-    """Key and value heads; fewer than query heads is grouped-query attention."""
-    head_dim: Annotated[int, Gt(0), Le(4096)] | None = None
-    """Size of a head; null for hidden_size / num_attention_heads."""
     max_position_embeddings: PositiveInt = 4096
-    """Longest sequence the model was made for."""
     rms_norm_eps: PositiveFloat = 1e-5
-    """Term under the root of RMSNorm."""
-    rope_theta: Annotated[float, Ge(1)] = 10000.0
-    """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings"} as in Llama 3.1."""
-    tie_word_embeddings: bool = False
-    """Whether the output projection is the embedding."""
-    initializer_range: PositiveFloat = 0.02
-    """Standard deviation of the initial matrices."""
     bos_token_id: int | None = 1
-    """Kept for config.json."""
     eos_token_id: int | list[int] | None = 2
-    """Kept for config.json; generation stops at it."""
-    head: Head = "language_model"
-    """What is made of the hidden states."""
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.head_size > 4096:
             yield "head_dim", f"is {self.head_size} (hidden_size / num_attention_heads); at most 4096 is supported"
             return
-        if self.head_dim is None and self.hidden_size % heads:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            heads = self.num_attention_heads
             yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
         elif self.head_size % 2:
             yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
-        if heads % kv_heads:
-            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
-        try:
-            self.rope_frequencies()
-        except UserError as error:
-            yield "rope_scaling", str(error)
-
-    def rope_frequencies(self) -> list[float]:
-        """Rotary frequency of each of the head_size / 2 pairs, in radians a position.
-
-        Raises:
-            UserError: rope_scaling is of a kind this family does not know, or lacks a key.
-        """
-        return frequencies(self.head_size, self.rope_theta, self.rope_scaling)
+        yield from super().problems()
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> LlamaConfig:
@@ -95,14 +54,7 @@ class LlamaConfig:
         activation = data.get("hidden_act", "silu")
         if activation != "silu":
             raise UserError(f"config.json: hidden_act is {activation!r}; the llama family has silu")
-        known = {f.name for f in dataclasses.fields(cls)}
-        values = {key: value for key, value in data.items() if key in known}
-        values["rope_theta"], values["rope_scaling"] = read_hf(data, cls.rope_theta)
-        heads = values.get("num_attention_heads", cls.num_attention_heads)
-        values.setdefault("num_key_value_heads", heads)
-        if values.get("num_key_value_heads") is None:
-            values["num_key_value_heads"] = heads
-        return cls(**{**values, "head": read_head(data)})
+        return cls(**cls.hf_fields(data, cls.rope_theta))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""

@@ -4,62 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
-from llmsuite.models.head import Head, read_head, with_head
+from llmsuite.models.decoder_config import GroupedQueryConfig, PositiveInt, in_written_order
+from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
-from llmsuite.models.rope import frequencies, magnitude, read_hf
 
-PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
-PositiveFloat = Annotated[float, Gt(0)]
-
-_ROPE_KINDS = ("default", "linear", "yarn")
 _FIXED = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False}
 _FIXED |= {"rope_scaling_type": None, "rope_scaling_factor": 1.0}  # PaddleNLP's
 _WINDOW = ("sliding_window", "max_window_layers", "layer_types")
 
 
+@in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenConfig:
+class QwenConfig(GroupedQueryConfig):
     """Qwen2, Qwen2.5 and dense Qwen3. Names are those of HF's config.json."""
+
+    rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "yarn")
 
     model_type: Literal["qwen2", "qwen3"] = "qwen3"
     """qwen2 (2.5 too): biases on q, k and v. qwen3: a norm on each head of q and k instead."""
     vocab_size: PositiveInt = 151936
-    """Rows of the embedding."""
     hidden_size: PositiveInt = 4096
-    """Width of the residual stream."""
     intermediate_size: PositiveInt = 12288
-    """Width of the MLP."""
     num_hidden_layers: PositiveInt = 36
-    """Decoder layers."""
     num_attention_heads: PositiveInt = 32
-    """Query heads."""
     num_key_value_heads: PositiveInt = 8
-    """Key and value heads; fewer than query heads is grouped-query attention."""
     head_dim: Annotated[int, Gt(0), Le(4096)] | None = None
     """Size of a head; null for 128 with qwen3, for hidden_size / num_attention_heads with qwen2."""
     max_position_embeddings: PositiveInt = 32768
-    """Longest sequence the model was made for."""
-    rms_norm_eps: PositiveFloat = 1e-6
-    """Term under the root of RMSNorm."""
     rope_theta: Annotated[float, Ge(1)] = 1000000.0
-    """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings"} for longer contexts."""
-    tie_word_embeddings: bool = False
-    """Whether the output projection is the embedding."""
-    initializer_range: PositiveFloat = 0.02
-    """Standard deviation of the initial matrices."""
     bos_token_id: int | None = 151643
-    """Kept for config.json."""
     eos_token_id: int | list[int] | None = 151645
-    """Kept for config.json; generation stops at it."""
-    head: Head = "language_model"
-    """What is made of the hidden states."""
 
     @property
     def head_size(self) -> int:
@@ -69,7 +50,7 @@ class QwenConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
         if self.model_type == "qwen2" and self.head_size * heads != self.hidden_size:
             if self.head_dim is None:
                 yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
@@ -78,21 +59,7 @@ class QwenConfig:
                 yield "head_dim", f"is {self.head_dim}; with qwen2 it is {size}, leave it out"
         elif self.head_size % 2:
             yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
-        if heads % kv_heads:
-            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
-        try:
-            self.rope_frequencies()
-            magnitude(self.rope_scaling)
-        except UserError as error:
-            yield "rope_scaling", str(error)
-
-    def rope_frequencies(self) -> list[float]:
-        """Rotary frequency of each of the head_size / 2 pairs, in radians a position.
-
-        Raises:
-            UserError: rope_scaling is of a kind this family does not know, or lacks a key.
-        """
-        return frequencies(self.head_size, self.rope_theta, self.rope_scaling, _ROPE_KINDS)
+        yield from super().problems()
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> QwenConfig:
@@ -101,16 +68,11 @@ class QwenConfig:
         Raises:
             UserError: it asks for something this family does not have, or has keys it does not know.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
+        known = (f.name for f in dataclasses.fields(cls))
         check_keys(data, "qwen", {*known, "rope_parameters", *_WINDOW}, _FIXED)
         if set(data.get("layer_types") or ()) - {"full_attention"}:
             raise UserError("config.json: layer_types is not full_attention only, as the qwen family is")
-        values = {key: value for key, value in data.items() if key in known}
-        values["rope_theta"], values["rope_scaling"] = read_hf(data, 10000.0)
-        heads = values.get("num_attention_heads", cls.num_attention_heads)
-        if values.get("num_key_value_heads") is None:
-            values["num_key_value_heads"] = heads
-        return cls(**{**values, "head": read_head(data)})
+        return cls(**cls.hf_fields(data, default_theta=10000.0))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""

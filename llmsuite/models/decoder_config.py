@@ -1,0 +1,158 @@
+"""Fields and rules that the shapes of several families have in common. Imports no Paddle.
+
+A family's `config.py` derives its dataclass from one of these and states its own fields, sizes and rules. Names are
+those of HF's config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from annotated_types import Ge, Gt, Le
+
+from llmsuite.errors import UserError
+from llmsuite.models.head import Head, read_head
+from llmsuite.models.rope import frequencies, magnitude, read_hf
+
+PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
+NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
+PositiveFloat = Annotated[float, Gt(0)]
+
+_Config = TypeVar("_Config", bound=type)
+
+
+def in_written_order(cls: _Config) -> _Config:
+    """Decorator of a dataclass: each field of its own follows the one it is written behind, inherited or not.
+
+    By itself a dataclass has its own fields behind all inherited ones; but people read them, in config.json, the JSON
+    Schema and the docs.
+    """
+    order = list(getattr(cls.__base__, "__dataclass_fields__", ()))
+    place = 0
+    for name in inspect.get_annotations(cls):
+        if name not in order:
+            order.insert(place, name)
+        place = order.index(name) + 1
+    cls.__dataclass_fields__ = {name: cls.__dataclass_fields__[name] for name in order}
+    return cls
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape of a decoder-only transformer."""
+
+    vocab_size: PositiveInt
+    """Rows of the embedding."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    intermediate_size: PositiveInt | None
+    """Width of the MLP."""
+    num_hidden_layers: PositiveInt
+    """Decoder layers."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    max_position_embeddings: PositiveInt
+    """Longest sequence the model was made for."""
+    tie_word_embeddings: bool = False
+    """Whether the output projection is the embedding."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial matrices."""
+    bos_token_id: int | None
+    """Kept for config.json."""
+    eos_token_id: int | list[int] | None
+    """Kept for config.json; generation stops at it."""
+    head: Head = "language_model"
+    """What is made of the hidden states."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        yield from ()
+
+
+@in_written_order
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryConfig(DecoderConfig):
+    """Shape of a decoder with rotary positions, RMSNorm and a gated MLP."""
+
+    rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3")
+    """Values of `rope_scaling["rope_type"]` that the family has."""
+
+    intermediate_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: PositiveFloat = 1e-6
+    """Term under the root of RMSNorm."""
+    rope_theta: Annotated[float, Ge(1)] = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+
+    @property
+    def rotary_size(self) -> int:
+        """Size of the part of a head that is rotated."""
+        raise AssertionError(f"{type(self).__name__} has no rotary_size")
+
+    def rope_frequencies(self) -> list[float]:
+        """Rotary frequency of each of the rotary_size / 2 pairs, in radians a position.
+
+        Raises:
+            UserError: rope_scaling is of a kind this family does not know, or lacks a key.
+        """
+        return frequencies(self.rotary_size, self.rope_theta, self.rope_scaling, self.rope_kinds)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        yield from super().problems()
+        try:
+            self.rope_frequencies()
+            magnitude(self.rope_scaling)
+        except UserError as error:
+            yield "rope_scaling", str(error)
+
+    @classmethod
+    def hf_fields(cls, data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+        """The fields that a config.json has, by our names; `default_theta` is the base where it names none.
+
+        Raises:
+            UserError: its model has a head with several scores.
+        """
+        values = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
+        values["rope_theta"], values["rope_scaling"] = read_hf(data, default_theta)
+        return {**values, "head": read_head(data)}
+
+
+@in_written_order
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedQueryConfig(RotaryConfig):
+    """Shape of a dense decoder with grouped-query attention."""
+
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    """Key and value heads; fewer than query heads is grouped-query attention."""
+    head_dim: Annotated[int, Gt(0), Le(4096)] | None = None
+    """Size of a head; null for hidden_size / num_attention_heads."""
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """All of a head is rotated."""
+        return self.head_size
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
+        yield from super().problems()
+
+    @classmethod
+    def hf_fields(cls, data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+        """As `RotaryConfig.hf_fields`; a config.json may leave out the number of key and value heads."""
+        values = super().hf_fields(data, default_theta)
+        if values.get("num_key_value_heads") is None:
+            values["num_key_value_heads"] = values.get("num_attention_heads", cls.num_attention_heads)
+        return values
