@@ -109,8 +109,8 @@ def index(corpus: Path, tokenizer: Path) -> None:
 
 def loader() -> None:
     """Samples of pretraining to batches, in random order, from 40 MB of tokens that are in memory."""
+    from llmsuite.data.corpus import TokenWindows
     from llmsuite.data.loader import BatchSampler, ReadAhead, SampleOrder
-    from llmsuite.stages.pretrain import TokenWindows
 
     print("| length, micro-batch | bare memmap, samples/s | loader | part |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:

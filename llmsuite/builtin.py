@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from pathlib import Path
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from llmsuite.observe import loggers
@@ -16,111 +18,83 @@ from llmsuite.specs import (
     ModelFamily,
     StageSpec,
 )
+from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
 
 
-def _dpo() -> Any:
-    from llmsuite.stages.dpo import DpoStage
-
-    return DpoStage
-
-
-def _sft() -> Any:
-    from llmsuite.stages.sft import SftStage
-
-    return SftStage
+def lazily(address: str) -> Callable[[], Any]:
+    """A factory that imports and returns the object at an address such as "package.module:Name"."""
+    return functools.partial(pkgutil.resolve_name, address)
 
 
-def _pretrain() -> Any:
-    from llmsuite.stages.pretrain import PretrainStage
-
-    return PretrainStage
-
-
-def _rm() -> Any:
-    from llmsuite.stages.rm import RmStage
-
-    return RmStage
-
-
-def _kto() -> Any:
-    from llmsuite.stages.kto import KtoStage
-
-    return KtoStage
-
-
-def _infer() -> Any:
-    from llmsuite.stages.infer import work
-
-    return work
+CONVERSATIONS = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
+PREFERENCE = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
+UNPAIRED = {"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"}
+TEXT = {"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt"}
 
 
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
-    from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
-
-    conversations = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
-    preference = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
     return [
         StageSpec(
             name="dpo",
             help="direct preference optimisation: sigmoid, ipo, hinge, kto_pair, simpo, orpo",
             config_cls=DpoSection,
-            factory=_dpo,
-            smoke=preference,
-            rows_per_sample=2,
             profile=DpoSection.profile,
+            factory=lazily("llmsuite.stages.dpo:DpoStage"),
+            smoke=PREFERENCE,
+            rows_per_sample=2,
         ),
         StageSpec(
             name="lora",
             help="supervised fine-tuning of low-rank adapters; the section lora goes with the other stages too",
             config_cls=SftSection,
+            profile=SftSection.profile,
             section="sft",
             adapters=True,
-            factory=_sft,
-            smoke=conversations,
-            profile=SftSection.profile,
+            factory=lazily("llmsuite.stages.sft:SftStage"),
+            smoke=CONVERSATIONS,
         ),
         StageSpec(
             name="sft",
             help="supervised fine-tuning on the assistant's turns of conversations",
             config_cls=SftSection,
-            factory=_sft,
-            smoke=conversations,
-            quantises=True,
             profile=SftSection.profile,
+            factory=lazily("llmsuite.stages.sft:SftStage"),
+            smoke=CONVERSATIONS,
+            quantises=True,
         ),
         StageSpec(
             name="pretrain",
             help="next-token prediction over text or an indexed corpus",
             config_cls=PretrainSection,
-            factory=_pretrain,
-            smoke={"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt", "pretrain.mix": {}},
+            factory=lazily("llmsuite.stages.pretrain:PretrainStage"),
+            smoke={**TEXT, "pretrain.mix": {}},
             quantises=True,
             takes_all=True,
         ),
         StageSpec(
             name="rm",
-            help="reward model: a score for each answer, learnt from pairs",
+            help="reward model: a score for each answer, trained on pairs",
             config_cls=RmSection,
-            factory=_rm,
-            smoke=preference,
+            profile=RmSection.profile,
+            factory=lazily("llmsuite.stages.rm:RmStage"),
+            smoke=PREFERENCE,
             head="score",
             rows_per_sample=2,
-            profile=RmSection.profile,
         ),
         StageSpec(
             name="kto",
             help="preference optimisation on single answers that are wanted or not: kto, apo_zero",
             config_cls=KtoSection,
-            factory=_kto,
-            smoke={"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"},
             profile=KtoSection.profile,
+            factory=lazily("llmsuite.stages.kto:KtoStage"),
+            smoke=UNPAIRED,
         ),
         StageSpec(
             name="infer",
             help="no training: a model answers the prompts of a file",
             config_cls=InferSection,
-            factory=_infer,
+            factory=lazily("llmsuite.stages.infer:work"),
             smoke={"data.prompts": "data/preference/eval.jsonl", "infer.max_new_tokens": 16},
             trains=False,
             result="answers.jsonl",
@@ -129,7 +103,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
 
 
 def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
-    """The family whose code lies in `llmsuite.models.NAME`; its layers are imported when they are needed."""
+    """The family whose code is in `llmsuite.models.NAME`; its layers are imported when they are needed."""
     package = f"llmsuite.models.{name}"
     config = importlib.import_module(f"{package}.config")
     return ModelFamily(
@@ -139,10 +113,10 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         presets=config.PRESETS,
         smoke=config.SMOKE,
         smoke_keeps=config.SMOKE_KEEPS,
-        factory=lambda: getattr(importlib.import_module(f"{package}.layers"), cls),
-        names=lambda: importlib.import_module(f"{package}.names"),
+        factory=lazily(f"{package}.layers:{cls}"),
+        names=lazily(f"{package}.names"),
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
-        anatomy=lambda shape: importlib.import_module(f"{package}.anatomy").anatomy(shape),
+        anatomy=lambda shape: pkgutil.resolve_name(f"{package}.anatomy:anatomy")(shape),
         hf_model_types=hf_model_types,
         gguf_architectures=gguf,
     )
@@ -158,30 +132,17 @@ def llmsuite_register_models() -> list[ModelFamily]:
     ]
 
 
-def _cpu() -> Any:
-    from llmsuite.devices.cpu import CpuBackend
-
-    return CpuBackend()
-
-
-def _gpu() -> Any:
-    from llmsuite.devices.gpu import GpuBackend
-
-    return GpuBackend()
-
-
-def _xpu() -> Any:
-    from llmsuite.devices.xpu import XpuBackend
-
-    return XpuBackend()
+def _device(name: str, help: str, backend: str) -> DeviceSpec:
+    """A device whose backend class is at the address `backend`."""
+    return DeviceSpec(name=name, help=help, factory=lambda: pkgutil.resolve_name(backend)())
 
 
 @hookimpl
 def llmsuite_register_devices() -> list[DeviceSpec]:
     return [
-        DeviceSpec(name="cpu", help="processes over Gloo, fp32", factory=_cpu),
-        DeviceSpec(name="gpu", help="NVIDIA GPUs over NCCL, fp32, bf16, fp16", factory=_gpu),
-        DeviceSpec(name="xpu", help="Kunlun XPUs over BKCL, fp32, bf16, fp16", factory=_xpu),
+        _device("cpu", "processes over Gloo, fp32", "llmsuite.devices.cpu:CpuBackend"),
+        _device("gpu", "NVIDIA GPUs over NCCL, fp32, bf16, fp16", "llmsuite.devices.gpu:GpuBackend"),
+        _device("xpu", "Kunlun XPUs over BKCL, fp32, bf16, fp16", "llmsuite.devices.xpu:XpuBackend"),
     ]
 
 
@@ -192,23 +153,17 @@ def llmsuite_register_data_formats() -> list[DataFormat]:
     return [*formats.BUILTIN, *conversations.BUILTIN, *prompts.BUILTIN]
 
 
-def _write_hf(model: Any, directory: Path) -> None:
-    from llmsuite.checkpoint.model_writer import write_hf
-
-    write_hf(model, directory)
-
-
-def _write_paddlenlp(model: Any, directory: Path) -> None:
-    from llmsuite.checkpoint.model_writer import write_paddlenlp
-
-    write_paddlenlp(model, directory)
+def _exporter(name: str, help: str, write: str) -> Exporter:
+    """A layout whose writing function is at the address `write`."""
+    return Exporter(name=name, help=help, write=lambda model, path: pkgutil.resolve_name(write)(model, path))
 
 
 @hookimpl
 def llmsuite_register_exporters() -> list[Exporter]:
+    module = "llmsuite.checkpoint.model_writer"
     return [
-        Exporter(name="hf", help="names and matrices as HF transformers has them", write=_write_hf),
-        Exporter(name="paddlenlp", help="names and matrices as PaddleNLP has them", write=_write_paddlenlp),
+        _exporter("hf", "names and matrices as HF transformers has them", f"{module}:write_hf"),
+        _exporter("paddlenlp", "names and matrices as PaddleNLP has them", f"{module}:write_paddlenlp"),
     ]
 
 

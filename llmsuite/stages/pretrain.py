@@ -1,30 +1,27 @@
-"""Pretraining: the next token, over samples of equal length that are cut from documents joined together.
+"""Pretraining: next-token prediction over samples of equal length, cut from documents joined together.
 
-corpus on disk -> stretches of data.max_length + 1 tokens -> one forward pass -> negative log-likelihood of each token
+corpus on disk -> windows of data.max_length + 1 tokens -> one forward pass -> negative log-likelihood of each token
 
-Documents stay in their order and a stretch may hold several, as in GPT-2 and Megatron-LM: attention sees all of it, or
-with `pretrain.document_mask` a token's own document; the end-of-sequence token says where one ends. Stretch i is tokens
-i L to (i + 1) L, so each token but the first is predicted once. Which stretch comes when is `SampleOrder`'s, a function
-of the seed.
+Documents stay in their order and a window may hold several, as in GPT-2 and Megatron-LM: attention sees all of it, or
+with `pretrain.document_mask` a token's own document; a document ends with the end-of-sequence token. Window i is tokens
+i L to (i + 1) L, so each token but the first is predicted once. `SampleOrder` shuffles the windows by the seed.
 
 Shapes: B sequences, L length, D hidden.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
-import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import paddle
 
 from llmsuite.cache import cache_root
+from llmsuite.data.corpus import CorpusMixture, TokenWindows, split_bounds
 from llmsuite.data.index import cached_corpus
 from llmsuite.data.indexed import IndexedCorpus, index_path
 from llmsuite.data.remote import fetch, is_remote
@@ -35,71 +32,6 @@ from llmsuite.stages.sections import PretrainSection
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
 
 
-class TokenWindows(Sequence[np.ndarray]):
-    """Consecutive tokens of a corpus in pieces of `length`, each with the token that follows; what it gives lies in the
-    corpus, and is read where it is looked at."""
-
-    def __init__(self, tokens: np.ndarray, length: int, picked: range | None = None):
-        """`picked` are the numbers of the pieces, by default all that are whole."""
-        self._tokens, self._length = np.asarray(tokens), length  # a view: slices of a memmap take three times as long
-        self._picked = range(max(0, len(tokens) - 1) // length) if picked is None else picked
-
-    def __len__(self) -> int:
-        return len(self._picked)
-
-    @overload
-    def __getitem__(self, at: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, at: slice) -> TokenWindows: ...
-    def __getitem__(self, at: int | slice) -> np.ndarray | TokenWindows:
-        if isinstance(at, slice):
-            return TokenWindows(self._tokens, self._length, self._picked[at])
-        start = self._picked[at] * self._length
-        return self._tokens[start : start + self._length + 1]
-
-    def spread(self, count: int) -> TokenWindows:
-        """So many of them, at equal distances; all when there are not more."""
-        return self[:: max(1, len(self) // count)][:count]
-
-
-class MoE(Sequence[np.ndarray]):
-    """Samples of several corpora, as many of each as its weight says.
-
-    One pass is so long that every sample of every corpus is in it: once of the corpus that takes longest, of the others
-    once or more.
-    """
-
-    def __init__(self, parts: Sequence[TokenWindows], weights: Sequence[float]):
-        """Every part has a sample."""
-        self._parts = parts
-        scale = max(len(part) / weight for part, weight in zip(parts, weights))
-        # the small difference keeps the part that sets the scale at its own length, whatever division has rounded
-        counts = [max(len(part), math.ceil(scale * weight - 1e-6)) for part, weight in zip(parts, weights)]
-        self._ends = list(itertools.accumulate(counts))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    @overload
-    def __getitem__(self, at: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[np.ndarray]: ...
-    def __getitem__(self, at: int | slice) -> np.ndarray | Sequence[np.ndarray]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        number = range(len(self))[at]
-        part = bisect.bisect_right(self._ends, number)
-        first = self._ends[part - 1] if part else 0
-        return self._parts[part][(number - first) % len(self._parts[part])]
-
-
-def split_bounds(num_documents: int, split: str) -> tuple[int, int]:
-    """Numbers of the documents where evaluation begins and ends, for parts such as "969,30,1"."""
-    parts = [float(part) for part in split.split(",")]
-    first, last = parts[0] / sum(parts), (parts[0] + parts[1]) / sum(parts)
-    return round(num_documents * first), round(num_documents * last)
-
-
 class PretrainStage(Stage[np.ndarray]):
     """Every token is predicted from those before it in its sample; every token weighs 1."""
 
@@ -107,14 +39,14 @@ class PretrainStage(Stage[np.ndarray]):
         super().__init__(section, context)
         self._length = context.recipe.data.max_length
         self._padded = -(-self._length // context.length_multiple) * context.length_multiple
-        self._mix, self._split, self._most = section.mix, section.split, section.max_eval_samples
+        self._mix, self._split, self._max_eval_samples = section.mix, section.split, section.max_eval_samples
         self._division, self._key = section.documents, section.key
         self._is_masked = section.document_mask
 
     # data
 
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """TokenWindows of the files, of `data.train` without those held back by `pretrain.split`."""
+        """Windows of the files; those that `pretrain.split` holds back are for evaluation."""
         corpora = [(train, 1.0), *((self._mixed_file(name), weight) for name, weight in self._mix.items())]
         parts: list[TokenWindows] = []
         held_back: list[TokenWindows] = []
@@ -122,18 +54,19 @@ class PretrainStage(Stage[np.ndarray]):
             corpus = self._corpus(path)
             tokens = corpus.tokens
             if self._split is not None and evaluation is None:
-                at = [corpus.first_token(document) for document in split_bounds(corpus.num_documents, self._split)]
-                held_back += [self._stretches(tokens[at[0] : at[1]], f"the evaluation part of {path}")]
-                tokens = tokens[: at[0]]
-            parts.append(self._stretches(tokens, str(path)))
-        mixture: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else MoE(parts, [weight for _, weight in corpora])
+                begin, end = (corpus.first_token(n) for n in split_bounds(corpus.num_documents, self._split))
+                held_back.append(self._windows(tokens[begin:end], f"the evaluation part of {path}"))
+                tokens = tokens[:begin]
+            parts.append(self._windows(tokens, str(path)))
+        weights = [weight for _, weight in corpora]
+        samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else CorpusMixture(parts, weights)
         if evaluation is not None:
-            held_back = [self._stretches(self._corpus(evaluation).tokens, str(evaluation))]
-        return mixture, self._fewer(held_back)
+            held_back = [self._windows(self._corpus(evaluation).tokens, str(evaluation))]
+        return samples, self._evaluated(held_back)
 
     def read(self, path: Path) -> TokenWindows:
-        """TokenWindows of one file."""
-        return self._stretches(self._corpus(path).tokens, str(path))
+        """Windows of one file."""
+        return self._windows(self._corpus(path).tokens, str(path))
 
     def document_lengths(self, path: Path) -> np.ndarray:
         """Tokens of each document of a file."""
@@ -141,7 +74,7 @@ class PretrainStage(Stage[np.ndarray]):
         return np.diff([corpus.first_token(number) for number in range(corpus.num_documents + 1)])
 
     def digest(self, path: Path) -> str:
-        """Of the tokens; with those of the other corpora."""
+        """Digest of the tokens of a file and of the corpora in `pretrain.mix`."""
         digests = [self._corpus(found).digest() for found in (path, *map(self._mixed_file, self._mix))]
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
@@ -167,7 +100,7 @@ class PretrainStage(Stage[np.ndarray]):
         return corpus
 
     def _check_ends(self, corpus: IndexedCorpus) -> None:
-        """Raises UserError when documents do not end with the token by which they are told apart."""
+        """Raises UserError unless documents end with the end-of-sequence token, which is where the mask parts them."""
         eos = self.context.tokenizer.eos_id
         first = [corpus.document(i) for i in range(min(corpus.num_documents, 100))]
         if not any(len(document) and document[-1] == eos for document in first):
@@ -186,7 +119,7 @@ class PretrainStage(Stage[np.ndarray]):
             raise UserError(f"pretrain.mix: {name} is not a file (working directory: {Path.cwd()})")
         return path
 
-    def _stretches(self, tokens: np.ndarray, what: str) -> TokenWindows:
+    def _windows(self, tokens: np.ndarray, what: str) -> TokenWindows:
         found = TokenWindows(tokens, self._length)
         self.context.report(f"{what}: {len(tokens):,} tokens, {len(found):,} samples of {self._length}")
         if not found:
@@ -195,16 +128,17 @@ class PretrainStage(Stage[np.ndarray]):
             )
         return found
 
-    def _fewer(self, held_back: Sequence[TokenWindows]) -> Sequence[np.ndarray]:
-        """Of the samples for evaluation, what `pretrain.max_eval_samples` leaves."""
+    def _evaluated(self, held_back: Sequence[TokenWindows]) -> Sequence[np.ndarray]:
+        """The samples to evaluate on: at most about `pretrain.max_eval_samples`, spread evenly."""
+        limit = self._max_eval_samples
         if len(held_back) == 1:
-            return held_back[0].spread(self._most) if self._most else held_back[0]
+            return held_back[0].spread(limit) if limit else held_back[0]
         total = sum(map(len, held_back))
-        most = min(total, self._most or total)
-        return [sample for part in held_back for sample in part.spread(max(1, most * len(part) // total))]
+        count = min(total, limit or total)
+        return [sample for part in held_back for sample in part.spread(max(1, count * len(part) // total))]
 
     def collate(self, samples: Sequence[np.ndarray]) -> Batch:
-        """Input and what follows each of its tokens; padding on the right where lengths must be a multiple."""
+        """Inputs and targets; padding on the right where lengths have to be a multiple."""
         ids = np.stack(samples)  # [B, L + 1], as the corpus has them
         vocab_size = self.context.tokenizer.vocab_size
         if ids.max() >= vocab_size or (ids.dtype.kind != "u" and ids.min() < 0):
@@ -242,7 +176,7 @@ class PretrainStage(Stage[np.ndarray]):
     # loss
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
-        """Sum over the tokens; every one weighs 1, but for those that begin a document that is masked."""
+        """Sum over the tokens; every one weighs 1. With the document mask the first token of a document weighs 0."""
         starts = {"document_starts": paddle.to_tensor(batch["document_starts"])} if self._is_masked else {}
         hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **starts)  # [B, L, D]
         flat = hidden.flatten(0, 1)

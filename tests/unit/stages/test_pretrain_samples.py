@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.cli.main import main
+from llmsuite.data.corpus import CorpusMixture, TokenWindows, split_bounds
 from llmsuite.data.indexed import CorpusWriter
 from llmsuite.data.loader import BatchSampler, SampleOrder, shuffled
 from llmsuite.data.tokenizer import TextTokenizer
@@ -23,7 +24,7 @@ from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
-from llmsuite.stages.pretrain import MoE, PretrainStage, TokenWindows, split_bounds
+from llmsuite.stages.pretrain import PretrainStage
 from llmsuite.stages.sections import PretrainSection
 from llmsuite.train.stage import StageContext
 from tests.paths import DATA
@@ -104,7 +105,7 @@ def test_the_tokens_seen_do_not_depend_on_the_ranks(
     sizes: list[int], weights: list[float], seed: int, micro: int
 ) -> None:
     parts = [TokenWindows(np.arange(size) + 1000 * i, 10) for i, size in enumerate(sizes)]
-    samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else MoE(parts, weights)
+    samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else CorpusMixture(parts, weights)
     one, two, four = (consumed(samples, seed, ranks, 3, 4 * micro, micro) for ranks in (1, 2, 4))
     assert one == two == four
     assert len(one) == 12 * micro
@@ -114,7 +115,7 @@ def test_the_tokens_seen_do_not_depend_on_the_ranks(
 @given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=4), weights=st.lists(st.floats(0.1, 10), min_size=4))
 def test_a_pass_over_a_mixture(lengths: list[int], weights: list[float]) -> None:
     weights = weights[: len(lengths)]
-    samples = MoE([TokenWindows(np.arange(n + 1) + 100 * i, 1) for i, n in enumerate(lengths)], weights)
+    samples = CorpusMixture([TokenWindows(np.arange(n + 1) + 100 * i, 1) for i, n in enumerate(lengths)], weights)
     counts = Counter(int(sample[0]) for sample in samples)
     assert set(counts) == {100 * i + j for i, n in enumerate(lengths) for j in range(n)}  # all of every corpus
     taken = [sum(count for token, count in counts.items() if token // 100 == i) for i in range(len(lengths))]
@@ -183,7 +184,7 @@ def test_a_mixture_of_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.Mo
     said: list[str] = []
     mixed = stage(mix={str(tmp_path / "a.txt"): 0.25}, split="9,1", report=said.append)
     train, held_back = mixed.read_all(corpus, None)
-    assert len(train) == 112 + 28  # of 900 tokens in stretches of 8, and a quarter of that
+    assert len(train) == 112 + 28  # of 900 tokens in windows of 8, and a quarter of that
     assert [text.startswith("the evaluation part") for text in said] == [True, False, True, False]
     assert len(held_back) > 12  # those of the corpus and some of the text
     assert mixed.digest(corpus) != stage().digest(corpus)

@@ -1,0 +1,78 @@
+"""Samples of equal length cut from a corpus of token ids, and a mixture of several corpora."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+
+
+class TokenWindows(Sequence[np.ndarray]):
+    """Consecutive windows of `length` tokens, each with the token that follows it.
+
+    The windows are views into the corpus: nothing is read from disk before it is looked at.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, numbers: range | None = None):
+        """`numbers` picks windows; by default all that are whole."""
+        # an ndarray view of a memmap: slices of a memmap itself take three times as long
+        self._tokens, self._length = np.asarray(tokens), length
+        self._numbers = range(max(0, len(tokens) - 1) // length) if numbers is None else numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, at: slice) -> TokenWindows: ...
+    def __getitem__(self, at: int | slice) -> np.ndarray | TokenWindows:
+        if isinstance(at, slice):
+            return TokenWindows(self._tokens, self._length, self._numbers[at])
+        start = self._numbers[at] * self._length
+        return self._tokens[start : start + self._length + 1]
+
+    def spread(self, count: int) -> TokenWindows:
+        """At most `count` windows at equal distances."""
+        return self[:: max(1, len(self) // count)][:count]
+
+
+class CorpusMixture(Sequence[np.ndarray]):
+    """Samples of several corpora in proportion to their weights.
+
+    One pass has every sample of every corpus: once for the corpus that takes longest, once or more for the others.
+    """
+
+    def __init__(self, parts: Sequence[TokenWindows], weights: Sequence[float]):
+        """Every part has at least one sample."""
+        self._parts = parts
+        scale = max(len(part) / weight for part, weight in zip(parts, weights))
+        # the small difference keeps the part that sets the scale at its own length, however the division rounds
+        counts = [max(len(part), math.ceil(scale * weight - 1e-6)) for part, weight in zip(parts, weights)]
+        self._ends = list(itertools.accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, at: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[np.ndarray]: ...
+    def __getitem__(self, at: int | slice) -> np.ndarray | Sequence[np.ndarray]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        number = range(len(self))[at]
+        part = bisect.bisect_right(self._ends, number)
+        first = self._ends[part - 1] if part else 0
+        return self._parts[part][(number - first) % len(self._parts[part])]
+
+
+def split_bounds(num_documents: int, split: str) -> tuple[int, int]:
+    """Numbers of the documents where evaluation begins and ends, for proportions such as "969,30,1"."""
+    parts = [float(part) for part in split.split(",")]
+    first, last = parts[0] / sum(parts), (parts[0] + parts[1]) / sum(parts)
+    return round(num_documents * first), round(num_documents * last)
