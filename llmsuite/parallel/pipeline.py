@@ -1,13 +1,13 @@
-"""A rank of a pipeline: the model's face towards a training stage, and the passes between the ranks.
+"""A rank of a pipeline: the model as a training stage calls it, and the passes of the schedule.
 
 A training stage's loss asks for hidden states and gets them where the last layers are. On the first rank of the
-pipeline the same call embeds the ids, runs the layers that are here and sends the result on; what the loss makes of
-the zeros it gets there counts for nothing. So a stage's code is the same with and without a pipeline.
+pipeline the same call embeds the ids, runs the layers that are here and sends the result on; the loss gets zeros there,
+and its value is not used. So a stage's code is the same with and without a pipeline.
 
-With the interleaved schedule a rank has several chunks of the layers. Data meets one of them: the first chunk of the
-first rank (the ids) and the last chunk of the last rank (the targets). The passes of all others only receive, run and
-send on; no loss is asked, and a rank in the middle of a pipeline knows of a batch what comes with the activations: its
-shape, and where documents begin in rows of several.
+With the interleaved schedule a rank has several chunks of the layers. One of them owns inputs or loss: the first chunk
+of the first rank (the ids) and the last chunk of the last rank (the targets). The passes of all others only receive,
+run and send on; no loss is asked for. A rank in the middle of a pipeline knows only what comes with the activations
+(see `edges`): their shape, and where documents begin in rows of several.
 
 Only local parts travel: a rank talks to the ranks with its own coordinate on every other axis.
 """
@@ -17,11 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
-import queue
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -30,11 +25,12 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.errors import UserError
-from llmsuite.launch import calls
 from llmsuite.models.lora import adapters
 from llmsuite.models.qat import FakeQuantLinear, observed
+from llmsuite.parallel import edges
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.typing import Tensor
@@ -46,8 +42,8 @@ T = TypeVar("T")
 class Pass:
     """A forward pass that waits for its backward pass."""
 
-    given: Tensor | None
-    """What came from the part before; None in the first part."""
+    received: Tensor | None
+    """The activations of the part before; None in the first part."""
     result: Tensor
     total: Tensor | None
     """The loss, where the pass ended in one."""
@@ -57,24 +53,25 @@ class PipelineStage:
     """This rank's layers, called like the whole model. Also made for a pipeline of one rank, where it adds nothing."""
 
     def __init__(
-        self, chunks: Sequence[Any], mesh: Mesh, hidden_size: int, placements: list[Any], edges: P2PChannels | None
+        self, chunks: Sequence[Any], mesh: Mesh, hidden_size: int, placements: list[Any], channels: P2PChannels | None
     ):
         """
         Args:
-            chunks: models that have what belongs to a part each; see `cut.keep_part`.
+            chunks: models that have only the layers of one part each; see `cut.keep_part`.
             mesh: this rank's place.
             hidden_size: D of the hidden states [B, L, D].
-            placements: of the activations between layers, over tp.
-            edges: to the neighbours; None without a pipeline.
+            placements: placements over tp of the activations between layers.
+            channels: to the neighbours; None without a pipeline.
         """
-        self.chunks, self._mesh, self._placements, self._edges = list(chunks), mesh, placements, edges
-        self._hidden_size = hidden_size
+        self.chunks, self._mesh, self._placements = list(chunks), mesh, placements
+        self._channels, self._hidden_size = channels, hidden_size
         self.is_first, self.is_last = mesh.coordinate["pp"] == 0, mesh.coordinate["pp"] == mesh.degrees.pp - 1
-        self._at_data = 0 if self.is_first else len(self.chunks) - 1
+        self._data_chunk = 0 if self.is_first else len(self.chunks) - 1
+        """The chunk whose passes begin with ids or end in a loss; of no meaning in the middle of a pipeline."""
         self.marks_padding = False
         """Whether layers want to know which tokens are padding; those of a step are marked then."""
         self.observers: list[FakeQuantLinear] | None = None
-        """What takes note of its inputs in the forward passes of training; None when no rank has any."""
+        """The layers that observe their inputs in the forward passes of training; None when no rank has any."""
         self._lengths: Any = None
         self._in_schedule = False
         self._passed: tuple[Tensor | None, Tensor] | None = None
@@ -82,8 +79,8 @@ class PipelineStage:
 
     @property
     def model(self) -> Any:
-        """The chunk that a training stage meets."""
-        return self.chunks[self._at_data]
+        """The chunk that a training stage calls."""
+        return self.chunks[self._data_chunk]
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of this rank, by its full name."""
@@ -123,35 +120,34 @@ class PipelineStage:
         Raises:
             UserError: under sequence parallel, L cannot be cut.
         """
+        self._check_length(input_ids)
+        # outside of a schedule the passes of the other chunks are made here too
+        before, after = range(self._data_chunk), range(self._data_chunk + 1, len(self.chunks))
+        for chunk in () if self._in_schedule else before:
+            self._run(chunk, *self._receive())
+        assert not (self._in_schedule and self._passed), "a stage's loss may ask for hidden states once"
+        received = None
+        if not self.is_first:
+            received, document_starts = self._receive()
+            _check_same_batch(received, input_ids)
+        elif self._lengths is not None:
+            document_starts = _marked(document_starts, self._lengths, input_ids.shape)
+        x = self.model.embed(input_ids, document_starts=document_starts) if received is None else received
+        result = self._run(self._data_chunk, x, document_starts)
+        self._passed = received, result
+        for chunk in () if self._in_schedule else after:
+            self._run(chunk, *self._receive())
+        if self.is_last:
+            return self.model.final_norm(result), []
+        return paddle.zeros([*input_ids.shape, self._hidden_size]), []
+
+    def _check_length(self, input_ids: Tensor) -> None:
         length, tp = input_ids.shape[1], self._mesh.degrees.tp
         if tp > 1 and self._placements[0].is_shard() and length % tp:
             raise UserError(
                 f"parallel.sequence_parallel: the stage has made a batch of {length} tokens, which {tp} ranks cannot "
                 "share; its collate has to pad to a multiple of context.length_multiple"
             )
-        # outside of a schedule the passes of the other chunks are made here too
-        before, after = range(self._at_data), range(self._at_data + 1, len(self.chunks))
-        for chunk in () if self._in_schedule else before:
-            self._run(chunk, *self._receive())
-        assert not (self._in_schedule and self._passed), "a stage's loss may ask for hidden states once"
-        given = None
-        if not self.is_first:
-            given, document_starts = self._receive()
-        if given is not None and (sent := list(given.shape[:2])) != (read := list(input_ids.shape)):
-            raise UserError(
-                f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
-                f"{read}; do their machines have the same data files?"
-            )
-        if given is None and self._lengths is not None:
-            document_starts = _marked(document_starts, self._lengths, input_ids.shape)
-        x = self.model.embed(input_ids, document_starts=document_starts) if given is None else given
-        result = self._run(self._at_data, x, document_starts)
-        self._passed = given, result
-        for chunk in () if self._in_schedule else after:
-            self._run(chunk, *self._receive())
-        if self.is_last:
-            return self.model.final_norm(result), []
-        return paddle.zeros([*input_ids.shape, self._hidden_size]), []
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Negative log-probability of each target, [N]; zeros where the last layers are not."""
@@ -188,29 +184,30 @@ class PipelineStage:
 
     def owns_loss_or_inputs(self, chunk: int) -> bool:
         """Whether the passes of a chunk begin with ids or end in a loss."""
-        return (self.is_first or self.is_last) and chunk == self._at_data
+        return (self.is_first or self.is_last) and chunk == self._data_chunk
 
     def forward(self, action: Action, loss: Callable[[], T] | None, lengths: Any = None) -> T | None:
         """A forward pass of the schedule; in training, `backward` follows.
 
         Args:
-            action: which one.
-            loss: calls `hidden_states` once; None where the chunk meets no data. In training it gives `LossTerms`.
+            action: the pass.
+            loss: calls `hidden_states` once; None for a chunk that owns neither loss nor inputs. In training it gives
+                `LossTerms`.
             lengths: of the rows without padding, [B]; None when the stage does not say.
 
         Returns:
-            What `loss` gives. It is the loss on the last stage only.
+            The result of `loss`. It is the loss on the last stage only.
         """
         self._in_schedule, self._passed = True, None
         self._lengths = lengths if self.marks_padding or self.observers is not None else None
-        # not what is computed again later, in the backward pass of this micro-batch among other forward passes
+        # recompute runs layers again during backward passes, among other forward passes: nothing is observed there
         with observed(self.observers or () if paddle.is_grad_enabled() else ()):
             if loss is not None:
                 terms: T | None = loss()
                 assert self._passed is not None, "the stage's loss did not ask for hidden states"
             else:
-                terms, (given, document_starts) = None, self._receive()
-                self._passed = given, self._run(action.chunk, given, document_starts)
+                terms, (received, document_starts) = None, self._receive()
+                self._passed = received, self._run(action.chunk, received, document_starts)
         if paddle.is_grad_enabled():
             assert terms is None or isinstance(terms, LossTerms)
             total = terms.total if terms is not None and self.is_last else None
@@ -219,29 +216,26 @@ class PipelineStage:
         return terms
 
     def backward(self, action: Action, scale: float = 1.0) -> None:
-        """Gradients of a pass: of `scale` times the loss on the last stage, elsewhere of what the next part sends."""
+        """The backward pass of a forward one: of `scale` times the loss on the last stage, elsewhere of the gradient
+        that the next part sends."""
         waiting = self._waiting.pop((action.chunk, action.micro_batch))
         if waiting.total is not None:
             (waiting.total if scale == 1.0 else waiting.total * scale).backward()
         else:
-            assert self._edges is not None
             y = waiting.result
-            gradient = self._edges.receive(local_value(y).shape, y.dtype, forward=False)
+            gradient = self._receive_gradient(y)
             if not y.stop_gradient:  # as in front of the first adapter
-                paddle.autograd.backward([y], [self._spread(gradient)])
-        if waiting.given is not None:
-            gradient = waiting.given.grad
-            if gradient.is_dist():
-                gradient = reshard(gradient, self._mesh, self._placements)
-            assert self._edges is not None
-            self._edges.send(local_value(gradient).detach(), forward=False)
+                paddle.autograd.backward([y], [gradient])
+        if waiting.received is not None:
+            self._send_gradient(waiting.received.grad)
 
     @paddle.no_grad()
     def serve_forward_only(self) -> None:
-        """In the middle of a pipeline, outside of a schedule: pass on what comes, until the first rank lets go."""
+        """Run and send on every batch that comes, outside of a schedule, until the first rank calls `send_stop`. The
+        ranks in the middle of a pipeline are in it while those at its ends ask for hidden states."""
         self.eval()
-        while (given := self._receive_or_end()) is not None:
-            self._run(0, *given)
+        while (received := self._receive_or_stop()) is not None:
+            self._run(0, *received)
             for chunk in range(1, len(self.chunks)):
                 self._run(chunk, *self._receive())
         self.send_stop()
@@ -249,8 +243,10 @@ class PipelineStage:
 
     def send_stop(self) -> None:
         """Let the next rank leave `serve_forward_only`, if it is in the middle of the pipeline."""
-        if self._edges is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
-            self._edges.send(paddle.to_tensor(_END, dtype="int64"), forward=True)
+        if self._channels is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
+            self._channels.send(paddle.to_tensor(_STOP, dtype="int64"), forward=True)
+
+    # one pass through a chunk, and the messages around it
 
     def _run(self, chunk: int, x: Tensor, document_starts: Tensor | None) -> Tensor:
         """Through the layers of a chunk, and on to the next part if there is one."""
@@ -260,123 +256,85 @@ class PipelineStage:
         y, _ = self.chunks[chunk].decode(
             x, document_starts=_unmarked(document_starts) if are_marked else document_starts
         )
-        if not (self.is_last and chunk == len(self.chunks) - 1):
-            assert self._edges is not None
-            local = local_value(y).detach()
-            # of sequences that are cut a rank sends a part, of their documents all
-            length = 0 if document_starts is None else document_starts.shape[1]
-            self._edges.send(paddle.to_tensor([*local.shape, length], dtype="int64"), forward=True)
-            if document_starts is not None:
-                self._edges.send(document_starts, forward=True)
-            self._edges.send(local, forward=True)
+        pp = self._mesh.degrees.pp
+        part, num_parts = chunk * pp + self._mesh.coordinate["pp"], len(self.chunks) * pp
+        if edges.target(part, num_parts, forward=True) is not None:
+            self._send(y, document_starts)
         return y
 
+    def _send(self, y: Tensor, document_starts: Tensor | None) -> None:
+        """Send activations on. Under sequence parallel a rank sends its part of them, but all document starts."""
+        local = local_value(y).detach()
+        length = 0 if document_starts is None else document_starts.shape[1]
+        contents: dict[edges.Content, Tensor | None] = {
+            "header": paddle.to_tensor([*local.shape, length], dtype="int64"),
+            "document_starts": document_starts,
+            "activations": local,
+        }
+        assert self._channels is not None
+        for message in edges.messages(True, local.shape, length):
+            self._channels.send(contents[message.content], forward=True)
+
     def _receive(self) -> tuple[Tensor, Tensor | None]:
-        received = self._receive_or_end()
-        assert received is not None, "the first rank has let go in the middle of a schedule"
+        received = self._receive_or_stop()
+        assert received is not None, "the first rank has sent a stop in the middle of a schedule"
         return received
 
-    def _receive_or_end(self) -> tuple[Tensor, Tensor | None] | None:
-        """Activations of the part before and the documents of their rows. Their shapes come first: they change from
-        micro-batch to micro-batch."""
-        assert self._edges is not None
-        *shape, length = header = self._edges.receive([len(_END)], "int64", forward=True).tolist()
-        if header == _END:
+    def _receive_or_stop(self) -> tuple[Tensor, Tensor | None] | None:
+        """Activations of the part before and the document starts of their rows; None when it has sent a stop."""
+        assert self._channels is not None
+        *shape, length = header = self._channels.receive([edges.HEADER_LENGTH], "int64", forward=True).tolist()
+        if header == _STOP:
             return None
-        document_starts = self._edges.receive([shape[0], length], "int64", forward=True) if length else None
-        x = self._spread(self._edges.receive(shape, next(iter(self.model.parameters())).dtype, forward=True))
+        dtype = next(iter(self.model.parameters())).dtype
+        contents: dict[edges.Content, Tensor] = {}
+        for message in edges.messages(True, shape, length)[1:]:
+            kind = "int64" if message.is_int64 else dtype
+            contents[message.content] = self._channels.receive(list(message.shape), kind, forward=True)
+        x = self._spread(contents["activations"])
         x.stop_gradient = not paddle.is_grad_enabled()
-        return x, document_starts
+        return x, contents.get("document_starts")
+
+    def _send_gradient(self, gradient: Tensor) -> None:
+        if gradient.is_dist():
+            gradient = reshard(gradient, self._mesh, self._placements)
+        assert self._channels is not None
+        self._channels.send(local_value(gradient).detach(), forward=False)
+
+    def _receive_gradient(self, y: Tensor) -> Tensor:
+        """The gradient of what was sent on."""
+        assert self._channels is not None
+        (message,) = edges.messages(False, local_value(y).shape, 0)
+        return self._spread(self._channels.receive(list(message.shape), y.dtype, forward=False))
 
     def _spread(self, local: Tensor) -> Tensor:
+        """This rank's part of activations, as a tensor with the placements they have between layers."""
         if self._mesh.tensor is None:
             return local
         return dtensor_from_local(local, self._mesh.tensor, self._placements).detach()
 
 
+_STOP = [0] * edges.HEADER_LENGTH
+"""In place of a header: nothing will follow."""
+
+
+def _check_same_batch(received: Tensor, input_ids: Tensor) -> None:
+    if (sent := list(received.shape[:2])) != (read := list(input_ids.shape)):
+        raise UserError(
+            f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
+            f"{read}; do their machines have the same data files?"
+        )
+
+
 def _marked(document_starts: Tensor | None, lengths: Any, shape: Sequence[int]) -> Tensor:
-    """Documents [B, L] with -1 for what is behind the length of each row."""
+    """Document starts [B, L] with -1 for the padding behind the length of each row."""
     document_starts = paddle.zeros(shape, dtype="int64") if document_starts is None else document_starts
     is_padding = paddle.arange(shape[1]) >= paddle.to_tensor(lengths).unsqueeze(-1)
     return paddle.where(is_padding, paddle.full_like(document_starts, -1), document_starts)
 
 
 def _unmarked(document_starts: Tensor | None) -> Tensor | None:
-    """Documents without marks, for layers that do not ask for them; None where each row is one."""
+    """Document starts without marks, for layers that do not ask for them; None where each row is one document."""
     if document_starts is None or not bool((document_starts > 0).any()):
         return None
     return document_starts.clip(min=0)
-
-
-_END = [0, 0, 0, 0]
-"""In place of the shape of activations, and of the length of rows of several documents: none will follow."""
-
-
-class P2PChannels:
-    """Sends to and receives from the neighbours. A send never waits for its receiver.
-
-    There is a channel, a group of two, for each direction between two neighbours: what is sent first is received
-    first. Between two ranks that are each other's next, as two ranks with several chunks are, activations and
-    gradients go the same way; they have a channel each, for their orders differ (see `schedule.play`).
-    """
-
-    def __init__(self, mesh: Mesh, ring: bool):
-        """`ring`: whether the last rank sends on to the first, which has a second chunk."""
-        self._groups: dict[bool, tuple[Any, Any]] = {}
-        """By direction (forward or not): to send in, to receive in."""
-        made: dict[tuple[int, int, bool], Any] = {}
-        for line in mesh.pipeline_lines():
-            for a, b in [*itertools.pairwise(line), *([(line[-1], line[0])] if ring else [])]:
-                for sender, receiver, forward in ((a, b, True), (b, a, False)):
-                    made[sender, receiver, forward] = dist.new_group(sorted((a, b)))
-            if mesh.rank in line:
-                at = line.index(mesh.rank)
-                self._next, self._previous = line[(at + 1) % len(line)], line[at - 1]
-        for forward in (True, False):
-            to, origin = (self._next, self._previous) if forward else (self._previous, self._next)
-            self._groups[forward] = made.get((mesh.rank, to, forward)), made.get((origin, mesh.rank, forward))
-        self._tasks: list[Any] = []
-        self._senders: dict[bool, queue.Queue[Callable[[], None]]] = {}
-
-    def send(self, value: Tensor, forward: bool) -> None:
-        """Send to the next part, or to the one before."""
-        group, peer = self._groups[forward][0], self._next if forward else self._previous
-        copy = value.clone()
-        call = calls.made("send", copy, group)
-        if dist.get_backend(group) != "GLOO":
-            self._tasks = [task for task in self._tasks if not task.is_completed()]
-            self._tasks.append(dist.isend(copy, peer, group))
-            call.end()
-            return
-
-        # Gloo's send waits for its receiver, and in 1F1B neighbours send to each other at once
-        def job() -> None:
-            group.process_group.send(copy, group.get_group_rank(peer), True).wait()
-            call.end()
-
-        if forward not in self._senders:
-            self._senders[forward] = queue.Queue()
-            threading.Thread(target=_send_all, args=(self._senders[forward],), daemon=True).start()
-        self._senders[forward].put(job)
-
-    def receive(self, shape: list[int], dtype: Any, forward: bool) -> Tensor:
-        """Receive from the part before (a forward pass), or from the next one (a backward pass)."""
-        group, peer = self._groups[forward][1], self._previous if forward else self._next
-        value = paddle.empty(shape, dtype=dtype)
-        with calls.made("receive", value, group):
-            group.process_group.recv(value, group.get_group_rank(peer), True).wait()
-        return value
-
-
-def _send_all(jobs: queue.Queue[Callable[[], None]]) -> None:
-    """Do jobs for ever, in a thread of its own. One that fails ends the rank.
-
-    The main thread is most likely waiting for an answer to what was not sent; nothing else would wake it.
-    """
-    try:
-        while True:
-            jobs.get()()
-    except BaseException:
-        traceback.print_exc()
-        print("a message to a neighbour in the pipeline could not be sent; the run ends", file=sys.stderr, flush=True)
-        os._exit(1)

@@ -1,15 +1,13 @@
-"""In which order the ranks of a pipeline compute the micro-batches of a step. Plain data: nothing here needs a device.
+"""Pipeline schedules: the order in which each rank computes the micro-batches of a step. Plain data, without Paddle.
 
 The layers are cut into parts, one a rank, or several with the interleaved schedule: then chunk c of rank r is part
-c * num_stages + r, and a micro-batch goes round the ranks once a chunk.
+c * num_stages + r, and a micro-batch goes round the ranks once a chunk. `edges` says what they send to each other.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from typing import Literal
 
 Kind = Literal["FThenB", "1F1B", "interleaved"]
@@ -22,7 +20,7 @@ class Action:
     forward: bool
     micro_batch: int
     chunk: int = 0
-    """Of those the rank has, from 0."""
+    """Number of the chunk on its rank, from 0."""
 
 
 def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[Action]:
@@ -35,11 +33,11 @@ def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int, num_c
     the stages; here any number will do, cut into rounds as equal as can be.
 
     Args:
-        kind: of the schedule.
+        kind: the schedule.
         stage: position of the rank in the pipeline, from 0.
         num_stages: ranks of the pipeline.
-        num_micro_batches: of a step.
-        num_chunks: of a rank; above 1 with the interleaved schedule only.
+        num_micro_batches: micro-batches of a step.
+        num_chunks: chunks of a rank; above 1 with the interleaved schedule only.
     """
     assert num_chunks == 1 or kind == "interleaved", (kind, num_chunks)
     forward, backward = [], []
@@ -63,60 +61,9 @@ def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int, num_c
 def _rounds(num_stages: int, num_micro_batches: int) -> list[range]:
     """Consecutive micro-batches: rounds of as many as there are stages or a few more, the longer ones first.
 
-    With a short last round, as with longer rounds behind shorter ones, the order above would not end: see `play`.
+    With a short last round, as with longer rounds behind shorter ones, the ranks would wait for each other for ever.
     """
     count = max(1, num_micro_batches // num_stages)
     size, longer = divmod(num_micro_batches, count)
     starts = [i * size + min(i, longer) for i in range(count + 1)]
     return [range(a, b) for a, b in itertools.pairwise(starts)]
-
-
-def peak_live(kind: Kind, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[int]:
-    """The most passes each rank holds at once for their backward pass; see `play`."""
-    return play([order(kind, s, num_stages, num_micro_batches, num_chunks) for s in range(num_stages)], num_chunks)
-
-
-def play(orders: Sequence[Sequence[Action]], num_chunks: int = 1) -> list[int]:
-    """Play a schedule through as the ranks do: sends do not wait, receives do, and take what was sent first.
-
-    Args:
-        orders: the passes of each rank.
-        num_chunks: of a rank.
-
-    Returns:
-        The most passes each rank holds at once for their backward pass.
-
-    Raises:
-        AssertionError: the ranks wait for each other for ever, or a rank gets another message than it is waiting for.
-    """
-    num_stages, last = len(orders), len(orders) * num_chunks - 1
-    queues = [collections.deque(actions) for actions in orders]
-    # what is under way, by receiver and direction: what `pipeline.P2PChannels` has a channel for
-    channels: dict[tuple[int, bool], collections.deque[tuple[int, int]]] = collections.defaultdict(collections.deque)
-    held: list[set[tuple[int, int]]] = [set() for _ in orders]
-    peak = [0] * num_stages
-    while any(queues):
-        moved = False
-        for stage, queue in enumerate(queues):
-            while queue:
-                action = queue[0]
-                part, step = action.chunk * num_stages + stage, 1 if action.forward else -1
-                if part != (0 if action.forward else last):
-                    channel = channels[stage, action.forward]
-                    if not channel:
-                        break
-                    found, wanted = channel.popleft(), (part, action.micro_batch)
-                    assert found == wanted, f"rank {stage} waits for (part, micro-batch) {wanted} and gets {found}"
-                if part != (last if action.forward else 0):
-                    channels[(stage + step) % num_stages, action.forward].append((part + step, action.micro_batch))
-                pass_ = action.chunk, action.micro_batch
-                if action.forward:
-                    held[stage].add(pass_)
-                else:
-                    assert pass_ in held[stage], f"rank {stage} goes back over {pass_} before it went forward"
-                    held[stage].remove(pass_)
-                peak[stage] = max(peak[stage], len(held[stage]))
-                queue.popleft()
-                moved = True
-        assert moved, f"the {num_stages} ranks wait for each other for ever: {[q[0] for q in queues if q]}"
-    return peak

@@ -19,9 +19,10 @@ from llmsuite.models.targets import is_factor, is_trained
 from llmsuite.parallel.balance import ExpertBalance
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.parallelize import Strategy, parallelize
 from llmsuite.parallel.partition import SHARDING_STAGES
-from llmsuite.parallel.pipeline import P2PChannels, PipelineStage
+from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.quantisation import InputScales
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import between_layers

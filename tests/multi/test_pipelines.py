@@ -186,7 +186,7 @@ import os
 import llmsuite
 
 def install():  # in each rank, which is a fork
-    from llmsuite.parallel.pipeline import P2PChannels
+    from llmsuite.parallel.p2p import P2PChannels
 
     send, sent = P2PChannels.send, []
 

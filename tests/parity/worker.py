@@ -194,10 +194,10 @@ class _UnderWay:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Around a run, whose sending threads start in it."""
-        from llmsuite.parallel import pipeline
-        from llmsuite.parallel.pipeline import P2PChannels
+        from llmsuite.parallel import p2p
+        from llmsuite.parallel.p2p import P2PChannels
 
-        send, send_all = P2PChannels.send, pipeline._send_all
+        send, send_all = P2PChannels.send, p2p._send_all
 
         def noted_send(edges: P2PChannels, value: Any, forward: bool) -> None:
             with self._lock:
@@ -215,11 +215,11 @@ class _UnderWay:
                     del job
                     self._bytes -= num_bytes
 
-        P2PChannels.send, pipeline._send_all = noted_send, noted_send_all  # type: ignore[method-assign]
+        P2PChannels.send, p2p._send_all = noted_send, noted_send_all  # type: ignore[method-assign]
         try:
             yield
         finally:
-            P2PChannels.send, pipeline._send_all = send, send_all  # type: ignore[method-assign]
+            P2PChannels.send, p2p._send_all = send, send_all  # type: ignore[method-assign]
 
 
 def _allocated(tensor: Any) -> int:

@@ -11,7 +11,7 @@ import paddle.distributed as dist
 import pytest
 
 from llmsuite.errors import UserError
-from llmsuite.parallel import pipeline
+from llmsuite.parallel import p2p
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.schema.degrees import Degrees
@@ -88,7 +88,7 @@ def test_a_message_that_cannot_be_sent_ends_the_rank(
     for job in (lambda: done.append("first"), fail, lambda: done.append("third")):
         jobs.put(job)
     with pytest.raises(SystemExit):
-        pipeline._send_all(jobs)
+        p2p._send_all(jobs)
     assert done == ["first", "exit code 1"]
     said = capsys.readouterr().err
     assert "RuntimeError: connection reset" in said

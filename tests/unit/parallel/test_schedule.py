@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from paddle.distributed.auto_parallel.pipelining import schedules as paddles
 
 from llmsuite.parallel import schedule
-from llmsuite.parallel.schedule import Action, Kind, order, peak_live, play
+from llmsuite.parallel.schedule import Action, Kind, order
+from tests.unit.schedules import peak_live, play
 
 Shape = tuple[Kind, int, int, int]
 SHAPES = st.one_of(

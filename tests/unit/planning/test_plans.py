@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
-from llmsuite.parallel.schedule import Action, peak_live
+from llmsuite.parallel.schedule import Action
 from llmsuite.planning.activations import Pass
 from llmsuite.planning.communication import Message, Traffic
 from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
@@ -27,6 +27,7 @@ from llmsuite.planning.schedule import draw_text, length, most_held, orders, sim
 from llmsuite.planning.search import Strategy, broken, search, strategies, with_strategy
 from tests.paths import ROOT
 from tests.unit.planning.test_memory import RECIPE, run_plan
+from tests.unit.schedules import peak_live
 
 
 @given(st.integers(1, 6), st.integers(1, 24), st.sampled_from(["1F1B", "FThenB"]))

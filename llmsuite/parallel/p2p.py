@@ -1,0 +1,86 @@
+"""Point to point between the ranks of a pipeline: a process group for each channel, and sends that never wait."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+
+from llmsuite.launch import calls
+from llmsuite.parallel import edges
+from llmsuite.parallel.edges import Channel
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.typing import Tensor
+
+
+class P2PChannels:
+    """Sends to and receives from the neighbours in the pipeline. A send never waits for its receiver."""
+
+    def __init__(self, mesh: Mesh, ring: bool):
+        """`ring`: whether the last rank sends on to the first, which has a second chunk."""
+        lines = mesh.pipeline_lines()
+        # every rank makes every group, in the same order
+        groups: dict[Channel, Any] = {}
+        for line in lines:
+            for channel in edges.channels(line, ring):
+                groups[channel] = dist.new_group(sorted((channel.sender, channel.receiver)))
+        (own,) = (line for line in lines if mesh.rank in line)
+        self._outgoing = {forward: edges.outgoing(own, mesh.rank, forward) for forward in (True, False)}
+        self._incoming = {forward: edges.incoming(own, mesh.rank, forward) for forward in (True, False)}
+        self._groups = {
+            channel: groups.get(channel) for channel in (*self._outgoing.values(), *self._incoming.values())
+        }
+        self._tasks: list[Any] = []
+        self._senders: dict[bool, queue.Queue[Callable[[], None]]] = {}
+
+    def send(self, value: Tensor, forward: bool) -> None:
+        """Send to the next part, or to the one before."""
+        channel = self._outgoing[forward]
+        group, peer = self._groups[channel], channel.receiver
+        copy = value.clone()
+        call = calls.made("send", copy, group)
+        if dist.get_backend(group) != "GLOO":
+            self._tasks = [task for task in self._tasks if not task.is_completed()]
+            self._tasks.append(dist.isend(copy, peer, group))
+            call.end()
+            return
+
+        # Gloo's send waits for its receiver, and in 1F1B neighbours send to each other at once
+        def job() -> None:
+            group.process_group.send(copy, group.get_group_rank(peer), True).wait()
+            call.end()
+
+        if forward not in self._senders:
+            self._senders[forward] = queue.Queue()
+            threading.Thread(target=_send_all, args=(self._senders[forward],), daemon=True).start()
+        self._senders[forward].put(job)
+
+    def receive(self, shape: list[int], dtype: Any, forward: bool) -> Tensor:
+        """Receive from the part before (a forward pass), or from the next one (a backward pass)."""
+        channel = self._incoming[forward]
+        group, peer = self._groups[channel], channel.sender
+        value = paddle.empty(shape, dtype=dtype)
+        with calls.made("receive", value, group):
+            group.process_group.recv(value, group.get_group_rank(peer), True).wait()
+        return value
+
+
+def _send_all(jobs: queue.Queue[Callable[[], None]]) -> None:
+    """Do jobs for ever, in a thread of its own. One that fails ends the rank.
+
+    The main thread is most likely waiting for an answer to what was not sent; nothing else would wake it.
+    """
+    try:
+        while True:
+            jobs.get()()
+    except BaseException:
+        traceback.print_exc()
+        print("a message to a neighbour in the pipeline could not be sent; the run ends", file=sys.stderr, flush=True)
+        os._exit(1)
