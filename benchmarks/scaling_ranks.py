@@ -30,13 +30,13 @@ RECIPE = ROOT / "recipes" / "llama" / "pretrain.json"
 def main(file: Path, directory: Path) -> int:
     """The launcher: ranks are forks of it, so Paddle is imported once."""
     from llmsuite.devices.cpu import CpuBackend
-    from llmsuite.devices.cpu.gloo import trace
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import launch
+    from tests.tools import gloo_trace
 
     asked = json.loads(file.read_text())
     backend, num_ranks = CpuBackend(), int(asked["ranks"])
-    trace.install()
+    gloo_trace.install()
     backend.prepare_ranks()
     start_paddle(backend, num_ranks, fork=True)
 
@@ -54,11 +54,11 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 
     from llmsuite import builtin
     from llmsuite.cli import commands
-    from llmsuite.devices.cpu.gloo.groups import reused
     from llmsuite.launch import calls
     from llmsuite.plugins.manager import load_plugins
     from llmsuite.recipe.resolve import plan_run
     from llmsuite.train.run import run
+    from tests.tools.gloo_groups import reused
 
     calls.start()
     os.environ["LLMSUITE_PLUGINS"] = ""
@@ -81,9 +81,9 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 @contextlib.contextmanager
 def counted(last: int) -> Iterator[dict[str, Any]]:
     """Around a run of `last` steps, which takes the times of all but the last; that one is counted."""
-    from llmsuite.devices.cpu.gloo import trace
     from llmsuite.parallel.optimizer import Optimizer
     from llmsuite.train import loop
+    from tests.tools import gloo_trace
 
     record: dict[str, Any] = {"seconds": [], "cpu_seconds": []}
     train_step, finish, before = loop.train_step, Optimizer.finish_gradients, live_bytes()
@@ -105,9 +105,9 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
             record["held"]["gradients"] = live_bytes() - before - between
             return finish(self, weight)
 
-        messages: trace.Messages = collections.Counter()
+        messages: gloo_trace.Messages = collections.Counter()
         Optimizer.finish_gradients = finished  # type: ignore[method-assign]
-        with trace.traced(messages):
+        with gloo_trace.traced(messages):
             result = train_step(step, samples, objective, model, optimizer, *args, **more)
         record["sent"] = [[operation, shape, width, n] for (_, operation, shape, width), n in messages.items()]
         return result

@@ -1,4 +1,4 @@
-"""What a device backend decides: place, collectives, environment, precision, fused ops, memory figures.
+"""What a device backend decides: place, collectives, environment, precision, fused kernels, memory figures.
 
 A backend is created without Paddle; the methods that need it import it.
 """
@@ -7,44 +7,68 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
+PADDLE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+FLASH_ATTENTION = {"causal_mask": "no_mask", "document_mask": "document_ends", "attention": "flash_attention"}
+"""Part of a table of `DeviceBackend.kernels`: Paddle's flash attention, with its forms of a mask."""
+
 
 class DeviceBackend(abc.ABC):
-    """One kind of device. The rest of llmsuite asks it, and nothing else asks for a device by name."""
+    """One kind of device. The rest of llmsuite asks it, and never asks for a device by name."""
 
     name: ClassVar[str]
     collectives: ClassVar[str]
     """Paddle's name of the communication library."""
     precisions: ClassVar[tuple[str, ...]]
-    """What `engine.precision` may be here."""
+    """The values of `engine.precision` it has."""
     install: ClassVar[str]
     """How to get a Paddle for it."""
     forks: ClassVar[bool] = False
     """Whether a rank may be a fork of a process that has imported Paddle and done nothing with it."""
 
+    kernel_module: ClassVar[str] = "llmsuite.devices.ops"
+    """The module with the functions that `kernels` names."""
     fuses_alike_only: ClassVar[bool] = False
-    """Whether its kernels take distributed tensors only where all of an operation lie alike, and none in a program; the
-    rest is done by plain operations."""
-    gradient_bucket_bytes: ClassVar[int] = 25 << 20  # as PyTorch's and Paddle's data parallel
-    """How much of the gradients is added up over data ranks in one call, unless a recipe says; 0: each by itself."""
-    sends_beside_passes: ClassVar[bool] = True
-    """Whether these calls, and sums over tensor parallel ranks, go on while a backward pass computes; else each is over
-    when it returns."""
+    """Whether its kernels take the distributed tensors of an operation only where all have the same placements, and
+    none in a static program; plain operations do the rest."""
     kernels_in_programs: ClassVar[bool] = True
-    """Whether Paddle Inference has the kernels of `ops` too: not those that are built here."""
+    """Whether Paddle Inference has its kernels too; it has none that are built here."""
+
+    gradient_bucket_bytes: ClassVar[int] = 25 << 20  # as PyTorch's and Paddle's data parallel
+    """Size of the gradient buckets that are summed over data ranks in one call, unless a recipe sets it; 0 for a call a
+    gradient."""
+    sends_beside_passes: ClassVar[bool] = True
+    """Whether these calls, and sums over tensor parallel ranks, overlap with a backward pass; else each is over when it
+    returns."""
+
+    def kernels(self, precision: str) -> Mapping[str, str]:
+        """The table of fused kernels: a field of `llmsuite.devices.ops.Ops` -> a function of `kernel_module`. Imports
+        no Paddle."""
+        return {}
 
     def fused(self, precision: str) -> frozenset[str]:
-        """The operations that `ops` gives a fused kernel for, by their names in `llmsuite.devices.ops.Ops`: what they
-        keep for a backward pass differs. Imports no Paddle."""
-        return frozenset()
+        """The operations that have a fused kernel: what they keep for a backward pass differs. The form of a mask goes
+        with the attention kernel and is none of its own. Imports no Paddle."""
+        return frozenset(self.kernels(precision)) - {"causal_mask", "document_mask"}
+
+    def ops(self, precision: str) -> Ops:
+        """Fused kernels for the precision, plain forms for the rest. Imports Paddle."""
+        from llmsuite.devices.ops import Ops
+
+        table = self.kernels(precision)
+        module = importlib.import_module(self.kernel_module) if table else None
+        return Ops(**{field: getattr(module, function) for field, function in table.items()})
 
     def padding_free(self, precision: str) -> bool:
-        """Whether its attention goes past what a token does not see of its row: then the sequences of a batch cost less
-        as documents of one row than as rows with padding, and answers may share a prompt, see `ops.document_spans`.
+        """Whether its attention skips what a token does not see of its row: then the sequences of a batch cost less as
+        documents of one row than as rows with padding, and answers may share a prompt, see `ops.document_spans`.
         Imports no Paddle."""
         return False
 
@@ -57,13 +81,17 @@ class DeviceBackend(abc.ABC):
         return {}
 
     def prepare_ranks(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """Called once before several ranks are started. Raises UserError when something they need is missing."""
+        """Called once before several ranks are started.
+
+        Raises:
+            UserError: something they need is missing.
+        """
 
     def before_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """Called in a rank of several, or in the process that it is a fork of, before Paddle is imported."""
+        """Called in one of several ranks, or in the process it is a fork of, before Paddle is imported."""
 
     def after_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """Called in a rank of several once Paddle is imported."""
+        """Called in one of several ranks once Paddle is imported."""
 
     @abc.abstractmethod
     def unavailable(self, num_devices: int) -> str | None:
@@ -74,20 +102,16 @@ class DeviceBackend(abc.ABC):
         """Make this rank's device the current one."""
 
     @abc.abstractmethod
-    def ops(self, precision: str) -> Ops:
-        """Fused kernels for the precision, plain forms for the rest."""
-
-    @abc.abstractmethod
     def peak_memory_bytes(self) -> int:
         """Highest memory use of this process so far: device memory, or resident memory on cpu."""
 
     def to_host(self, tensor: Any) -> Any:
-        """A tensor in host memory, in pages the device copies from and to fast."""
+        """A tensor in pinned host memory, which the device copies from and to fast."""
         return tensor.pin_memory()
 
     def to_device(self, tensor: Any) -> Any:
         """A tensor in the memory of this rank's device; itself when it is there."""
-        return tensor.cuda()  # of Paddle 3.3.1: the current device, an XPU as well
+        return tensor.cuda()  # in Paddle 3.3.1 the current device, also where that is an XPU
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Context of a forward pass. With O2 the parameters have the low precision, sums and norms stay float32."""
@@ -98,8 +122,5 @@ class DeviceBackend(abc.ABC):
         return paddle.amp.auto_cast(level="O2", dtype=PADDLE_DTYPE[precision])
 
     def parameter_dtype(self, precision: str) -> str:
-        """Dtype the model's parameters are stored in; masters of the optimizer are float32 in any case."""
+        """Dtype the model's parameters are stored in; the optimizer's master weights are float32 in any case."""
         return PADDLE_DTYPE[precision]
-
-
-PADDLE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

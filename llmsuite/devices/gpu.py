@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend
 
-if TYPE_CHECKING:
-    from llmsuite.devices.ops import Ops
+_KERNELS = {"rms_norm": "fused_rms_norm", "rotary": "fused_rotary", "swiglu": "fused_swiglu"}
 
 
 class GpuBackend(DeviceBackend):
@@ -19,8 +18,9 @@ class GpuBackend(DeviceBackend):
         "pip install paddlepaddle-gpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/cu126/"
     )
 
-    def fused(self, precision: str) -> frozenset[str]:
-        return frozenset({"rms_norm", "rotary", "swiglu", *([] if precision == "fp32" else ["attention"])})
+    def kernels(self, precision: str) -> Mapping[str, str]:
+        # flash attention takes 16-bit inputs only
+        return _KERNELS if precision == "fp32" else {**_KERNELS, **FLASH_ATTENTION}
 
     def environment(self, local_ranks: int) -> dict[str, str]:
         # TF32 would make float32 runs differ between strategies by 1e-3; bf16 is the way to ask for speed
@@ -43,20 +43,6 @@ class GpuBackend(DeviceBackend):
         import paddle
 
         paddle.set_device(f"gpu:{local_rank}")
-
-    def ops(self, precision: str) -> Ops:
-        from llmsuite.devices import ops
-
-        if precision == "fp32":  # the flash kernels take 16-bit inputs only
-            return ops.Ops(rms_norm=ops.fused_rms_norm, rotary=ops.fused_rotary, swiglu=ops.fused_swiglu)
-        return ops.Ops(
-            causal_mask=ops.no_mask,
-            document_mask=ops.document_ends,
-            attention=ops.flash_attention,
-            rms_norm=ops.fused_rms_norm,
-            rotary=ops.fused_rotary,
-            swiglu=ops.fused_swiglu,
-        )
 
     def peak_memory_bytes(self) -> int:
         import paddle

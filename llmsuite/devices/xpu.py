@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend
 
-if TYPE_CHECKING:
-    from llmsuite.devices.ops import Ops
+# no fused RMSNorm: on XPU it comes from a package of its own, not with Paddle
+_KERNELS = {"rotary": "fused_rotary", "swiglu": "fused_swiglu"}
 
 
 class XpuBackend(DeviceBackend):
@@ -19,8 +19,9 @@ class XpuBackend(DeviceBackend):
         "pip install paddlepaddle-xpu==3.3.1 -i https://www.paddlepaddle.org.cn/packages/stable/xpu-p800/"
     )
 
-    def fused(self, precision: str) -> frozenset[str]:
-        return frozenset({"rotary", "swiglu", *([] if precision == "fp32" else ["attention"])})
+    def kernels(self, precision: str) -> Mapping[str, str]:
+        # flash attention takes 16-bit inputs only
+        return _KERNELS if precision == "fp32" else {**_KERNELS, **FLASH_ATTENTION}
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         return {"FLAGS_selected_xpus": str(local_rank)}  # init_parallel_env insists on it
@@ -39,20 +40,6 @@ class XpuBackend(DeviceBackend):
         import paddle
 
         paddle.set_device(f"xpu:{local_rank}")
-
-    def ops(self, precision: str) -> Ops:
-        from llmsuite.devices import ops
-
-        if precision == "fp32":
-            return ops.Ops(rotary=ops.fused_rotary, swiglu=ops.fused_swiglu)
-        # no fused RMSNorm: on XPU it comes from a package of its own, not with Paddle
-        return ops.Ops(
-            causal_mask=ops.no_mask,
-            document_mask=ops.document_ends,
-            attention=ops.flash_attention,
-            rotary=ops.fused_rotary,
-            swiglu=ops.fused_swiglu,
-        )
 
     def peak_memory_bytes(self) -> int:
         import paddle

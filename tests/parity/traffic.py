@@ -1,10 +1,10 @@
-"""What a rank gives to collectives and sends to other ranks, by operation and shape; see `devices.cpu.gloo.trace`."""
+"""What a rank gives to collectives and sends to other ranks, by operation and shape; see `tests.tools.gloo_trace`."""
 
 from __future__ import annotations
 
 import collections
 
-from llmsuite.devices.cpu.gloo.trace import Messages, install, traced
+from tests.tools.gloo_trace import Messages, install, traced
 
 __all__ = ["Messages", "Traffic", "communicators", "install", "traced"]
 Traffic = collections.Counter[tuple[str, tuple[int, ...]]]

@@ -23,10 +23,10 @@ from unittest import mock
 from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.cpu.gloo.groups import reused
 from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests.parity import traffic
+from tests.tools.gloo_groups import reused
 
 
 def before_paddle(file: str) -> None:

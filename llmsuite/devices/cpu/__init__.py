@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.devices.base import DeviceBackend
@@ -17,18 +18,28 @@ if TYPE_CHECKING:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_KERNELS = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits")
+_KERNELS = {
+    "causal_mask": "no_mask",
+    "document_mask": "spans",
+    "attention": "attention",
+    "rms_norm": "rms_norm",
+    "rotary": "rotary",
+    "swiglu": "swiglu",
+    "cross_entropy": "cross_entropy",
+    "next_logits": "next_logits",
+}
 
 
 class CpuBackend(DeviceBackend):
     name = "cpu"
     collectives = "gloo"
-    fuses_alike_only = True
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True
-    sends_beside_passes = False
+    kernel_module = "llmsuite.devices.cpu.kernels.ops"
+    fuses_alike_only = True
     kernels_in_programs = False
+    sends_beside_passes = False
 
     def environment(self, local_ranks: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
@@ -44,8 +55,15 @@ class CpuBackend(DeviceBackend):
             variables["MKL_DEBUG_CPU_TYPE"] = "5"
         return variables
 
-    def fused(self, precision: str) -> frozenset[str]:
-        return frozenset(_KERNELS) if can_be_built() else frozenset()
+    def kernels(self, precision: str) -> Mapping[str, str]:
+        return _KERNELS if can_be_built() else {}
+
+    def ops(self, precision: str) -> Ops:
+        if can_be_built():
+            from llmsuite.devices.cpu.kernels.ops import load
+
+            load()  # when that fails `can_be_built` says so from then on
+        return super().ops(precision)
 
     def padding_free(self, precision: str) -> bool:
         return "attention" in self.fused(precision)
@@ -74,26 +92,6 @@ class CpuBackend(DeviceBackend):
 
         paddle.set_device("cpu")
         keep_freed_memory()
-
-    def ops(self, precision: str) -> Ops:
-        from llmsuite.devices.ops import Ops
-
-        if not can_be_built():
-            return Ops()
-        from llmsuite.devices.cpu.kernels import ops
-
-        if not ops.load():
-            return Ops()
-        return Ops(
-            causal_mask=ops.no_mask,
-            document_mask=ops.spans,
-            attention=ops.attention,
-            rms_norm=ops.rms_norm,
-            rotary=ops.rotary,
-            swiglu=ops.swiglu,
-            cross_entropy=ops.cross_entropy,
-            next_logits=ops.next_logits,
-        )
 
     def to_host(self, tensor: Any) -> Any:
         return tensor

@@ -1,6 +1,6 @@
-"""Groups that several runs in the same processes share, for tests and benchmarks.
+"""Process groups that several runs in the same processes share, for tests and benchmarks.
 
-Over Gloo each brings two threads that wake up all the time; after some dozen runs the processes would do nothing else.
+Each Gloo group has two threads that wake up all the time; after some dozen runs the processes would do nothing else.
 """
 
 from __future__ import annotations

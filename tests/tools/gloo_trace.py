@@ -1,7 +1,7 @@
-"""What a rank gives to collectives and sends to other ranks, counted where all of it passes: for tests and benchmarks.
+"""Counts what a rank gives to collectives and sends to other ranks over Gloo, for tests and benchmarks.
 
-Noted in C++ (trace.cc): what the engine sends, what static programs send, and what Paddle's operators send of
-themselves to bring distributed tensors together.
+It is counted in C++ (gloo_trace.cc), where all of it passes: what the engine sends, what static programs send, and
+what Paddle's operators send by themselves to reshard distributed tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _tracer: list[ctypes.CDLL] = []
 
 def install() -> None:
     """Build and load the tracer; once a process, before Paddle's first import."""
-    source = dataclasses.replace(FRONT, sources=(Path(__file__).with_name("trace.cc"),))
+    source = dataclasses.replace(FRONT, sources=(Path(__file__).with_name("gloo_trace.cc"),))
     tracer = ctypes.CDLL(str(library(source)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
     tracer.trace_stop.restype = ctypes.c_char_p
     _tracer.append(tracer)
