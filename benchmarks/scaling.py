@@ -171,7 +171,7 @@ def planned_ranks(plan: RunPlan) -> list[tuple[Sent, Held]]:
         sent: Sent = collections.Counter()
         for message, count in counts.items():
             sent[message.operation, message.shape, message.num_bytes] += count
-        parts = (memory.parameters, memory.copies, memory.moments, memory.gradients)
+        parts = (memory.parameters, memory.masters, memory.moments, memory.gradients)
         result.append((sent, Held(*map(int, parts))))
     return result
 

@@ -30,7 +30,7 @@ def add_arguments(parser: Any) -> None:
 def run(args: Any, registry: Registry) -> int:
     from llmsuite.planning.cost import hardware
     from llmsuite.planning.estimate import estimate
-    from llmsuite.planning.order import check_order, said
+    from llmsuite.planning.order import check_order, summary
     from llmsuite.planning.plot import plot_schedule
     from llmsuite.planning.search import search
     from llmsuite.planning.show import show_plan, show_search
@@ -56,7 +56,7 @@ def run(args: Any, registry: Registry) -> int:
     for line in show_plan(found, memory, device):
         print(line)
     if plan.degrees.num_ranks > 1:
-        print(said(check_order(plan), plan))
+        print(summary(check_order(plan), plan))
     if args.plot is not None:
         plot_schedule(found.timeline, Path(args.plot))
         print(f"the schedule is drawn in {args.plot}")

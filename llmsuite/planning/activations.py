@@ -1,9 +1,9 @@
-"""What a forward pass keeps for its backward pass, in bytes.
+"""Activation memory: the bytes a forward pass keeps for its backward pass.
 
-Counted by what the operations of `models.blocks`, `models.experts` and `devices.ops` save: products their factors,
-norms their input scaled, softmax its output; sums, copies and casts nothing. With plain operations this is what a run
-on CPU holds: tests compare it with the allocator's own count. Of fused kernels it is what they are written to keep. Not
-counted here are temporaries while a pass runs: see `memory`.
+Counts what the operations of `models.blocks`, `models.experts` and `devices.ops` save: matrix products save their
+factors, norms their scaled input, softmax its output; sums, copies and casts save nothing. With plain operations this
+is what a run on CPU holds: tests compare it with the allocator's own count. Fused kernels are counted as they are
+written to save. Temporaries that live while a pass runs are not counted here: see `memory`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from collections.abc import Mapping
 from llmsuite.models.anatomy import Anatomy, Gated, GroupedQuery, Latent, LayerAnatomy, MoE
 
 INDEX_BYTES = 8
-"""Of an id or a position: int64."""
+"""Bytes of a token id or a position: int64."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
-    """One micro-batch on its way through a rank."""
+class MicroBatch:
+    """The shape of one micro-batch on a rank."""
 
     rows: int
     length: int
     supervised: int
-    """Positions whose logits or scores are made."""
+    """Positions whose logits or scores are computed."""
     documents: bool = False
-    """Whether rows hold several documents, and layers are told."""
+    """Whether rows hold several documents, whose starts the layers are given."""
     marked: bool = False
-    """Whether padding is marked, for gates or for those who take note of what goes into rounded layers."""
+    """Whether padding is marked, for the gates of experts or for observers of quantised inputs."""
     expert_rows: float | None = None
-    """Rows that come to the experts of a rank, a layer, where it is known; None when they are evenly dealt."""
+    """Rows that reach the experts of a rank in each layer, where that is known; None to assume an even load."""
 
     @property
     def tokens(self) -> int:
@@ -38,160 +38,168 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """What of a strategy decides what is kept."""
+class ActivationSettings:
+    """The part of a strategy that decides which activations are kept."""
 
     num_bytes: int
-    """Of an activation."""
+    """Bytes of an element of an activation."""
     tp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
     every: int = 1
     fused: frozenset[str] = frozenset()
-    """Operations of `devices.ops.Ops` that are one kernel on the device, in layers."""
+    """Operations of `devices.ops.Ops` that run as one kernel inside the decoder layers."""
     fused_outside: frozenset[str] = frozenset()
-    """The same in front of the layers and behind them."""
+    """Operations that run as one kernel before the first and after the last decoder layer."""
     fuses_alike_only: bool = False
-    """Whether kernels take distributed tensors only where all of an operation lie alike: a norm's weight is whole, cut
-    sequences and heads are not."""
+    """Whether kernels take distributed tensors only when all operands have the same placements: the weight of a norm
+    is replicated, sharded sequences and heads are not."""
     adapter_rank: int | None = None
     adapted: frozenset[str] = frozenset()
     """Full names of the modules that have adapters."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """Inputs and outputs, on a rank, of the modules whose weights are rounded, by their full names."""
+    """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
     rounds_inputs: bool = False
-    """Whether their inputs are rounded too."""
+    """Whether the inputs of these modules are rounded too."""
 
 
-def kept_by_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float:
-    """Bytes that a layer keeps, its output included, its input not."""
-    between = _between(anatomy.hidden, batch, how)
-    if how.recompute == "full" and number % how.every == 0:
+def kept_by_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that a layer keeps, including its output, without its input."""
+    between = hidden_state_bytes(anatomy.hidden, batch, settings)
+    if settings.recompute == "full" and number % settings.every == 0:
         return between
-    return inside_layer(anatomy, number, batch, how)
+    return inside_layer(anatomy, number, batch, settings)
 
 
-def inside_layer(anatomy: Anatomy, number: int, batch: Pass, how: How) -> float:
-    """The same of a layer that nothing is computed again of, but its attention where that is selected."""
-    layer, between = anatomy.layers[number], _between(anatomy.hidden, batch, how)
-    # of a layer with experts no more than attention, with the norm in front, is in a program
-    of_mlp = dataclasses.replace(how, fused=how.fused_outside) if isinstance(layer.mlp, MoE) else how
-    norms = _norm(layer.norm, anatomy.hidden, batch, how) + _norm(layer.norm, anatomy.hidden, batch, of_mlp)
-    inputs = 2 * batch.tokens * anatomy.hidden * how.num_bytes  # of both regions; whole also where sequences are cut
-    kept = norms + inputs + attention_kept(layer, batch, how) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
-    return kept + 2 * between + _adapters(number, batch, how) + _rounded(layer, number, batch, how)
+def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that a layer keeps without recompute, or with recompute of its attention alone ("selective")."""
+    layer, between = anatomy.layers[number], hidden_state_bytes(anatomy.hidden, batch, settings)
+    # in a layer with experts only attention and the norm before it are compiled
+    of_mlp = dataclasses.replace(settings, fused=settings.fused_outside) if isinstance(layer.mlp, MoE) else settings
+    norms = _norm(layer.norm, anatomy.hidden, batch, settings) + _norm(layer.norm, anatomy.hidden, batch, of_mlp)
+    inputs = (
+        2 * batch.tokens * anatomy.hidden * settings.num_bytes
+    )  # of attention and MLP; gathered under sequence parallel
+    kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
+    return kept + 2 * between + _adapters(number, batch, settings) + _rounded(layer, number, batch, settings)
 
 
-def _between(hidden: int, batch: Pass, how: How) -> float:
-    """An activation between regions."""
-    return batch.tokens * hidden * how.num_bytes / (how.tp if how.sequence_parallel else 1)
+def hidden_state_bytes(hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes of a hidden state between attention and MLP: sharded by tokens under sequence parallel."""
+    return batch.tokens * hidden * settings.num_bytes / (settings.tp if settings.sequence_parallel else 1)
 
 
-def _norm(kind: str, hidden: int, batch: Pass, how: How) -> float:
-    """Beside its input, which the residual holds, and its output, which is the input of a region."""
-    tokens = batch.tokens / (how.tp if how.sequence_parallel else 1)
+def _norm(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes a norm keeps besides its input, which the residual holds, and its output, which is counted as the input of
+    attention or MLP."""
+    tokens = batch.tokens / (settings.tp if settings.sequence_parallel else 1)
     if kind == "layer":
         return tokens * 2 * 4
-    if "rms_norm" in how.fused and not (how.fuses_alike_only and how.sequence_parallel):
+    if "rms_norm" in settings.fused and not (settings.fuses_alike_only and settings.sequence_parallel):
         return tokens * 4
-    wide = 4 * hidden if how.num_bytes < 4 else 0
-    return tokens * (hidden * how.num_bytes + wide + 4)
+    wide = 4 * hidden if settings.num_bytes < 4 else 0
+    return tokens * (hidden * settings.num_bytes + wide + 4)
 
 
-def _normed_heads(size: float, heads: float, batch: Pass, how: How) -> float:
-    """Of queries or keys: their output scaled, with what it was before."""
-    if "rms_norm" in how.fused and not (how.fuses_alike_only and how.tp > 1):
-        return batch.tokens * (size * how.num_bytes + heads * 4)
-    return batch.tokens * (2 * size * how.num_bytes + heads * 4 + (4 * size if how.num_bytes < 4 else 0))
+def _normed_heads(size: float, heads: float, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes the norm of queries or keys keeps: its output, scaled and unscaled."""
+    if "rms_norm" in settings.fused and not (settings.fuses_alike_only and settings.tp > 1):
+        return batch.tokens * (size * settings.num_bytes + heads * 4)
+    return batch.tokens * (2 * size * settings.num_bytes + heads * 4 + (4 * size if settings.num_bytes < 4 else 0))
 
 
-def attention_kept(layer: LayerAnatomy, batch: Pass, how: How) -> float:
-    """Between the region's input and its output."""
-    what, e, tokens = layer.attention, how.num_bytes, batch.tokens
-    heads = what.heads / how.tp
+def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes kept between the input of attention and its output."""
+    what, e, tokens = layer.attention, settings.num_bytes, batch.tokens
+    heads = what.heads / settings.tp
     scores = heads * batch.rows * batch.length**2 * e
-    again = how.recompute == "selective"
+    again = settings.recompute == "selective"
     if isinstance(what, Latent):
-        norms = _latent_norm(what.kv_rank, batch, how)
+        norms = _latent_norm(what.kv_rank, batch, settings)
         if what.q_rank is not None:
-            norms += _latent_norm(what.q_rank, batch, how)
-        rotated = 0 if "rotary" in how.fused else heads * what.rope + what.rope
+            norms += _latent_norm(what.q_rank, batch, settings)
+        rotated = 0 if "rotary" in settings.fused else heads * what.rope + what.rope
         queries = heads * (what.nope + what.rope)
         keys = heads * (what.nope + what.rope + what.value)
         return norms + tokens * e * (rotated + queries + keys + heads * what.value) + (0 if again else scores)
-    size, kv_heads = what.head_size, what.kv_heads / how.tp
+    size, kv_heads = what.head_size, what.kv_heads / settings.tp
     kept = 0.0
     if what.normed:
-        kept += _normed_heads(heads * size, heads, batch, how) + _normed_heads(kv_heads * size, kv_heads, batch, how)
-    if what.rotary and "rotary" not in how.fused:
-        kept += tokens * e * (heads + kv_heads) * size  # both halves of queries and keys, before
+        kept += _normed_heads(heads * size, heads, batch, settings) + _normed_heads(
+            kv_heads * size, kv_heads, batch, settings
+        )
+    if what.rotary and "rotary" not in settings.fused:
+        kept += tokens * e * (heads + kv_heads) * size  # both halves of queries and keys, unrotated
     output = tokens * e * heads * size
-    if is_fused(layer, how):
+    if is_fused(layer, settings):
         statistics = 0 if again else heads * tokens * 4
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output + statistics
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
-    return kept + tokens * e * 3 * heads * size + output + scores  # keys and values once a query head
+    return kept + tokens * e * 3 * heads * size + output + scores  # keys and values repeated for each query head
 
 
-def _latent_norm(width: int, batch: Pass, how: How) -> float:
-    """Of what is compressed: what goes in, scaled, what comes out. Whole on every rank."""
-    if "rms_norm" in how.fused:
-        return batch.tokens * (2 * width * how.num_bytes + 4)
-    return batch.tokens * (3 * width * how.num_bytes + 4 + (4 * width if how.num_bytes < 4 else 0))
+def _latent_norm(width: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes the norm of a compressed query or key-value keeps: input, scaled input, output. Replicated over tp."""
+    if "rms_norm" in settings.fused:
+        return batch.tokens * (2 * width * settings.num_bytes + 4)
+    return batch.tokens * (3 * width * settings.num_bytes + 4 + (4 * width if settings.num_bytes < 4 else 0))
 
 
-def mlp_kept(layer: LayerAnatomy, hidden: int, batch: Pass, how: How) -> float:
-    """Between the region's input and its output."""
-    what, e, tokens = layer.mlp, how.num_bytes, batch.tokens
-    times = 3 if "swiglu" in how.fused else 4  # gate, up, their product; and of plain ones the gate's activation
+def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes kept between the input of the MLP and its output."""
+    what, e, tokens = layer.mlp, settings.num_bytes, batch.tokens
+    times = 3 if "swiglu" in settings.fused else 4  # gate, up, their product; unfused also the gate's activation
     if isinstance(what, Gated):
-        return tokens * e * times * what.width / how.tp
+        return tokens * e * times * what.width / settings.tp
     if not isinstance(what, MoE):
-        return tokens * e * 2 * what.width / how.tp
-    # evenly dealt, a rank has as many rows as tokens x experts of each, its tensor parallel group together
-    rows = tokens * what.chosen / how.tp if batch.expert_rows is None else batch.expert_rows
+        return tokens * e * 2 * what.width / settings.tp
+    # with an even load, the ranks of a tensor parallel group have tokens x chosen experts rows together
+    rows = tokens * what.chosen / settings.tp if batch.expert_rows is None else batch.expert_rows
     routed = rows * e * (hidden + times * what.width) + tokens * what.chosen * e * hidden
-    shared = tokens * e * times * what.shared_width / how.tp
-    # scores; of each choice its number, weight and place among the sorted rows
+    shared = tokens * e * times * what.shared_width / settings.tp
+    # scores; for each choice its number, weight and place among the sorted rows
     gate = tokens * (2 * what.experts * 4 + what.chosen * (3 * INDEX_BYTES + 4))
     if what.normed:
         gate += tokens * (2 * what.chosen + 1) * 4
     return routed + shared + gate
 
 
-def _adapters(number: int, batch: Pass, how: How) -> float:
-    if how.adapter_rank is None:
+def _adapters(number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    if settings.adapter_rank is None:
         return 0.0
-    count = sum(f".{number}." in name for name in how.adapted)
-    return count * batch.tokens * how.adapter_rank * how.num_bytes
+    count = sum(f".{number}." in name for name in settings.adapted)
+    return count * batch.tokens * settings.adapter_rank * settings.num_bytes
 
 
 _OWN_INPUT = frozenset(("o_proj", "down_proj", "q_b_proj", "kv_b_proj"))
-"""Matrices that no other one shares its input with."""
+"""Matrices whose input no other matrix reads."""
 
 
-def _rounded(layer: LayerAnatomy, number: int, batch: Pass, how: How) -> float:
-    """Beyond what plain products keep. A product keeps the rounded weight, and as its input the rounded one, of which
-    the way back keeps two more tensors of that size; what was rounded is kept no more unless others share it."""
-    inside = {name: sizes for name, sizes in how.rounded.items() if f".{number}." in name}
-    extra = sum(inputs * outputs for inputs, outputs in inside.values()) * float(how.num_bytes)
-    if not how.rounds_inputs:
+def _rounded(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that quantisation-aware training keeps in addition.
+
+    A product keeps its rounded weight and its rounded input; the backward pass of the rounding keeps two more tensors
+    of the size of the input. The unrounded input is freed unless another matrix reads it.
+    """
+    inside = {name: sizes for name, sizes in settings.rounded.items() if f".{number}." in name}
+    extra = sum(inputs * outputs for inputs, outputs in inside.values()) * float(settings.num_bytes)
+    if not settings.rounds_inputs:
         return extra
     sharing: dict[str, list[int]] = {}
     for name, (inputs, _) in inside.items():
         owner, _, word = name.rpartition(".")
-        extra += 3.0 * batch.tokens * inputs * how.num_bytes
+        extra += 3.0 * batch.tokens * inputs * settings.num_bytes
         sharing.setdefault(name if word in _OWN_INPUT else owner, []).append(inputs)
     for name, widths in sharing.items():
         if len(widths) == _num_readers(layer, name):
-            extra -= batch.tokens * widths[0] * how.num_bytes
+            extra -= batch.tokens * widths[0] * settings.num_bytes
     return extra
 
 
 def _num_readers(layer: LayerAnatomy, name: str) -> int:
-    """How many matrices read an input: that of a matrix of its own, or of a module."""
+    """The number of matrices that read an input: the input of one matrix, or the shared input of a module."""
     word = name.rpartition(".")[2]
     if word in _OWN_INPUT:
         return 1
@@ -202,54 +210,56 @@ def _num_readers(layer: LayerAnatomy, name: str) -> int:
     return 2 if isinstance(layer.mlp, Gated) else 1
 
 
-def kept_in_front(anatomy: Anatomy, batch: Pass, how: How) -> float:
-    """By the embedding: the ids, and what the first layer takes. With adapters only, nothing there has a gradient: less
-    is kept than `kept_by_layer` says, unless the layer is computed again."""
-    if how.adapter_rank is not None and how.recompute != "full":
-        return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, how)
+def kept_in_front(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes kept before the first layer: the token ids and the input of the layer.
+
+    When only adapters are trained, nothing here has a gradient: less is kept than `kept_by_layer` says, unless the
+    layer is recomputed.
+    """
+    if settings.adapter_rank is not None and settings.recompute != "full":
+        return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, settings)
     positions = INDEX_BYTES * batch.length if anatomy.learned_positions else 0
-    return batch.tokens * INDEX_BYTES + positions + _between(anatomy.hidden, batch, how)
+    return batch.tokens * INDEX_BYTES + positions + hidden_state_bytes(anatomy.hidden, batch, settings)
 
 
-def kept_for_all_layers(anatomy: Anatomy, batch: Pass, how: How) -> float:
-    """The rotation, which every layer of a pass shares, and the mask where attention is to be computed again."""
-    attention, outside = anatomy.layers[0].attention, dataclasses.replace(how, fused=how.fused_outside)
-    kept = mask_bytes(anatomy.layers[0], batch, outside) if how.recompute != "none" else 0.0
-    if how.recompute == "full" and batch.marked and any(isinstance(layer.mlp, MoE) for layer in anatomy.layers):
-        kept += 4 * batch.tokens  # which tokens count, for gates
-    if batch.documents and is_fused(anatomy.layers[0], outside):  # what each token sees, or where its document ends
-        kept += batch.tokens * (3 * INDEX_BYTES if how.fuses_alike_only else 4)
+def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that all layers share: the rotary tables, and the attention mask where attention is recomputed."""
+    attention, outside = anatomy.layers[0].attention, dataclasses.replace(settings, fused=settings.fused_outside)
+    kept = mask_bytes(anatomy.layers[0], batch, outside) if settings.recompute != "none" else 0.0
+    if settings.recompute == "full" and batch.marked and any(isinstance(layer.mlp, MoE) for layer in anatomy.layers):
+        kept += 4 * batch.tokens  # which tokens are real, for gates
+    if batch.documents and is_fused(anatomy.layers[0], outside):  # the bounds of each token's document
+        kept += batch.tokens * (3 * INDEX_BYTES if settings.fuses_alike_only else 4)
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
     size = attention.rope if isinstance(attention, Latent) else attention.head_size
     rows = batch.rows if batch.documents else 1
-    return kept + rows * batch.length * size * how.num_bytes
+    return kept + rows * batch.length * size * settings.num_bytes
 
 
-def mask_bytes(layer: LayerAnatomy, batch: Pass, how: How) -> float:
-    """Of the mask that is added to scores, while a pass of plain attention runs."""
+def mask_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes of the mask that plain attention adds to its scores."""
     rows = batch.rows if batch.documents else 1
-    return 0.0 if is_fused(layer, how) else rows * batch.length**2 * how.num_bytes
+    return 0.0 if is_fused(layer, settings) else rows * batch.length**2 * settings.num_bytes
 
 
-def is_fused(layer: LayerAnatomy, how: How) -> bool:
-    """Whether attention makes no scores that lie in memory. Latent attention has no kernel."""
-    return "attention" in how.fused and isinstance(layer.attention, GroupedQuery)
+def is_fused(layer: LayerAnatomy, settings: ActivationSettings) -> bool:
+    """Whether attention runs as one kernel, without scores in memory. Latent attention has no kernel."""
+    return "attention" in settings.fused and isinstance(layer.attention, GroupedQuery)
 
 
-def scores_bytes(layer: LayerAnatomy, batch: Pass, how: How) -> float:
-    """Of the scores of every pair of tokens."""
-    heads = layer.attention.heads / how.tp
-    return 0.0 if is_fused(layer, how) else heads * batch.rows * batch.length**2 * how.num_bytes
+def scores_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes of the attention scores of every pair of tokens."""
+    heads = layer.attention.heads / settings.tp
+    return 0.0 if is_fused(layer, settings) else heads * batch.rows * batch.length**2 * settings.num_bytes
 
 
-def kept_behind(anatomy: Anatomy, batch: Pass, how: How, scores: bool) -> float:
-    """By the last norm, the head and the loss."""
-    norm = _norm(anatomy.norm, anatomy.hidden, batch, dataclasses.replace(how, fused=how.fused_outside))
-    picked = batch.supervised * (anatomy.hidden * how.num_bytes + INDEX_BYTES)
+def kept_behind(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings, scores: bool) -> float:
+    """Bytes that the last norm, the head and the loss keep; `scores` for a head with one value a sequence."""
+    norm = _norm(anatomy.norm, anatomy.hidden, batch, dataclasses.replace(settings, fused=settings.fused_outside))
+    picked = batch.supervised * (anatomy.hidden * settings.num_bytes + INDEX_BYTES)
     if scores:
         return norm + picked
-    # of float32 logits softmax's output, or they themselves; where they are cut: shifted, their exponentials, and which
-    # one is the target
-    times = 1 if how.tp == 1 else 3
-    return norm + picked + batch.supervised * (times * 4 * anatomy.vocabulary / how.tp + 3 * 4)
+    # float32 logits, or the output of their softmax; over tp: shifted logits, exponentials, and which one is the target
+    times = 1 if settings.tp == 1 else 3
+    return norm + picked + batch.supervised * (times * 4 * anatomy.vocabulary / settings.tp + 3 * 4)

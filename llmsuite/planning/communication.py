@@ -1,4 +1,4 @@
-"""What a rank sends in a training step: every collective of every axis, as the engine does them."""
+"""The communication of a training step: every collective and message of a rank, on every axis of the mesh."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from collections.abc import Iterable, Sequence
 from llmsuite.models.anatomy import Anatomy, MoE
 from llmsuite.models.shard_plan import SECOND_FACTOR
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.planning.activations import Pass
-from llmsuite.planning.layout import BYTES, Held, Layout
-from llmsuite.planning.tp_traffic import AlongTensor
+from llmsuite.planning.activations import MicroBatch
+from llmsuite.planning.layout import BYTES, Layout, LocalParameter
+from llmsuite.planning.tp_traffic import TensorParallelTraffic
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.specs import PrePass
 
 TENSOR, DATA, SHARDING, DP, PIPELINE, EXPERT, RUN = "tp", "data", "sharding", "dp", "pp", "ep", "run"
-AXES = {TENSOR: ("tp",), DATA: ("dp", "sharding"), SHARDING: ("sharding",), DP: ("dp",), EXPERT: ("ep",)}
-"""Of the mesh, for each axis that has groups of its own."""
+GROUP_AXES = {TENSOR: ("tp",), DATA: ("dp", "sharding"), SHARDING: ("sharding",), DP: ("dp",), EXPERT: ("ep",)}
+"""The axes of the mesh along which the ranks of each group differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What a rank gives to a collective, or sends."""
+    """A tensor that a rank passes to a collective, or sends."""
 
     axis: str
     operation: str
     shape: tuple[int, ...]
     num_bytes: int
-    """Of an element."""
+    """Bytes of an element."""
     why: str
     of_experts: bool = False
-    """Whether the group is one of the mesh of experts."""
+    """Whether the group belongs to the mesh of experts."""
     is_exact: bool = True
-    """False for rows on their way to experts: how many there are depends on their values."""
+    """False for tokens sent to experts: their number depends on their values."""
 
     @property
     def total_bytes(self) -> int:
@@ -43,20 +43,20 @@ class Message:
 
 
 Counts = dict[Message, int]
-"""How often each."""
+"""How often each message is sent."""
 
 
 class Traffic:
-    """What one rank sends in a step."""
+    """The messages of one rank in a training step, including pre-passes."""
 
     def __init__(
         self,
         layout: Layout,
         anatomy: Anatomy,
         mesh: Mesh,
-        batches: Sequence[Pass],
+        batches: Sequence[MicroBatch],
         own_reduce_scatter: bool,
-        prepasses: Sequence[Sequence[Pass]] | None = None,
+        prepasses: Sequence[Sequence[MicroBatch]] | None = None,
     ):
         """
         Args:
@@ -64,28 +64,28 @@ class Traffic:
             anatomy: of its model.
             mesh: the rank's place.
             batches: its micro-batches.
-            own_reduce_scatter: whether the library has one; over Gloo it is made of an all_reduce.
+            own_reduce_scatter: whether the collective library has one; over Gloo it is an all_reduce.
             prepasses: the micro-batches of each of `model_prepasses`; None for full ones.
         """
         self._layout, self._anatomy, self._mesh, self._batches = layout, anatomy, mesh, batches
         self._own, self._plan = own_reduce_scatter, layout.plan
-        self._held = layout.held(mesh)
+        self._parameters = layout.parameters(mesh)
         self._width = BYTES[self._plan.recipe.engine.precision]
         self._compiled = self._plan.recipe.engine.mode == "to_static"
-        self._cut = self._plan.recipe.parallel.sequence_parallel
+        self._sequence_parallel = self._plan.recipe.parallel.sequence_parallel
         self.counts: Counts = {}
         self._times = 1
         stage, degrees = mesh.coordinate["pp"], mesh.degrees
-        tensor = AlongTensor(layout, anatomy, mesh, own_reduce_scatter, functools.partial(self._add, TENSOR))
+        tensor = TensorParallelTraffic(layout, anatomy, mesh, own_reduce_scatter, functools.partial(self._add, TENSOR))
         for batch, self._times in collections.Counter(batches).items():
             for part in layout.parts_of(stage):
                 if degrees.tp > 1:
                     tensor.forward(part, batch)
                     tensor.backward(part, batch)
                 if degrees.ep > 1:
-                    self._experts(part, batch, is_supervised=True)
+                    self._experts(part, batch, with_backward=True)
                 if degrees.pp > 1:
-                    self._edges(part, batch, is_supervised=True)
+                    self._edges(part, batch, with_backward=True)
         passes_of = full_prepasses(self._plan, batches) if prepasses is None else prepasses
         for prepass, passes in zip(model_prepasses(self._plan), passes_of, strict=True):
             for batch, self._times in collections.Counter(passes).items():
@@ -93,14 +93,14 @@ class Traffic:
                     if degrees.tp > 1:
                         tensor.forward(part, batch, prepass.with_adapters)
                     if degrees.ep > 1:
-                        self._experts(part, batch, is_supervised=False)
+                        self._experts(part, batch, with_backward=False)
                     if degrees.pp > 1:
-                        self._edges(part, batch, is_supervised=False)
+                        self._edges(part, batch, with_backward=False)
         if layout.sharding == 3:
             self._times = len(batches)
-            self._gathers(is_supervised=True)
+            self._gathers(with_backward=True)
             self._times = sum(map(len, passes_of))
-            self._gathers(is_supervised=False)
+            self._gathers(with_backward=False)
         self._times = 1
         self._gradients()
         self._small()
@@ -121,20 +121,20 @@ class Traffic:
 
     # experts
 
-    def _experts(self, part: int, batch: Pass, is_supervised: bool) -> None:
+    def _experts(self, part: int, batch: MicroBatch, with_backward: bool) -> None:
         engine, mesh = self._plan.recipe.engine, self._mesh
         for number in self._layout.layers_of(part):
             what = self._anatomy.layers[number].mlp
             if not isinstance(what, MoE):
                 continue
-            again = is_supervised and engine.computes_again(number)
+            again = with_backward and engine.computes_again(number)
             times = 2 if again else 1
             slots = what.experts // mesh.degrees.tp
             self._add(EXPERT, "all_gather", (slots,), "rows of each rank for each expert", times, 8, True)
-            # there and back, forward and backward, evenly dealt
-            ep, exchanges = mesh.degrees.ep, 2 * times + 2 * is_supervised
+            # dispatch and combine, forward and backward, with an even load
+            ep, exchanges = mesh.degrees.ep, 2 * times + 2 * with_backward
             rows = round(batch.tokens * what.chosen / mesh.degrees.tp / ep)
-            why = "tokens to the ranks that have their experts, and back"
+            why = "tokens to the ranks of their experts, and back"
             if self._own:
                 self._exchange("all_to_all", rows * ep, why, exchanges)
             else:
@@ -146,101 +146,106 @@ class Traffic:
 
     # stage 3
 
-    def _gathers(self, is_supervised: bool) -> None:
-        why = "parameters are brought together, forward and backward"
+    def _gathers(self, with_backward: bool) -> None:
+        why = "parameters are gathered, forward and backward"
         first = self._layout.bounds[min(self._layout.parts_of(self._mesh.coordinate["pp"]))]
-        for held in self._held:
-            if held.is_stored_in_parts:
-                # what is frozen has no gradient to be freed with: of the first layer it stays whole till the next pass,
-                # and in front of it nothing is brought together for a backward pass
-                stays = not held.is_trained and (held.layer == first or self._is_in_front(held))
-                count = 1 if stays or not is_supervised else 2
-                if self._layout.tied and self._mesh.degrees.pp == 1 and self._is_embedding(held):
-                    count += 2 if is_supervised else 1  # by the head
-                self._add(SHARDING, "all_gather", (held.piece,), why, count, held.num_bytes, held.is_expert)
+        for parameter in self._parameters:
+            if parameter.is_stored_in_parts:
+                # a frozen parameter has no gradient whose hook could free it: in the first layer it stays gathered
+                # until the next pass, and before that layer nothing is gathered for a backward pass
+                stays = not parameter.is_trained and (parameter.layer == first or self._is_in_front(parameter))
+                count = 1 if stays or not with_backward else 2
+                if self._layout.tied and self._mesh.degrees.pp == 1 and self._is_embedding(parameter):
+                    count += 2 if with_backward else 1  # by the head
+                self._add(
+                    SHARDING, "all_gather", (parameter.piece,), why, count, parameter.num_bytes, parameter.is_expert
+                )
 
-    def _is_embedding(self, held: Held) -> bool:
-        return held.name == f"{self._layout.cuts.embedding}.weight"
+    def _is_embedding(self, parameter: LocalParameter) -> bool:
+        return parameter.name == f"{self._layout.shard_plan.embedding}.weight"
 
-    def _is_in_front(self, held: Held) -> bool:
-        return held.layer is None and any(held.name.startswith(f"{module}.") for module in self._layout.cuts.first)
+    def _is_in_front(self, parameter: LocalParameter) -> bool:
+        return parameter.layer is None and any(
+            parameter.name.startswith(f"{module}.") for module in self._layout.shard_plan.first
+        )
 
     # pipeline
 
-    def _edges(self, part: int, batch: Pass, is_supervised: bool) -> None:
-        """Activations on, gradients back."""
+    def _edges(self, part: int, batch: MicroBatch, with_backward: bool) -> None:
+        """Activations to the next part, gradients to the one before."""
         last = len(self._layout.bounds) - 2
-        length = batch.length // (self._mesh.degrees.tp if self._cut else 1)
+        length = batch.length // (self._mesh.degrees.tp if self._sequence_parallel else 1)
         shape = (batch.rows, length, self._anatomy.hidden)
         if part != last:
             self._add(PIPELINE, "send", (4,), "the size of what follows", width=8)
             if batch.documents or batch.marked:
                 self._add(PIPELINE, "send", (batch.rows, batch.length), "where documents begin", width=8)
             self._add(PIPELINE, "send", shape, "activations to the next part")
-        if part != 0 and is_supervised:
+        if part != 0 and with_backward:
             self._add(PIPELINE, "send", shape, "gradients to the part before")
 
     # once a step
 
     def _gradients(self) -> None:
-        for held in self._held:
-            if not held.is_trained:
+        for parameter in self._parameters:
+            if not parameter.is_trained:
                 continue
-            if held.has_gradient:
-                self._gradient(held)
-            if held.parts > 1 and not held.is_stored_in_parts:
+            if parameter.has_gradient:
+                self._gradient(parameter)
+            if parameter.parts > 1 and not parameter.is_stored_in_parts:
                 why = "updated parameters, from the ranks that own the pieces"
-                self._add(SHARDING, "all_gather", (held.piece,), why, 1, held.num_bytes, held.is_expert)
+                self._add(SHARDING, "all_gather", (parameter.piece,), why, 1, parameter.num_bytes, parameter.is_expert)
         for bucket in self._layout.buckets(self._mesh):
-            self._sums(bucket)
+            self._bucket(bucket)
 
-    def _gradient(self, held: Held) -> None:
-        """What a gradient needs by itself."""
-        width = 4 if held.reduce_in_backward else held.num_bytes
-        if self._mesh.degrees.tp > 1 and self._is_partial(held):
-            why = "gradients of norms, of which each rank has seen its tokens or heads"
-            inside = self._compiled and self._is_compiled(held)
-            times = len(self._batches) if held.reduce_in_backward or inside else 1
-            self._add(TENSOR, "all_reduce", held.local_shape, why, times, width)
-        if held.is_tied:
-            own = (held.owned,) if held.parts > 1 else held.local_shape
+    def _gradient(self, parameter: LocalParameter) -> None:
+        """The reductions of one gradient on its own, outside of buckets."""
+        width = 4 if parameter.reduce_in_backward else parameter.num_bytes
+        if self._mesh.degrees.tp > 1 and self._is_partial(parameter):
+            why = "gradients of norms, from each rank's tokens or heads"
+            inside = self._compiled and self._is_compiled(parameter)
+            times = len(self._batches) if parameter.reduce_in_backward or inside else 1
+            self._add(TENSOR, "all_reduce", parameter.local_shape, why, times, width)
+        if parameter.is_tied:
+            own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
             self._add("tied", "all_reduce", own, "gradient of the embedding, of first and last stage", 1, width)
 
-    def _sums(self, bucket: Sequence[Held]) -> None:
-        """Over data ranks."""
+    def _bucket(self, bucket: Sequence[LocalParameter]) -> None:
+        """The reduction of a bucket of gradients over data ranks."""
         first, together = bucket[0], len(bucket) > 1
         width = 4 if first.reduce_in_backward else first.num_bytes
-        whole = (sum(held.sum_size for held in bucket),)
-        if not first.adds_up_early:
+        whole = (sum(parameter.sum_size for parameter in bucket),)
+        if not first.reduces_each_pass:
             shape = whole if together else first.local_shape
             self._add(DATA, "all_reduce", shape, "gradients", 1, width, first.is_expert)
             return
         operation = "reduce_scatter" if self._own else "all_reduce"
-        why = "gradients, as a backward pass has made them"
+        why = "gradients, in each backward pass"
         self._add(SHARDING, operation, whole, why, len(self._batches), width, first.is_expert)
         if (self._mesh.of_experts if first.is_expert else self._mesh).degrees.dp > 1:
-            pieces = (sum(held.piece for held in bucket),)
+            pieces = (sum(parameter.piece for parameter in bucket),)
             self._add(DP, "all_reduce", pieces, "gradients", 1, width, first.is_expert)
 
-    def _is_compiled(self, held: Held) -> bool:
-        """Whether a norm is part of a program; behind the attention of a layer with experts it is not."""
-        if held.layer is None:
+    def _is_compiled(self, parameter: LocalParameter) -> bool:
+        """Whether a norm is compiled; the norm after attention is not in a layer with experts."""
+        if parameter.layer is None:
             return False
-        return not isinstance(self._anatomy.layers[held.layer].mlp, MoE) or "post_attention" not in held.name
+        return not isinstance(self._anatomy.layers[parameter.layer].mlp, MoE) or "post_attention" not in parameter.name
 
-    def _is_partial(self, held: Held) -> bool:
-        """Whether Paddle leaves the gradient of each rank's tokens or heads to be added up."""
-        module = held.name.rpartition(".")[0]
+    def _is_partial(self, parameter: LocalParameter) -> bool:
+        """Whether each rank has the gradient of its own tokens or heads only, which Paddle leaves to be reduced."""
+        module = parameter.name.rpartition(".")[0]
         of_heads = module.endswith((".q_norm", ".k_norm"))
         between = (
-            module.endswith(("input_layernorm", "post_attention_layernorm")) or module == self._layout.cuts.last_norm
+            module.endswith(("input_layernorm", "post_attention_layernorm"))
+            or module == self._layout.shard_plan.last_norm
         )
-        second = held.name.endswith(f".{SECOND_FACTOR}") and self._layout.cuts.dim(f"{module}.weight") == 0
-        second = second and self._layout.cuts.is_region(module.rpartition(".")[0])
-        return of_heads or (self._cut and (between or second))
+        second = parameter.name.endswith(f".{SECOND_FACTOR}") and self._layout.shard_plan.dim(f"{module}.weight") == 0
+        second = second and self._layout.shard_plan.is_region(module.rpartition(".")[0])
+        return of_heads or (self._sequence_parallel and (between or second))
 
     def _small(self) -> None:
-        """Numbers: the ledger of the loss, the norm of the gradients, loads of experts."""
+        """Messages of a few numbers: the loss ledger, the norm of the gradients, loads of experts."""
         degrees, profile = self._mesh.degrees, self._plan.profile
         if degrees.num_ranks == 1:
             return
@@ -251,17 +256,17 @@ class Traffic:
             if known := sum(len(prepass.sums) for prepass in profile.prepasses):
                 self._add(axis, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)
         if self._mesh.has_middle:
-            self._add(RUN, "all_reduce", (4,), "ledger of the loss, for ranks that read nothing", width=8)
+            self._add(RUN, "all_reduce", (4,), "ledger of the loss, for ranks without data", width=8)
         self._add(RUN, "all_reduce", (1,), "norm of the gradients", width=8)
         if self._layout.rounded and self._plan.recipe.qat.activation_bits is not None:
-            self._add(RUN, "all_reduce", (len(self._layout.rounded),), "largest inputs of rounded layers", width=8)
-        mixtures = [layer.mlp for layer in self._anatomy.layers if isinstance(layer.mlp, MoE)]
-        if not mixtures:
+            self._add(RUN, "all_reduce", (len(self._layout.rounded),), "largest inputs of quantised layers", width=8)
+        moe_layers = [layer.mlp for layer in self._anatomy.layers if isinstance(layer.mlp, MoE)]
+        if not moe_layers:
             return
         parts = self._layout.parts_of(self._mesh.coordinate["pp"])
         here = sum(isinstance(self._anatomy.layers[i].mlp, MoE) for p in parts for i in self._layout.layers_of(p))
         if here and degrees.num_data_ranks > 1:
-            self._add(DATA, "all_reduce", (here, mixtures[0].experts), "loads of experts", width=4)
+            self._add(DATA, "all_reduce", (here, moe_layers[0].experts), "loads of experts", width=4)
         self._add(RUN, "all_reduce", (3,), "loads of experts", width=8)
         if self._plan.recipe.train.expert_balance_loss:
             self._add(RUN, "all_reduce", (2,), "weight of the balance loss", width=8)
@@ -272,8 +277,8 @@ def model_prepasses(plan: RunPlan) -> list[PrePass]:
     return [prepass for prepass in plan.profile.prepasses if prepass.runs_model]
 
 
-def full_prepasses(plan: RunPlan, batches: Sequence[Pass]) -> list[list[Pass]]:
-    """The passes of each pre-pass, with rows as long as those of the training passes. No padding is marked in them."""
+def full_prepasses(plan: RunPlan, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+    """The micro-batches of each pre-pass, with rows as long as those of the step. Their padding is not marked."""
     marked = plan.recipe.data.packing != "none"
     return [
         [

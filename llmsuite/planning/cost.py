@@ -1,7 +1,8 @@
-"""Arithmetic and time of a step: FLOPs from the matrices, a range of times from a device's figures.
+"""FLOPs and time of a step: FLOPs from the matrices, a range of times from a device's data sheet.
 
-A time is a range because two things are not known before a run: which part of a device's peak its kernels reach, and
-which part of a link's bandwidth collectives do. What is assumed of both, `FAST` and `SLOW`, is said by the command.
+A time is a range because two things are not known before a run: the fraction of a device's peak FLOPS its kernels
+reach, and the fraction of a link's bandwidth its collectives reach. `FAST` and `SLOW` are the assumed bounds of both;
+`llmsuite plan` prints them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Iterable, Mapping
 
 from llmsuite.errors import UserError
 from llmsuite.models.anatomy import Anatomy, GroupedQuery, Latent, LayerAnatomy, MoE, Plain
-from llmsuite.planning.activations import Pass
-from llmsuite.planning.communication import AXES, PIPELINE, TENSOR, Message
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.planning.activations import MicroBatch
+from llmsuite.planning.communication import EXPERT, GROUP_AXES, PIPELINE, TENSOR, Message
 from llmsuite.planning.layout import Layout
 
 
@@ -22,13 +24,13 @@ class Hardware:
     """A device and its links."""
 
     flops: float
-    """Peak of dense bf16 products, FLOP/s."""
+    """Peak of dense bf16 matrix products, FLOP/s."""
     memory: float
-    """Bytes."""
+    """Bytes of device memory."""
     local: float
-    """Bytes/s from a device to another of its machine, one way."""
+    """Bytes/s from one device to another of the same machine, one way."""
     network: float
-    """Bytes/s from a device to one of another machine, one way."""
+    """Bytes/s from a device to a device of another machine, one way."""
 
 
 HARDWARE = {
@@ -42,18 +44,18 @@ HARDWARE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Reached:
-    """Parts of the peaks that a step reaches."""
+class Efficiency:
+    """Fractions of the peaks that a step reaches."""
 
     flops: float
     bandwidth: float
 
 
-FAST, SLOW = Reached(0.55, 0.8), Reached(0.3, 0.4)
+FAST, SLOW = Efficiency(0.55, 0.8), Efficiency(0.3, 0.4)
 
 
 def hardware(name: str | None, **given: float | None) -> Hardware | None:
-    """A device by name, with single figures of one's own; None when too little is given for a time.
+    """A device by name, with given figures in place of its own; None when too little is given to compute a time.
 
     Raises:
         UserError: there is no such device.
@@ -70,9 +72,9 @@ def hardware(name: str | None, **given: float | None) -> Hardware | None:
     return Hardware(**{"memory": math.inf, "local": own["network"], **own})
 
 
-def layer_flops(layer: LayerAnatomy, hidden: int, batch: Pass) -> float:
-    """Of a forward pass of a layer, over all ranks: 2 for each weight a token meets, and the products of attention,
-    of whose pairs of tokens a causal kernel computes half."""
+def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch) -> float:
+    """FLOPs of a layer's forward pass, over all ranks: 2 for each weight a token is multiplied with, and attention,
+    of which a causal kernel computes half of the pairs of tokens."""
     what, mlp = layer.attention, layer.mlp
     if isinstance(what, Latent):
         queries = what.heads * (what.nope + what.rope)
@@ -91,8 +93,8 @@ def layer_flops(layer: LayerAnatomy, hidden: int, batch: Pass) -> float:
     return 2.0 * weights * batch.tokens + each * batch.rows * float(batch.length) ** 2
 
 
-def head_flops(anatomy: Anatomy, batch: Pass) -> float:
-    """Of the logits."""
+def head_flops(anatomy: Anatomy, batch: MicroBatch) -> float:
+    """FLOPs of the logits."""
     return 2.0 * anatomy.hidden * anatomy.vocabulary * batch.supervised
 
 
@@ -104,8 +106,9 @@ class PartCost:
     backward: float
 
 
-def part_costs(layout: Layout, anatomy: Anatomy, batch: Pass) -> list[PartCost]:
-    """Of each part. A backward pass is two forward ones, with adapters one, and what is computed again."""
+def part_costs(layout: Layout, anatomy: Anatomy, batch: MicroBatch) -> list[PartCost]:
+    """FLOPs of each part. A backward pass costs two forward passes (one if only adapters are trained), plus the
+    recomputed layers."""
     engine, last = layout.plan.recipe.engine, len(layout.bounds) - 2
     times = 1 if layout.plan.recipe.lora.rank is not None else 2
     costs = []
@@ -119,7 +122,7 @@ def part_costs(layout: Layout, anatomy: Anatomy, batch: Pass) -> list[PartCost]:
 
 
 def wire_bytes(message: Message, size: int) -> float:
-    """What a rank puts on the wire: of ring collectives the parts that travel, between so many ranks."""
+    """Bytes a rank sends for a message in a group of `size` ranks; collectives are taken to be rings."""
     payload = math.prod(message.shape) * message.num_bytes
     factor = {
         "all_reduce": 2 * (size - 1) / size,
@@ -135,43 +138,44 @@ class CommunicationTime:
     """Seconds of a step that a rank spends in collectives."""
 
     in_passes: float
-    """Along tp and ep, between the products of a pass."""
+    """Along tp and ep, inside forward and backward passes."""
     at_the_end: float
     """Gradients and updated parameters."""
-    a_message: float
-    """Of one activation to a neighbour in the pipeline."""
+    pipeline_message: float
+    """One activation to the next pipeline stage."""
 
 
 def communication_time(
-    layout: Layout, counts: Mapping[Message, int], device: Hardware, reached: Reached
+    layout: Layout, counts: Mapping[Message, int], device: Hardware, efficiency: Efficiency
 ) -> CommunicationTime:
-    """Nothing is taken to overlap with arithmetic, but for what goes to neighbours in a pipeline."""
-    in_passes = at_the_end = a_message = 0.0
+    """Time of a rank's messages. Only messages to pipeline neighbours are assumed to overlap with compute."""
+    in_passes = at_the_end = pipeline_message = 0.0
     for message, count in counts.items():
         size = axis_size(layout, message)
-        seconds = wire_bytes(message, size) / (bandwidth(layout, message, device) * reached.bandwidth)
+        seconds = wire_bytes(message, size) / (bandwidth(layout, message, device) * efficiency.bandwidth)
         if message.axis == PIPELINE:
-            a_message = max(a_message, seconds)
-        elif message.axis in (TENSOR, "ep"):
+            pipeline_message = max(pipeline_message, seconds)
+        elif message.axis in (TENSOR, EXPERT):
             in_passes += seconds * count
         else:
             at_the_end += seconds * count
-    return CommunicationTime(in_passes, at_the_end, a_message)
+    return CommunicationTime(in_passes, at_the_end, pipeline_message)
 
 
 def axis_size(layout: Layout, message: Message) -> int:
-    """Ranks of a message's group."""
+    """Number of ranks in a message's group."""
     degrees = layout.plan.degrees
-    if message.axis in AXES:
-        ep = degrees.ep if message.of_experts else 1
-        sharding = max(1, degrees.sharding // ep)
-        dp = degrees.num_data_ranks // (ep * sharding)
-        return {"tp": degrees.tp, "ep": degrees.ep, "sharding": sharding, "dp": dp, "data": sharding * dp}[message.axis]
+    if message.axis == EXPERT:
+        return degrees.ep
+    if message.axis in GROUP_AXES:
+        mesh = Mesh(degrees, 0)
+        sizes = (mesh.of_experts if message.of_experts else mesh).degrees
+        return math.prod(getattr(sizes, axis) for axis in GROUP_AXES[message.axis])
     return {"pp": 2, "tied": 2, "readers": degrees.num_ranks // degrees.pp * 2}.get(message.axis, degrees.num_ranks)
 
 
 def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
-    """Of the slowest link between the ranks of a group: that of the network as soon as they are on two machines."""
+    """Bytes/s of the slowest link in a group: the network's as soon as its ranks are on two machines."""
     degrees, per_machine = layout.plan.degrees, layout.plan.recipe.launch.num_devices
     size = axis_size(layout, message)
     neighbours = 1 if message.axis == TENSOR else degrees.tp  # how far apart the group's ranks are
@@ -183,7 +187,7 @@ def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
 
 
 def total_bytes(counts: Mapping[Message, int], axes: Iterable[str] | None = None) -> int:
-    """What a rank gives to all of them."""
+    """Bytes of all messages of a rank."""
     return sum(
         math.prod(m.shape) * m.num_bytes * count for m, count in counts.items() if axes is None or m.axis in axes
     )

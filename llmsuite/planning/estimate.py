@@ -1,4 +1,4 @@
-"""A plan of a run in numbers, put together from memory, traffic, schedule and cost."""
+"""The estimate of a run: memory, traffic, schedule and cost put together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmsuite.errors import UserError
 from llmsuite.models.anatomy import Anatomy
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Kind
-from llmsuite.planning.activations import Pass
+from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import Counts, Traffic, model_prepasses
-from llmsuite.planning.cost import FAST, SLOW, Hardware, PartCost, Reached, communication_time, part_costs
+from llmsuite.planning.cost import FAST, SLOW, Efficiency, Hardware, PartCost, communication_time, part_costs
 from llmsuite.planning.layout import Layout, ranks
-from llmsuite.planning.memory import StageMemory, full_pass, memory
+from llmsuite.planning.memory import StageMemory, full_micro_batch, memory
 from llmsuite.planning.schedule import Timeline, length, orders, simulate, turns_of
 from llmsuite.planning.storage import Storage, storage
 from llmsuite.recipe.resolve import RunPlan
@@ -23,23 +23,24 @@ from llmsuite.recipe.resolve import RunPlan
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a run will take."""
+    """The memory, traffic and time a run is expected to take."""
 
     plan: RunPlan
     layout: Layout
     anatomy: Anatomy
-    batch: Pass
-    """Of a micro-batch."""
+    batch: MicroBatch
+    """The shape of a full micro-batch."""
     num_micro_batches: int
-    """Of a step, on one rank."""
+    """Micro-batches of a step on one rank."""
     stages: list[StageMemory]
     traffic: list[Counts]
-    """Of a rank of each pipeline stage, in a step."""
+    """Messages in a step, of one rank of each pipeline stage."""
     costs: list[PartCost]
+    """FLOPs of each part of the model."""
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """In units of FLOPs on a rank. Of as many micro-batches as show the schedule: those behind repeat."""
+        """The schedule in time, in FLOPs of a rank, for as many micro-batches as show it: later ones repeat."""
         return simulate(orders(*self._played), *self._flops_of_parts)
 
     @functools.cached_property
@@ -48,41 +49,41 @@ class Estimate:
 
     @property
     def _flops_of_parts(self) -> tuple[list[float], list[float]]:
-        """Of a forward and of a backward pass of each."""
+        """FLOPs of a forward pass and of a backward pass, for each part."""
         return [cost.forward for cost in self.costs], [cost.backward for cost in self.costs]
 
     @property
     def peak(self) -> float:
-        """Of the rank that has most, in bytes."""
+        """Peak memory of the fullest rank, in bytes."""
         return max(stage.peak for stage in self.stages)
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Tokens of a step, over all ranks."""
         return self.batch.tokens * self.num_micro_batches * self.plan.degrees.num_data_ranks
 
     @property
     def flops(self) -> float:
-        """Of a step, over all ranks, with recomputation and pre-passes."""
+        """FLOPs of a step, over all ranks, including recompute and pre-passes."""
         each = sum((1 + self._prepass_rows) * cost.forward + cost.backward for cost in self.costs)
         return each * self.num_micro_batches * self.plan.degrees.num_data_ranks
 
     def step_seconds(self, device: Hardware) -> tuple[float, float]:
-        """The shortest and the longest time that a step is likely to take."""
+        """The shortest and the longest time a step is likely to take."""
         return self._seconds(device, FAST), self._seconds(device, SLOW)
 
-    def _seconds(self, device: Hardware, reached: Reached) -> float:
+    def _seconds(self, device: Hardware, efficiency: Efficiency) -> float:
         plan, tp = self.plan, self.plan.degrees.tp
-        times = [communication_time(self.layout, counts, device, reached) for counts in self.traffic]
-        # what a stage sends between products goes to its passes: a third forward, the rest backward
+        times = [communication_time(self.layout, counts, device, efficiency) for counts in self.traffic]
+        # messages inside of passes count towards them: a third to the forward pass, the rest to the backward pass
         each = [time.in_passes / (self.num_micro_batches * self._num_chunks) for time in times]
-        speed = device.flops * reached.flops * tp
+        speed = device.flops * efficiency.flops * tp
         pp = plan.degrees.pp
-        if len(each) < pp:  # those between the ends are alike
+        if len(each) < pp:  # the stages between the ends are alike
             each = [each[0], *each[1:2] * (pp - 2), each[-1]]
         forward = [c.forward / speed + each[i % pp] / 3 for i, c in enumerate(self.costs)]
         backward = [c.backward / speed + each[i % pp] * 2 / 3 for i, c in enumerate(self.costs)]
-        transfer = max(time.a_message for time in times)
+        transfer = max(time.pipeline_message for time in times)
         played = length(turns_of(*self._played), forward, backward, transfer)
         # pre-passes go forward only: each micro-batch takes as long as on the busiest rank, once the first got there
         busiest = max(sum(forward[stage::pp]) for stage in range(pp))
@@ -104,44 +105,44 @@ class Estimate:
 
     @property
     def _played(self) -> tuple[Kind, int, int, int]:
-        """The schedule that is played, as `orders` takes it."""
+        """The simulated schedule, as arguments of `orders`."""
         return self.plan.schedule, self.plan.degrees.pp, self._num_played, self._num_chunks
 
     def _length(self, played: float, forward: Sequence[float], backward: Sequence[float]) -> float:
-        """Of all micro-batches: each that was not played takes as long as it keeps the busiest rank."""
+        """Time of all micro-batches: each one beyond the simulated ones takes the time of the busiest rank."""
         pp = self.plan.degrees.pp
         busiest = max(sum(forward[stage::pp]) + sum(backward[stage::pp]) for stage in range(pp))
         return played + (self.num_micro_batches - self._num_played) * busiest
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in the passes of a step in which they wait."""
+        """The fraction of the ranks' time in which they wait, during the passes of a step."""
         forward, backward = self._flops_of_parts
         whole = self._length(self.timeline.length, forward, backward)
         return 1 - (sum(forward) + sum(backward)) * self.num_micro_batches / (self.plan.degrees.pp * whole)
 
 
 def estimate(plan: RunPlan) -> Estimate:
-    """Of a run whose micro-batches are full.
+    """The estimate of a run whose micro-batches are full.
 
     Raises:
-        UserError: the family does not say what it is made of.
+        UserError: the family does not describe its anatomy.
     """
     layout, anatomy, meshes = Layout(plan), anatomy_of(plan), ranks(plan)
     return estimate_of(plan, layout, anatomy, meshes, memory_of(plan, layout, anatomy, meshes))
 
 
 def memory_of(plan: RunPlan, layout: Layout, anatomy: Anatomy, meshes: Sequence[Mesh]) -> list[StageMemory]:
-    """Of some ranks of a run whose micro-batches are full."""
-    batch = full_pass(plan)
+    """Memory of the ranks in `meshes`, in a run whose micro-batches are full."""
+    batch = full_micro_batch(plan)
     return memory(layout, anatomy, [batch] * num_played(plan, micro_batches(plan, batch)), meshes)
 
 
 def estimate_of(
     plan: RunPlan, layout: Layout, anatomy: Anatomy, meshes: Sequence[Mesh], stages: list[StageMemory]
 ) -> Estimate:
-    """What follows for a run from some of its ranks, whose memory is known."""
-    batch = full_pass(plan)
+    """The estimate of a run from the memory and messages of some of its ranks."""
+    batch = full_micro_batch(plan)
     count = micro_batches(plan, batch)
     own = plan.device.name != "cpu"
     traffic = [Traffic(layout, anatomy, mesh, [batch] * count, own).counts for mesh in meshes]
@@ -149,14 +150,16 @@ def estimate_of(
 
 
 def busiest(plan: RunPlan) -> list[Mesh]:
-    """Ranks of the first, the second and the last pipeline stage: where layers are dealt out evenly, a stage between
-    has no more of them than the second one, and holds fewer micro-batches."""
+    """One rank each of the first, the second and the last pipeline stage.
+
+    Where layers are split evenly, a later stage has no more layers than the second one and holds fewer micro-batches.
+    """
     meshes = ranks(plan)
     return [*meshes[:2], *meshes[-1:]] if len(meshes) > 3 else meshes
 
 
 def num_played(plan: RunPlan, num_micro_batches: int) -> int:
-    """How many micro-batches show what a pipeline holds and how it waits. With FThenB that is all of them."""
+    """How many micro-batches to simulate to see what a pipeline holds and how it waits. With FThenB that is all."""
     if plan.schedule == "FThenB" and plan.degrees.pp > 1:
         return num_micro_batches
     rounds = 4 * plan.degrees.pp
@@ -164,7 +167,7 @@ def num_played(plan: RunPlan, num_micro_batches: int) -> int:
 
 
 def anatomy_of(plan: RunPlan) -> Anatomy:
-    """Of the run's model. Raises UserError when its family does not say."""
+    """The anatomy of the run's model. Raises UserError when its family does not describe it."""
     if plan.family.anatomy is None:
         raise UserError(
             f"model.family: {plan.family.name} has no `anatomy`, without which nothing can be planned; see "
@@ -173,8 +176,8 @@ def anatomy_of(plan: RunPlan) -> Anatomy:
     return plan.family.anatomy(plan.model_config)
 
 
-def micro_batches(plan: RunPlan, batch: Pass) -> int:
-    """Of a step, on one rank; where they are made by tokens, as many as full ones are."""
+def micro_batches(plan: RunPlan, batch: MicroBatch) -> int:
+    """Micro-batches of a step on one rank; with `micro_batch_tokens`, the number of full ones."""
     if plan.accumulate_steps is not None:
         return plan.accumulate_steps
     samples = max(1, batch.rows // plan.stage.rows_per_sample)

@@ -1,6 +1,6 @@
-"""Who has what: the parameters of each rank of a run, as the engine will deal them out.
+"""The parameters of each rank of a run, as the engine will place them.
 
-Every decision is asked of the engine's own tables: the cut of the pipeline, the family's shard plan, the pieces of
+Every decision is read from the engine's own tables: the split of the pipeline, the family's shard plan, the pieces of
 sharding, the dtypes. Nothing here needs Paddle.
 """
 
@@ -18,6 +18,7 @@ from llmsuite.models.targets import is_trained, linear_modules, pick_modules, wi
 from llmsuite.parallel.cut import layer_costs, layer_of, part_bounds, parts_with
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import (
+    OPTIMIZER_SLOTS,
     SHARDING_STAGES,
     Piece,
     buckets,
@@ -29,39 +30,38 @@ from llmsuite.parallel.partition import (
 from llmsuite.recipe.resolve import RunPlan
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of an element, by `engine.precision`."""
+"""Bytes of an element, by `engine.precision`."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)  # a frozen one takes four times as long to make: a search makes 100,000
-class Held:
-    """A parameter that a rank has, or has a part of."""
+@dataclasses.dataclass(slots=True, eq=False)  # frozen would be four times slower to make: a search makes 100,000
+class LocalParameter:
+    """A parameter on one rank: a whole one, or the rank's slice of it."""
 
     name: str
     part: int
-    """Of the pipeline."""
+    """The part of the pipeline it belongs to."""
     layer: int | None
+    """The decoder layer it belongs to; None outside of the layers."""
     local_shape: tuple[int, ...]
-    """What lies here without sharding."""
+    """The shape on this rank before sharding over data ranks: sliced by tensor and expert parallel."""
     size: int
-    """Its elements."""
+    """Elements of `local_shape`."""
     num_bytes: int
-    """Of an element."""
+    """Bytes of an element."""
     parts: int
-    """Ranks of the sharding axis that have a piece each."""
+    """Ranks of the sharding axis that own a piece each."""
     piece: int
-    """Elements of a piece, with padding."""
-    owned: int
+    """Elements of a piece, including padding."""
+    num_owned: int
     """Elements this rank's optimizer updates."""
     stage: int
-    """Of sharding."""
+    """The sharding stage, 0 to 3."""
     is_expert: bool
-    is_cut: bool
-    """Over tp."""
     is_trained: bool
     has_gradient: bool
     has_master: bool
     is_tied: bool
-    """Whether the first and the last pipeline stage both have it."""
+    """Whether both the first and the last pipeline stage have it (tied embedding)."""
 
     @property
     def reduce_in_backward(self) -> bool:
@@ -72,59 +72,63 @@ class Held:
         return self.stage == 3 and self.parts > 1
 
     @property
-    def adds_up_early(self) -> bool:
-        """Whether a gradient is cut over the sharding axis as every backward pass makes it."""
+    def reduces_each_pass(self) -> bool:
+        """Whether the gradient is reduced over the sharding axis in every backward pass (stages 2 and 3)."""
         return self.stage >= 2 and self.parts > 1
 
     @property
     def sum_size(self) -> int:
-        """Elements of the gradient as it is added up."""
-        return self.parts * self.piece if self.adds_up_early else self.size
+        """Elements of the gradient as it is reduced, with the padding of its pieces."""
+        return self.parts * self.piece if self.reduces_each_pass else self.size
 
-    # bytes between two steps, and what of a gradient lives until the last micro-batch is through
+    # bytes that live between two steps; of a gradient, until the last micro-batch is done
 
     @property
     def parameter_bytes(self) -> int:
-        return (self.owned if self.is_stored_in_parts else self.size) * self.num_bytes
+        return (self.num_owned if self.is_stored_in_parts else self.size) * self.num_bytes
 
     @property
-    def copy_bytes(self) -> int:
-        """A master, or under sharding the piece that the optimizer updates."""
+    def master_bytes(self) -> int:
+        """Bytes of the float32 master, or under sharding of the piece that the optimizer updates."""
         if self.has_master:
-            return self.owned * 4
-        return self.owned * self.num_bytes if self.parts > 1 and not self.is_stored_in_parts else 0
+            return self.num_owned * 4
+        return self.num_owned * self.num_bytes if self.parts > 1 and not self.is_stored_in_parts else 0
 
     @property
     def gradient_bytes(self) -> int:
         if not self.has_gradient:
             return 0
         if self.reduce_in_backward:
-            return 4 * (self.piece if self.adds_up_early else self.size)
+            return 4 * (self.piece if self.reduces_each_pass else self.size)
         return self.size * self.num_bytes
 
     def moment_bytes(self, optimizer: str) -> int:
-        """Of AdamW's state; the two powers of its decay rates, a number each, are on the host."""
-        return 2 * 4 * self.owned if optimizer == "adamw" and self.has_gradient else 0
+        """Bytes of the optimizer's moments; the powers of AdamW's decay rates are single numbers on the host."""
+        return num_moments(optimizer) * 4 * self.num_owned if self.has_gradient else 0
 
 
-class Model:
-    """The parameters of a run as a whole: what of a `Layout` no strategy changes."""
+class ModelParameters:
+    """The parameters of the whole model: the part of a `Layout` that is the same under every strategy."""
 
     def __init__(self, plan: RunPlan, shapes: Mapping[str, Sequence[int]] | None = None):
-        """`shapes`: of the model without adapters; those that its family says if they are not given."""
-        self.cuts, config, lora = plan.family.shard_plan or WHOLE, plan.model_config, plan.recipe.lora
+        """
+        Args:
+            plan: of the run.
+            shapes: of the model's parameters without adapters; the family's own if not given.
+        """
+        self.shard_plan, config, lora = plan.family.shard_plan or WHOLE, plan.model_config, plan.recipe.lora
         self.num_layers, self.tied = config.num_hidden_layers, is_tied(config)
         self.model_shapes = shapes = model_shapes(plan) if shapes is None else shapes
         if lora.rank is not None:
-            adapted = pick_modules(linear_modules(shapes, self.cuts), self.cuts, lora.target_modules)
+            adapted = pick_modules(linear_modules(shapes, self.shard_plan), self.shard_plan, lora.target_modules)
             shapes = with_adapters(shapes, adapted, lora.rank)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
         qat = plan.recipe.qat
         rounded: Sequence[str] = ()
         if qat.weight_bits is not None:
-            rounded = pick_modules(linear_modules(shapes, self.cuts), self.cuts, qat.target_modules)
+            rounded = pick_modules(linear_modules(shapes, self.shard_plan), self.shard_plan, qat.target_modules)
         self.rounded = frozenset(rounded)
-        """Modules whose weights are rounded, and their inputs where that is asked for."""
+        """Modules whose weights are rounded, and with `qat.activation_bits` their inputs too."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.trained = {n for n in shapes if (lora.rank is None or is_trained(n))}
         self._parts: dict[tuple[int, ...], list[list[str]]] = {}
@@ -132,45 +136,48 @@ class Model:
     @functools.cached_property
     def costs(self) -> list[int]:
         """See `cut.layer_costs`."""
-        return layer_costs(self.shapes, self.cuts, self.num_layers, self.tied)
+        return layer_costs(self.shapes, self.shard_plan, self.num_layers, self.tied)
 
     @functools.cached_property
     def layers(self) -> dict[str, int | None]:
-        """Of every parameter the layer it is in."""
-        return {name: layer_of(name, self.cuts) for name in self.shapes}
+        """The layer of every parameter."""
+        return {name: layer_of(name, self.shard_plan) for name in self.shapes}
 
     def by_part(self, bounds: Sequence[int]) -> list[list[str]]:
-        """The names that each part of a pipeline has."""
+        """The names of the parameters in each part of a pipeline."""
         key = tuple(bounds)
         if key not in self._parts:
             self._parts[key] = [[] for _ in bounds[1:]]
             for name in self.shapes:
-                for part in parts_with(name, self.cuts, bounds, self.tied):
+                for part in parts_with(name, self.shard_plan, bounds, self.tied):
                     self._parts[key][part].append(name)
         return self._parts[key]
 
 
 class Layout:
-    """The parameters of a run, and of each of its ranks."""
+    """The parameters of a run and of each of its ranks."""
 
-    def __init__(self, plan: RunPlan, model: Model | None = None):
-        """`model`: of the run, where it is known already."""
-        self.plan, self.model = plan, Model(plan) if model is None else model
-        self.cuts, self.tied = self.model.cuts, self.model.tied
+    def __init__(self, plan: RunPlan, model: ModelParameters | None = None):
+        """
+        Args:
+            plan: of the run.
+            model: its parameters, if they are known already: a search makes them once for all strategies.
+        """
+        self.plan, self.model = plan, ModelParameters(plan) if model is None else model
+        self.shard_plan, self.tied = self.model.shard_plan, self.model.tied
         self.adapted, self.rounded = self.model.adapted, self.model.rounded
         self.model_shapes, self.shapes, self.trained = self.model.model_shapes, self.model.shapes, self.model.trained
-        self.rounded = self.model.rounded
         self.num_layers, pp = self.model.num_layers, plan.degrees.pp
         self.bounds = [0, self.num_layers]
         if pp > 1:
             self.bounds = part_bounds(plan.recipe.parallel.pipeline_cut, self.model.costs, pp * plan.num_chunks)
-        self._held: dict[int, list[Held]] = {}
+        self._parameters: dict[int, list[LocalParameter]] = {}
         self.sharding = SHARDING_STAGES[plan.recipe.parallel.sharding]
         self._bucket_bytes = plan.gradient_bucket_bytes
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model with its adapters."""
+        """Parameters of the whole model with its adapters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -182,46 +189,50 @@ class Layout:
         return range(self.bounds[part], self.bounds[part + 1])
 
     def parts_of(self, stage: int) -> range:
-        """The parts that a pipeline stage has, its chunks."""
+        """The parts of the model on a pipeline stage: its chunks."""
         return range(stage, len(self.bounds) - 1, self.plan.degrees.pp)
 
-    def held(self, mesh: Mesh) -> list[Held]:
-        """What a rank has, in the order of its parts."""
-        if mesh.rank not in self._held:
-            self._held[mesh.rank] = self._make_held(mesh)
-        return self._held[mesh.rank]
+    def parameters(self, mesh: Mesh) -> list[LocalParameter]:
+        """The parameters of a rank, in the order of its parts."""
+        if mesh.rank not in self._parameters:
+            self._parameters[mesh.rank] = self._make_parameters(mesh)
+        return self._parameters[mesh.rank]
 
-    def buckets(self, mesh: Mesh) -> list[list[Held]]:
-        """The gradients of a rank that are added up over data ranks, those together that travel in one call."""
+    def buckets(self, mesh: Mesh) -> list[list[LocalParameter]]:
+        """The gradients that a rank reduces over data ranks, grouped by the collective call they share."""
         found = []
         for part in self.parts_of(mesh.coordinate["pp"]):
-            sent = [held for held in self.held(mesh) if held.part == part and held.has_gradient]
+            sent = [
+                parameter for parameter in self.parameters(mesh) if parameter.part == part and parameter.has_gradient
+            ]
             sent = [h for h in sent if (mesh.of_experts if h.is_expert else mesh).degrees.num_data_ranks > 1]
-            for chosen in buckets([(held.is_expert, 4 * held.sum_size) for held in sent], self._bucket_bytes):
+            for chosen in buckets(
+                [(parameter.is_expert, 4 * parameter.sum_size) for parameter in sent], self._bucket_bytes
+            ):
                 found.append([sent[i] for i in chosen])
         return found
 
-    def _make_held(self, mesh: Mesh) -> list[Held]:
+    def _make_parameters(self, mesh: Mesh) -> list[LocalParameter]:
         precision = self.plan.recipe.engine.precision
-        # layers are alike: what is cut out of a parameter is worked out once for all that are cut like it
+        # layers are alike: the slice of a parameter is computed once for all parameters sliced like it
         known: dict[tuple[object, ...], tuple[tuple[int, ...], int, Piece]] = {}
-        embedding, names = f"{self.cuts.embedding}.weight", self.model.by_part(self.bounds)
+        embedding, names = f"{self.shard_plan.embedding}.weight", self.model.by_part(self.bounds)
         result = []
         for part in self.parts_of(mesh.coordinate["pp"]):
             for name in names[part]:
-                shape, expert, dim = self.shapes[name], self.cuts.is_expert(name), self.cuts.dim(name)
+                shape, expert, dim = self.shapes[name], self.shard_plan.is_expert(name), self.shard_plan.dim(name)
                 trained = name in self.trained
                 key = shape, expert, dim, trained
                 if key not in known:
-                    local = tuple(s.stop - s.start for s in local_slice(name, shape, self.cuts, mesh))
+                    local = tuple(s.stop - s.start for s in local_slice(name, shape, self.shard_plan, mesh))
                     size = math.prod(local)
                     place = mesh.of_experts if expert else mesh
                     known[key] = local, size, piece_of(size, place, self.sharding, not trained)
                 local, size, piece = known[key]
-                bias = self.cuts.is_gate_bias(name)
+                bias = self.shard_plan.is_gate_bias(name)
                 dtype = "float32" if precision == "fp32" or bias else precision
                 result.append(
-                    Held(
+                    LocalParameter(
                         name=name,
                         part=part,
                         layer=self.model.layers[name],
@@ -230,10 +241,9 @@ class Layout:
                         num_bytes=4 if dtype == "float32" else BYTES[precision],
                         parts=piece.parts,
                         piece=piece.size,
-                        owned=piece.num_owned,
+                        num_owned=piece.num_owned,
                         stage=self.sharding,
                         is_expert=expert,
-                        is_cut=dim is not None and mesh.degrees.tp > 1,
                         is_trained=trained,
                         has_gradient=trained and not bias,
                         has_master=has_master(dtype, not trained),
@@ -243,11 +253,16 @@ class Layout:
         return result
 
 
+def num_moments(optimizer: str) -> int:
+    """Moments an optimizer keeps of each parameter, as large as the parameter."""
+    return sum(slot.startswith("moment") for slot in OPTIMIZER_SLOTS[optimizer])
+
+
 def model_shapes(plan: RunPlan) -> Mapping[str, Sequence[int]]:
-    """Of every parameter of the model, without adapters.
+    """The shape of every parameter of the model, without adapters.
 
     Raises:
-        UserError: the family does not say them.
+        UserError: the family does not provide them.
     """
     names = plan.family.names()
     if not hasattr(names, "parameter_shapes"):
@@ -260,8 +275,7 @@ def model_shapes(plan: RunPlan) -> Mapping[str, Sequence[int]]:
 
 
 def ranks(plan: RunPlan) -> list[Mesh]:
-    """One rank of each pipeline stage: the first of its data and tensor parallel ranks, which never has less than
-    another."""
+    """One rank of each pipeline stage: its first data and tensor parallel rank, which never holds less than others."""
     degrees = plan.degrees
     each = degrees.num_ranks // degrees.pp
     return [Mesh(degrees, stage * each) for stage in range(degrees.pp)]

@@ -1,4 +1,4 @@
-"""The passes of a pipeline in time: the engine's own orders, played with the time that each pass takes."""
+"""The passes of a pipeline in time: the engine's own schedule, simulated with the time that each pass takes."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What each rank of a pipeline does when, in its order."""
+    """The passes of each rank of a pipeline, in its order, with their times."""
 
     ranks: list[list[Timed]]
 
     @property
     def length(self) -> float:
-        """From the first pass to the end of the last one."""
+        """Time from the start of the first pass to the end of the last one."""
         return max(timed[-1].end for timed in self.ranks)
 
     def busy(self, stage: int) -> float:
-        """How long a rank computes."""
+        """Time in which a rank computes."""
         return sum(timed.end - timed.start for timed in self.ranks[stage])
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they wait."""
+        """The fraction of the ranks' time in which they wait."""
         return 1 - sum(map(self.busy, range(len(self.ranks)))) / (len(self.ranks) * self.length)
 
 
 @functools.lru_cache(maxsize=8)  # a search comes back to a pipeline for every other degree
 def orders(kind: Kind, num_stages: int, num_micro_batches: int, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """The passes of every rank, as the engine runs them; without a pipeline each micro-batch goes forward and back."""
+    """The passes of every rank, as the engine runs them; without a pipeline, forward and backward in turn."""
     every = (order(kind, stage, num_stages, num_micro_batches, num_chunks) for stage in range(num_stages))
     return tuple(map(tuple, every))
 
 
 class Turn(NamedTuple):
-    """A pass in an order in which all of them can run: behind what it needs."""
+    """A pass in a topological order of the passes of all ranks."""
 
     stage: int
     action: Action
     part: int
-    """Of the model."""
+    """The part of the model it runs."""
     needs: int
-    """The number of the turn on another rank whose message it takes; -1 for none."""
+    """The index of the turn whose message it receives; -1 for none."""
 
 
 def in_turn(passes: Sequence[Sequence[Action]]) -> list[Turn]:
-    """The passes of all ranks, each behind the one before on its rank and the one it needs.
+    """The passes of all ranks in a topological order: each after the previous one of its rank and the one it needs.
 
     Args:
         passes: of each rank, see `orders`.
@@ -90,20 +90,20 @@ def in_turn(passes: Sequence[Sequence[Action]]) -> list[Turn]:
 
 @functools.lru_cache(maxsize=8)
 def turns_of(kind: Kind, num_stages: int, num_micro_batches: int, num_chunks: int) -> list[Turn]:
-    """Those of `orders`."""
+    """The turns of `orders`, cached."""
     return in_turn(orders(kind, num_stages, num_micro_batches, num_chunks))
 
 
 def simulate(
     passes: Sequence[Sequence[Action]], forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0
 ) -> Timeline:
-    """Play the passes: each starts when its rank is done with the one before and what it needs has come.
+    """Simulate the passes: each starts when its rank is free and the message it needs has arrived.
 
     Args:
         passes: of each rank, see `orders`.
-        forward: time of a forward pass of each part of the model.
-        backward: of a backward pass.
-        transfer: what a message to a neighbour takes; senders do not wait for it.
+        forward: time of a forward pass, for each part of the model.
+        backward: time of a backward pass, for each part of the model.
+        transfer: time of a message to a neighbour; senders do not wait for it.
     """
     turns = in_turn(passes)
     ranks: list[list[Timed]] = [[] for _ in passes]
@@ -113,14 +113,14 @@ def simulate(
 
 
 def length(turns: Sequence[Turn], forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0) -> float:
-    """`simulate(...).length` of passes whose order is known."""
+    """`simulate(...).length`, from a known topological order."""
     return max(_times(turns, forward, backward, transfer)[1])
 
 
 def _times(
     turns: Sequence[Turn], forward: Sequence[float], backward: Sequence[float], transfer: float
 ) -> tuple[list[float], list[float]]:
-    """Start and end of each."""
+    """Start and end of each turn."""
     now = [0.0] * len(forward)
     starts: list[float] = []
     ends: list[float] = []
@@ -135,12 +135,12 @@ def _times(
 
 
 def peak_held(actions: Sequence[Action], kept: Callable[[Action], float], gradients: Sequence[float] = ()) -> float:
-    """The most that a rank holds at once between two passes.
+    """The most memory that a rank holds between two passes.
 
     Args:
         actions: its passes.
         kept: what a forward pass keeps until its backward pass.
-        gradients: of each chunk, which are there from its first backward pass on; none to leave them out.
+        gradients: the gradients of each chunk, which exist from its first backward pass on; empty to leave them out.
     """
     held = peak = 0.0
     there: set[int] = set()
@@ -152,15 +152,15 @@ def peak_held(actions: Sequence[Action], kept: Callable[[Action], float], gradie
     return peak
 
 
-def most_held(timed: Sequence[Timed]) -> int:
-    """The most passes a rank holds at once for their backward pass."""
+def peak_passes(timed: Sequence[Timed]) -> int:
+    """The most forward passes of a rank that wait for their backward pass at once."""
     return round(peak_held([t.action for t in timed], lambda action: 1.0))
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> list[str]:
-    """A line a rank: digits and letters are forward passes of a micro-batch, by chunk, `-` backward ones, `.` waits.
+    """One line a rank: digits and letters are forward passes of micro-batches, by chunk, `-` backward ones, `.` waits.
 
-    The shortest pass is a column; of what is longer than `width` the beginning is drawn.
+    The shortest pass takes one column; a longer timeline is cut off at `width` columns.
     """
     unit = min(t.end - t.start for rank in timeline.ranks for t in rank)
     columns = math.ceil(round(timeline.length / unit, 6))

@@ -1,4 +1,4 @@
-"""Which strategies fit so many devices and so much memory: every one tried as `llmsuite run` would take it."""
+"""A search for strategies that fit a number of devices and their memory, each checked as `llmsuite run` would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmsuite.models.anatomy import Anatomy
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.planning.cost import Hardware
 from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate_of, memory_of
-from llmsuite.planning.layout import Layout, Model
+from llmsuite.planning.layout import Layout, ModelParameters
 from llmsuite.planning.memory import StageMemory
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.rules import RULES, RuleContext
@@ -20,7 +20,7 @@ from llmsuite.schema.parallel import ParallelSection
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What is tried."""
+    """A candidate: the degrees, sharding stage and recompute to try."""
 
     tp: int
     pp: int
@@ -35,7 +35,7 @@ class Strategy:
 
     @property
     def overrides(self) -> str:
-        """The words of a command line that choose it."""
+        """The command-line options that choose it."""
         parallel = [f'"tensor_parallel_degree": {self.tp}', f'"pipeline_parallel_degree": {self.pp}']
         parallel += [f'"sharding": "{self.sharding}"'] if self.sharding != "none" else []
         parallel += [f'"expert_parallel_degree": {self.ep}'] if self.ep > 1 else []
@@ -50,32 +50,33 @@ class Fitting:
     strategy: Strategy
     estimate: Estimate
     seconds: tuple[float, float]
+    """The shortest and the longest likely time of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rejected:
-    """One that does not, with the reason."""
+    """A strategy that does not fit, with the reason."""
 
     strategy: Strategy
     reason: str
 
 
 def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting], list[Rejected]]:
-    """Try degrees of every axis, sharding stages and ways of computing again, with the recipe's own batch.
+    """Try degrees of every axis, sharding stages and kinds of recompute, with the recipe's own batch.
 
-    Of a strategy the first way of computing again that fits is taken: it takes the least time.
+    For each strategy, the cheapest kind of recompute that fits is taken.
 
     Args:
-        plan: of the recipe, with the devices that there are.
-        limit: bytes of a device.
-        device: for times.
+        plan: of the recipe, with the devices to use.
+        limit: bytes of memory of a device.
+        device: figures from which times are computed.
 
     Returns:
-        What fits, the fastest first, and what does not.
+        The strategies that fit, the fastest first, and those that do not.
     """
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
-    model, anatomy = Model(plan), anatomy_of(plan)
+    model, anatomy = ModelParameters(plan), anatomy_of(plan)
     for strategy in strategies(plan):
         found = _try(plan, strategy, model, anatomy, limit, device)
         if isinstance(found, Fitting):
@@ -86,21 +87,21 @@ def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting]
 
 
 def _try(
-    plan: RunPlan, strategy: Strategy, model: Model, anatomy: Anatomy, limit: float, device: Hardware
+    plan: RunPlan, strategy: Strategy, model: ModelParameters, anatomy: Anatomy, limit: float, device: Hardware
 ) -> Fitting | Rejected:
     full = dataclasses.replace(strategy, recompute="full")
     first = with_strategy(plan, full)
-    if reasons := broken(first):
+    if reasons := violations(first):
         return Rejected(strategy, reasons[0])
     layout, meshes = Layout(first, model), busiest(first)
-    # what does not fit with layers computed again does not fit at all
+    # a strategy that does not fit with full recompute does not fit at all
     most = memory_of(first, layout, anatomy, meshes)
     if reason := _too_much(most, limit):
         return Rejected(full, reason)
     for recompute in ("none", "selective"):
         tried = dataclasses.replace(strategy, recompute=recompute)
         layout.plan = with_strategy(plan, tried)
-        if not broken(layout.plan):
+        if not violations(layout.plan):
             stages = memory_of(layout.plan, layout, anatomy, meshes)
             if not _too_much(stages, limit):
                 break
@@ -111,7 +112,7 @@ def _try(
 
 
 def _too_much(stages: Sequence[StageMemory], limit: float) -> str:
-    """By how much a run does not fit; empty when it does."""
+    """Why a run does not fit; empty when it does."""
     worst = max(stages, key=lambda stage: stage.peak)
     if worst.peak <= limit:
         return ""
@@ -119,16 +120,16 @@ def _too_much(stages: Sequence[StageMemory], limit: float) -> str:
     return f"takes {worst.peak / gib:.1f} GiB on pipeline stage {worst.stage}, more than {limit / gib:.1f} GiB"
 
 
-def broken(plan: RunPlan) -> list[str]:
-    """What `llmsuite validate` would say of it."""
+def violations(plan: RunPlan) -> list[str]:
+    """The violated rules, as `llmsuite validate` would report them."""
     recipe = plan.recipe
     found = [f"parallel.{key}: {message}" for key, message in recipe.parallel.problems()]
     found += [f"engine.{key}: {message}" for key, message in recipe.engine.problems()]
     precisions = plan.device.factory().precisions
-    asked = RuleContext(
+    context = RuleContext(
         recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, plan.stage
     )
-    return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(asked)]
+    return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(context)]
 
 
 def with_strategy(plan: RunPlan, strategy: Strategy) -> RunPlan:
@@ -158,7 +159,7 @@ def with_strategy(plan: RunPlan, strategy: Strategy) -> RunPlan:
 
 
 def strategies(plan: RunPlan) -> Iterator[Strategy]:
-    """Powers of two of each degree: tp within a machine, pp up to the layers, of experts 1, 8 and 64 ranks."""
+    """Powers of two for each degree: tp within a machine, pp up to the number of layers; ep 1, 8 or 64."""
     launch, layers = plan.recipe.launch, plan.model_config.num_hidden_layers
     devices = launch.num_devices * launch.nnodes
     experts = bool(plan.family.shard_plan and plan.family.shard_plan.experts)

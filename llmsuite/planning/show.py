@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""The output of `llmsuite plan`: an estimate, or the result of a search, as lines of text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from llmsuite.models.anatomy import MoE
 from llmsuite.planning.cost import FAST, SLOW, Hardware, axis_size, total_bytes
 from llmsuite.planning.estimate import Estimate
 from llmsuite.planning.memory import NOT_COUNTED, StageMemory
-from llmsuite.planning.schedule import draw_text, most_held
+from llmsuite.planning.schedule import draw_text, peak_passes
 from llmsuite.planning.search import Fitting, Rejected
 
 
 def show_plan(found: Estimate, memory: float | None, device: Hardware | None) -> Iterator[str]:
-    """The lines of a plan.
+    """The lines of an estimate.
 
     Args:
-        found: what is shown.
-        memory: of a device, in bytes, where it is known.
-        device: where it is known, for times.
+        found: the estimate.
+        memory: memory of a device in bytes, if known.
+        device: figures from which times are computed, if known.
     """
     parts = [_model(found), _memory(found, memory), _traffic(found), _schedule(found), _work(found, device)]
     for lines in (*parts, _storage(found)):
@@ -30,7 +30,7 @@ def show_plan(found: Estimate, memory: float | None, device: Hardware | None) ->
 
 
 def show_search(fitting: Sequence[Fitting], rejected: Sequence[Rejected], most: int) -> Iterator[str]:
-    """The lines of a search: the `most` fastest strategies, and every reason for which others are none."""
+    """The lines of a search: the `most` fastest strategies, and why each other strategy was rejected."""
     yield f"{len(fitting)} strategies fit, {len(rejected)} do not"
     if fitting:
         rows = [["", "strategy", "peak", "seconds a step"]]
@@ -46,17 +46,18 @@ def show_search(fitting: Sequence[Fitting], rejected: Sequence[Rejected], most: 
 
 
 def inexact(found: Estimate) -> Iterator[str]:
-    """What of a plan is no count."""
-    yield "micro-batches are taken as full: rows of data.max_length, every position learnt; others take less"
+    """The figures of a plan that are not exact counts."""
+    yield "micro-batches: taken as full, rows of data.max_length with every position supervised; others take less"
     yield from NOT_COUNTED[:2]
     if any(isinstance(layer.mlp, MoE) for layer in found.anatomy.layers):
         yield NOT_COUNTED[2]
     if found.plan.degrees.ep > 1:
-        yield "bytes to and from experts: taken as evenly dealt; calls, and the bytes of all else, are counted"
+        yield "bytes to and from experts: taken as evenly loaded; calls, and all other bytes, are exact"
     if found.plan.device.name != "cpu":
-        yield "buffers and fused kernels of this device: no such device has been measured"
-    yield "times: assumed are " + " to ".join(
-        f"{reached.flops:.0%} of the peak and {reached.bandwidth:.0%} of the bandwidth" for reached in (SLOW, FAST)
+        yield "buffers and fused kernels of this device: not measured on such a device"
+    yield "times: they assume " + " to ".join(
+        f"{efficiency.flops:.0%} of the peak and {efficiency.bandwidth:.0%} of the bandwidth"
+        for efficiency in (SLOW, FAST)
     )
 
 
@@ -87,7 +88,7 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
 
 
 def _traffic(found: Estimate) -> Iterator[str]:
-    yield "what a rank sends in a step, on the pipeline stage that sends most"
+    yield "messages of a rank in a step, on the pipeline stage that sends most"
     totals = [total_bytes(counts) for counts in found.traffic]
     counts = found.traffic[totals.index(max(totals))]
     rows = [["axis", "ranks", "operation", "calls", "bytes", "why"]]
@@ -109,7 +110,7 @@ def _schedule(found: Estimate) -> Iterator[str]:
     if found.plan.degrees.pp == 1:
         yield "no pipeline"
         return
-    held = [most_held(rank) for rank in found.timeline.ranks]
+    held = [peak_passes(rank) for rank in found.timeline.ranks]
     yield f"pipeline {found.plan.schedule}: ranks wait {found.bubble:.1%} of a step's passes"
     yield f"  passes held at once, by stage: {', '.join(map(str, held))}"
     yield from (f"  {line}" for line in draw_text(found.timeline))
@@ -124,7 +125,7 @@ def _work(found: Estimate, device: Hardware | None) -> Iterator[str]:
     a_day = [found.tokens / seconds * 86400 for seconds in (slow, fast)]
     yield f"  {fast:.3g} to {slow:.3g} s; {a_day[0]:.3g} to {a_day[1]:.3g} tokens a day"
     part = [found.flops / (found.plan.degrees.num_ranks * device.flops * s) for s in (slow, fast)]
-    yield f"  {part[0]:.0%} to {part[1]:.0%} of the devices' peak, with what is computed again"
+    yield f"  {part[0]:.0%} to {part[1]:.0%} of the devices' peak, including recompute"
 
 
 def _storage(found: Estimate) -> Iterator[str]:
@@ -135,13 +136,13 @@ def _storage(found: Estimate) -> Iterator[str]:
 
 def _parts(stage: StageMemory) -> list[float]:
     return [
-        *(stage.parameters, stage.copies, stage.moments, stage.gradients, stage.activations),
+        *(stage.parameters, stage.masters, stage.moments, stage.gradients, stage.activations),
         *(stage.buffers, stage.peak),
     ]
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as people read them: three digits and a unit."""
+    """Bytes as text: three digits and a unit."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while value >= 1000 and len(units) > 1:
         value /= 1024
@@ -150,7 +151,7 @@ def size(num_bytes: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Iterator[str]:
-    """Rows in columns that are as wide as their widest cell; those in `left` begin at the left."""
+    """Rows in columns as wide as their widest cell; the columns in `left` are aligned to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]

@@ -1,43 +1,43 @@
-"""What a run puts on the host: memory while a model is read and saved, files of its checkpoints."""
+"""What a run needs of the host: memory while a model is loaded and saved, disk space for its checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-from llmsuite.planning.layout import BYTES, Layout
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.partition import local_slice
+from llmsuite.planning.layout import BYTES, Layout, num_moments
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """In bytes."""
+    """Bytes on disk and in host memory."""
 
     checkpoint: float
-    """Files of one: parameters as they are, moments and masters as float32."""
+    """The files of one checkpoint: parameters in their dtype, moments and masters in float32."""
     on_disk: float
-    """Of all that are kept, with the one that is being written."""
+    """All checkpoints that are kept, and the one being written."""
     loading: float
-    """Host memory of a rank at most, while the model is read: a slice of one tensor, as it is stored and as float32."""
+    """Peak host memory of a rank while it loads the model: its slice of one tensor, as stored and as float32."""
     saving: float
-    """Host memory of a rank at most, while a checkpoint is saved: its share, copied before it is written, or without
-    `async_save` one tensor."""
+    """Peak host memory of a rank while it saves a checkpoint: a copy of its share, or without `async_save` of one
+    tensor."""
 
 
 def storage(layout: Layout) -> Storage:
-    """Of a run."""
+    """The storage a run needs."""
     plan = layout.plan
     recipe, width = plan.recipe, BYTES[plan.recipe.engine.precision]
-    state = 8 if recipe.train.optimizer == "adamw" else 0
+    state = 4 * num_moments(recipe.train.optimizer)
     state += 4 if width < 4 else 0
     sizes = {name: math.prod(shape) for name, shape in layout.shapes.items() if name in layout.trained}
     checkpoint = sum(sizes.values()) * (width + state)
     largest = max((math.prod(shape) for shape in layout.shapes.values()), default=0)
-    ep, tp = plan.degrees.ep, plan.degrees.tp
-    parts = [
-        math.prod(shape) / ((tp if layout.cuts.dim(n) is not None else 1) * (ep if layout.cuts.is_expert(n) else 1))
-        for n, shape in layout.shapes.items()
-    ]
+    mesh = Mesh(plan.degrees, 0)
+    slices = [local_slice(name, shape, layout.shard_plan, mesh) for name, shape in layout.shapes.items()]
+    largest_slice = max(math.prod(s.stop - s.start for s in each) for each in slices)
     share = checkpoint / plan.degrees.num_ranks
     kept = recipe.checkpoint.keep_last + 1 + (recipe.checkpoint.best_metric is not None)
     saving = max(share, 4.0 * largest) if recipe.checkpoint.async_save else 4.0 * largest
-    return Storage(float(checkpoint), float(checkpoint * kept), max(parts) * (width + 4), saving)
+    return Storage(float(checkpoint), float(checkpoint * kept), float(largest_slice * (width + 4)), saving)

@@ -1,7 +1,7 @@
-"""What the ranks of a tensor parallel group send each other while a pass runs.
+"""The traffic of a tensor parallel group: what its ranks send each other during a pass.
 
-Paddle's rules decide what that is. What they decide is written down here for the blocks of `models.anatomy`, and tests
-hold it against what passes through the communication library, tensor for tensor.
+Paddle's SPMD rules decide it. Their decisions are written down here for the blocks of `models.anatomy`; tests compare
+them with what passes through the communication library, tensor for tensor.
 """
 
 from __future__ import annotations
@@ -11,71 +11,71 @@ from typing import Protocol
 
 from llmsuite.models.anatomy import Anatomy, Latent, MoE, Plain
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.planning.activations import Pass
+from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import Layout
 
 
 class Send(Protocol):
-    """Notes what is sent: operation, shape, why, how often, bytes of an element if not those of an activation."""
+    """Records a message: operation, shape, reason, how often, bytes of an element if not those of an activation."""
 
     def __call__(self, operation: str, shape: Sequence[int], why: str, count: int = 1, width: int = 0) -> None: ...
 
 
-class AlongTensor:
-    """Of one rank."""
+class TensorParallelTraffic:
+    """The tensor parallel traffic of one rank, reported to `send` as its passes are walked through."""
 
     def __init__(self, layout: Layout, anatomy: Anatomy, mesh: Mesh, own_reduce_scatter: bool, send: Send):
-        """Arguments as of `communication.Traffic`."""
+        """Takes the arguments of `communication.Traffic`, and what records a message."""
         self._layout, self._anatomy, self._mesh, self._own, self._send = layout, anatomy, mesh, own_reduce_scatter, send
         recipe = layout.plan.recipe
         self._engine, self._adapter_rank = recipe.engine, recipe.lora.rank
         self._compiled = self._engine.mode == "to_static"
-        self._cut = recipe.parallel.sequence_parallel
+        self._sequence_parallel = recipe.parallel.sequence_parallel
         self._is_scored, self._takes_all = layout.plan.stage.head == "score", layout.plan.stage.takes_all
 
-    def forward(self, part: int, batch: Pass, with_adapters: bool = True) -> None:
-        """Of one micro-batch through a part, once."""
+    def forward(self, part: int, batch: MicroBatch, with_adapters: bool = True) -> None:
+        """One forward pass of a micro-batch through a part of the model."""
         whole, piece = self._shapes(batch)
         if part == 0:
-            self._sum(whole, "embedding: its rows lie on different ranks", cut=self._cut)
+            self._sum(whole, "embedding: its rows are on different ranks", scatter=self._sequence_parallel)
         for number in self._layout.layers_of(part):
             self._layer_forward(number, batch, whole, piece, with_adapters)
         if self._is_last(part):
-            if self._cut:
-                self._send("all_gather", piece, "last norm: sequences are whole again")
+            if self._sequence_parallel:
+                self._send("all_gather", piece, "last norm: sequences are gathered")
             if not self._is_scored:
                 self._send("all_reduce", (batch.supervised, 1), "cross-entropy: numbers of each token", 3, width=4)
 
-    def backward(self, part: int, batch: Pass) -> None:
-        """The way back, with what is computed again."""
+    def backward(self, part: int, batch: MicroBatch) -> None:
+        """One backward pass, including the forward passes of recomputed layers."""
         whole, piece = self._shapes(batch)
         if self._is_last(part) and not self._is_scored:
             count, why = batch.supervised, "head, backward: gradient of its input"
             self._send("all_reduce", (count, 1), "cross-entropy: numbers of each token", width=4)
             if self._takes_all and count == batch.tokens:
-                self._sum(whole, why, self._cut)
+                self._sum(whole, why, self._sequence_parallel)
             else:
                 self._send("all_reduce", (count, self._anatomy.hidden), why)
         for number in self._layout.layers_of(part):
             if self._engine.computes_again(number):
                 self._layer_forward(number, batch, whole, piece, with_adapters=True, again=True)
             self._layer_backward(number, batch, whole, piece)
-        if part == 0 and self._cut and self._adapter_rank is None:
+        if part == 0 and self._sequence_parallel and self._adapter_rank is None:
             self._send("all_gather", piece, "embedding, backward")
             if self._anatomy.learned_positions:
                 self._send("all_gather", (1, *piece[1:]), "positions, backward")
 
-    def _shapes(self, batch: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of activations between layers, whole and cut along the sequence."""
+    def _shapes(self, batch: MicroBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of a hidden state between layers: whole, and sharded along the sequence."""
         hidden = self._anatomy.hidden
         return (batch.rows, batch.length, hidden), (batch.rows, batch.length // self._mesh.degrees.tp, hidden)
 
     def _is_last(self, part: int) -> bool:
         return part == len(self._layout.bounds) - 2
 
-    def _sum(self, shape: Sequence[int], why: str, cut: bool, count: int = 1) -> None:
-        """Partial sums added up, and cut along the sequence."""
-        if not cut:
+    def _sum(self, shape: Sequence[int], why: str, scatter: bool, count: int = 1) -> None:
+        """Partial sums are reduced, and with `scatter` sharded along the sequence."""
+        if not scatter:
             self._send("all_reduce", shape, why, count)
         else:
             operation = "reduce_scatter" if self._own else "all_reduce"
@@ -84,34 +84,34 @@ class AlongTensor:
     def _layer_forward(
         self,
         number: int,
-        batch: Pass,
+        batch: MicroBatch,
         whole: tuple[int, ...],
         piece: tuple[int, ...],
         with_adapters: bool,
         again: bool = False,
     ) -> None:
-        layer, why = self._anatomy.layers[number], "forward: sums behind attention and MLP"
-        # where a bias is added to the sum it is not cut at once
-        cut = self._cut and not isinstance(layer.mlp, Plain)
-        if self._cut:
-            self._send("all_gather", piece, "forward: sequences in front of attention and MLP", 2)
-        self._sum(whole, why, cut if again else self._cut)  # attention
+        layer, why = self._anatomy.layers[number], "forward: sums after attention and MLP"
+        # a sum to which a bias is added is not scattered at once
+        scatter = self._sequence_parallel and not isinstance(layer.mlp, Plain)
+        if self._sequence_parallel:
+            self._send("all_gather", piece, "forward: sequences before attention and MLP", 2)
+        self._sum(whole, why, scatter if again else self._sequence_parallel)  # attention
         if isinstance(layer.mlp, MoE):
-            self._send("all_reduce", whole, "forward: sums behind routed and shared experts", 2)
+            self._send("all_reduce", whole, "forward: sums after routed and shared experts", 2)
         else:
-            self._sum(whole, why, cut)
+            self._sum(whole, why, scatter)
         for module in self._inside(self._layout.rounded, number, dim=0):
             outputs = self._layout.shapes[f"{module}.weight"][1]
-            self._send("all_reduce", (outputs,), "scales of rounded weights that are cut by their inputs", width=4)
+            self._send("all_reduce", (outputs,), "scales of rounded weights that are sharded by inputs", width=4)
         if with_adapters:
             self._adapters_forward(number, batch)
 
-    def _layer_backward(self, number: int, batch: Pass, whole: tuple[int, ...], piece: tuple[int, ...]) -> None:
+    def _layer_backward(self, number: int, batch: MicroBatch, whole: tuple[int, ...], piece: tuple[int, ...]) -> None:
         layer = self._anatomy.layers[number]
-        if self._cut:
-            self._send("all_gather", piece, "backward of what is cut behind them", 2)
+        if self._sequence_parallel:
+            self._send("all_gather", piece, "backward of the scatter after attention and MLP", 2)
         again = self._engine.computes_again(number)
-        # with adapters only, what goes into the first layer has no gradient, unless it is computed again
+        # when only adapters are trained, the input of the first layer has no gradient, unless it is recomputed
         if not (number == 0 and self._adapter_rank is not None and not again):
             self._attention_backward(number, batch, whole)
         elif isinstance(layer.attention, Latent):
@@ -119,19 +119,19 @@ class AlongTensor:
         self._mlp_backward(number, batch, whole)
         self._adapters_backward(number, batch)
 
-    def _attention_backward(self, number: int, batch: Pass, whole: tuple[int, ...]) -> None:
-        why = "backward: gradients of the inputs of matrices that are cut"
+    def _attention_backward(self, number: int, batch: MicroBatch, whole: tuple[int, ...]) -> None:
+        why = "backward: gradients of the inputs of sharded matrices"
         what = self._anatomy.layers[number].attention
         if isinstance(what, Latent):
             self._latent_backward(what, batch, whole)
-        elif self._joins(number, "self_attn"):
-            self._sum(whole, why, self._cut)
+        elif self._adds_locally(number, "self_attn"):
+            self._sum(whole, why, self._sequence_parallel)
         else:
             self._send("all_reduce", whole, why, 3)
 
-    def _latent_backward(self, what: Latent, batch: Pass, whole: tuple[int, ...] | None) -> None:
-        """`whole`: the input, where it has a gradient."""
-        why = "backward: gradients of what is compressed, of which each rank has its heads"
+    def _latent_backward(self, what: Latent, batch: MicroBatch, whole: tuple[int, ...] | None) -> None:
+        """`whole` is the shape of the input, if that has a gradient."""
+        why = "backward: gradients of compressed queries, keys and values, from each rank's heads"
         if what.q_rank is not None:
             self._send("all_reduce", (batch.rows, batch.length, what.q_rank), why)
         elif whole is not None:
@@ -140,50 +140,50 @@ class AlongTensor:
         shape = (batch.rows, what.heads // self._mesh.degrees.tp, batch.length, what.rope)
         self._send("all_gather", shape, "backward: the rotated key that all heads share")
 
-    def _mlp_backward(self, number: int, batch: Pass, whole: tuple[int, ...]) -> None:
-        why, what = "backward: gradients of the inputs of matrices that are cut", self._anatomy.layers[number].mlp
+    def _mlp_backward(self, number: int, batch: MicroBatch, whole: tuple[int, ...]) -> None:
+        why, what = "backward: gradients of the inputs of sharded matrices", self._anatomy.layers[number].mlp
         if isinstance(what, MoE):
             self._send("all_reduce", whole, why, 3)
             weights = (batch.rows, batch.length, what.chosen)
             self._send("all_reduce", weights, "backward: weights of experts, of which each rank has some", width=4)
             return
-        if self._joins(number, "mlp"):
-            self._sum(whole, why, self._cut)
+        if self._adds_locally(number, "mlp"):
+            self._sum(whole, why, self._sequence_parallel)
         else:
             self._send("all_reduce", whole, why, 1 if isinstance(what, Plain) else 2)
 
-    def _joins(self, number: int, region: str) -> bool:
-        """Whether gradients of a region's input are added up on the rank before they travel: in programs, unless those
-        of adapters, which are whole, are among them."""
-        inside = f"{self._layout.cuts.layers}.{number}.{region}."
+    def _adds_locally(self, number: int, region: str) -> bool:
+        """Whether the gradients of the input of attention or MLP are summed on the rank before they are reduced: in
+        compiled programs, unless gradients of adapters, which are not partial, are among them."""
+        inside = f"{self._layout.shard_plan.layers}.{number}.{region}."
         return self._compiled and not any(module.startswith(inside) for module in self._layout.adapted)
 
-    # adapters: products with the first factor, as narrow as the adapter
+    # adapters: products with the first factor have the width of the adapter's rank
 
-    def _adapters_forward(self, number: int, batch: Pass) -> None:
+    def _adapters_forward(self, number: int, batch: MicroBatch) -> None:
         if self._adapter_rank is not None:
             narrow = batch.rows, batch.length, self._adapter_rank
             for module in self._inside(self._layout.adapted, number, dim=0):
-                cut = self._cut and self._ends_region(module)
-                self._sum(narrow, "adapters, forward: of matrices cut by their inputs", cut)
+                scatter = self._sequence_parallel and self._ends_region(module)
+                self._sum(narrow, "adapters, forward: of matrices sharded by inputs", scatter)
 
-    def _adapters_backward(self, number: int, batch: Pass) -> None:
+    def _adapters_backward(self, number: int, batch: MicroBatch) -> None:
         if self._adapter_rank is None:
             return
         narrow = batch.rows, batch.length, self._adapter_rank
         for _ in self._inside(self._layout.adapted, number, dim=1):
-            self._send("all_reduce", narrow, "adapters, backward: of matrices cut by their outputs")
+            self._send("all_reduce", narrow, "adapters, backward: of matrices sharded by outputs")
         for module in self._inside(self._layout.adapted, number, dim=0):
-            if self._cut and self._ends_region(module):
+            if self._sequence_parallel and self._ends_region(module):
                 piece = batch.rows, batch.length // self._mesh.degrees.tp, self._adapter_rank
-                self._send("all_gather", piece, "adapters, backward of what is cut behind them")
+                self._send("all_gather", piece, "adapters, backward of the scatter after them")
 
     def _ends_region(self, module: str) -> bool:
-        """Whether sequences are cut again right behind a matrix."""
-        return self._layout.cuts.is_region(module.rpartition(".")[0])
+        """Whether sequences are sharded again right after a matrix."""
+        return self._layout.shard_plan.is_region(module.rpartition(".")[0])
 
     def _inside(self, modules: Iterable[str], number: int, dim: int) -> list[str]:
-        """Those modules of a layer that are cut along a dim."""
-        cuts = self._layout.cuts
-        inside = (module for module in modules if module.startswith(f"{cuts.layers}.{number}."))
-        return [module for module in inside if cuts.dim(f"{module}.weight") == dim]
+        """The modules of a layer whose weights are sharded along a dim."""
+        plan = self._layout.shard_plan
+        inside = (module for module in modules if module.startswith(f"{plan.layers}.{number}."))
+        return [module for module in inside if plan.dim(f"{module}.weight") == dim]

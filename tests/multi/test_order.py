@@ -87,6 +87,6 @@ def test_ranks_make_the_calls_that_are_written_down(logged: Runner, name: str) -
         for call, record in zip(expected, found):
             assert not call.size or record["shape"] == str(list(call.size)), (call, record)
         sums = [r["shape"] for r in inside if r["what"] == "all_reduce"]
-        together = [bucket for bucket in layout.buckets(Mesh(plan.degrees, rank)) if not bucket[0].adds_up_early]
+        together = [bucket for bucket in layout.buckets(Mesh(plan.degrees, rank)) if not bucket[0].reduces_each_pass]
         shapes = [b[0].local_shape if len(b) == 1 else (sum(held.size for held in b),) for b in together]
         assert sorted(sums) == sorted(str(list(shape)) for shape in shapes)

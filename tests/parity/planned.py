@@ -11,8 +11,8 @@ from typing import Any
 
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Action
-from llmsuite.planning.activations import Pass
-from llmsuite.planning.communication import AXES, PIPELINE, RUN, TENSOR, Message, Traffic, model_prepasses
+from llmsuite.planning.activations import MicroBatch
+from llmsuite.planning.communication import GROUP_AXES, PIPELINE, RUN, TENSOR, Message, Traffic, model_prepasses
 from llmsuite.planning.estimate import anatomy_of, estimate
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.memory import marks_padding, memory
@@ -113,12 +113,12 @@ def _check_schedule(found: Truth, plan: RunPlan, meshes: Sequence[Mesh], records
             found.problems.append(f"ranks wait {found.bubble:.3%} of the passes, not {planned.bubble:.3%}")
 
 
-def _pass(plan: RunPlan, sizes: Sequence[int]) -> Pass:
+def _pass(plan: RunPlan, sizes: Sequence[int]) -> MicroBatch:
     rows, length, supervised, documents = sizes
-    return Pass(rows, length, supervised, bool(documents), marks_padding(plan))
+    return MicroBatch(rows, length, supervised, bool(documents), marks_padding(plan))
 
 
-def _dealt(batches: Sequence[Pass], record: dict[str, Any]) -> list[Pass]:
+def _dealt(batches: Sequence[MicroBatch], record: dict[str, Any]) -> list[MicroBatch]:
     """Micro-batches with the rows that came to the experts of a rank, a layer: no plan can know how they are dealt."""
     rows: dict[int, list[int]] = collections.defaultdict(list)
     passes = [micro_batch for forward, micro_batch, _ in record["actions"] if forward]
@@ -130,14 +130,14 @@ def _dealt(batches: Sequence[Pass], record: dict[str, Any]) -> list[Pass]:
     ]
 
 
-def _looks(plan: RunPlan, passes: Sequence[Sequence[int]]) -> list[list[Pass]]:
+def _looks(plan: RunPlan, passes: Sequence[Sequence[int]]) -> list[list[MicroBatch]]:
     """The passes of each look, of which the first one comes first."""
     count = len(model_prepasses(plan))
     if not count:
         assert not passes, "the plan knows of no look at the global batch"
         return []
     each = len(passes) // count
-    found = [Pass(rows, length, supervised, bool(documents)) for rows, length, supervised, documents in passes]
+    found = [MicroBatch(rows, length, supervised, bool(documents)) for rows, length, supervised, documents in passes]
     return [found[i * each : (i + 1) * each] for i in range(count)]
 
 
@@ -175,5 +175,5 @@ def _group(mesh: Mesh, message: Message) -> tuple[int, ...] | None:
 
 
 def _row(mesh: Mesh, axis: str) -> tuple[int, ...]:
-    (row,) = (row for row in mesh.rows(*AXES[axis]) if mesh.rank in row)
+    (row,) = (row for row in mesh.rows(*GROUP_AXES[axis]) if mesh.rank in row)
     return tuple(int(rank) for rank in row)

@@ -30,8 +30,8 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.planning import activations
-from llmsuite.planning.activations import How, Pass
-from llmsuite.planning.layout import Layout, Model
+from llmsuite.planning.activations import ActivationSettings, MicroBatch
+from llmsuite.planning.layout import Layout, ModelParameters
 from llmsuite.planning.memory import memory
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.plugins.manager import load_plugins
@@ -109,11 +109,11 @@ def test_each_part_has_the_parameters_that_are_kept_for_it(family: str, tied: bo
 )
 def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precision: str, frozen: bool) -> None:
     name, width = "model.norm.weight", 4 if precision == "fp32" else 2
-    layout = Layout(ONE_DEVICE[precision], Model(ONE_DEVICE[precision], {name: (size,)}))
+    layout = Layout(ONE_DEVICE[precision], ModelParameters(ONE_DEVICE[precision], {name: (size,)}))
     layout.sharding, layout.trained = stage, set() if frozen else {name}
     for rank in range(parts):
         mesh = Mesh(Degrees(1, 1, parts, 1), rank)
-        (held,) = layout._make_held(mesh)
+        (held,) = layout._make_parameters(mesh)
         parameter = paddle.create_parameter(
             [size], "float32" if width == 4 else "bfloat16", default_initializer=paddle.nn.initializer.Constant(0.0)
         )
@@ -122,9 +122,9 @@ def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precis
         assert held.parameter_bytes == local.numel().item() * width
         if not frozen:
             copied = shard.master_or_shard.numel().item() * (4 if shard.has_master else width)
-            assert held.copy_bytes == (copied if shard.owned_is_copy else 0)
+            assert held.master_bytes == (copied if shard.owned_is_copy else 0)
         assert held.reduce_in_backward == shard._reduce_in_backward
-        assert held.master_or_shard == (
+        assert held.num_owned == (
             0 if shard.is_empty else local.numel().item() if parts == 1 else shard.master_or_shard.size
         )
 
@@ -150,8 +150,10 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
         layer = model.model.layers[number]
         found = allocated(lambda layer=layer: layer.forward_train(x, *inputs))
         fused = backend.fused("fp32") if is_fused else frozenset[str]()
-        how = How(num_bytes=4, recompute=recompute, every=2, fused=fused, fused_outside=fused)
-        planned = activations.kept_by_layer(spec.anatomy(model.config), number, Pass(rows, length, rows * length), how)
+        how = ActivationSettings(num_bytes=4, recompute=recompute, every=2, fused=fused, fused_outside=fused)
+        planned = activations.kept_by_layer(
+            spec.anatomy(model.config), number, MicroBatch(rows, length, rows * length), how
+        )
         assert found == planned, number
 
 
@@ -175,8 +177,8 @@ def test_a_rounded_layer_keeps_what_is_planned(family: str, shape: dict[str, Any
         layer = model.model.layers[number]
         found = allocated(lambda layer=layer: layer.forward_train(x, *inputs))
         rounded = {module: sizes[f"{module}.weight"] for module in modules}
-        how = How(num_bytes=4, rounded=rounded, rounds_inputs=rounds_inputs)  # type: ignore[arg-type]
-        batch = Pass(rows, length, rows * length)
+        how = ActivationSettings(num_bytes=4, rounded=rounded, rounds_inputs=rounds_inputs)  # type: ignore[arg-type]
+        batch = MicroBatch(rows, length, rows * length)
         assert found == activations.kept_by_layer(spec.anatomy(model.config), number, batch, how), number
 
 
@@ -227,7 +229,7 @@ def test_more_devices_and_recompute_take_less() -> None:
         plan = run_plan(RECIPE, parallel, f"--engine.recompute={recompute}")
         assert plan.family.anatomy is not None
         anatomy = plan.family.anatomy(plan.model_config)
-        (stage,) = memory(Layout(plan), anatomy, [Pass(1, 2048, 2048)] * 16)
+        (stage,) = memory(Layout(plan), anatomy, [MicroBatch(1, 2048, 2048)] * 16)
         peaks.append(stage.peak)
     assert peaks == sorted(set(peaks), reverse=True)
 

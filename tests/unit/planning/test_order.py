@@ -136,32 +136,32 @@ def test_a_schedule_that_is_wrong_starts_no_rank(
 ) -> None:
     monkeypatch.setattr(order, "orders", schedule)
     plan = run_plan(RECIPE, "--launch.num_devices=8", "--train.global_batch_size=16")
-    with pytest.raises(UserError, match="the ranks of this run would not meet") as caught:
+    with pytest.raises(UserError, match="the calls of this run's ranks do not match") as caught:
         check_order(plan)
     assert said in str(caught.value)
     words = ("--smoke", "--output_dir=/nonexistent/order")
     for command in ("run", "plan"):
         assert main([command, RECIPE, *words]) == 2
-        assert "the ranks of this run would not meet" in capsys.readouterr().err
+        assert "the calls of this run's ranks do not match" in capsys.readouterr().err
 
 
 def test_parameters_of_another_order_on_one_stage_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a third party's table may deal them."""
     plan = run_plan(RECIPE, "--launch.num_devices=8", '--parallel={"sharding": "stage1"}')
-    held = order.Layout.held
+    parameters = order.Layout.parameters
 
     def turned(self: Any, mesh: Any) -> Any:
-        found = held(self, mesh)
+        found = parameters(self, mesh)
         return found[::-1] if mesh.rank == 1 else found
 
-    monkeypatch.setattr(order.Layout, "held", turned)
+    monkeypatch.setattr(order.Layout, "parameters", turned)
     with pytest.raises(UserError, match=r"of the sharding of ranks 0, 1.*rank 0 makes all_gather .*embed.*; rank 1"):
         check_order(plan)
 
 
 def test_the_command_says_that_they_meet(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RECIPE]) == 0
-    assert "of 8 ranks, those that differ, played through; their" in capsys.readouterr().out
+    assert "of 8 ranks, those that differ, simulated; their" in capsys.readouterr().out
 
 
 def test_a_big_mesh_is_no_more_work_than_its_pipeline() -> None:

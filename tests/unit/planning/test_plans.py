@@ -18,13 +18,13 @@ from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
 from llmsuite.parallel.schedule import Action
-from llmsuite.planning.activations import Pass
+from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import Message, Traffic
 from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
 from llmsuite.planning.estimate import Estimate, anatomy_of, estimate
 from llmsuite.planning.layout import Layout, ranks
-from llmsuite.planning.schedule import draw_text, length, most_held, orders, simulate, turns_of
-from llmsuite.planning.search import Strategy, broken, search, strategies, with_strategy
+from llmsuite.planning.schedule import draw_text, length, orders, peak_passes, simulate, turns_of
+from llmsuite.planning.search import Strategy, search, strategies, violations, with_strategy
 from tests.paths import ROOT
 from tests.unit.planning.test_memory import RECIPE, run_plan
 from tests.unit.schedules import peak_live
@@ -36,7 +36,7 @@ def test_the_bubble_is_that_of_the_formula(stages: int, count: int, kind: str) -
     played = simulate(orders(kind, stages, count, 1), [1.0] * stages, [2.0] * stages)  # type: ignore[arg-type]
     assert played.bubble == pytest.approx((stages - 1) / (count + stages - 1))
     live = peak_live(kind, stages, count)  # type: ignore[arg-type]
-    assert [most_held(rank) for rank in played.ranks] == live
+    assert [peak_passes(rank) for rank in played.ranks] == live
 
 
 def test_ranks_do_in_time_what_the_engine_orders() -> None:
@@ -89,7 +89,7 @@ def test_data_ranks_send_every_gradient_once(parallel: str, calls: int) -> None:
     plan = run_plan(RECIPE, f"--parallel={parallel}", "--launch.num_devices=4", "--engine.precision=fp32")
     layout = Layout(plan)
     (mesh,) = ranks(plan)
-    sent = Traffic(layout, anatomy_of(plan), mesh, [Pass(1, 64, 64)] * 4, True).counts
+    sent = Traffic(layout, anatomy_of(plan), mesh, [MicroBatch(1, 64, 64)] * 4, True).counts
     gradients = {message: count for message, count in sent.items() if message.axis == "data"}
     assert sum(math.prod(m.shape) * m.num_bytes * count for m, count in gradients.items()) == 4 * layout.num_parameters
     assert len(layout.shapes) == 291
@@ -107,12 +107,12 @@ def test_flops_are_six_for_each_weight_and_token() -> None:
     """But for the embedding, which multiplies nothing, and attention."""
     plan = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1", "--engine.recompute=none")
     anatomy, layout = anatomy_of(plan), Layout(plan)
-    (cost,) = part_costs(layout, anatomy, Pass(1, 1, 1))
+    (cost,) = part_costs(layout, anatomy, MicroBatch(1, 1, 1))
     weights = sum(math.prod(s) for n, s in layout.shapes.items() if len(s) == 2 and "embed" not in n)
     pairs = 3 * 2 * 32 * 128 * 32
     assert cost.forward + cost.backward == 6 * weights + pairs
     again = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1")
-    (more,) = part_costs(Layout(again), anatomy, Pass(1, 1, 1))
+    (more,) = part_costs(Layout(again), anatomy, MicroBatch(1, 1, 1))
     head = 2 * anatomy.hidden * anatomy.vocabulary
     assert more.backward - cost.backward == cost.forward - head
 
@@ -148,7 +148,7 @@ def test_a_search_finds_what_single_plans_say(name: str) -> None:
         single[strategy] = []
         for recompute in ("none", "selective", "full"):
             tried = with_strategy(plan, dataclasses.replace(strategy, recompute=recompute))
-            single[strategy].append((recompute, (broken(tried) or [estimate(tried)])[0]))
+            single[strategy].append((recompute, (violations(tried) or [estimate(tried)])[0]))
     peaks = sorted(found.peak for tries in single.values() for _, found in tries if not isinstance(found, str))
 
     @settings(max_examples=5)
@@ -198,7 +198,7 @@ def test_amounts_of_another_unit_are_refused(text: str, unit: Unit) -> None:
 def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RECIPE, "--hardware", "a100"]) == 0
     said = capsys.readouterr().out
-    for part in ("memory of a rank", "what a rank sends in a step", "pipeline 1F1B", "tokens a day", "a checkpoint:"):
+    for part in ("memory of a rank", "messages of a rank in a step", "pipeline 1F1B", "tokens a day", "a checkpoint:"):
         assert part in said
     assert main(["plan", RECIPE, "--hardware", "abacus"]) == 2
     assert "--hardware: 'abacus' is not known" in capsys.readouterr().err
@@ -230,7 +230,7 @@ def test_the_page_compares_what_the_plan_says() -> None:
         for how in ("none", "selective")
     )
     assert f"{(whole.parameters + whole.gradients) / 1e9:.1f} GB on the second stage" in PUBLISHED
-    assert f"| {(whole.copies + whole.moments) / 1e9:.1f} GB |" in PUBLISHED
+    assert f"| {(whole.masters + whole.moments) / 1e9:.1f} GB |" in PUBLISHED
     kept = f"{whole.activations / 1e9:.0f} GB on the second stage, {without.activations / 1e9:.0f} GB without scores"
     assert kept in PUBLISHED
 
