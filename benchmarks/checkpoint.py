@@ -219,7 +219,7 @@ def stall(here: Path, megabytes: int) -> None:
     from llmsuite.checkpoint.save import GatheredTensor
     from llmsuite.checkpoint.train_state import TrainState
     from llmsuite.schema.recipe import CheckpointSection
-    from llmsuite.train.saving import Saver
+    from llmsuite.train.saving import CheckpointContents, Saver
 
     config = shape(megabytes)
     tensors = [GatheredTensor(n, tuple(t.shape), "float32", lambda t=t: t) for n, t in state(config).items()]
@@ -242,7 +242,8 @@ def stall(here: Path, megabytes: int) -> None:
     for name in ("synchronous", "async"):
         section = CheckpointSection(async_save=name == "async", keep_last=2)
         root = here / f"stall-{name}"
-        saver = Saver(root, section, llmsuite_register_models()[0], config, None, lambda: Whole(tensors, []), no_report)
+        contents = CheckpointContents(llmsuite_register_models()[0], config, None, lambda: Whole(tensors, []))
+        saver = Saver(root, section, contents, no_report)
         waits, steps = [], []
         for number in range(1, 10):
             steps.append(step(repeats))

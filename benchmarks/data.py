@@ -219,7 +219,7 @@ def _context(recipe: Any, directory: Path) -> Any:
         tokenizer=tokenizer,
         template=lambda: load_template("tokenizer", directory, tokenizer.special_tokens),
         data_formats={f.name: f for f in llmsuite_register_data_formats()},
-        model_digest="none",
+        initial_digest=lambda: "none",
         autocast=contextlib.nullcontext,
         length_multiple=1,
         report=print,

@@ -82,8 +82,8 @@ def work(num_ranks: int, steps: int) -> int:
     start_paddle(CpuBackend(), num_ranks, join=num_ranks > 1)
     from llmsuite.launch import calls
     from llmsuite.stages.pretrain import PretrainStage
-    from llmsuite.train.run import run
     from llmsuite.train.saving import Saver
+    from llmsuite.train.trainer import run
 
     calls.start()  # also where there is nobody to call
     os.environ["LLMSUITE_PLUGINS"] = ""

@@ -57,7 +57,7 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
     from llmsuite.launch import calls
     from llmsuite.plugins.manager import load_plugins
     from llmsuite.recipe.resolve import plan_run
-    from llmsuite.train.run import run
+    from llmsuite.train.trainer import run
     from tests.tools.gloo_groups import reused
 
     calls.start()
@@ -82,14 +82,14 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 def counted(last: int) -> Iterator[dict[str, Any]]:
     """Around a run of `last` steps, which takes the times of all but the last; that one is counted."""
     from llmsuite.parallel.optimizer import Optimizer
-    from llmsuite.train import loop
+    from llmsuite.train import trainer
     from tests.tools import gloo_trace
 
     record: dict[str, Any] = {"seconds": [], "cpu_seconds": []}
-    train_step, finish, before = loop.train_step, Optimizer.finish_gradients, live_bytes()
+    train_step, finish, before = trainer.train_step, Optimizer.finish_gradients, live_bytes()
     since: list[tuple[float, float]] = []
 
-    def noted(step: int, samples: Any, objective: Any, model: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    def noted(step: int, samples: Any, passes: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
         now = time.perf_counter(), time.process_time()
         if since:
             clock, cpu = since.pop()
@@ -97,9 +97,9 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
             record["cpu_seconds"].append(now[1] - cpu)
         if step != last:
             since.append(now)
-            return train_step(step, samples, objective, model, optimizer, *args, **more)
+            return train_step(step, samples, passes, optimizer, *args, **more)
         between = live_bytes() - before
-        record["held"] = {**held(model, optimizer), "between_steps": between}
+        record["held"] = {**held(passes.model, optimizer), "between_steps": between}
 
         def finished(self: Optimizer, weight: float) -> Any:
             record["held"]["gradients"] = live_bytes() - before - between
@@ -108,15 +108,15 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
         messages: gloo_trace.Messages = collections.Counter()
         Optimizer.finish_gradients = finished  # type: ignore[method-assign]
         with gloo_trace.traced(messages):
-            result = train_step(step, samples, objective, model, optimizer, *args, **more)
+            result = train_step(step, samples, passes, optimizer, *args, **more)
         record["sent"] = [[operation, shape, width, n] for (_, operation, shape, width), n in messages.items()]
         return result
 
-    loop.train_step = noted
+    trainer.train_step = noted
     try:
         yield record
     finally:
-        loop.train_step, Optimizer.finish_gradients = train_step, finish  # type: ignore[method-assign]
+        trainer.train_step, Optimizer.finish_gradients = train_step, finish  # type: ignore[method-assign]
 
 
 def live_bytes() -> int:

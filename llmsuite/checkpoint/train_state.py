@@ -28,7 +28,7 @@ class TrainState:
     """Steps without overflow since the loss scale changed."""
     rounded: dict[str, list[float]] | None = None
     """The fake-quantised layers of quantisation-aware training by name, with the state of the moving average over
-    their inputs (`engine.quantisation`); the list is empty where inputs are not rounded."""
+    their inputs (`train.input_scales`); the list is empty where inputs are not rounded."""
     norms: tuple[float, ...] = ()
     """Gradient norms that later ones are compared with, where spikes are looked for."""
     bad_steps: int = 0

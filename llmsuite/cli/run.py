@@ -141,7 +141,7 @@ def _import_ahead(plan: RunPlan) -> None:
     import tokenizers  # noqa: F401
 
     if plan.stage.trains:
-        import llmsuite.train.run  # noqa: F401
+        import llmsuite.train.trainer  # noqa: F401
     plan.stage.factory()
     plan.family.factory()
 
@@ -149,7 +149,7 @@ def _import_ahead(plan: RunPlan) -> None:
 def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if not plan.stage.trains:
         return int(plan.stage.factory()(plan, registry, resume))
-    from llmsuite.train.run import run as run_stage
+    from llmsuite.train.trainer import run as run_stage
 
     return run_stage(plan, registry, resume)
 

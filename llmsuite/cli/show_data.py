@@ -71,7 +71,7 @@ def _print_sequence(console: Any, text: Any, place: str, found: Explained, token
 def stats(plan: RunPlan, registry: Registry, plot: str | None) -> int:
     from llmsuite.stages.explain import open_stage
     from llmsuite.stages.stats import file_stats, plot_lengths
-    from llmsuite.train.run import padding_free
+    from llmsuite.train.data import padding_free
 
     stage, joined = open_stage(plan, registry), padding_free(plan, plan.device.factory())
     found = [file_stats(stage, path, joined) for path in (plan.train_file, plan.eval_file) if path is not None]

@@ -73,7 +73,7 @@ class BatchSampler:
             UserError: a sample alone has more tokens than `max_tokens`.
         """
         self._order, self._num_ranks = order, num_ranks
-        self._num_samples, self._size, self._max_tokens = global_batch_size, micro_batch_size, max_tokens
+        self.global_batch_size, self._size, self._max_tokens = global_batch_size, micro_batch_size, max_tokens
         self._longest = None if lengths is None else lengths.max(1)
         if max_tokens is not None:
             assert lengths is not None, "micro-batches by tokens need lengths"
@@ -99,9 +99,9 @@ class BatchSampler:
         """
         if self._longest is None:
             per_turn = self._num_ranks * self._size
-            starts = range(position + rank * self._size, position + self._num_samples, per_turn)
+            starts = range(position + rank * self._size, position + self.global_batch_size, per_turn)
             return [[self._order.at(start + i) for i in range(self._size)] for start in starts]
-        samples = np.array([self._order.at(position + i) for i in range(self._num_samples)])
+        samples = np.array([self._order.at(position + i) for i in range(self.global_batch_size)])
         samples = samples[np.argsort(-self._longest[samples], kind="stable")]
         batch = samples.tolist()
         if self._max_tokens is None:

@@ -59,11 +59,13 @@ class Window:
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
         self.steps = 0
-        """Booked since the last record."""
+        """Steps since the last record."""
+        self.busy = 0.0
+        """Seconds of these steps in which this rank did not wait for others."""
         self.reset()
 
     def reset(self) -> None:
-        self._start, self.steps, self._reader, self._tokens = time.perf_counter(), 0, 0.0, 0.0
+        self._start, self.steps, self.busy, self._reader, self._tokens = time.perf_counter(), 0, 0.0, 0.0, 0.0
 
     def add(self, metrics: dict[str, float]) -> None:
         """Book a step; takes "reader_seconds" out of its metrics."""

@@ -16,7 +16,7 @@ from llmsuite.data.rows import Conversation, Message, Preference, Unpaired
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.train.run import load_tokenizer, make_stage
+from llmsuite.train.data import load_tokenizer, make_stage
 from llmsuite.train.stage import DropCounts, Stage
 from llmsuite.train.supervision import TaughtSequence, supervised_sequences
 
@@ -38,7 +38,7 @@ class Explained:
 
 def open_stage(plan: RunPlan, registry: Registry, quiet: bool = True) -> Stage[Any]:
     """The stage of a recipe with its tokenizer, without a model. It keeps no tokens, as it may read a single row."""
-    stage = make_stage(plan, registry, "no model", load_tokenizer(plan), contextlib.nullcontext)
+    stage = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan), contextlib.nullcontext)
     stage.context = dataclasses.replace(stage.context, keeps_tokens=False)
     if quiet:
         stage.context = dataclasses.replace(stage.context, report=lambda text: None)

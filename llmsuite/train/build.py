@@ -16,19 +16,19 @@ from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.qat import fake_quantize_layers
 from llmsuite.models.shard_plan import SECOND_FACTOR, WHOLE
 from llmsuite.models.targets import is_factor, is_trained
-from llmsuite.parallel.balance import ExpertBalance
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.parallelize import Strategy, parallelize
 from llmsuite.parallel.partition import SHARDING_STAGES
 from llmsuite.parallel.pipeline import PipelineStage
-from llmsuite.parallel.quantisation import InputScales
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import between_layers
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.train.expert_balance import ExpertBalance
+from llmsuite.train.input_scales import InputScales
 from llmsuite.train.weights import initial_weights
 
 

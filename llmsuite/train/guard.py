@@ -1,4 +1,4 @@
-"""What becomes of a step that is not finite, or whose gradient is far larger than those before: decided by the recipe.
+"""Bad steps: not finite, or with a gradient far larger than those before. The recipe decides what becomes of them.
 
 A decision is a function of numbers that are equal on all ranks, and of what a checkpoint has: so all ranks decide
 alike, and a run that is resumed decides as the one that was not stopped.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from typing import Literal
+from typing import Any, Literal
 
+from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.errors import UserError
 
 Answer = Literal["stop", "skip", "roll_back"]
+Verdict = Literal["accept", "skip", "roll_back"]
 WINDOW, LEAST = 32, 8
 """Steps whose gradient norms are compared with, and how many there have to be."""
 
@@ -35,12 +37,25 @@ class Guard:
     spike_factor: float | None = None
     max_bad_steps: int = 10
     norms: list[float] = dataclasses.field(default_factory=list)
-    """Of the last steps that were learnt from; kept where they are needed."""
+    """Gradient norms of the last accepted steps; kept where they are needed."""
     bad_steps: int = 0
-    """Not learnt from since the furthest step that was."""
-    furthest: int = 0
+    """Steps that were not accepted since `max_step`."""
+    max_step: int = 0
+    """The last step that was accepted, before any roll-back."""
 
-    def judge(self, step: int, loss: float, norm: float, note: str = "") -> Literal["learn", "skip", "roll_back"]:
+    def state(self) -> dict[str, Any]:
+        """Fields of a checkpoint's `TrainState`."""
+        return {"norms": tuple(self.norms), "bad_steps": self.bad_steps, "furthest": self.max_step}
+
+    def resume(self, state: TrainState) -> None:
+        """Go on as the run that wrote a checkpoint."""
+        self.norms, self.bad_steps, self.max_step = list(state.norms), state.bad_steps, state.furthest
+
+    def roll_back(self, state: TrainState) -> None:
+        """Compare with the steps before a checkpoint again; bad steps stay counted, or the run might go in circles."""
+        self.norms = list(state.norms)
+
+    def judge(self, step: int, loss: float, norm: float, note: str = "") -> Verdict:
         """What to do with a step.
 
         Args:
@@ -57,9 +72,9 @@ class Guard:
         if finite and (self.spike_factor is None or norm <= self.spike_factor * usual):
             if self.spike_factor is not None:
                 self.norms = [*self.norms, norm][-WINDOW:]
-            if step > self.furthest:
-                self.bad_steps, self.furthest = 0, step
-            return "learn"
+            if step > self.max_step:
+                self.bad_steps, self.max_step = 0, step
+            return "accept"
         self.bad_steps += 1
         answer = self.on_spike if finite else self.on_nonfinite
         many = answer != "stop" and self.bad_steps > self.max_bad_steps

@@ -18,8 +18,39 @@ from llmsuite.specs import RunView
 _SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
 
 
-class Output:
-    """Its methods are what the loop tells."""
+class Silence:
+    """The output of ranks above 0, and of a run that has not begun: none."""
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step whose metrics are recorded."""
+
+    def rank_numbers(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
+        """A number of every rank, with each record of a run of several ranks."""
+
+    def stepped(self, step: int) -> None:
+        """A step whose metrics are not recorded."""
+
+    def skipped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step that updated nothing."""
+
+    def rolled_back(self, step: int, kept: int) -> None:
+        """After a bad step the run goes on from a checkpoint; later records go."""
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation after a step."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint that is complete on disk."""
+
+    def failed(self, error: BaseException) -> None:
+        """The run ends by an error or an interrupt."""
+
+    def ended(self, step: int) -> None:
+        """The run ends after a step, its last one or not."""
+
+
+class Output(Silence):
+    """The output of rank 0."""
 
     def __init__(self, view: RunView, registry: Registry, resume_step: int, loggers: list[Any]):
         self._view, self._registry, self._loggers = view, registry, loggers
@@ -41,7 +72,7 @@ class Output:
         self._line.step(step, metrics)
         self._registry.emit("llmsuite_step_end", run=self._view, step=step, metrics=metrics)
 
-    def of_ranks(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
+    def rank_numbers(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
         assert self._ranks is not None
         self._ranks.write({"step": step, **numbers})
 
@@ -49,12 +80,10 @@ class Output:
         self._line.step(step, None)
 
     def skipped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step that was not learnt from."""
         known = {name: metrics[name] for name in ("loss", "grad_norm", "loss_scale") if name in metrics}
         add_event(self._view.output_dir, "skipped", step=step, **known)
 
     def rolled_back(self, step: int, kept: int) -> None:
-        """After a bad step the run goes on from a checkpoint; what is recorded of later steps goes."""
         report(f"step {step} was bad: going on from step {kept} with the samples behind it")
         add_event(self._view.output_dir, "rolled back", step=step, to=kept)
         self._file.rewind(kept)

@@ -1,7 +1,8 @@
-"""When a run is saved, what is kept of it, and who writes it."""
+"""The checkpoints of a run: when one is written, which is the best, and what to do when writing fails."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,21 @@ from llmsuite.train.model_state import WholeModel
 _TRIGGER = "save-now"
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckpointContents:
+    """What goes into every checkpoint of a run."""
+
+    family: ModelFamily
+    config: Any
+    """Shape of the model."""
+    tokenizer: Path | None
+    """Directory whose tokenizer is saved along."""
+    whole_model: Callable[[], WholeModel]
+    """Gives parameters and optimizer state as they are at the moment."""
+    adapters: Adapters | None = None
+    """Where only adapters are saved."""
+
+
 class Saver:
     """The checkpoints of one run. Every rank makes one and calls the same methods; each writes a part."""
 
@@ -29,30 +45,20 @@ class Saver:
         self,
         output_dir: Path,
         section: CheckpointSection,
-        family: ModelFamily,
-        config: Any,
-        tokenizer: Path | None,
-        whole_model: Callable[[], WholeModel],
-        saved: Callable[[int, Path], None],
-        adapters: Adapters | None = None,
+        contents: CheckpointContents,
+        on_saved: Callable[[int, Path], None],
         num_machines: int = 1,
     ):
         """
         Args:
-            output_dir: of the run.
-            section: of the recipe.
-            family: of the model.
-            config: its shape.
-            tokenizer: directory whose tokenizer is saved along.
-            whole_model: what there is to save at the moment it is called.
-            saved: told of each checkpoint on rank 0, in the thread that calls this object.
-            adapters: where those are all that is saved.
-            num_machines: of the run; they share what is copied to the host.
+            output_dir: the run's directory.
+            section: `checkpoint` of the recipe.
+            contents: what is saved.
+            on_saved: called with each complete checkpoint on rank 0, in the thread that calls this object.
+            num_machines: machines of the run; they share what is copied to the host.
         """
         self.root, self._trigger = output_dir / "checkpoints", output_dir / _TRIGGER
-        self._family, self._config, self._tokenizer = family, config, tokenizer
-        self._whole_model, self._saved, self._adapters = whole_model, saved, adapters
-        self._num_machines = num_machines
+        self._contents, self._on_saved, self._num_machines = contents, on_saved, num_machines
         self._keep_last, self._async = section.keep_last, section.async_save
         self._metric = section.best_metric
         self._highest = self._metric is not None and section.best_is == "highest"
@@ -95,17 +101,18 @@ class Saver:
             return
         self.finish()
         self._last_saved = state.step
-        whole = self._whole_model()
+        contents = self._contents
+        whole = contents.whole_model()
         job = CheckpointJob(
             root=self.root,
             state=state,
-            family=self._family,
-            config=self._config,
+            family=contents.family,
+            config=contents.config,
             parameters=whole.parameters,
             optimizer_state=whole.state,
-            tokenizer=self._tokenizer,
+            tokenizer=contents.tokenizer,
             keep_last=self._keep_last,
-            adapters=self._adapters,
+            adapters=contents.adapters,
             rank=collective.rank(),
             num_ranks=collective.num_ranks(),
         )
@@ -126,7 +133,7 @@ class Saver:
                 self._done.append((state.step, path))
 
         self._writer.start(write)
-        self._tell()
+        self._notify()
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         """Keep this step if its evaluation is the best so far. Rank 0 decides: in the middle of a pipeline there are
@@ -154,23 +161,23 @@ class Saver:
         return value > self._best.value if self._highest else value < self._best.value
 
     def check(self) -> None:
-        """Tell of checkpoints that have become complete. Raises UserError when one could not be written."""
+        """Report checkpoints that have become complete. Raises UserError when one could not be written."""
         self._writer.check()
-        self._tell()
+        self._notify()
 
     def finish(self) -> None:
         """Wait until nothing is being written any more. Raises as `check`."""
         self._writer.wait()
-        self._tell()
+        self._notify()
 
     def abort(self, error: BaseException) -> None:
-        """The run ends by an error: what is being written becomes complete, and an error of that is told of too."""
+        """The run ends by an error: what is being written becomes complete, and an error of that is reported too."""
         try:
             self.finish()
         except UserError as another:
             if another is not error:
                 report(str(another))
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         while self._done:
-            self._saved(*self._done.pop(0))
+            self._on_saved(*self._done.pop(0))

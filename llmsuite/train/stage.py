@@ -25,10 +25,10 @@ from llmsuite.files import sha256_of
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import DataFormat, PrePassKind
+from llmsuite.train.objective import Batch
 
 __all__ = ["Batch", "LossTerms", "PrePassKind", "Stage", "StageContext", "Sums"]
 
-Batch = dict[str, Any]
 S = TypeVar("S")
 
 
@@ -41,8 +41,8 @@ class StageContext:
     template: Callable[[], ChatTemplate]
     """Loads the chat template the recipe asks for; a stage without conversations does not call it."""
     data_formats: Mapping[str, DataFormat]
-    model_digest: str
-    """Changes with the initial weights, the shape or the precision."""
+    initial_digest: Callable[[], str]
+    """Gives `model_digest`; the data is read before the model is built."""
     autocast: Callable[[], AbstractContextManager[Any]]
     length_multiple: int
     """Batches are padded to a multiple of so many tokens, where sequences are cut over ranks."""
@@ -52,6 +52,11 @@ class StageContext:
     """Whether the sequences of a batch are best laid one behind the other in one row, without padding."""
     keeps_tokens: bool = False
     """Whether `encode` goes through the cache."""
+
+    @property
+    def model_digest(self) -> str:
+        """Changes with the initial weights, the shape or the precision. Known from `before_training` on."""
+        return self.initial_digest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of the texts of a file, without special tokens. Of the ranks of a run one makes them, and they are

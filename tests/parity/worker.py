@@ -42,7 +42,7 @@ def main(file: str) -> int:
     sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
     import paddle.distributed as dist
 
-    from llmsuite.train.run import run
+    from llmsuite.train.trainer import run
     from tests.parity import token_stage
     from tests.parity.mutations import mutated
 
@@ -112,43 +112,45 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
     """While active, each training step adds a line to `samples-RANK.jsonl`: the step, the data rank, and of each
     micro-batch the sha256 of what its samples hold, None where nothing is read."""
     from llmsuite.parallel import collective
-    from llmsuite.train import loop
+    from llmsuite.train import trainer
 
-    train_step = loop.train_step
+    train_step = trainer.train_step
 
-    def noted_step(step: int, micro_batches: Any, objective: Any, *args: Any, **more: Any) -> Any:
+    def noted_step(step: int, micro_batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
         told = None
-        if objective is not None and all(isinstance(batch, list) for batch in micro_batches):  # no thread reads them
+        if passes.objective is not None and all(
+            isinstance(batch, list) for batch in micro_batches
+        ):  # no thread reads them
             told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in micro_batches]
         record = {"step": step, "data_rank": collective.mesh().data_rank, "micro_batches": told}
         with open(directory / f"samples-{rank}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        return train_step(step, micro_batches, objective, *args, **more)
+        return train_step(step, micro_batches, passes, *args, **more)
 
-    loop.train_step = noted_step
+    trainer.train_step = noted_step
     try:
         yield
     finally:
-        loop.train_step = train_step
+        trainer.train_step = train_step
 
 
 @contextlib.contextmanager
 def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[None]:
     """While active, step `last` leaves what this rank has sent in it, the shape of its batch, the order of its passes,
     and the bytes of its tensors."""
-    from llmsuite.train import loop
+    from llmsuite.train import trainer
 
     under_way = _UnderWay()
-    train_step, before = loop.train_step, under_way.live_bytes()
+    train_step, before = trainer.train_step, under_way.live_bytes()
 
-    def traced_step(step: int, micro_batches: Any, objective: Any, *args: Any, **more: Any) -> Any:
+    def traced_step(step: int, micro_batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
         if step != last:
-            return train_step(step, micro_batches, objective, *args, **more)
-        ranks = traffic.communicators()
+            return train_step(step, micro_batches, passes, *args, **more)
+        objective, ranks = passes.objective, traffic.communicators()
         messages: traffic.Messages = collections.Counter()
         memory = _memory_of_a_step(before, under_way.live_bytes)
-        with traffic.traced(messages), memory as held, _passes_of_a_step() as passes:
-            result = train_step(step, micro_batches, objective, *args, **more)
+        with traffic.traced(messages), memory as held, _passes_of_a_step() as traced:
+            result = train_step(step, micro_batches, passes, *args, **more)
         sent: traffic.Traffic = collections.Counter()
         for (_, name, shape, _), count in messages.items():
             sent[name, shape] += count
@@ -159,7 +161,7 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
                 for b in batches
             ],
             "memory": held,
-            **passes,
+            **traced,
             "sent": [[name, list(shape), count] for (name, shape), count in sorted(sent.items())],
             "messages": [
                 [ranks.get(communicator), name, list(shape), width, count]
@@ -169,12 +171,12 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
         (directory / f"traffic-{rank}.json").write_text(json.dumps(record))
         return result
 
-    loop.train_step = traced_step
+    trainer.train_step = traced_step
     try:
         with under_way.counted():
             yield
     finally:
-        loop.train_step = train_step
+        trainer.train_step = train_step
 
 
 class _UnderWay:

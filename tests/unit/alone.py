@@ -19,8 +19,10 @@ from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import TrainSection
 from llmsuite.specs import StageProfile
 from llmsuite.train.guard import Guard
-from llmsuite.train.loss_scale import LossScale
-from llmsuite.train.step import Objective, train_step
+from llmsuite.train.loss_scale import LossScale, NoLossScale
+from llmsuite.train.objective import Objective
+from llmsuite.train.passes import Passes
+from llmsuite.train.step import StepRules, train_step
 
 MESH = Mesh(Degrees(1, 1, 1, 1), 0)
 
@@ -95,21 +97,11 @@ def step(
     part: Any = AnyModel(model)
     if hasattr(model, "hidden_states"):
         part = PipelineStage([model], MESH, model.config.hidden_size, [], None)
-    profile = objective.section.profile() if hasattr(getattr(objective, "section", None), "profile") else StageProfile()
-    votes = {"stop": stop}
-    return train_step(
-        number,
-        micro_batches,
-        objective,
-        part,
-        optimizer,
-        "1F1B",
-        contextlib.nullcontext,
-        votes,
-        scale=scale,
-        prepasses=[prepass.kind for prepass in profile.prepasses],
-        guard=guard,
-    )
+    section = getattr(objective, "section", None)
+    profile = section.profile() if hasattr(section, "profile") else StageProfile()
+    passes = Passes(objective, part, "1F1B", contextlib.nullcontext, [p.kind for p in profile.prepasses])
+    rules = StepRules(guard or Guard(), scale or NoLossScale())
+    return train_step(number, micro_batches, passes, optimizer, rules, {"stop": stop})
 
 
 # checkpoint

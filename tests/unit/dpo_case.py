@@ -58,7 +58,7 @@ def stage(
         tokenizer=tokenizer,
         template=lambda: load_template(chat_template, tokenizer.directory, tokenizer.special_tokens),
         data_formats=FORMATS,
-        model_digest=model_digest,
+        initial_digest=lambda: model_digest,
         autocast=contextlib.nullcontext,
         length_multiple=length_multiple,
         report=report,

@@ -103,7 +103,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite import builtin
 from llmsuite.plugins.manager import load_plugins
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.train.run import load_tokenizer, make_stage
+from llmsuite.train.data import load_tokenizer, make_stage
 
 real, log = TextTokenizer.encode_batch, os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 def counted(self, texts):
@@ -115,7 +115,7 @@ registry = load_plugins(builtin, commands)
 stages = {}
 for name in ("sft", "dpo", "kto"):
     plan = plan_run(f"recipes/llama/{name}.json", [], registry, smoke=True)
-    stages[name] = make_stage(plan, registry, "no model", load_tokenizer(plan), None), plan.train_file
+    stages[name] = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan), None), plan.train_file
 print("ready", flush=True)
 sys.stdin.readline()
 digest = hashlib.sha256()

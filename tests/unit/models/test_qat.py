@@ -36,11 +36,11 @@ from llmsuite.models.qat import (
 )
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.pipeline import PipelineStage
-from llmsuite.parallel.quantisation import InputScales
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.parallel.schedule import Action
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.recipe import QatSection
+from llmsuite.train.input_scales import InputScales
 from tests.unit import alone, tiny_llama
 from tests.unit.families import FAMILIES
 from tests.unit.models.test_adapters import base_of

@@ -17,7 +17,8 @@ from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
 from llmsuite.stages.sections import DpoSection
-from llmsuite.train.step import evaluate
+from llmsuite.train.evaluate import evaluate
+from llmsuite.train.passes import Passes
 from tests.unit import alone, dpo_case
 from tests.unit.train.test_accumulation import Recording, cut
 
@@ -88,7 +89,9 @@ def test_the_loss_of_a_whole_batch(name: str, tmp_path: Path, monkeypatch: pytes
     model = dpo_case.model()
     part = PipelineStage([model], alone.MESH, model.config.hidden_size, [], None)
     prepasses = [prepass.kind for prepass in stage.section.profile().prepasses]
-    whole = evaluate([pairs[:5], pairs[5:], pairs[:1]], stage, part, "1F1B", contextlib.nullcontext, 2, prepasses)
+    whole = evaluate(
+        [pairs[:5], pairs[5:], pairs[:1]], Passes(stage, part, "1F1B", contextlib.nullcontext, prepasses), 2
+    )
     assert whole["loss"] == pytest.approx(expected, rel=2e-6)
     assert ("nll/chosen" in whole) == (name in ("orpo", "sigmoid and sft"))
 

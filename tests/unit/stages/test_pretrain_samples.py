@@ -148,7 +148,7 @@ def stage(max_length: int = 8, length_multiple: int = 1, report: Any = lambda te
         tokenizer=TextTokenizer(DATA / "tokenizer"),
         template=lambda: pytest.fail("there are no conversations"),
         data_formats={},
-        model_digest="model",
+        initial_digest=lambda: "model",
         autocast=contextlib.nullcontext,
         length_multiple=length_multiple,
         report=report,

@@ -23,7 +23,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import RmSection
-from llmsuite.train.run import run
+from llmsuite.train.trainer import run
 from tests.paths import ROOT
 from tests.unit import dpo_case, tiny_llama
 from tests.unit.families import FAMILIES, tiny

@@ -65,7 +65,7 @@ def make_stage(
         tokenizer=tokenizer,
         template=load,
         data_formats=FORMATS,
-        model_digest="model",
+        initial_digest=lambda: "model",
         autocast=contextlib.nullcontext,
         length_multiple=1,
         report=report,

@@ -15,7 +15,8 @@ from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
-from llmsuite.train.step import evaluate
+from llmsuite.train.evaluate import evaluate
+from llmsuite.train.passes import Passes
 from tests.unit import alone, dpo_case
 
 Arrays = dict[str, np.ndarray]
@@ -210,9 +211,10 @@ def test_evaluation_is_weighted_the_same_way(sizes: list[int]) -> None:
     every = np.concatenate(samples).astype("float64")
     error = every[:, :4] @ model.weight.numpy().astype("float64") - every[:, 4:]
     part: Any = alone.AnyModel(model)
-    metrics = evaluate(cut(samples, sizes), TokenRegression(), part, "1F1B", contextlib.nullcontext)
+    passes = Passes(TokenRegression(), part, "1F1B", contextlib.nullcontext)
+    metrics = evaluate(cut(samples, sizes), passes)
     padded = [*cut(samples, sizes), samples[:1]]
-    assert metrics == evaluate(padded, TokenRegression(), part, "1F1B", contextlib.nullcontext, len(sizes))
+    assert metrics == evaluate(padded, passes, len(sizes))
     assert metrics["loss"] == pytest.approx((error**2).mean(), rel=TOLERANCE)
     assert metrics["bias"] == pytest.approx(error.mean(), rel=TOLERANCE)
     assert model.training

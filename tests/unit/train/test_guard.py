@@ -24,7 +24,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.sft import SftStage
 from llmsuite.train.guard import LEAST, WINDOW, Guard, LossSpike, NonFiniteLoss
-from llmsuite.train.run import run
+from llmsuite.train.trainer import run
 from tests.paths import ROOT
 
 BATCH, STEPS, SAVED, BAD = 4, 8, 4, 6
@@ -36,22 +36,22 @@ BATCH, STEPS, SAVED, BAD = 4, 8, 4, 6
 def test_without_a_factor_nothing_is_a_spike() -> None:
     guard = Guard()
     for step, norm in enumerate([1.0] * 20 + [1e9], 1):
-        assert guard.judge(step, 1.0, norm) == "learn"
+        assert guard.judge(step, 1.0, norm) == "accept"
     assert guard.norms == []
 
 
 def test_a_spike_is_told_by_the_median_of_the_last_steps() -> None:
     guard = Guard(spike_factor=4.0)
     for step in range(1, LEAST):
-        assert guard.judge(step, 1.0, 100.0 if step == 2 else 1.0) == "learn"  # too few to know
-    assert guard.judge(LEAST, 1.0, 50.0) == "learn"
+        assert guard.judge(step, 1.0, 100.0 if step == 2 else 1.0) == "accept"  # too few to know
+    assert guard.judge(LEAST, 1.0, 50.0) == "accept"
     assert guard.judge(LEAST + 1, 1.0, 4.1) == "skip"
-    assert guard.judge(LEAST + 2, 1.0, 3.9) == "learn"
+    assert guard.judge(LEAST + 2, 1.0, 3.9) == "accept"
     assert guard.bad_steps == 0
     for step in range(LEAST + 3, 60):
         guard.judge(step, 1.0, 2.0)
     assert guard.norms == [2.0] * WINDOW
-    assert guard.judge(60, 1.0, 7.9) == "learn"
+    assert guard.judge(60, 1.0, 7.9) == "accept"
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

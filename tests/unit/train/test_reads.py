@@ -15,10 +15,12 @@ from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.parallel import collective
-from llmsuite.parallel.balance import ExpertBalance
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.pipeline import PipelineStage
-from llmsuite.train.step import Batch, train_step
+from llmsuite.train.expert_balance import ExpertBalance
+from llmsuite.train.objective import Batch
+from llmsuite.train.passes import Passes
+from llmsuite.train.step import StepRules, train_step
 from tests.unit import alone, dpo_case
 
 STEPS = 4
@@ -52,8 +54,8 @@ class ManySums:
     def collate(self, samples: Sequence[float]) -> Batch:
         return {"factors": samples, "num_tokens": len(samples), "num_supervised": len(samples)}
 
-    def prepass(self, look: Any, model: Any, batch: Batch) -> Any:
-        raise AssertionError("there are no looks")
+    def prepass(self, kind: Any, model: Any, batch: Batch) -> Any:
+        raise AssertionError("there are no pre-passes")
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         total = sum((model.weight * factor).sum() for factor in batch["factors"])
@@ -84,8 +86,8 @@ class NextTokens:
             "num_supervised": ids.size,
         }  # fmt: skip
 
-    def prepass(self, look: Any, model: Any, batch: Batch) -> Any:
-        raise AssertionError("there are no looks")
+    def prepass(self, kind: Any, model: Any, batch: Batch) -> Any:
+        raise AssertionError("there are no pre-passes")
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         hidden, _ = model.hidden_states(paddle.to_tensor(batch["ids"]))
@@ -106,8 +108,8 @@ def run_of_experts(log_steps: int) -> list[dict[str, float]]:
     for number in range(1, STEPS + 1):
         rows = [[[number + 3, 8, 5, 7]], [[9, 4, 6, number + 30]]]
         metrics = train_step(
-            number, rows, NextTokens(), part, optimizer, "1F1B", contextlib.nullcontext, {"stop": False},
-            balance=balance, is_logged=number % log_steps == 0,
+            number, rows, Passes(NextTokens(), part, "1F1B", contextlib.nullcontext), optimizer,
+            StepRules(parts=[balance]), {"stop": False}, is_logged=number % log_steps == 0,
         )  # fmt: skip
         metrics.pop("reader_seconds")
         found.append(metrics)
@@ -144,8 +146,8 @@ def test_a_step_with_a_vote_tells_all() -> None:
     part = PipelineStage([made], alone.MESH, made.config.hidden_size, [], None)
     told = [
         train_step(
-            1, [[[5, 6, 7]]], NextTokens(), part, optimizer, "1F1B", contextlib.nullcontext, {"stop": asked},
-            balance=balance, is_logged=False,
+            1, [[[5, 6, 7]]], Passes(NextTokens(), part, "1F1B", contextlib.nullcontext), optimizer,
+            StepRules(parts=[balance]), {"stop": asked}, is_logged=False,
         )
         for asked in (False, True)
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from llmsuite.errors import UserError
 from llmsuite.files import broken_file
 from llmsuite.schema.recipe import CheckpointSection
 from llmsuite.train import saving
-from llmsuite.train.saving import Saver
+from llmsuite.train.saving import CheckpointContents, Saver
 from tests.unit import alone, tiny_llama
 from tests.unit.checkpoint.test_train_state import STATE
 from tests.unit.tiny_llama import CONFIG, FAMILY
@@ -119,7 +119,7 @@ class Run:
         def saved(step: int, path: Path) -> None:
             self.saved.append((step, path.name))
 
-        self.saver = Saver(directory, settings, FAMILY, CONFIG, None, self._whole, saved)
+        self.saver = Saver(directory, settings, CheckpointContents(FAMILY, CONFIG, None, self._whole), saved)
 
     def _whole(self) -> Any:
         @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""How evenly tokens are dealt over experts: counted over the global batch, and what training does about it.
+"""How evenly tokens are spread over experts: counted over the global batch, and what training does about it.
 
 Two remedies, both the same however the batch is cut. A loss pulls at the gate's scores (DeepSeek-V2, arXiv 2405.04434,
 section 2.2.3; sequence by sequence). And a bias, which counts for the choice only, is moved a fixed step after each
@@ -21,11 +21,12 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import local_value
+from llmsuite.train.parts import StepPart
 from llmsuite.typing import Tensor
 
 
-class ExpertBalance:
-    """Over the layers of a rank that have experts; made on every rank, also where there are none."""
+class ExpertBalance(StepPart):
+    """Balance over the expert layers of a rank; made on every rank, also where there are no such layers."""
 
     def __init__(
         self,
@@ -38,11 +39,11 @@ class ExpertBalance:
     ):
         """
         Args:
-            chunks: the models of this rank, parallel and compiled already.
-            plan: of their family, which has experts.
-            shards: of their parameters.
+            chunks: the models of this rank, parallelized and compiled already.
+            plan: shard plan of their family, which has experts.
+            shards: their parameters.
             mesh: this rank's place.
-            loss_factor: of the loss, relative to that of the stage; 0 for none.
+            loss_factor: weight of the balance loss relative to the stage's loss; 0 for none.
             bias_rate: by how much a bias is moved; 0 to leave it as it is.
         """
         self._mesh, self._loss_factor, self._bias_rate = mesh, loss_factor, bias_rate
@@ -59,11 +60,11 @@ class ExpertBalance:
         self._num_sequences = 0.0
 
     def begin(self, batches: Callable[[], Sequence[dict[str, Any]]], scale: float) -> None:
-        """In front of a step.
+        """Before the passes, with the weight of the balance loss.
 
         Args:
             batches: makes the batches of this rank's micro-batches; none in the middle of a pipeline.
-            scale: what all gradients of the step are multiplied by.
+            scale: factor of all gradients of the step.
 
         Raises:
             UserError: there is a loss, and the stage does not say what its own one weighs.
@@ -85,7 +86,7 @@ class ExpertBalance:
 
     @paddle.no_grad()
     def finish(self) -> None:
-        """Behind the passes of a step: add up what all ranks have seen. Every rank calls it."""
+        """Add up what all ranks have seen."""
         self._loads = []
         mine: list[collective.Number] = [0.0, 0.0, 0.0]
         if self._layers:
@@ -99,7 +100,7 @@ class ExpertBalance:
         self._summed = collective.sum_on_device(mine)
 
     def metrics(self) -> dict[str, float]:
-        """Behind `finish`: of the global batch. What it gives is not read from the device before."""
+        """Load of the fullest expert over the mean, and the balance loss if there is one."""
         ratio, count, loss = collective.read(self._summed)
         found = {"experts/max_load": ratio / count}
         if self._loss_factor:
@@ -108,7 +109,7 @@ class ExpertBalance:
 
     @paddle.no_grad()
     def update(self) -> None:
-        """Behind an optimizer step: move the biases. All ranks that have one do the same to it."""
+        """Move the biases. All ranks that have one do the same to it."""
         if not self._bias_rate:
             return
         for (_, shard), load in zip(self._layers, self._loads, strict=True):

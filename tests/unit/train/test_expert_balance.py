@@ -15,13 +15,13 @@ from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Balance
-from llmsuite.parallel.balance import ExpertBalance
 from llmsuite.parallel.fill import fill
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import TrainSection
+from llmsuite.train.expert_balance import ExpertBalance
 from tests.unit import alone, many
 
 # two tokens of the first sequence choose experts 0 and 1, its third one is padding; both of the second 2

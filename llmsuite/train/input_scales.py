@@ -1,7 +1,7 @@
 """The scales of fake-quantised inputs: one a layer, the same on all ranks, moved once after each optimizer step.
 
 What moves a scale is the largest input of the whole global batch, a maximum over micro-batches, ranks and tokens that
-are no padding: it does not depend on how the batch and the layers are dealt out. All passes of a step see the scales of
+are no padding: it does not depend on how the batch and the layers are spread. All passes of a step see the scales of
 the steps before. In the first step there are none yet, and inputs are not rounded.
 """
 
@@ -14,10 +14,11 @@ from llmsuite.models.qat import fake_quantized
 from llmsuite.parallel import collective
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.tensor import local_value
+from llmsuite.train.parts import StepPart
 
 
-class InputScales:
-    """Over all fake-quantised layers of the model; every rank keeps the scales of all of them."""
+class InputScales(StepPart):
+    """Input scales of all fake-quantised layers of the model; every rank keeps the scales of all of them."""
 
     def __init__(self, modules: Sequence[str], part: PipelineStage, moving_rate: float):
         """
@@ -34,7 +35,7 @@ class InputScales:
             module.here = local_value
 
     def update(self) -> None:
-        """Behind an optimizer step: take over what it has seen. Every rank calls it.
+        """Take over what the step has seen.
 
         The moving average of largest magnitudes m with rate r is a / n, where a becomes r a + m and n becomes r n + 1
         (`fake_quantize_moving_average_abs_max` of Paddle, fluid/operators/fake_quantize_op): the first one counts in
@@ -43,10 +44,10 @@ class InputScales:
         largest = [self._take(name) for name in self._observed]
         for (name, (total, weight)), seen in zip(list(self._observed.items()), collective.max_over_run(largest)):
             self._observed[name] = self._rate * total + seen, self._rate * weight + 1.0
-        self._publish()
+        self._write_back()
 
     def forget(self) -> None:
-        """Instead of `update`: what was seen in a step that is skipped counts for nothing."""
+        """Drop what was seen: a step that is skipped counts for nothing."""
         for name in self._here:
             self._take(name)
 
@@ -58,7 +59,7 @@ class InputScales:
         """Take over what `state` gave."""
         assert state.keys() == self._observed.keys(), "the digest of the recipe has to tell other layers apart"
         self._observed = {name: (state[name][0], state[name][1]) for name in self._observed}
-        self._publish()
+        self._write_back()
 
     def _take(self, name: str) -> collective.Number:
         """What was seen of a layer here, for the last time; nothing is below any magnitude."""
@@ -68,6 +69,6 @@ class InputScales:
         largest, module.largest = module.largest, None
         return largest
 
-    def _publish(self) -> None:
+    def _write_back(self) -> None:
         for name, module in self._here.items():
             module.input_scale = input_scale(self._observed[name])

@@ -1,0 +1,207 @@
+"""The data of a run: its stage, the samples, and which of them make up which micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.model_writer import copy_tokenizer
+from llmsuite.data.chat_template import BUILTIN, load_template
+from llmsuite.data.loader import BatchSampler, SampleOrder
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.errors import UserError
+from llmsuite.files import write_text_atomic
+from llmsuite.models.anatomy import GroupedQuery, MoE
+from llmsuite.parallel import collective
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.static import LENGTH_MULTIPLE
+from llmsuite.plugins.manager import Registry
+from llmsuite.progress import report
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.train.stage import Stage, StageContext
+from llmsuite.train.supervision import check_learnable
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """Samples for training and evaluation. In the middle of a pipeline a sample is a number, which nobody looks at."""
+
+    stage: Stage[Any] | None
+    """Made where data is read: on the first and the last stage of a pipeline."""
+    train: Sequence[Any]
+    eval: Sequence[Any]
+    order: SampleOrder
+    """The endless stream of training samples."""
+    sampler: BatchSampler
+
+    def used(self, num_samples: int) -> Iterator[Any]:
+        """The first samples of the stream, each once, and those of the evaluation."""
+        for position in range(min(num_samples, len(self.train))):
+            yield self.train[self.order.at(position)]
+        yield from self.eval
+
+    def eval_micro_batches(self, mesh: Mesh, size: int) -> tuple[list[Sequence[Any]], int]:
+        """This rank's micro-batches of an evaluation, as many on every rank, and how many of them count: the last ones
+        only keep ranks company that have more."""
+        num_ranks = mesh.degrees.num_data_ranks
+        own = self.eval[mesh.data_rank :: num_ranks]
+        batches = [own[i : i + size] for i in range(0, len(own), size)]
+        num_counted, most = len(batches), math.ceil(math.ceil(len(self.eval) / num_ranks) / size)
+        return batches + batches[-1:] * (most - num_counted), num_counted
+
+
+def read_data(
+    plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh, initial_digest: Callable[[], str]
+) -> TrainingData:
+    """Make the stage, and the samples of the recipe's files. Every rank calls it.
+
+    Args:
+        plan: of the run.
+        registry: has the data formats.
+        backend: the device.
+        mesh: this rank's place.
+        initial_digest: gives the digest of the initial model once that is built.
+
+    Raises:
+        UserError: a file or a row is wrong, or there are too few samples.
+    """
+    stage: Stage[Any] | None = None
+    train: Sequence[Any] = ()
+    evaluation: Sequence[Any] = ()
+    if mesh.reads_data:
+
+        def autocast() -> AbstractContextManager[Any]:
+            return backend.autocast(plan.recipe.engine.precision)
+
+        tokenizer = load_tokenizer(plan)
+        stage = make_stage(plan, registry, initial_digest, tokenizer, autocast, padding_free(plan, backend))
+        train, evaluation = _read(stage, plan, mesh)
+    lengths = _row_lengths(stage, plan, train)
+    counts = collective.from_first_rank([len(train), len(evaluation)])
+    if stage is None:
+        train, evaluation = (range(int(count)) for count in counts)
+    order = SampleOrder(len(train), plan.recipe.seed)
+    return TrainingData(stage, train, evaluation, order, _sampler(plan, order, lengths))
+
+
+def load_tokenizer(plan: RunPlan) -> TextTokenizer:
+    """The tokenizer of the recipe. Raises UserError when it is larger than the model's vocabulary."""
+    assert plan.tokenizer is not None  # plan.check_files has seen to it
+    tokenizer = TextTokenizer(plan.tokenizer)
+    if tokenizer.vocab_size > plan.model_config.vocab_size:
+        raise UserError(
+            f"model.tokenizer: {plan.tokenizer} has {tokenizer.vocab_size} tokens, more than the "
+            f"{plan.model_config.vocab_size} of the model"
+        )
+    return tokenizer
+
+
+def make_stage(
+    plan: RunPlan,
+    registry: Registry,
+    initial_digest: Callable[[], str],
+    tokenizer: TextTokenizer,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    padding_free: bool = False,
+) -> Stage[Any]:
+    """The stage of the recipe; it has read nothing yet."""
+    recipe = plan.recipe
+    context = StageContext(
+        recipe=recipe,
+        tokenizer=tokenizer,
+        template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
+        data_formats=registry.data_formats,
+        initial_digest=initial_digest,
+        autocast=autocast,
+        length_multiple=_length_multiple(plan),
+        report=report,
+        padding_free=padding_free,
+        keeps_tokens=True,
+    )
+    stage: Stage[Any] = plan.stage.factory()(plan.section, context)
+    return stage
+
+
+def padding_free(plan: RunPlan, backend: DeviceBackend) -> bool:
+    """Whether attention keeps the sequences of a row apart, so that batches need no padding, and prompts are read once.
+
+    Not in programs, which are compiled for few lengths; not where attention makes the scores of a whole row; and not
+    with experts, whose balance depends on how often a token is read.
+    """
+    anatomy = plan.family.anatomy and plan.family.anatomy(plan.model_config)
+    is_plain = anatomy is not None and all(
+        isinstance(layer.attention, GroupedQuery) and not isinstance(layer.mlp, MoE) for layer in anatomy.layers
+    )
+    return is_plain and plan.recipe.engine.mode == "dynamic" and backend.padding_free(plan.recipe.engine.precision)
+
+
+def tokenizer_to_save(plan: RunPlan) -> Path | None:
+    """The tokenizer that checkpoints get: with the chat template that is trained with, or generation would ask with
+    another one."""
+    choice = plan.recipe.data.chat_template
+    if plan.tokenizer is None or choice not in BUILTIN or collective.rank() != 0:
+        return plan.tokenizer
+    directory = plan.output_dir / "tokenizer"
+    directory.mkdir(parents=True, exist_ok=True)
+    copy_tokenizer(plan.tokenizer, directory)
+    write_text_atomic(directory / "chat_template.jinja", BUILTIN[choice])
+    return directory
+
+
+def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Samples for training and for evaluation."""
+    train, evaluation = stage.read_all(plan.train_file, plan.eval_file)
+    check_learnable(stage, train, f"data.train: {plan.train_file}")
+    check_learnable(stage, evaluation, f"data.eval: {plan.eval_file or plan.train_file}")
+    if 0 < len(evaluation) < mesh.degrees.num_data_ranks:
+        source = plan.eval_file or plan.train_file
+        raise UserError(f"data.eval: {source} gives {len(evaluation)} usable samples; every data rank needs one")
+    lengths = stage.row_lengths(evaluation) if plan.recipe.data.group_by_length and evaluation else None
+    if lengths is not None:
+        evaluation = [evaluation[i] for i in np.argsort(-lengths.max(1), kind="stable")]
+    return train, evaluation
+
+
+def _row_lengths(stage: Stage[Any] | None, plan: RunPlan, samples: Sequence[Any]) -> np.ndarray | None:
+    """[samples, rows of each]: tokens of the training samples, where micro-batches are made by them. With micro-batches
+    by tokens also in the middle of a pipeline: their number depends on the lengths."""
+    by_tokens = plan.recipe.train.micro_batch_tokens is not None
+    lengths = None
+    if stage is not None and (by_tokens or plan.recipe.data.group_by_length):
+        lengths = stage.row_lengths(samples)
+        if by_tokens and lengths is None:
+            raise UserError(
+                f"train.micro_batch_tokens: the samples of stage {plan.stage.name} are all alike, or it does not tell "
+                "their lengths; use train.micro_batch_size"
+            )
+    if by_tokens and plan.degrees.pp > 2:
+        shape = collective.from_first_rank([0, 0] if lengths is None else list(lengths.shape))
+        count, rows = (int(size) for size in shape)
+        mine = [0.0] * (count * rows) if lengths is None else lengths.reshape(-1).tolist()
+        lengths = np.array(collective.from_first_rank(mine), "int64").reshape(count, rows)
+    return lengths
+
+
+def _sampler(plan: RunPlan, order: SampleOrder, lengths: np.ndarray | None) -> BatchSampler:
+    train, num_ranks = plan.recipe.train, plan.degrees.num_data_ranks
+    return BatchSampler(
+        order,
+        train.global_batch_size,
+        train.micro_batch_size,
+        num_ranks,
+        lengths,
+        train.micro_batch_tokens,
+        _length_multiple(plan),
+    )
+
+
+def _length_multiple(plan: RunPlan) -> int:
+    multiple = LENGTH_MULTIPLE if plan.recipe.engine.mode == "to_static" else 1
+    return math.lcm(multiple, plan.degrees.tp) if plan.recipe.parallel.sequence_parallel else multiple

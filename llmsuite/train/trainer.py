@@ -1,0 +1,275 @@
+"""A training run in one rank, from plan to last checkpoint: what `llmsuite run` does.
+
+Read top to bottom: construction (device -> mesh -> data -> model -> optimizer -> checkpointer), then the loop, then
+what the loop calls. One optimizer step is in `step.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from llmsuite.checkpoint.train_state import TrainState
+from llmsuite.errors import RecipeError
+from llmsuite.files import lock_directory
+from llmsuite.launch import calls
+from llmsuite.launch.launch import INTERRUPTED
+from llmsuite.observe.metrics import Window
+from llmsuite.parallel import collective
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.plugins.manager import Registry
+from llmsuite.progress import report
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.schema.section import as_plain
+from llmsuite.specs import RunView
+from llmsuite.train.build import build_model
+from llmsuite.train.cadence import Cadence
+from llmsuite.train.data import read_data, tokenizer_to_save
+from llmsuite.train.evaluate import evaluate
+from llmsuite.train.guard import Guard
+from llmsuite.train.loss_scale import LossScale, NoLossScale
+from llmsuite.train.model_state import WholeModel
+from llmsuite.train.output import Output, Silence
+from llmsuite.train.passes import Passes
+from llmsuite.train.reader import StepReader
+from llmsuite.train.resume import fresh, learning_digest, load_all, resume_from, rounded
+from llmsuite.train.saving import CheckpointContents, Saver
+from llmsuite.train.step import StepRules, train_step
+from llmsuite.train.stop import StopRequest
+from llmsuite.train.stragglers import stragglers
+
+
+def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
+    """Train as the plan says, in this rank. Returns the exit code.
+
+    Raises:
+        UserError: the input is wrong; nothing that existed was changed.
+    """
+    trainer = Trainer(plan, registry)
+    if resume:
+        trainer.resume()
+    return trainer.train()
+
+
+class Trainer:
+    """Everything a run has in one rank, and its loop."""
+
+    def __init__(self, plan: RunPlan, registry: Registry):
+        self.registry, recipe = registry, plan.recipe
+
+        # device
+        self.backend = plan.device.factory()
+        self.backend.activate(collective.local_rank())
+        self._lock = lock_directory(plan.output_dir) if collective.rank() == 0 else None  # before any work is in vain
+
+        # mesh
+        self.mesh = mesh = collective.start(plan.degrees)
+
+        # data
+        plan.check_files(mesh.reads_data)
+        self.plan = plan = plan.fetched(report) if mesh.reads_data else plan
+        if recipe.source:
+            report(f"numbers from {recipe.source}")
+        self.data = data = read_data(plan, registry, self.backend, mesh, lambda: self.built.digest)
+        self.cadence = Cadence.of(plan, len(data.train))
+        self._num_workers = recipe.data.num_workers
+        self._eval_batches = data.eval_micro_batches(mesh, recipe.train.micro_batch_size)
+
+        # model
+        self.built = build_model(plan, registry, self.backend, mesh)
+        self.passes = Passes(
+            data.stage,
+            self.built.part,
+            plan.schedule,
+            lambda: self.backend.autocast(recipe.engine.precision),
+            [prepass.kind for prepass in plan.profile.prepasses],
+        )
+
+        # optimizer
+        host = self.backend if recipe.engine.offload_optimizer else None
+        self.optimizer = Optimizer(self.built.shards, recipe.train, self.cadence.total_steps, host)
+        train = recipe.train
+        self.rules = StepRules(
+            Guard(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps),
+            LossScale() if recipe.engine.precision == "fp16" else NoLossScale(),
+            [part for part in (self.built.balance, self.built.input_scales) if part is not None],
+        )
+
+        # checkpointer
+        self.output: Silence = Silence()
+        contents = CheckpointContents(
+            plan.family, plan.model_config, tokenizer_to_save(plan), self._whole_model, self.built.adapters
+        )
+        self.saver = Saver(
+            plan.output_dir,
+            recipe.checkpoint,
+            contents,
+            lambda step, path: self.output.saved(step, path),
+            recipe.launch.nnodes,
+        )
+
+        names = recipe.loggers if collective.rank() == 0 else ()
+        self._loggers = [registry.loggers[name].factory(plan.output_dir) for name in names]
+        if data.stage is not None and (unread := plan.loaded.unread()):
+            raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
+        self._prepare_stage()
+        # rank 0 alone compares and writes it: it takes the data to know
+        digest = ""
+        if data.stage is not None and collective.rank() == 0:
+            digest = learning_digest(plan, self.built.digest, data.stage)
+        self.state = fresh(digest, recipe.seed)
+        self.step, self.samples = 0, 0
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint; from step 0 when there is none. Every rank calls it."""
+        state = resume_from(self.plan, self.state, self.saver.root, self.registry, self.built, self.optimizer)
+        self.state, self.step, self.samples = state, state.step, state.samples
+        self.saver.resume(state.step)
+        self.rules.guard.resume(state)
+        self.rules.loss_scale.load(state)
+
+    # the loop
+
+    def train(self) -> int:
+        """Train to the last step, or until a signal. Returns the exit code."""
+        total_steps = self.cadence.total_steps
+        if self.step == total_steps:
+            report(f"nothing to do: step {self.step} of {total_steps} is done")
+            return 0
+        if collective.rank() == 0:
+            self.output = self._open_output()
+        try:
+            self._run_steps()
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):  # the second one: at once
+                self.saver.abort(error)
+            self.output.failed(error)
+            raise
+        self.output.ended(self.step)
+        if self._lock is not None:
+            self._lock.close()
+        return 0 if self.step == total_steps else INTERRUPTED
+
+    def _run_steps(self) -> None:
+        cadence, num_left = self.cadence, self.cadence.total_steps - self.step
+        self.window = Window(collective.num_ranks())
+        self.built.part.train()
+        reader = StepReader(self.data, self.mesh.data_rank, self.samples, num_left, self._num_workers)
+        passes = dataclasses.replace(self.passes, objective=reader.objective)
+        with StopRequest() as stop, reader:
+            while self.step < cadence.total_steps:
+                self.step += 1
+                started, waited = time.perf_counter(), calls.waited()
+                metrics = train_step(
+                    self.step,
+                    next(reader),
+                    passes,
+                    self.optimizer,
+                    self.rules,
+                    {"stop": stop.signal is not None, "save": self.saver.requested()},
+                    cadence.logs(self.step),
+                )
+                self.window.busy += time.perf_counter() - started - (calls.waited() - waited)
+                self.samples += cadence.global_batch_size
+                # any rank's signal stops all, at the same step
+                stopping, save_asked, is_bad = (metrics.pop(name, 0.0) > 0 for name in ("stop", "save", "roll_back"))
+                if metrics.get("skipped"):
+                    self.output.skipped(self.step, metrics)
+                if is_bad:
+                    reader.extend(self.roll_back())
+                    if stopping:  # the checkpoint is there; resumed, the run comes to the bad step again
+                        break
+                    continue
+
+                self.log(metrics, stopping or cadence.logs(self.step))
+                paused = time.perf_counter()
+                if stopping or save_asked or cadence.saves(self.step):
+                    self.save()
+                if stopping:
+                    break
+                if cadence.evaluates(self.step):
+                    self.evaluate()
+                self.window.leave_out(time.perf_counter() - paused)
+            self.saver.finish()
+
+    # what the loop calls
+
+    def log(self, metrics: dict[str, float], is_recorded: bool) -> None:
+        """Count a step, and record its metrics with the averages since the last record."""
+        self.window.add(metrics)
+        if not is_recorded:
+            self.saver.check()
+            self.output.stepped(self.step)
+            return
+        memory, slow = self.backend.peak_memory_bytes(), dict[str, float]()
+        if collective.num_ranks() > 1:
+            of_ranks = collective.from_all_ranks([self.window.busy / self.window.steps, memory])
+            seconds, bytes_ = ([numbers[i] for numbers in of_ranks] for i in (0, 1))
+            slow = stragglers(self.mesh, seconds)
+            self.output.rank_numbers(self.step, {"busy_seconds": seconds, "peak_memory_bytes": bytes_})
+        epoch, rates = self.samples / len(self.data.train), self.window.rates()
+        self.saver.check()
+        self.output.logged(self.step, {"epoch": epoch, **metrics, **rates, "peak_memory_bytes": memory, **slow})
+        self.window.reset()
+
+    def evaluate(self) -> None:
+        """Evaluate on `data.eval`, if there is any; keep the model if it is the best so far."""
+        micro_batches, num_counted = self._eval_batches
+        if not micro_batches:
+            return
+        metrics = evaluate(micro_batches, self.passes, num_counted)
+        self.output.evaluated(self.step, metrics)
+        self.saver.evaluated(self.snapshot_state(), metrics)
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, in the background if the recipe says so."""
+        self.saver.save(self.snapshot_state())
+
+    def snapshot_state(self) -> TrainState:
+        """The small part of a checkpoint, at this moment."""
+        return dataclasses.replace(
+            self.state,
+            step=self.step,
+            samples=self.samples,
+            rounded=rounded(self.built),
+            **self.rules.guard.state(),
+            **self.rules.loss_scale.state(),
+        )
+
+    def roll_back(self) -> int:
+        """After a bad step: go back to the last checkpoint, and on with the samples behind the bad step. Returns how
+        many steps are to be done again."""
+        kept = load_all(self.saver.last, self.plan, self.registry, self.built, self.optimizer)
+        self.rules.guard.roll_back(kept)
+        self.rules.loss_scale.load(kept)
+        self.output.rolled_back(self.step, kept.step)
+        num_lost = self.step - kept.step
+        self.step = kept.step
+        self.window.reset()
+        return num_lost
+
+    # construction
+
+    def _open_output(self) -> Output:
+        total_steps, num_ranks = self.cadence.total_steps, collective.num_ranks()
+        plain = as_plain(self.plan.recipe)
+        view = RunView(self.plan.output_dir, plain, num_ranks, total_steps, str(self.plan.degrees))
+        return Output(view, self.registry, self.step, self._loggers)
+
+    def _whole_model(self) -> WholeModel:
+        dtype = self.backend.parameter_dtype(self.plan.recipe.engine.precision)
+        return WholeModel(self.plan, self.built, self.optimizer, dtype, self.mesh)
+
+    def _prepare_stage(self) -> None:
+        """Let the stage compute what belongs to the initial weights, while they are in place."""
+        stage, model, cadence = self.data.stage, self.built.part, self.cadence
+        if stage is None:
+            with self.passes.autocast():
+                model.serve_forward_only()
+            return
+        # a run that goes back to a checkpoint takes more samples than its steps have
+        may_roll_back = self.plan.recipe.train.may_roll_back
+        most = len(self.data.train) if may_roll_back else cadence.total_steps * cadence.global_batch_size
+        stage.before_training(model, self.data.used(most))
+        if model.is_first:
+            model.send_stop()
