@@ -65,11 +65,11 @@ def _show_ops(name: str, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
     start_paddle(backend, 1)
-    from llmsuite.devices.ops import chosen
+    from llmsuite.devices.ops import describe_ops
 
     for precision in backend.precisions:
         print(f"{name}, {precision}")
-        for operation, is_fused, what in chosen(backend.ops(precision)):
+        for operation, is_fused, what in describe_ops(backend.ops(precision)):
             print(f"  {operation:14}  {'fused' if is_fused else 'plain'}  {what}")
     print(f"{name}, sums of gradients over data ranks ({backend.collectives})")
     limit = backend.gradient_bucket_bytes

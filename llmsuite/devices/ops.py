@@ -140,7 +140,7 @@ class Ops:
     whole cache in every pass would take longer than all else."""
 
 
-def chosen(ops: Ops) -> Iterator[tuple[str, bool, str]]:
+def describe_ops(ops: Ops) -> Iterator[tuple[str, bool, str]]:
     """Of each operation its name, whether a kernel has taken the place of the plain form, and what the form that is
     used says of itself."""
     for field in dataclasses.fields(Ops):

@@ -40,14 +40,14 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gated:
+class GatedMLP:
     """`blocks.GatedMLP`."""
 
     width: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plain:
+class GeluMLP:
     """Two matrices with biases and a GELU between them."""
 
     width: int
@@ -72,7 +72,7 @@ class LayerAnatomy:
     """A pre-norm decoder layer: two norms, attention, MLP, two residuals."""
 
     attention: GroupedQuery | Latent
-    mlp: Gated | Plain | MoE
+    mlp: GatedMLP | GeluMLP | MoE
     norm: Literal["rms", "layer"] = "rms"
 
 

@@ -42,8 +42,8 @@ class Experts(nn.Layer):
         """x [B, L, D], and weights and numbers of the experts of each token [B, L, k], to [B, L, D]."""
         tokens = x.flatten(0, 1)
         route = sort_rows(chosen.flatten(), self.gate_proj.weight.shape[0])
-        rows = self.rows(spread(tokens, route), route.counts, self.matrices())
-        return collect(rows, weights.flatten(0, 1), route).reshape(x.shape)
+        rows = self.rows(dispatch(tokens, route), route.counts, self.matrices())
+        return combine(rows, weights.flatten(0, 1), route).reshape(x.shape)
 
     def matrices(self) -> list[Tensor]:
         """The stacks of gate, up and down."""
@@ -142,14 +142,14 @@ def sort_rows(experts: Tensor, num_experts: int) -> Route:
         return Route(order[: sum(counts)], paddle.argsort(order), counts)
 
 
-def spread(tokens: Tensor, route: Route) -> Tensor:
+def dispatch(tokens: Tensor, route: Route) -> Tensor:
     """Tokens [T, D] to sorted rows [N, D]."""
-    return _Spread.apply(tokens, route)
+    return _Dispatch.apply(tokens, route)
 
 
-def collect(rows: Tensor, weights: Tensor, route: Route) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, route: Route) -> Tensor:
     """Sorted rows [N, D] to the weighted sum of the rows of each token, [T, D]. weights [T, k]."""
-    parts = _Collect.apply(rows, route).reshape([*weights.shape, rows.shape[-1]])
+    parts = _Combine.apply(rows, route).reshape([*weights.shape, rows.shape[-1]])
     return (parts * weights.astype(rows.dtype).unsqueeze(-1)).sum(1)
 
 
@@ -158,7 +158,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     return _GroupedMatmul.apply(x, weight, list(counts))
 
 
-class _Spread(PyLayer):
+class _Dispatch(PyLayer):
     """Both ways are gathers: a scatter that adds up depends on the order, and is slow."""
 
     @staticmethod
@@ -171,7 +171,7 @@ class _Spread(PyLayer):
         return _in_place(gradient, ctx.route).reshape([ctx.num_tokens, -1, gradient.shape[-1]]).sum(1)
 
 
-class _Collect(PyLayer):
+class _Combine(PyLayer):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route

@@ -23,7 +23,7 @@ class LoraLinear(nn.Layer):
     def __init__(self, linear: nn.Linear, rank: int, scale: float):
         super().__init__()
         self.scale, self.is_on = scale, True
-        self.settle: Callable[[Tensor], Tensor] = unchanged
+        self.complete_sum: Callable[[Tensor], Tensor] = identity
         """What is done to either product with x, should each rank have a part of the sum only."""
         self.weight, self.bias = linear.weight, linear.bias
         num_inputs, num_outputs = linear.weight.shape
@@ -34,11 +34,11 @@ class LoraLinear(nn.Layer):
         y = F.linear(x, self.weight, self.bias)
         if not self.is_on:
             return y
-        narrow = self.settle(paddle.matmul(x, self.lora_A)) * self.scale
-        return self.settle(y) + paddle.matmul(narrow, self.lora_B)
+        narrow = self.complete_sum(paddle.matmul(x, self.lora_A)) * self.scale
+        return self.complete_sum(y) + paddle.matmul(narrow, self.lora_B)
 
 
-def unchanged(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 

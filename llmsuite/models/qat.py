@@ -72,13 +72,13 @@ class FakeQuantLinear(nn.Layer):
         depends on what a batch was put together of."""
         self.largest: Tensor | None = None
         """Scalar: the largest magnitude of the inputs that were seen here since it was last taken away."""
-        self.here: Callable[[Tensor], Tensor] = unchanged
+        self.local_part: Callable[[Tensor], Tensor] = identity
         """What of the inputs is seen here, should each rank have a part only."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
         if self.is_observing:
-            self._observe(self.here(x.detach()))
+            self._observe(self.local_part(x.detach()))
         if self.input_scale is not None:
             x = fake_quantize(x, self.input_scale)
         weight = fake_quantize_weight(self.weight) if self.rounds_weight else self.weight
@@ -93,7 +93,7 @@ class FakeQuantLinear(nn.Layer):
         self.largest = largest if self.largest is None else paddle.maximum(self.largest, largest)
 
 
-def unchanged(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -111,7 +111,7 @@ def fake_quantized(model: nn.Layer) -> Iterator[tuple[str, FakeQuantLinear]]:
 
 
 @contextlib.contextmanager
-def observed(layers: Collection[FakeQuantLinear]) -> Iterator[None]:
+def observing(layers: Collection[FakeQuantLinear]) -> Iterator[None]:
     """While active, these layers take note of their inputs."""
     for layer in layers:
         layer.is_observing = True

@@ -18,7 +18,7 @@ import paddle.distributed as dist
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
-from llmsuite.models.experts import Experts, collect, sort_rows, spread
+from llmsuite.models.experts import Experts, combine, dispatch, sort_rows
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
@@ -54,8 +54,8 @@ class SharedExperts:
             x, weights, chosen = (self._whole(tensor) for tensor in (x, weights, chosen))
             x, weights = (_SumGradients.apply(tensor, self._mesh.tensor_group) for tensor in (x, weights))
         route = sort_rows(paddle.to_tensor(self._slots).index_select(chosen.flatten()), num_slots)
-        rows = self._through_experts(spread(x.flatten(0, 1), route), route.counts)
-        y = collect(rows, weights.flatten(0, 1), route).reshape(shape)
+        rows = self._through_experts(dispatch(x.flatten(0, 1), route), route.counts)
+        y = combine(rows, weights.flatten(0, 1), route).reshape(shape)
         if self._mesh.tensor is None:
             return y
         y = _Sum.apply(y, self._mesh.tensor_group)

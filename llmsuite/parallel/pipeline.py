@@ -26,7 +26,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 
 from llmsuite.errors import UserError
 from llmsuite.models.lora import adapters
-from llmsuite.models.qat import FakeQuantLinear, observed
+from llmsuite.models.qat import FakeQuantLinear, observing
 from llmsuite.parallel import edges
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
@@ -201,7 +201,7 @@ class PipelineStage:
         self._in_schedule, self._passed = True, None
         self._lengths = lengths if self.marks_padding or self.observers is not None else None
         # recompute runs layers again during backward passes, among other forward passes: nothing is observed there
-        with observed(self.observers or () if paddle.is_grad_enabled() else ()):
+        with observing(self.observers or () if paddle.is_grad_enabled() else ()):
             if loss is not None:
                 terms: T | None = loss()
                 assert self._passed is not None, "the stage's loss did not ask for hidden states"

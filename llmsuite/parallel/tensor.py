@@ -41,11 +41,11 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
         embedding = modules[plan.embedding]
         embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh)
-    settle = _to(mesh, outside)  # one for all, or compiled layers would differ
+    complete_sum = _to(mesh, outside)  # one for all, or compiled layers would differ
     for name, module in model.named_sublayers():
         if _is_last_of_region(name, module, plan):
             # else its adapter would have the whole sum made before it is cut again
-            module.settle = settle
+            module.complete_sum = complete_sum
         if plan.is_region(name):
             if sequence_parallel:
                 module.register_forward_pre_hook(_on_input(mesh, whole))

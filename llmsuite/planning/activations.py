@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from llmsuite.models.anatomy import Anatomy, Gated, GroupedQuery, Latent, LayerAnatomy, MoE
+from llmsuite.models.anatomy import Anatomy, GatedMLP, GroupedQuery, Latent, LayerAnatomy, MoE
 
 INDEX_BYTES = 8
 """Bytes of a token id or a position: int64."""
@@ -151,7 +151,7 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
     """Bytes kept between the input of the MLP and its output."""
     what, e, tokens = layer.mlp, settings.num_bytes, batch.tokens
     times = 3 if "swiglu" in settings.fused else 4  # gate, up, their product; unfused also the gate's activation
-    if isinstance(what, Gated):
+    if isinstance(what, GatedMLP):
         return tokens * e * times * what.width / settings.tp
     if not isinstance(what, MoE):
         return tokens * e * 2 * what.width / settings.tp
@@ -207,7 +207,7 @@ def _num_readers(layer: LayerAnatomy, name: str) -> int:
         return 2 if isinstance(layer.attention, Latent) else 3
     if isinstance(layer.mlp, MoE):
         return 3  # with the gate, which is not rounded
-    return 2 if isinstance(layer.mlp, Gated) else 1
+    return 2 if isinstance(layer.mlp, GatedMLP) else 1
 
 
 def kept_in_front(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:

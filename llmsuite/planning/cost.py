@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from llmsuite.errors import UserError
-from llmsuite.models.anatomy import Anatomy, GroupedQuery, Latent, LayerAnatomy, MoE, Plain
+from llmsuite.models.anatomy import Anatomy, GeluMLP, GroupedQuery, Latent, LayerAnatomy, MoE
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import EXPERT, GROUP_AXES, PIPELINE, TENSOR, Message
@@ -89,7 +89,7 @@ def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch) -> float:
     if isinstance(mlp, MoE):
         weights += hidden * (3 * (mlp.chosen * mlp.width + mlp.shared_width) + mlp.experts)
     else:
-        weights += hidden * mlp.width * (2 if isinstance(mlp, Plain) else 3)
+        weights += hidden * mlp.width * (2 if isinstance(mlp, GeluMLP) else 3)
     return 2.0 * weights * batch.tokens + each * batch.rows * float(batch.length) ** 2
 
 

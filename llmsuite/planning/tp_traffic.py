@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from llmsuite.models.anatomy import Anatomy, Latent, MoE, Plain
+from llmsuite.models.anatomy import Anatomy, GeluMLP, Latent, MoE
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import Layout
@@ -92,7 +92,7 @@ class TensorParallelTraffic:
     ) -> None:
         layer, why = self._anatomy.layers[number], "forward: sums after attention and MLP"
         # a sum to which a bias is added is not scattered at once
-        scatter = self._sequence_parallel and not isinstance(layer.mlp, Plain)
+        scatter = self._sequence_parallel and not isinstance(layer.mlp, GeluMLP)
         if self._sequence_parallel:
             self._send("all_gather", piece, "forward: sequences before attention and MLP", 2)
         self._sum(whole, why, scatter if again else self._sequence_parallel)  # attention
@@ -150,7 +150,7 @@ class TensorParallelTraffic:
         if self._adds_locally(number, "mlp"):
             self._sum(whole, why, self._sequence_parallel)
         else:
-            self._send("all_reduce", whole, why, 1 if isinstance(what, Plain) else 2)
+            self._send("all_reduce", whole, why, 1 if isinstance(what, GeluMLP) else 2)
 
     def _adds_locally(self, number: int, region: str) -> bool:
         """Whether the gradients of the input of attention or MLP are summed on the rank before they are reduced: in

@@ -32,7 +32,7 @@ class InputScales(StepPart):
         part.observers = list(self._here.values())
         self._observed = dict.fromkeys(modules, (0.0, 0.0))
         for module in self._here.values():
-            module.here = local_value
+            module.local_part = local_value
 
     def update(self) -> None:
         """Take over what the step has seen.

@@ -16,7 +16,7 @@ def main() -> int:
     import paddle
     import paddle.distributed as dist
 
-    from llmsuite.models.qat import FakeQuantLinear, observed
+    from llmsuite.models.qat import FakeQuantLinear, observing
     from llmsuite.parallel import collective
     from llmsuite.parallel.tensor import local_value
 
@@ -37,8 +37,8 @@ def main() -> int:
             linear.weight = dist.shard_tensor(linear.weight, mesh, [of_weight])
         given.stop_gradient = False
         layer = FakeQuantLinear(linear, rounds_weight=True)
-        layer.input_scale, layer.here = scale, local_value
-        with observed([layer]):
+        layer.input_scale, layer.local_part = scale, local_value
+        with observing([layer]):
             y = layer(given)
         largest = collective.max_over_run([float(layer.largest)])
         assert not y.is_dist() or of_x.is_replicated() or y.placements[0].is_partial(), "something was gathered"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmsuite.models.anatomy import Anatomy, Gated, Latent, LayerAnatomy, MoE
+from llmsuite.models.anatomy import Anatomy, GatedMLP, Latent, LayerAnatomy, MoE
 from llmsuite.models.deepseek.config import DeepSeekConfig
 
 
@@ -16,7 +16,7 @@ def anatomy(config: DeepSeekConfig) -> Anatomy:
         rope=config.qk_rope_head_dim,
         value=config.v_head_dim,
     )
-    dense = LayerAnatomy(attention=attention, mlp=Gated(width=config.intermediate_size))
+    dense = LayerAnatomy(attention=attention, mlp=GatedMLP(width=config.intermediate_size))
     mixture = MoE(
         experts=config.n_routed_experts,
         chosen=config.num_experts_per_tok,

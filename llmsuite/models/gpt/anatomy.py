@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmsuite.models.anatomy import Anatomy, GroupedQuery, LayerAnatomy, Plain
+from llmsuite.models.anatomy import Anatomy, GeluMLP, GroupedQuery, LayerAnatomy
 from llmsuite.models.gpt.config import GPTConfig
 
 
@@ -10,7 +10,7 @@ def anatomy(config: GPTConfig) -> Anatomy:
     """Of a shape."""
     heads = config.num_attention_heads
     attention = GroupedQuery(heads=heads, kv_heads=heads, head_size=config.head_size, rotary=False, biased=True)
-    layer = LayerAnatomy(attention=attention, mlp=Plain(width=config.mlp_size), norm="layer")
+    layer = LayerAnatomy(attention=attention, mlp=GeluMLP(width=config.mlp_size), norm="layer")
     return Anatomy(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,

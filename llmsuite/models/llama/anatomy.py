@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmsuite.models.anatomy import Anatomy, Gated, GroupedQuery, LayerAnatomy
+from llmsuite.models.anatomy import Anatomy, GatedMLP, GroupedQuery, LayerAnatomy
 from llmsuite.models.llama.config import LlamaConfig
 
 
@@ -11,5 +11,5 @@ def anatomy(config: LlamaConfig) -> Anatomy:
     attention = GroupedQuery(
         heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head_size=config.head_size
     )
-    layer = LayerAnatomy(attention=attention, mlp=Gated(width=config.intermediate_size))
+    layer = LayerAnatomy(attention=attention, mlp=GatedMLP(width=config.intermediate_size))
     return Anatomy(hidden=config.hidden_size, vocabulary=config.vocab_size, layers=[layer] * config.num_hidden_layers)

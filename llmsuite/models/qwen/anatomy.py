@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmsuite.models.anatomy import Anatomy, Gated, GroupedQuery, LayerAnatomy
+from llmsuite.models.anatomy import Anatomy, GatedMLP, GroupedQuery, LayerAnatomy
 from llmsuite.models.qwen.config import QwenConfig
 
 
@@ -15,5 +15,5 @@ def anatomy(config: QwenConfig) -> Anatomy:
         normed=config.model_type == "qwen3",
         biased=config.model_type == "qwen2",
     )
-    layer = LayerAnatomy(attention=attention, mlp=Gated(width=config.intermediate_size))
+    layer = LayerAnatomy(attention=attention, mlp=GatedMLP(width=config.intermediate_size))
     return Anatomy(hidden=config.hidden_size, vocabulary=config.vocab_size, layers=[layer] * config.num_hidden_layers)

@@ -31,7 +31,7 @@ from llmsuite.models.qat import (
     fake_quantize_layers,
     fake_quantize_weight,
     fake_quantized,
-    observed,
+    observing,
     weight_scale,
 )
 from llmsuite.parallel.loss_ledger import LossTerms
@@ -146,7 +146,7 @@ def tiny(layers: int = 1) -> tuple[Any, InputScales]:
 def see(layer: FakeQuantLinear, *values: float) -> None:
     """Micro-batches of one value each, in training."""
     for value in values:
-        with observed([layer]):
+        with observing([layer]):
             layer(paddle.full([2, 3], value))
 
 
@@ -183,7 +183,7 @@ def test_padding_is_not_seen() -> None:
     x = np.ones([2, 3, 3], "float32")
     x[0, 2], x[1, 1] = 100.0, -2.0
     model[0].counted = paddle.to_tensor([[True, True, False], [True, True, True]])
-    with observed([model[0]]):
+    with observing([model[0]]):
         model(paddle.to_tensor(x))
         assert float(model[0].largest) == 2.0
         model(paddle.to_tensor(x[:, 2]))  # behind the layers there is no padding
