@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jsonargparse import ArgumentParser
 
 from llmsuite.data.documents import read_documents
 from llmsuite.data.read import read_rows
@@ -25,7 +26,7 @@ from tests.paths import ROOT
 
 RULES_PAGE = ROOT / "docs" / "reference" / "rules.md"
 PARITY_PAGE = ROOT / "docs" / "notes" / "parity.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -58,10 +59,31 @@ def test_every_hook_is_documented() -> None:
     assert [name for name in names if f"### `{name}(" not in text] == []
 
 
+def _prose(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", _prose(page)):
+        if not target.startswith("http"):
+            path = page.parent / target if target else page
+            assert path.exists(), target
+            assert not anchor or anchor in _anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_on_the_pages_exist(page: Path) -> None:
+    """Python files, by their path or by room and name: `parallel/mesh.py`."""
+    for name in re.findall(r"`([\w/.-]+/[\w-]+\.py)`", _prose(page)):
+        is_ours = name.split("/")[0] in {path.name for path in (*ROOT.iterdir(), *(ROOT / "llmsuite").iterdir())}
+        assert not is_ours or (ROOT / name).exists() or (ROOT / "llmsuite" / name).exists(), name
 
 
 @pytest.mark.parametrize(
@@ -84,6 +106,23 @@ def test_commands_on_the_pages_exist(registry: Registry) -> None:
         )
         for command in lines:
             assert command in registry.commands, (page.name, command)
+
+
+def test_options_on_the_pages_exist(registry: Registry) -> None:
+    """Those of the command, or keys of a recipe."""
+    keys = set(
+        re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "reference" / "keys.md").read_text("utf-8"), re.MULTILINE)
+    )
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for command, words in re.findall(r"^(?:\$ )?llmsuite ([a-z]+)\b(.*)$", text, re.MULTILINE):
+            parser = ArgumentParser()
+            registry.commands[command].add_arguments(parser)
+            known = {option for action in parser._actions for option in action.option_strings}
+            known |= {f"--{key}" for key in (*keys, "parallel") if registry.commands[command].takes_overrides}
+            if "--train.learning_rat=" not in words and "[" not in words.split("'")[0]:
+                unknown = [word for word in re.findall(r"(?<=[ '])--[\w.-]+", words) if word not in known]
+                assert not unknown, (page.name, command, unknown)
 
 
 def test_make_targets_on_the_pages_exist() -> None:
