@@ -243,7 +243,7 @@ def stall(here: Path, megabytes: int) -> None:
         section = CheckpointSection(async_save=name == "async", keep_last=2)
         root = here / f"stall-{name}"
         contents = CheckpointContents(llmsuite_register_models()[0], config, None, lambda: Whole(tensors, []))
-        saver = Saver(root, section, contents, no_report)
+        saver = Saver(root, section, contents)
         waits, steps = [], []
         for number in range(1, 10):
             steps.append(step(repeats))
@@ -258,10 +258,6 @@ def stall(here: Path, megabytes: int) -> None:
         time.sleep(2)  # nothing is asked of it
         result[f"{name} idle"] = (time.process_time() - cpu) / (time.perf_counter() - start)
     print(json.dumps(result))
-
-
-def no_report(step: int, path: Path) -> None:
-    pass
 
 
 def flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Going on where a run was: whether a checkpoint is of the same run, and what is taken over from it."""
+"""Resuming a run: whether a checkpoint is one of the same run, and loading it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmsuite.train.build import BuiltModel
 from llmsuite.train.model_state import restore
 from llmsuite.train.stage import Stage
 
-# What may differ between a run and its continuation: it does not change what is learnt.
+# Keys that may differ between a run and its continuation: they do not change what is trained.
 _FREE_ON_RESUME = (
     "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
     "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.max_bad_steps",
@@ -32,7 +32,7 @@ _FREE_ON_RESUME = (
 
 
 def fresh(recipe_sha256: str, seed: int) -> TrainState:
-    """Of a run that begins."""
+    """The state of a run that begins."""
     return TrainState(step=0, samples=0, seed=seed, recipe_sha256=recipe_sha256)
 
 
@@ -47,12 +47,12 @@ def resume_from(
     """The newest whole checkpoint, loaded; step 0 when there never was one. Every rank calls it.
 
     Args:
-        plan: of the run.
-        begin: state of a run that begins; the digest in it has to be that of the checkpoint.
-        checkpoints: directory they are in.
-        registry: of the families a model directory may be of.
-        built: gets the values.
-        optimizer: gets its state.
+        plan: the run.
+        begin: state of a run that begins; its digest has to be that of the checkpoint.
+        checkpoints: directory with the checkpoints.
+        registry: known model families.
+        built: the model, which gets the saved values.
+        optimizer: gets its saved state.
 
     Raises:
         UserError: none is whole, or they are of another run.
@@ -85,7 +85,7 @@ def resume_from(
 
 
 def load_all(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer) -> TrainState:
-    """Take over all that a checkpoint has of the model and the optimizer."""
+    """Load model, optimizer and input scales of a checkpoint."""
     state = load_state(path)
     restore(path, plan, registry, built, optimizer, collective.mesh())
     if built.input_scales is not None:
@@ -95,14 +95,14 @@ def load_all(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, o
 
 
 def rounded(built: BuiltModel) -> dict[str, list[float]] | None:
-    """What a checkpoint has of layers that are rounded: their names, and the scales of their inputs."""
+    """The part of a checkpoint about fake-quantised layers: their names, and the scales of their inputs."""
     if built.input_scales is not None:
         return built.input_scales.state()
     return {name: [] for name in built.rounded} or None
 
 
-def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The part of a resolved recipe that decides what is learnt, by dotted key."""
+def _training_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The part of a resolved recipe that decides what is trained, by dotted key."""
     flat: dict[str, Any] = {"engine.precision": recipe["engine"]["precision"]}
     for section, value in recipe.items():
         if section in _FREE_ON_RESUME:
@@ -112,10 +112,10 @@ def _learnt_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def learning_digest(plan: RunPlan, model_digest: str, stage: Stage[Any]) -> str:
-    """Of the recipe, the initial model and the content of the data: equal digests are the same run."""
+def run_digest(plan: RunPlan, model_digest: str, stage: Stage[Any]) -> str:
+    """Digest of recipe, initial model and content of the data: equal digests are the same run."""
     files = [stage.digest(path) for path in (plan.train_file, plan.eval_file) if path is not None]
-    data = [_learnt_keys(as_plain(plan.recipe)), model_digest, files]
+    data = [_training_keys(as_plain(plan.recipe)), model_digest, files]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -124,5 +124,5 @@ def _differing_keys(plan: RunPlan) -> list[str]:
     started = plan.output_dir / "recipe.json"
     if not started.is_file():
         return []
-    now, then = _learnt_keys(as_plain(plan.recipe)), _learnt_keys(read_json_file(started))
+    now, then = _training_keys(as_plain(plan.recipe)), _training_keys(read_json_file(started))
     return sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))

@@ -46,7 +46,6 @@ class Saver:
         output_dir: Path,
         section: CheckpointSection,
         contents: CheckpointContents,
-        on_saved: Callable[[int, Path], None],
         num_machines: int = 1,
     ):
         """
@@ -54,11 +53,12 @@ class Saver:
             output_dir: the run's directory.
             section: `checkpoint` of the recipe.
             contents: what is saved.
-            on_saved: called with each complete checkpoint on rank 0, in the thread that calls this object.
             num_machines: machines of the run; they share what is copied to the host.
         """
         self.root, self._trigger = output_dir / "checkpoints", output_dir / _TRIGGER
-        self._contents, self._on_saved, self._num_machines = contents, on_saved, num_machines
+        self._contents, self._num_machines = contents, num_machines
+        self.on_saved: Callable[[int, Path], None] = lambda step, path: None
+        """Called on rank 0 with step and directory of each complete checkpoint, in the thread of the caller."""
         self._keep_last, self._async = section.keep_last, section.async_save
         self._metric = section.best_metric
         self._highest = self._metric is not None and section.best_is == "highest"
@@ -180,4 +180,4 @@ class Saver:
 
     def _notify(self) -> None:
         while self._done:
-            self._on_saved(*self._done.pop(0))
+            self.on_saved(*self._done.pop(0))

@@ -6,7 +6,9 @@ what the loop calls. One optimizer step is in `step.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
 
 from llmsuite.checkpoint.train_state import TrainState
@@ -32,7 +34,7 @@ from llmsuite.train.model_state import WholeModel
 from llmsuite.train.output import Output, Silence
 from llmsuite.train.passes import Passes
 from llmsuite.train.reader import StepReader
-from llmsuite.train.resume import fresh, learning_digest, load_all, resume_from, rounded
+from llmsuite.train.resume import fresh, run_digest, load_all, resume_from, rounded
 from llmsuite.train.saving import CheckpointContents, Saver
 from llmsuite.train.step import StepRules, train_step
 from llmsuite.train.stop import StopRequest
@@ -45,22 +47,27 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     Raises:
         UserError: the input is wrong; nothing that existed was changed.
     """
-    trainer = Trainer(plan, registry)
-    if resume:
-        trainer.resume()
-    return trainer.train()
+    # taken before any work is done in vain
+    with lock_directory(plan.output_dir) if collective.rank() == 0 else contextlib.nullcontext():
+        trainer = Trainer(plan, registry)
+        if resume:
+            trainer.resume()
+        return trainer.train()
 
 
 class Trainer:
-    """Everything a run has in one rank, and its loop."""
+    """Everything a run has in one rank, and its loop.
+
+    Nothing that it holds refers back to it: the memory of a run is free as soon as its trainer is.
+    """
 
     def __init__(self, plan: RunPlan, registry: Registry):
         self.registry, recipe = registry, plan.recipe
+        precision, train = recipe.engine.precision, recipe.train
 
         # device
-        self.backend = plan.device.factory()
-        self.backend.activate(collective.local_rank())
-        self._lock = lock_directory(plan.output_dir) if collective.rank() == 0 else None  # before any work is in vain
+        self.backend = backend = plan.device.factory()
+        backend.activate(collective.local_rank())
 
         # mesh
         self.mesh = mesh = collective.start(plan.degrees)
@@ -70,43 +77,35 @@ class Trainer:
         self.plan = plan = plan.fetched(report) if mesh.reads_data else plan
         if recipe.source:
             report(f"numbers from {recipe.source}")
-        self.data = data = read_data(plan, registry, self.backend, mesh, lambda: self.built.digest)
+        digests: dict[str, str] = {}
+        self.data = data = read_data(plan, registry, backend, mesh, lambda: digests["model"])
         self.cadence = Cadence.of(plan, len(data.train))
         self._num_workers = recipe.data.num_workers
-        self._eval_batches = data.eval_micro_batches(mesh, recipe.train.micro_batch_size)
+        self._eval_batches = data.eval_micro_batches(mesh, train.micro_batch_size)
 
         # model
-        self.built = build_model(plan, registry, self.backend, mesh)
-        self.passes = Passes(
-            data.stage,
-            self.built.part,
-            plan.schedule,
-            lambda: self.backend.autocast(recipe.engine.precision),
-            [prepass.kind for prepass in plan.profile.prepasses],
-        )
+        self.built = built = build_model(plan, registry, backend, mesh)
+        digests["model"] = built.digest
+        prepasses = [prepass.kind for prepass in plan.profile.prepasses]
+        self.passes = Passes(data.stage, built.part, plan.schedule, lambda: backend.autocast(precision), prepasses)
 
         # optimizer
-        host = self.backend if recipe.engine.offload_optimizer else None
-        self.optimizer = Optimizer(self.built.shards, recipe.train, self.cadence.total_steps, host)
-        train = recipe.train
+        host = backend if recipe.engine.offload_optimizer else None
+        self.optimizer = Optimizer(built.shards, train, self.cadence.total_steps, host)
         self.rules = StepRules(
             Guard(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps),
-            LossScale() if recipe.engine.precision == "fp16" else NoLossScale(),
-            [part for part in (self.built.balance, self.built.input_scales) if part is not None],
+            LossScale() if precision == "fp16" else NoLossScale(),
+            [part for part in (built.balance, built.input_scales) if part is not None],
         )
 
         # checkpointer
-        self.output: Silence = Silence()
+        dtype = backend.parameter_dtype(precision)
+        whole_model = functools.partial(WholeModel, plan, built, self.optimizer, dtype, mesh)
         contents = CheckpointContents(
-            plan.family, plan.model_config, tokenizer_to_save(plan), self._whole_model, self.built.adapters
+            plan.family, plan.model_config, tokenizer_to_save(plan), whole_model, built.adapters
         )
-        self.saver = Saver(
-            plan.output_dir,
-            recipe.checkpoint,
-            contents,
-            lambda step, path: self.output.saved(step, path),
-            recipe.launch.nnodes,
-        )
+        self.saver = Saver(plan.output_dir, recipe.checkpoint, contents, recipe.launch.nnodes)
+        self.output: Silence = Silence()
 
         names = recipe.loggers if collective.rank() == 0 else ()
         self._loggers = [registry.loggers[name].factory(plan.output_dir) for name in names]
@@ -116,7 +115,7 @@ class Trainer:
         # rank 0 alone compares and writes it: it takes the data to know
         digest = ""
         if data.stage is not None and collective.rank() == 0:
-            digest = learning_digest(plan, self.built.digest, data.stage)
+            digest = run_digest(plan, built.digest, data.stage)
         self.state = fresh(digest, recipe.seed)
         self.step, self.samples = 0, 0
 
@@ -138,6 +137,7 @@ class Trainer:
             return 0
         if collective.rank() == 0:
             self.output = self._open_output()
+            self.saver.on_saved = self.output.saved
         try:
             self._run_steps()
         except BaseException as error:
@@ -146,8 +146,6 @@ class Trainer:
             self.output.failed(error)
             raise
         self.output.ended(self.step)
-        if self._lock is not None:
-            self._lock.close()
         return 0 if self.step == total_steps else INTERRUPTED
 
     def _run_steps(self) -> None:
@@ -255,10 +253,6 @@ class Trainer:
         plain = as_plain(self.plan.recipe)
         view = RunView(self.plan.output_dir, plain, num_ranks, total_steps, str(self.plan.degrees))
         return Output(view, self.registry, self.step, self._loggers)
-
-    def _whole_model(self) -> WholeModel:
-        dtype = self.backend.parameter_dtype(self.plan.recipe.engine.precision)
-        return WholeModel(self.plan, self.built, self.optimizer, dtype, self.mesh)
 
     def _prepare_stage(self) -> None:
         """Let the stage compute what belongs to the initial weights, while they are in place."""

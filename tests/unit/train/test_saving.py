@@ -119,7 +119,8 @@ class Run:
         def saved(step: int, path: Path) -> None:
             self.saved.append((step, path.name))
 
-        self.saver = Saver(directory, settings, CheckpointContents(FAMILY, CONFIG, None, self._whole), saved)
+        self.saver = Saver(directory, settings, CheckpointContents(FAMILY, CONFIG, None, self._whole))
+        self.saver.on_saved = saved
 
     def _whole(self) -> Any:
         @dataclasses.dataclass
