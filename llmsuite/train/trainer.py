@@ -34,7 +34,7 @@ from llmsuite.train.model_state import WholeModel
 from llmsuite.train.output import Output, Silence
 from llmsuite.train.passes import Passes
 from llmsuite.train.reader import StepReader
-from llmsuite.train.resume import fresh, run_digest, load_all, resume_from, rounded
+from llmsuite.train.resume import fresh, load_all, resume_from, rounded, run_digest
 from llmsuite.train.saving import CheckpointContents, Saver
 from llmsuite.train.step import StepRules, train_step
 from llmsuite.train.stop import StopRequest
