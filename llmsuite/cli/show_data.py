@@ -47,22 +47,24 @@ def explain(plan: RunPlan, registry: Registry, row: int) -> int:
 
 
 def _print_sequence(console: Any, text: Any, place: str, found: Explained, tokenizer: Any) -> None:
-    taught = found.taught
-    learnt = taught.weights > 0
-    ends = bool((taught.ids[learnt] == tokenizer.eos_id).any())
+    sequence = found.sequence
+    supervised = sequence.weights > 0
+    ends = bool((sequence.ids[supervised] == tokenizer.eos_id).any())
     name = f" ({found.name})" if found.name else ""
-    console.print(f"{place}{name}: {len(taught.ids)} tokens, {int(learnt.sum())} learnt", style="bold", markup=False)
-    console.print(f"the end of the sequence is {'learnt' if ends else 'NOT learnt'}", style="" if ends else "bold red")
+    counts = f"{len(sequence.ids)} tokens, {int(supervised.sum())} supervised"
+    console.print(f"{place}{name}: {counts}", style="bold", markup=False)
+    verdict = "supervised" if ends else "NOT supervised"
+    console.print(f"the end of the sequence is {verdict}", style="" if ends else "bold red")
     if found.prompt_length is not None:
-        verdict = "what the answer is learnt behind" if found.is_as_asked else "NOT what the answer is learnt behind"
-        style = "" if found.is_as_asked else "bold red"
-        console.print(f"generation is asked with {found.prompt_length} tokens: {verdict}", style=style)
+        verdict = "the same that precede the answer here"
+        verdict, style = (verdict, "") if found.prompt_matches else (f"NOT {verdict}", "bold red")
+        console.print(f"generation is prompted with {found.prompt_length} tokens: {verdict}", style=style)
     console.print(f"{'position':>8}  {'id':>7}  {'role':9}  {'document':>8}  {'label':>7}  {'weight':>6}  token")
-    for at, piece in enumerate(tokenizer.pieces(taught.ids)):
-        is_supervised, role = bool(learnt[at]), found.roles[at]
+    for at, piece in enumerate(tokenizer.pieces(sequence.ids)):
+        is_supervised, role = bool(supervised[at]), found.roles[at]
         line = (
-            f"{at:>8}  {taught.ids[at]:>7}  {role:9}  {taught.documents[at]:>8}  "
-            f"{taught.ids[at] if is_supervised else '-':>7}  {taught.weights[at]:>6.4g}  "
+            f"{at:>8}  {sequence.ids[at]:>7}  {role:9}  {sequence.documents[at]:>8}  "
+            f"{sequence.ids[at] if is_supervised else '-':>7}  {sequence.weights[at]:>6.4g}  "
         )
         shown = text(line + repr(piece)[1:-1], style="bold green" if is_supervised else _COLOURS.get(role, "white"))
         console.print(shown)
@@ -98,10 +100,10 @@ def _print_stats(plan: RunPlan, stats: FileStats) -> None:
         print(f"  truncated  {counts.cut:,} rows are cut to data.max_length {data.max_length}")
     print(
         f"  tokens     {stats.num_tokens:,} in {len(lengths):,} {stats.what}, {stats.num_samples:,} samples; "
-        f"{stats.num_learnt:,} learnt ({stats.num_learnt / stats.num_tokens:.1%})"
+        f"{stats.num_supervised:,} supervised ({stats.num_supervised / stats.num_tokens:.1%})"
     )
     if stats.padding is not None:
-        print(f"  ends       learnt in {stats.num_ends:,} of {stats.num_samples:,} samples")
+        print(f"  ends       supervised in {stats.num_ends:,} of {stats.num_samples:,} samples")
         train = plan.recipe.train
         size = f"_tokens {train.micro_batch_tokens}" if train.micro_batch_tokens else f"_size {train.micro_batch_size}"
         print(f"  padding    {stats.padding:.1%} with train.micro_batch{size}")

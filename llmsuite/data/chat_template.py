@@ -1,7 +1,7 @@
-"""From a conversation to the text a model was trained to read.
+"""Chat templates: a conversation as the text that a model is trained to read.
 
-Templates are Jinja and come with a tokenizer, that is, from strangers: they run in a sandbox that can reach no
-attribute of Python and change no argument.
+Templates are Jinja programs that come with a tokenizer, so they are not to be trusted: they run in a sandbox without
+access to attributes of Python, and cannot change their arguments.
 """
 
 from __future__ import annotations
@@ -68,43 +68,43 @@ class ChatTemplate:
     def split(self, prompt: Sequence[Message], answer: str) -> tuple[str, str]:
         """Text of the prompt, and text of the answer with whatever closes its turn.
 
-        The conversation is rendered as a whole and cut where the prompt ends, so that the tokens learnt are
-        those the model will have to produce after the prompt.
+        The conversation is rendered as a whole and cut where the prompt ends, so that training is on the text that
+        the model has to produce after the prompt.
 
         Raises:
-            UserError: the template renders the prompt otherwise once an answer follows, or leaves out what it says.
+            UserError: the template renders the prompt differently when an answer follows, or leaves out a part of it.
         """
         before = self.render(prompt, add_generation_prompt=True)
         whole = self.render([*prompt, Message("assistant", answer)])
         if not whole.startswith(before):
             raise UserError(
                 f"chat template of {self._name} renders a prompt differently when an answer follows, so the answer "
-                f"cannot be told from it; choose another data.chat_template ({', '.join(BUILTIN)})"
+                f"cannot be separated from it; choose another data.chat_template ({', '.join(BUILTIN)})"
             )
         if answer.strip() not in whole[len(before) :]:
             raise self._unfit("leaves out a part of the answer")
         return before, whole[len(before) :]
 
-    def learnt_turns(self, conversation: Conversation) -> list[tuple[str, str]]:
-        """For each turn that is learnt: the text before it, and that text with the turn and whatever closes it.
+    def supervised_turns(self, conversation: Conversation) -> list[tuple[str, str]]:
+        """For each supervised turn: the text before it, and that text with the turn and whatever closes it.
 
-        Each pair is rendered as if the conversation ended there, and has to be the beginning of the whole one: what
-        is learnt is then what the model will have to produce, and what it will be shown.
+        Each pair is rendered as if the conversation ended there, and has to be a prefix of the whole one, so that
+        training is on what the model will be shown and will have to produce.
 
         Raises:
-            UserError: the template renders a turn otherwise once others follow, or leaves out what a turn says or a
-                tool it may call.
+            UserError: the template renders a turn differently when others follow, or leaves out a part of a turn or a
+                tool.
         """
         messages, tools = conversation.messages, conversation.tools
         whole = self.render(messages, tools=tools)
-        named = [*(tool["function"]["name"] for tool in json.loads(tools or "[]"))]
-        named += [call.name for message in messages for call in message.tool_calls]
-        for name in named:
+        names = [*(tool["function"]["name"] for tool in json.loads(tools or "[]"))]
+        names += [call.name for message in messages for call in message.tool_calls]
+        for name in names:
             if name not in whole:
                 raise self._unfit(f"leaves out the tool {name!r}")
         turns: list[tuple[str, str]] = []
         for i, message in enumerate(messages):
-            if not conversation.learnt[i]:
+            if not conversation.supervised[i]:
                 continue
             where = f"messages[{i}]"
             before = self.render(messages[:i], add_generation_prompt=True, tools=tools)
@@ -113,17 +113,17 @@ class ChatTemplate:
                 raise self._unfit(f"renders what is before {where} differently once it follows")
             if not whole.startswith(after):
                 raise self._unfit(f"renders {where} differently once other turns follow")
-            said = after[len(before) :]
-            if message.content.strip() not in said or any(call.name not in said for call in message.tool_calls):
+            turn = after[len(before) :]
+            if message.content.strip() not in turn or any(call.name not in turn for call in message.tool_calls):
                 raise self._unfit(f"leaves out a part of what {where} says")
-            if after != whole and said.strip() == message.content.strip():
-                raise self._unfit(f"does not mark the end of {where}, so no model could learn to end it")
+            if after != whole and turn.strip() == message.content.strip():
+                raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
             turns.append((before, after))
         return turns
 
     def _unfit(self, what: str) -> UserError:
         return UserError(
-            f"chat template of {self._name} {what}, so this conversation cannot be learnt with it; choose another "
+            f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; choose another "
             f"data.chat_template ({', '.join(BUILTIN)})"
         )
 

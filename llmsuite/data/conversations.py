@@ -1,6 +1,6 @@
-"""The shapes of conversation rows people have. See `llmsuite.data.formats`.
+"""Formats of conversation rows. See `llmsuite.data.formats`.
 
-All of the assistant's turns are learnt, unless a turn has the key "weight" or "loss" (0, 1, true, false).
+All of the assistant's turns are supervised, unless a turn has the key "weight" or "loss" (0, 1, true, false).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmsuite.specs import DataFormat
 def paddlenlp(row: Row) -> Conversation:
     """`{"src": "question", "tgt": "answer"}`, or lists of as many questions as answers; "system" is optional.
 
-    "label", a list with 0 or 1 for each answer, says which are learnt.
+    "label", a list with 0 or 1 for each answer, selects those that are supervised.
     """
     users, answers = texts_at(row, "src"), texts_at(row, "tgt")
     if not users or len(users) != len(answers):
@@ -27,8 +27,8 @@ def paddlenlp(row: Row) -> Conversation:
         flags = [1] * len(answers)
     if not isinstance(flags, list) or len(flags) != len(answers):
         raise ValueError(f"'label' is {flags!r}; a list with 0 or 1 for each of the {len(answers)} 'tgt' is needed")
-    learnt = [_flag(flag, f"label[{i}]") for i, flag in enumerate(flags)]
-    return _rounds(_system(row), list(zip(users, answers)), learnt)
+    supervised = [_flag(flag, f"label[{i}]") for i, flag in enumerate(flags)]
+    return _rounds(_system(row), list(zip(users, answers)), supervised)
 
 
 def alpaca(row: Row) -> Conversation:
@@ -56,7 +56,7 @@ def sharegpt(row: Row) -> Conversation:
     """
     turns = _list(row, "conversations")
     messages = _system(row)
-    learnt = [False] * len(messages)
+    supervised = [False] * len(messages)
     for i, turn in enumerate(turns):
         where = f"conversations[{i}]"
         speaker = _known(turn, where, "from", SHAREGPT_ROLES)
@@ -66,14 +66,14 @@ def sharegpt(row: Row) -> Conversation:
         else:
             message = Message(SHAREGPT_ROLES[speaker], text)
         messages.append(message)
-        learnt.append(_is_learnt(turn, where, message.role))
+        supervised.append(_is_supervised(turn, where, message.role))
     check_order(messages, "conversations", len(messages) - len(turns))
-    return Conversation(tuple(messages), tuple(learnt), tools_at(row))
+    return Conversation(tuple(messages), tuple(supervised), tools_at(row))
 
 
 def openai(row: Row) -> Conversation:
     """`{"messages": [{"role", "content"}]}`; the assistant may have "tool_calls", and the row "tools"."""
-    messages, learnt = [], []
+    messages, supervised = [], []
     for i, turn in enumerate(_list(row, "messages")):
         where = f"messages[{i}]"
         role = _known(turn, where, "role", ROLES)
@@ -85,17 +85,17 @@ def openai(row: Row) -> Conversation:
         # with a call there may be nothing to say
         content = "" if calls and turn.get("content") is None else text_at(turn, "content", where)
         messages.append(Message(role, content, calls))
-        learnt.append(_is_learnt(turn, where, role))
+        supervised.append(_is_supervised(turn, where, role))
     check_order(messages, "messages")
-    return Conversation(tuple(messages), tuple(learnt), tools_at(row))
+    return Conversation(tuple(messages), tuple(supervised), tools_at(row))
 
 
 def _rounds(messages: list[Message], rounds: Sequence[tuple[str, str]], flags: Sequence[bool]) -> Conversation:
-    learnt = [False] * len(messages)
+    supervised = [False] * len(messages)
     for (question, answer), flag in zip(rounds, flags):
         messages += [Message("user", question), Message("assistant", answer)]
-        learnt += [False, flag]
-    return Conversation(tuple(messages), tuple(learnt))
+        supervised += [False, flag]
+    return Conversation(tuple(messages), tuple(supervised))
 
 
 def _system(row: Row) -> list[Message]:
@@ -118,12 +118,12 @@ def _known(turn: Any, where: str, key: str, known: Any) -> str:
     return speaker
 
 
-def _is_learnt(turn: Row, where: str, role: str) -> bool:
+def _is_supervised(turn: Row, where: str, role: str) -> bool:
     flags = {_flag(turn[key], f"{where}.{key}") for key in ("weight", "loss") if turn.get(key) is not None}
     if len(flags) == 2:
         raise ValueError(f"{where!r} has a 'weight' and a 'loss' that disagree")
     if role != "assistant" and True in flags:
-        raise ValueError(f"{where!r} is to be learnt, but said by {role!r}; only the assistant's turns are learnt")
+        raise ValueError(f"{where!r} is to be supervised, but said by {role!r}; only the assistant's turns are")
     return role == "assistant" and False not in flags
 
 

@@ -1,4 +1,4 @@
-"""What a row of data is once its file format no longer matters."""
+"""Rows of data, independent of the format of their file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Turns, of which some of the assistant's are learnt."""
+    """The turns of a conversation, and which of the assistant's are supervised."""
 
     messages: tuple[Message, ...]
-    learnt: tuple[bool, ...]
-    """For each message; true for the assistant's only."""
+    supervised: tuple[bool, ...]
+    """For each message, whether it is trained on; true for the assistant's only."""
     tools: str = ""
-    """What the assistant may call: a JSON list of function descriptions, as text. Empty for none."""
+    """The tools that the assistant may call: a JSON list of function descriptions, as text. Empty for none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Unpaired:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends with the user, or with what a tool has said: something to answer."""
+    """A conversation to answer: it ends with a turn of the user or of a tool."""
 
     messages: tuple[Message, ...]
     tools: str = ""

@@ -50,7 +50,7 @@ class TextTokenizer:
             raise UserError(f"{directory}: has neither tokenizer.json nor tokenizer_config.json")
         eos = self.special_tokens.get("eos_token")
         if eos is None:
-            raise UserError(f"{config_path}: names no eos_token, so no answer could learn where to end")
+            raise UserError(f"{config_path}: names no eos_token, so no answer would have an end")
         self.eos_id = self.token_id(eos)
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts with an answer to each: what stages that compare answers share.
+"""Answers to prompts as token ids, as batches, and their log-probabilities: for the stages that compare answers.
 
 Shapes: A answers, D hidden, N tokens of answers.
 """
@@ -34,8 +34,9 @@ class Answer:
         return len(self.prompt) + len(self.ids)
 
 
-def ended(answer: list[int], eos: int) -> list[int]:
-    """The answer up to the end-of-sequence token, which is learnt; what a template puts behind it is not."""
+def ensure_eos(answer: list[int], eos: int) -> list[int]:
+    """The answer up to and with its last end-of-sequence token, which is appended if it has none; what a template puts
+    behind that token is dropped."""
     if eos not in answer:
         return [*answer, eos]
     return answer[: len(answer) - answer[::-1].index(eos)]
@@ -52,19 +53,19 @@ def pack_rows(
     """Rows of answers to arrays, padded on the right to a multiple; the last token of each answer is only a target.
 
     Answers are numbered through the rows. With several in a row the batch has "document_starts", which
-    `CausalLM.hidden_states` takes: each answer with its prompt is a document, and so is the padding. See `lay` for
-    shared prompts.
+    `CausalLM.hidden_states` takes: each answer with its prompt is a document, and so is the padding. See `pack_inputs`
+    for shared prompts.
     """
-    known = [[Answer(answer.prompt, answer.ids[:-1]) for answer in row] for row in rows]
-    laid = lay(known, pad_id, length_multiple, shares_prompts)
+    inputs = [[Answer(answer.prompt, answer.ids[:-1]) for answer in row] for row in rows]
+    packed = pack_inputs(inputs, pad_id, length_multiple, shares_prompts)
     targets = [answer.ids for row in rows for answer in row]
-    batch = laid.batch | {
-        "positions": np.concatenate(laid.places),  # each predicts the token behind it
+    batch = packed.batch | {
+        "positions": np.concatenate(packed.positions),  # each predicts the token behind it
         "targets": np.concatenate(targets).astype("int64"),
         "owners": np.repeat(np.arange(len(targets)), [len(ids) for ids in targets]),
     }
     return batch | {
-        # as many as were read, also where several answers share some of them
+        # a prompt that several answers share counts for each of them
         "num_tokens": sum(len(answer) for row in rows for answer in row),
         "num_supervised": len(batch["targets"]),
     }
@@ -76,15 +77,18 @@ class PackedRows:
 
     batch: Batch
     """"input_ids", "lengths", and with several answers in a row "document_starts"."""
-    places: list[np.ndarray]
-    """Of each answer: of the last token of its prompt, and of its own tokens, counted through the rows."""
+    positions: list[np.ndarray]
+    """For each answer, the position of the last token of its prompt and those of its own tokens, counted through the
+    rows."""
 
 
-def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, shares_prompts: bool) -> PackedRows:
-    """Rows of answers to arrays, padded on the right to a multiple.
+def pack_inputs(
+    rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, shares_prompts: bool
+) -> PackedRows:
+    """Rows of answers to input arrays, padded on the right to a multiple.
 
-    With `shares_prompts` answers of a row to the same prompt lie behind one copy of it, and see it and themselves: the
-    second one and those behind it go on from the end of the prompt, see `devices.ops.document_spans`.
+    With `shares_prompts` all answers of a row to the same prompt follow one copy of it, and each attends to the prompt
+    and itself only; its positions continue those of the prompt, see `devices.ops.document_spans`.
     """
     grouped = [_by_prompt(row) if shares_prompts else [[number] for number in range(len(row))] for row in rows]
     lengths = [
@@ -94,9 +98,9 @@ def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, sha
     length = -(-max(lengths) // length_multiple) * length_multiple
     input_ids = np.full([len(rows), length], pad_id, dtype="int64")
     starts = np.empty_like(input_ids)
-    places: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
     for i, (row, groups) in enumerate(zip(rows, grouped)):
-        begin, of_row = 0, {}
+        begin, positions_of = 0, {}
         for group in groups:
             prompt = row[group[0]].prompt
             end = begin + len(prompt)
@@ -105,16 +109,16 @@ def lay(rows: Sequence[Sequence[Answer]], pad_id: int, length_multiple: int, sha
             for number in group:
                 start, end = end, end + len(row[number].ids)
                 input_ids[i, start:end], starts[i, start:end] = row[number].ids, start - len(prompt)
-                of_row[number] = i * length + np.array([last, *range(start, end)])
+                positions_of[number] = i * length + np.array([last, *range(start, end)])
             begin = end
         starts[i, begin:] = begin
-        places += [of_row[number] for number in range(len(row))]
+        positions += [positions_of[number] for number in range(len(row))]
     batch = {"input_ids": input_ids, "lengths": np.array(lengths)}
-    return PackedRows(batch | {"document_starts": starts} if len(places) > len(rows) else batch, places)
+    return PackedRows(batch | {"document_starts": starts} if len(positions) > len(rows) else batch, positions)
 
 
 def _by_prompt(answers: Sequence[Answer]) -> list[list[int]]:
-    """The numbers of the answers to the same prompt together."""
+    """Numbers of the answers, grouped by prompt."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, answer in enumerate(answers):
         groups.setdefault(tuple(answer.prompt), []).append(number)
@@ -125,12 +129,12 @@ def answer_logps(model: Any, batch: Batch) -> Tensor:
     """[A]: log-probability of each answer given its prompt. Logits are made for the positions of answers only."""
     picked = hidden_at_positions(model, batch)  # [N, D]
     nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
-    belongs = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
-    # in float64: what is learnt from is differences of these sums, and the last digits of float32 would be lost in them
-    sums = paddle.mv(paddle.to_tensor(belongs.astype("float64")), nll.astype("float64"))
+    is_owner = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
+    # in float64: losses take differences of these sums, in which the last digits of float32 would be lost
+    sums = paddle.mv(paddle.to_tensor(is_owner.astype("float64")), nll.astype("float64"))
     return -sums.astype("float32")
 
 
 def num_tokens(batch: Batch) -> np.ndarray:
-    """[A]: tokens of each answer."""
+    """[A]: number of tokens of each answer."""
     return np.bincount(batch["owners"]).astype("float32")

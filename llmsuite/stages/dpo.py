@@ -17,7 +17,7 @@ import paddle
 
 from llmsuite.stages import preference_losses
 from llmsuite.stages.answers import answer_logps, num_tokens, pack_rows
-from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pairs_of
+from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import DpoSection
 from llmsuite.train.stage import Batch, LossTerms, PrePassKind, StageContext, Sums
@@ -40,24 +40,24 @@ class DpoStage(PairStage):
     def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right, or all in
         one row, where answers to the same prompt share it."""
-        rows, joins = answer_rows(samples), self.context.padding_free
-        laid = [list(itertools.chain(*rows))] if joins else rows
-        batch = pack_rows(laid, self.context.tokenizer.pad_id, self.context.length_multiple, shares_prompts=joins)
-        batch["weight"] = float(sum(map(len, rows)) // 2)
+        answers, one_row = chosen_then_rejected(samples), self.context.padding_free
+        rows = [list(itertools.chain(*answers))] if one_row else answers
+        batch = pack_rows(rows, self.context.tokenizer.pad_id, self.context.length_multiple, shares_prompts=one_row)
+        batch["weight"] = float(sum(map(len, answers)) // 2)
         if self._takes_reference == "cache" and self._reference.known:
-            batch["reference"] = self._reference.of([answer for row in rows for answer in row])
+            batch["reference"] = self._reference.of([answer for row in answers for answer in row])
         return batch
 
-    # what is known before a step
+    # before training, and before each step
 
     def before_training(self, model: Any, samples: Iterable[Pair | Pairs]) -> None:
-        """Log-probabilities under the initial model, if the loss compares with them."""
+        """Compute the log-probabilities under the reference model, which is the initial one."""
         if self._takes_reference == "cache":
-            pairs = itertools.chain.from_iterable(map(pairs_of, samples))
+            pairs = itertools.chain.from_iterable(sample.pairs for sample in samples)
             self._reference.compute(model, (answer for pair in pairs for answer in pair.answers))
 
     def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
-        """Pairs a token, the reference of these answers, or the mean log-ratios of both kinds of answers."""
+        """Pairs per token, the reference of these answers, or the mean log-ratios of both kinds of answers."""
         if kind == "batch":
             chosen, _ = np.split(num_tokens(batch), 2)
             return {"pairs_per_token": (len(chosen), float(chosen.sum()))}
@@ -71,7 +71,7 @@ class DpoStage(PairStage):
     # loss
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
-        """Sum over the pairs; every pair weighs 1. The term of the tokens has a weight of its own."""
+        """Sum over the pairs; every pair weighs 1. The term of `sft_weight` is a mean over tokens."""
         logps = answer_logps(model, batch)
         chosen, rejected = logps.split(2)
         num_pairs = batch["weight"]

@@ -1,4 +1,4 @@
-"""One row of data as it will be trained: each token with whose it is, which document, and whether it is learnt."""
+"""One row of data as it is trained on: each token with its role, its document and its weight in the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.data import load_tokenizer, make_stage
 from llmsuite.train.stage import DropCounts, Stage
-from llmsuite.train.supervision import TaughtSequence, supervised_sequences
+from llmsuite.train.supervision import SupervisedSequence, supervised_sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Explained:
 
     name: str
     """Such as "chosen"; empty for the only one."""
-    taught: TaughtSequence
+    sequence: SupervisedSequence
     roles: list[str]
-    """Of each token: whose turn it is in."""
+    """For each token, the role whose turn it is in."""
     prompt_length: int | None
-    """Tokens that generation would be asked with for the first answer. None where there is no answer."""
-    is_as_asked: bool
-    """Whether those are the ones the answer is learnt behind."""
+    """Tokens of the prompt that generation would get for the first answer. None where there is no answer."""
+    prompt_matches: bool
+    """Whether those tokens precede the answer in training too."""
 
 
 def open_stage(plan: RunPlan, registry: Registry, quiet: bool = True) -> Stage[Any]:
-    """The stage of a recipe with its tokenizer, without a model. It keeps no tokens, as it may read a single row."""
+    """The stage of a recipe with its tokenizer, without a model. It caches no tokens, as it may read a single row."""
     stage = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan), contextlib.nullcontext)
     stage.context = dataclasses.replace(stage.context, keeps_tokens=False)
     if quiet:
@@ -46,13 +46,13 @@ def open_stage(plan: RunPlan, registry: Registry, quiet: bool = True) -> Stage[A
 
 
 def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None, list[Explained]]:
-    """A row of a file, counted from 1; of a stage without rows, a sample.
+    """Explain a row of a file, counted from 1; for a stage without rows, a sample.
 
     Returns:
-        Its place, the reason for which it is dropped if it is, and its sequences.
+        Its place, the reason if it is dropped, and its sequences.
 
     Raises:
-        UserError: there is no such row, or the stage does not tell what it learns.
+        UserError: there is no such row, or the batches of the stage do not show their loss mask.
     """
     data = stage.context.recipe.data
     kind = getattr(stage, "row_kind", None)
@@ -77,28 +77,28 @@ def _check_number(number: int, count: int, what: str) -> None:
 
 def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
     tokenizer = stage.context.tokenizer
-    taught = supervised_sequences(stage.collate([sample]), tokenizer.eos_id if row is None else None)
-    if taught is None:
+    sequences = supervised_sequences(stage.collate([sample]), tokenizer.eos_id if row is None else None)
+    if sequences is None:
         raise UserError(
-            f"stage {stage.context.recipe.stage}: its batches have no 'input_ids' and 'targets', so there is nothing "
-            "to say of their tokens"
+            f"stage {stage.context.recipe.stage}: its batches have no 'input_ids' and 'targets', so it cannot be "
+            "explained token by token"
         )
-    told = _conversations(row)
-    if not told:
-        for sequence in taught:
+    conversations = _conversations(row)
+    if not conversations:
+        for sequence in sequences:
             yield Explained("", sequence, ["text"] * len(sequence.ids), None, True)
         return
     template = stage.context.template()
-    for (name, conversation), sequence in zip(told, taught):
+    for (name, conversation), sequence in zip(conversations, sequences):
         roles = _roles(template, tokenizer, conversation, sequence)
-        asked = _asked(template, tokenizer, conversation)
-        (learnt,) = np.nonzero(sequence.weights)
-        shown = sequence.ids[: learnt[0]].tolist() if len(learnt) else []
-        yield Explained(name, sequence, roles, len(asked), asked == shown)
+        prompt = _generation_prompt(template, tokenizer, conversation)
+        (supervised,) = np.nonzero(sequence.weights)
+        before_answer = sequence.ids[: supervised[0]].tolist() if len(supervised) else []
+        yield Explained(name, sequence, roles, len(prompt), prompt == before_answer)
 
 
 def _conversations(row: Any) -> list[tuple[str, Conversation]]:
-    """What a row says, once for each of its answers."""
+    """The conversation of each answer of a row, with its name."""
     if isinstance(row, Conversation):
         return [("", row)]
     if isinstance(row, Preference):
@@ -112,21 +112,23 @@ def _answered(prompt: tuple[Message, ...], answer: str) -> Conversation:
     return Conversation((*prompt, Message("assistant", answer)), (*[False] * len(prompt), True))
 
 
-def _asked(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -> list[int]:
-    """What generation would be asked with for the first answer that is learnt."""
-    first = conversation.learnt.index(True)
+def _generation_prompt(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -> list[int]:
+    """Token ids of the prompt that generation would get for the first supervised answer."""
+    first = conversation.supervised.index(True)
     text = template.render(conversation.messages[:first], add_generation_prompt=True, tools=conversation.tools)
     return list(tokenizer.encode(text))
 
 
-def _roles(template: ChatTemplate, tokenizer: Any, conversation: Conversation, sequence: TaughtSequence) -> list[str]:
-    """Of each token: the turn in which it lies when the conversation is rendered up to each of its turns."""
+def _roles(
+    template: ChatTemplate, tokenizer: Any, conversation: Conversation, sequence: SupervisedSequence
+) -> list[str]:
+    """The role of each token: of the first turn up to which the rendered conversation includes it."""
     ids = sequence.ids.tolist()
     roles: list[str] = []
     for i, message in enumerate(conversation.messages):
         try:
             text = template.render(conversation.messages[: i + 1], tools=conversation.tools)
-        except UserError:  # one that cannot end here: its tokens go to the turn that follows
+        except UserError:  # the conversation cannot end here: these tokens count to the next turn
             continue
         end = 0
         for mine, theirs in zip(tokenizer.encode(text), ids):

@@ -1,11 +1,10 @@
 """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306): answers that are wanted, and others.
 
-rows -> token ids of prompt and answer -> log-ratios of the answers to the reference model -> loss against z, what the
-model gives unrelated answers more than the reference does: an estimate of the divergence of both
+rows -> token ids of prompt and answer -> log-ratios of the answers to the reference model -> loss against z, the mean
+log-ratio of unrelated answers: an estimate of the divergence of the model from the reference
 
-z is of the whole global batch. It is looked at before the first micro-batch is learnt from, in a pass of its own
-without a graph, so that neither micro-batches nor ranks change it. The unrelated answer to a prompt is that of another
-row, always the same.
+z is a mean over the whole global batch, found in a pre-pass without gradients, so that neither micro-batches nor ranks
+change it. The unrelated answer to a prompt is that of another row, always the same.
 
 Shapes: A answers.
 """
@@ -21,7 +20,7 @@ import paddle
 
 from llmsuite.data.rows import Unpaired
 from llmsuite.errors import UserError
-from llmsuite.stages.answers import Answer, answer_logps, collate, ended
+from llmsuite.stages.answers import Answer, answer_logps, collate, ensure_eos
 from llmsuite.stages.preference_losses import apo_zero, kto
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import KtoSection
@@ -56,7 +55,7 @@ class KtoStage(Stage[LabelledAnswer]):
     # data
 
     def make_samples(self, rows: Sequence[Unpaired], counts: DropCounts) -> list[LabelledAnswer]:
-        """Answers that fit. Nothing is ever cut: a cut answer would not learn to end."""
+        """Answers that fit. Nothing is ever cut: the model would not learn to end a cut answer."""
         texts: list[str] = []
         kept: list[Unpaired] = []
         for number, row in enumerate(rows):
@@ -69,9 +68,9 @@ class KtoStage(Stage[LabelledAnswer]):
             except UserError as error:
                 counts.bad(number, str(error))
         ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
-        judged = []
+        labelled = []
         for i, row in enumerate(kept):
-            answer = Answer(ids[2 * i], ended(ids[2 * i + 1], eos))
+            answer = Answer(ids[2 * i], ensure_eos(ids[2 * i + 1], eos))
             if not answer.prompt:
                 counts.drop("with a prompt of no tokens (nothing would predict the answer)")
             elif answer.ids.count(eos) > 1:
@@ -79,22 +78,22 @@ class KtoStage(Stage[LabelledAnswer]):
             elif len(answer) > self._max_length:
                 counts.drop(f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)")
             else:
-                judged.append((answer, row.desirable))
+                labelled.append((answer, row.desirable))
         if self._kind == "apo_zero":
-            return [LabelledAnswer(*pair, None) for pair in judged]
-        unrelated = unrelated_answers([answer for answer, _ in judged], self._max_length)
-        return [LabelledAnswer(*pair, other) for pair, other in zip(judged, unrelated)]
+            return [LabelledAnswer(*pair, None) for pair in labelled]
+        unrelated = unrelated_answers([answer for answer, _ in labelled], self._max_length)
+        return [LabelledAnswer(*pair, other) for pair, other in zip(labelled, unrelated)]
 
     def row_lengths(self, samples: Sequence[LabelledAnswer]) -> np.ndarray:
-        """[answers, 1]; [answers, 2] with the answers that z is made of."""
+        """[answers, 1]; [answers, 2] with the unrelated answers that z is the mean of."""
         both = self._kind == "kto"
         rows = [[s.answer, s.unrelated or s.answer] if both else [s.answer] for s in samples]
         return np.array([[len(answer) - 1 for answer in row] for row in rows], dtype="int64")
 
     def collate(self, samples: Sequence[LabelledAnswer]) -> Batch:
-        """The answers, and under "unrelated" what z is made of."""
+        """The answers, and under "unrelated" those that z is the mean of."""
         answers = [sample.answer for sample in samples]
-        # where there is none, something that counts for nothing: other ranks may wait for a pass
+        # where no unrelated answer fits, any other that counts 0: other ranks may wait for this pass
         others = [sample.unrelated or sample.answer for sample in samples] if self._kind == "kto" else []
         batch = self._collate(answers)
         batch["weight"] = float(len(samples))
@@ -112,10 +111,10 @@ class KtoStage(Stage[LabelledAnswer]):
             batch["reference"] = self._reference.of(answers)
         return batch
 
-    # what is known before a step
+    # before training, and before each step
 
     def before_training(self, model: Any, samples: Iterable[LabelledAnswer]) -> None:
-        """Log-probabilities under the initial model."""
+        """Compute the log-probabilities under the reference model, which is the initial one."""
         if self._takes_reference == "cache":
             self._reference.compute(model, _answers(samples))
 
@@ -153,11 +152,11 @@ class KtoStage(Stage[LabelledAnswer]):
 
 
 def unrelated_answers(answers: Sequence[Answer], max_length: int) -> list[Answer | None]:
-    """For the prompt of each answer the next answer to another prompt that fits, looking on from the first behind the
-    last; None when there is none among the next thousand."""
+    """For the prompt of each answer, the next answer in cyclic order to another prompt that fits; None when there is
+    none among the next thousand."""
     found: list[Answer | None] = []
     for i, answer in enumerate(answers):
-        others = (answers[(i + step) % len(answers)] for step in range(1, min(len(answers), _FURTHEST + 1)))
+        others = (answers[(i + step) % len(answers)] for step in range(1, min(len(answers), _MAX_STEPS + 1)))
         fitting = (
             other
             for other in others
@@ -168,11 +167,11 @@ def unrelated_answers(answers: Sequence[Answer], max_length: int) -> list[Answer
     return found
 
 
-_FURTHEST = 1000
+_MAX_STEPS = 1000
 
 
 def _answers(samples: Iterable[LabelledAnswer]) -> Iterator[Answer]:
-    """Everything that the reference has to know."""
+    """All answers whose reference log-probabilities are needed."""
     for sample in samples:
         yield sample.answer
         if sample.unrelated is not None:

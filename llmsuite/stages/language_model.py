@@ -20,14 +20,14 @@ from llmsuite.train.stage import Batch, LossTerms
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightedTokens:
-    """One sequence, or several documents one behind the other."""
+    """One sequence, or several documents one after the other."""
 
     ids: np.ndarray
     """[length], int32."""
     weights: np.ndarray
-    """[length], float32: what predicting the token from those before it counts for. 0 where a document begins."""
+    """[length], float32: weight of each token in the loss; 0 where it is masked, and where a document begins."""
     begins: tuple[int, ...] = (0,)
-    """Where in `ids` each document begins."""
+    """Positions in `ids` where documents begin."""
 
     @property
     def num_inputs(self) -> int:
@@ -36,15 +36,13 @@ class WeightedTokens:
 
 
 def pack(samples: Sequence[WeightedTokens], max_length: int) -> list[WeightedTokens]:
-    """Samples put together to such that take at most `max_length` positions; see `best_fit`."""
-    packs = []
-    for picked in best_fit([sample.num_inputs for sample in samples], max_length):
-        packs.append(join([samples[i] for i in picked]))
-    return packs
+    """Pack samples into sequences of at most `max_length` positions; see `best_fit`."""
+    packs = best_fit([sample.num_inputs for sample in samples], max_length)
+    return [join([samples[i] for i in pack]) for pack in packs]
 
 
 def join(samples: Sequence[WeightedTokens]) -> WeightedTokens:
-    """The documents of several sequences as those of one."""
+    """One sequence with the documents of several."""
     starts = itertools.accumulate((len(sample.ids) for sample in samples[:-1]), initial=0)
     begins = tuple(start + begin for start, sample in zip(starts, samples) for begin in sample.begins)
     ids, weights = np.concatenate([s.ids for s in samples]), np.concatenate([s.weights for s in samples])
@@ -65,16 +63,16 @@ def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int
     for i, sample in enumerate(samples):
         begins = np.array(sample.begins)
         assert not sample.weights[begins].any(), "nothing predicts the first token of a document"
-        shift = np.arange(len(begins))  # of each document, by the last tokens of those before it
+        shift = np.arange(len(begins))  # the inputs lack the last token of each document before
         rows = np.diff([*(begins - shift), sample.num_inputs])
         starts[i, : sample.num_inputs] = np.repeat(begins - shift, rows)
         starts[i, sample.num_inputs :] = sample.num_inputs
         input_ids[i, : sample.num_inputs] = np.delete(sample.ids, [*(begins[1:] - 1), -1])
-        (learnt,) = np.nonzero(sample.weights)
+        (supervised,) = np.nonzero(sample.weights)
         # a token is predicted one position before its own
-        positions.append(i * length + learnt - np.searchsorted(begins, learnt, "right"))
-        targets.append(sample.ids[learnt])
-        weights.append(sample.weights[learnt])
+        positions.append(i * length + supervised - np.searchsorted(begins, supervised, "right"))
+        targets.append(sample.ids[supervised])
+        weights.append(sample.weights[supervised])
     batch: Batch = {"document_starts": starts} if any(len(sample.begins) > 1 for sample in samples) else {}
     return batch | {
         "input_ids": input_ids,
@@ -100,7 +98,7 @@ def weighted_loss(model: Any, batch: Batch) -> LossTerms:
     """Sum over the tokens of weight times negative log-probability. Logits are made for weighted positions only.
 
     The metric `tokens/likely` is the share of them that gets a probability above 1/2: greedy decoding picks them for
-    certain, so it is a lower bound of the token accuracy, and costs no second look at the logits, which may be cut.
+    certain, so it is a lower bound of the token accuracy, and needs the logits, which may be sharded, only once.
     """
     picked = hidden_at_positions(model, batch)  # [N, D]
     nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]

@@ -1,4 +1,4 @@
-"""Preference rows as token ids: what the stages that learn from pairs of answers share."""
+"""Preference rows as token ids: for the stages that train on pairs of answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from llmsuite.data.packing import best_fit
 from llmsuite.data.rows import Preference
 from llmsuite.errors import UserError
-from llmsuite.stages.answers import Answer, ended
+from llmsuite.stages.answers import Answer, ensure_eos
 from llmsuite.train.stage import DropCounts, Stage, StageContext
 
 
@@ -29,16 +29,21 @@ class Pair:
         """The chosen one, the rejected one."""
         return Answer(self.prompt, self.chosen), Answer(self.prompt, self.rejected)
 
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Itself, as the only pair of a sample."""
+        return (self,)
+
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """A sample: one pair, or several whose chosen answers share a row of a batch, and whose rejected ones another."""
+    """A packed sample: pairs whose chosen answers share a row of a batch, and whose rejected ones share another."""
 
     pairs: tuple[Pair, ...]
 
 
 class PairStage(Stage["Pair | Pairs"]):
-    """Base of the stages that learn from pairs of answers."""
+    """Base of the stages that train on pairs of answers."""
 
     row_kind = "preference"
 
@@ -49,7 +54,7 @@ class PairStage(Stage["Pair | Pairs"]):
         self._template = context.template()
 
     def make_samples(self, rows: Sequence[Preference], counts: DropCounts) -> list[Pair]:
-        """Pairs whose answers differ and fit. Nothing is ever cut: a cut answer would not learn to end."""
+        """Pairs whose answers differ and fit. Nothing is ever cut: the model would not learn to end a cut answer."""
         texts: list[str] = []
         kept: list[Preference] = []
         for number, row in enumerate(rows):
@@ -69,8 +74,8 @@ class PairStage(Stage["Pair | Pairs"]):
         ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
         pairs = []
         for i in range(len(kept)):
-            pair = Pair(ids[3 * i], ended(ids[3 * i + 1], eos), ended(ids[3 * i + 2], eos))
-            if pair.chosen == pair.rejected:  # different texts, to a tokenizer that tells them not apart
+            pair = Pair(ids[3 * i], ensure_eos(ids[3 * i + 1], eos), ensure_eos(ids[3 * i + 2], eos))
+            if pair.chosen == pair.rejected:  # different texts, but the tokenizer maps them to the same ids
                 counts.drop("with chosen equal to rejected")
             elif not pair.prompt:
                 counts.drop("with a prompt of no tokens (nothing would predict the answer)")
@@ -90,35 +95,30 @@ class PairStage(Stage["Pair | Pairs"]):
         if not self._is_packed:
             return samples
         lengths = self.row_lengths(samples)
-        packs = pack([pair for sample in samples for pair in pairs_of(sample)], lengths, self._max_length)
+        packs = pack([pair for sample in samples for pair in sample.pairs], lengths, self._max_length)
         filled = lengths.sum() / (lengths.shape[1] * len(packs) * self._max_length)
         self.context.report(f"{path}: packed into {len(packs)} samples, which are {filled:.1%} full")
         return packs
 
     def row_lengths(self, samples: Sequence[Pair | Pairs]) -> np.ndarray:
-        """[samples, 2]: of the chosen answers, and of the rejected ones."""
-        rows = answer_rows(samples)
+        """[samples, 2]: lengths of the row of chosen answers and of the row of rejected ones."""
+        rows = chosen_then_rejected(samples)
         lengths = [sum(len(answer) - 1 for answer in row) for row in rows]
         return np.array(lengths, dtype="int64").reshape(2, len(samples)).T
 
 
 def pack(pairs: Sequence[Pair], lengths: np.ndarray, max_length: int) -> list[Pairs]:
-    """Pairs put together so that neither the chosen answers of a pack nor the rejected ones take more than `max_length`
+    """Pack pairs so that neither the chosen answers of a pack nor the rejected ones take more than `max_length`
     positions; see `best_fit`.
 
     Args:
         pairs: to pack.
-        lengths: [pairs, 2], of their rows.
+        lengths: [pairs, 2], as `PairStage.row_lengths` gives them.
         max_length: at least the largest of them.
     """
     return [Pairs(tuple(pairs[i] for i in picked)) for picked in best_fit(lengths.max(1).tolist(), max_length)]
 
 
-def pairs_of(sample: Pair | Pairs) -> tuple[Pair, ...]:
-    """Of a sample."""
-    return sample.pairs if isinstance(sample, Pairs) else (sample,)
-
-
-def answer_rows(samples: Sequence[Pair | Pairs]) -> list[list[Answer]]:
-    """The rows of a batch: the chosen answers of each sample in the first half, the rejected ones in the second."""
-    return [[pair.answers[side] for pair in pairs_of(sample)] for side in (0, 1) for sample in samples]
+def chosen_then_rejected(samples: Sequence[Pair | Pairs]) -> list[list[Answer]]:
+    """Rows of a batch: the chosen answers of each sample in the first half, the rejected ones in the second."""
+    return [[pair.answers[side] for pair in sample.pairs] for side in (0, 1) for sample in samples]

@@ -1,7 +1,7 @@
-"""What answers lose that are preferred, or not, one function a published loss.
+"""Losses of preferred and rejected answers, one function for each published loss.
 
-A log-ratio of an answer is its log-probability less that of the reference model; a reward is beta times it. Each
-function gives a loss an element, nothing is added up: P pairs, or A answers.
+The log-ratio of an answer is its log-probability minus that of the reference model; a reward is beta times it. Each
+function returns one loss for each element, without a sum: P pairs, or A answers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from llmsuite.typing import Tensor
 
 
 def sigmoid(margin: Tensor, smoothing: float = 0.0) -> Tensor:
-    """-log s(m) (1 - e) - log s(-m) e: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; with e, the share of pairs taken
-    for swapped, Mitchell 2023, ericmitchell.ai/cdpo.pdf."""
+    """-log s(m) (1 - e) - log s(-m) e: Rafailov et al. 2023, arXiv 2305.18290, eq. 7; with e, the assumed share
+    of swapped pairs, Mitchell 2023, ericmitchell.ai/cdpo.pdf."""
     return -F.log_sigmoid(margin) * (1 - smoothing) - F.log_sigmoid(-margin) * smoothing
 
 
@@ -35,7 +35,7 @@ def kto_pair(chosen: Tensor, rejected: Tensor, kl_chosen: float, kl_rejected: fl
     contextual.ai/better-cheaper-faster-llm-alignment-with-kto, and as `kto_pair` in TRL and PaddleNLP.
 
     Each kind of answer is compared with the other kind's mean log-ratio, an estimate of the divergence between model
-    and reference, not below 0 and not learnt through. A pair is two answers: half makes the mean over pairs theirs.
+    and reference, not below 0 and without a gradient. A pair is two answers: half makes the mean over pairs theirs.
 
     Args:
         chosen: [P], log-ratios.
@@ -80,7 +80,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: float = 0.0) -> Tens
 
 def kto(log_ratios: Tensor, desirable: Tensor, beta: float, kl: float) -> Tensor:
     """1 - s(beta (ratio - z)) of a desirable answer, 1 - s(beta (z - ratio)) of another: Ethayarajh et al. 2024, KTO,
-    arXiv 2402.01306, eq. 8, without its weights; kl is z, not below 0 and not learnt through."""
+    arXiv 2402.01306, eq. 8, without its weights; kl is z, not below 0 and without a gradient."""
     return F.sigmoid(-beta * (log_ratios - kl) * (2 * desirable - 1))
 
 

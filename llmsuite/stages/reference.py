@@ -1,4 +1,4 @@
-"""What answers are worth to the reference model, which is the initial one: computed before the first step."""
+"""Log-probabilities of answers under the reference model, the initial one, computed before the first step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Reference:
     """Log-probabilities of answers under the reference model."""
 
     def __init__(self, context: StageContext, batch_size: int):
-        """`batch_size`: answers of one pass."""
+        """`batch_size`: answers in one forward pass."""
         self._context, self._batch_size = context, batch_size
         self.known: dict[str, float] = {}
         """By key of the answer."""
 
     def compute(self, model: Any, answers: Iterable[Answer]) -> None:
-        """Those of the initial model, from the cache where it has them. Every rank that reads data calls it."""
+        """Compute those that are not in the cache. Every rank that reads data has to call it."""
         by_key = {answer.key: answer for answer in answers}
         keys = list(by_key)
 
         def compute(parts: list[list[int]], rank: int) -> Mapping[str, float]:
             found = [[by_key[keys[i]] for i in part] for part in parts]
-            if not self._context.padding_free:  # else there is no padding, and answers to one prompt lie side by side
+            if not self._context.padding_free:  # else nothing is padded, and answers to one prompt stay together
                 found = [sorted(part, key=len) for part in found]
             most = max(found, key=len)
             return self._score(model, found[rank], -(-len(most) // self._batch_size), most)
@@ -39,7 +39,7 @@ class Reference:
         self._context.report(f"reference log-probabilities: {len(keys) - computed} cached, {computed} computed")
 
     def of(self, answers: Sequence[Answer]) -> np.ndarray:
-        """[A]"""
+        """[A]: log-probabilities of answers that were computed."""
         return np.array([self.known[answer.key] for answer in answers], dtype="float32")
 
     @paddle.no_grad()
@@ -52,10 +52,10 @@ class Reference:
         for i in track(range(num_passes), "reference log-probabilities"):
             start, stop = i * self._batch_size, (i + 1) * self._batch_size
             part = answers[start:stop] or others[start:stop]  # another rank's, when the own ones are done first
-            joins = self._context.padding_free
-            rows = [part] if joins else [[answer] for answer in part]
+            one_row = self._context.padding_free
+            rows = [part] if one_row else [[answer] for answer in part]
             with self._context.autocast():
-                logps = answer_logps(model, pack_rows(rows, pad_id, multiple, shares_prompts=joins)).numpy()
+                logps = answer_logps(model, pack_rows(rows, pad_id, multiple, shares_prompts=one_row)).numpy()
             scores.update(zip((answer.key for answer in part), map(float, logps)))
         model.train()
         return scores

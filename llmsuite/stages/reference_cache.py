@@ -1,7 +1,7 @@
 """Log-probabilities of the reference model, computed once per answer and kept on disk for every later run.
 
-An entry is named by everything it depends on: the weights (content), the shape, the precision, the tokens of the
-prompt and of the answer. The tokens stand for tokenizer, chat template and row, so a stale entry cannot be met.
+An entry is named by everything it depends on: the content of the weights, the shape, the precision, the tokens of the
+prompt and of the answer. The tokens cover tokenizer, chat template and row, so an entry cannot be stale.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ReferenceCache:
 def complete(
     cache: ReferenceCache, keys: Sequence[str], compute: Callable[[list[list[int]], int], Mapping[str, float]]
 ) -> tuple[dict[str, float], int]:
-    """Look every key up and have the ranks compute the rest, each a part of it. Every rank that reads data calls it.
+    """Look up every key and let the ranks compute the missing ones, each a part. Every rank that reads data calls it.
 
     Args:
         cache: where to look and store.
@@ -83,11 +83,11 @@ def complete(
     mesh = collective.mesh()
     rank, num_ranks = mesh.data_rank, mesh.degrees.num_data_ranks
     known = cache.lookup(keys)
-    # ranks may see different states of a cache that another run is filling: known is what all of them have
+    # ranks may see different states of a cache that another run is filling: an entry is known if all of them have it
     *have, num_readers = collective.sum_over_readers([*(float(key in known) for key in keys), 1.0])
     missing = [i for i, count in enumerate(have) if count < num_readers]
     if missing:
-        # in one piece: the two answers of a pair lie side by side, and are computed together
+        # contiguous parts: the two answers of a pair are neighbours, and are computed together
         bounds = [len(missing) * at // num_ranks for at in range(num_ranks + 1)]
         part = range(bounds[rank], bounds[rank + 1])
         mine = compute([missing[first:last] for first, last in itertools.pairwise(bounds)], rank)

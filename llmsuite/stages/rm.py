@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.stages.answers import lay
+from llmsuite.stages.answers import pack_inputs
 from llmsuite.stages.language_model import hidden_at_positions
-from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pairs_of
+from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected
 from llmsuite.stages.preference_losses import bradley_terry
 from llmsuite.stages.sections import RmSection
 from llmsuite.train.stage import Batch, LossTerms, StageContext
 
 
 class RmStage(PairStage):
-    """Learns to tell the better of two answers. The model has a score head."""
+    """Trains a model with a score head to prefer the better of two answers."""
 
     def __init__(self, section: RmSection, context: StageContext):
         super().__init__(section, context)
@@ -32,16 +32,17 @@ class RmStage(PairStage):
 
     def row_lengths(self, samples: Sequence[Pair | Pairs]) -> np.ndarray:
         """[samples, 2]; the last token of an answer is an input too."""
-        return super().row_lengths(samples) + [[len(pairs_of(sample))] for sample in samples]
+        return super().row_lengths(samples) + [[len(sample.pairs)] for sample in samples]
 
     def collate(self, samples: Sequence[Pair | Pairs]) -> Batch:
         """Chosen answers in the first half of the batch, rejected ones in the second; padding on the right, or all in
         one row, where answers to the same prompt share it."""
-        rows, joins = answer_rows(samples), self.context.padding_free
+        rows, one_row = chosen_then_rejected(samples), self.context.padding_free
         answers = list(itertools.chain(*rows))
-        laid = lay([answers] if joins else rows, self.context.tokenizer.pad_id, self.context.length_multiple, joins)
-        return laid.batch | {
-            "positions": np.array([places[-1] for places in laid.places]),
+        rows = [answers] if one_row else rows
+        packed = pack_inputs(rows, self.context.tokenizer.pad_id, self.context.length_multiple, one_row)
+        return packed.batch | {
+            "positions": np.array([positions[-1] for positions in packed.positions]),
             "weight": len(answers) / 2,
             "num_tokens": sum(map(len, answers)),
             "num_supervised": len(answers),

@@ -26,13 +26,13 @@ class DpoSection(Section):
     ipo: Azar et al. 2023 (arXiv 2310.12036); kto_pair: KTO's on pairs; without a reference model, simpo: Meng et al.
     2024 (arXiv 2405.14734), and orpo: Hong et al. 2024 (arXiv 2403.07691)."""
     beta: PositiveFloat = 0.1
-    """How strongly the model is held to the reference; the tau of ipo, the lambda of orpo."""
+    """How strongly the model is held to the reference; tau of ipo, lambda of orpo."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Assumed share of pairs whose labels are swapped (conservative DPO); for the losses sigmoid and simpo."""
     gamma: NonNegativeFloat = 0.0
     """Margin that simpo wants between the rewards of both answers."""
     sft_weight: NonNegativeFloat = 0.0
-    """Adds so much times the mean negative log-probability of the tokens of chosen answers. orpo has it at 1 itself."""
+    """Weight of a second term: the mean negative log-probability of the tokens of chosen answers. For orpo it is 1."""
     reference: Literal["cache", "adapter_off", "none"] | None = None
     """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
     cached, or in each step from the model without its adapter, which takes `lora.rank`. Default: "none" for simpo
@@ -60,7 +60,7 @@ class DpoSection(Section):
 
     @property
     def effective_sft_weight(self) -> float:
-        """Weight of the mean over the tokens of chosen answers."""
+        """Weight of the mean negative log-probability of the tokens of chosen answers."""
         return 1.0 if self.loss == "orpo" else self.sft_weight
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -83,10 +83,10 @@ class RmSection(Section):
     """Reward model: a score for each answer, such that chosen answers score higher than rejected ones."""
 
     margin: NonNegativeFloat = 0.0
-    """How much higher a chosen answer is wanted to score (Touvron et al. 2023, arXiv 2307.09288, eq. 2)."""
+    """How much higher a chosen answer should score (Touvron et al. 2023, arXiv 2307.09288, eq. 2)."""
     center_rewards: NonNegativeFloat = 0.0
-    """Adds so much times the square of the sum of both scores, which holds them around 0 (Eisenstein et al. 2023, arXiv
-    2312.09244)."""
+    """Weight of a second term: the square of the sum of both scores, which holds them around 0 (Eisenstein et al. 2023,
+    arXiv 2312.09244)."""
 
     def profile(self) -> StageProfile:
         return StageProfile(sums=("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"))
@@ -102,10 +102,10 @@ class KtoSection(Section):
     beta: PositiveFloat = 0.1
     """How strongly the model is held to the reference."""
     desirable_weight: PositiveFloat = 1.0
-    """What a wanted answer counts for. With more of one kind of answers, weights should make both kinds count for about
-    the same in all."""
+    """Weight of a wanted answer in the loss. Where one kind of answers is more frequent, choose weights with which both
+    kinds count about the same in all."""
     undesirable_weight: PositiveFloat = 1.0
-    """What an unwanted answer counts for."""
+    """Weight of an unwanted answer in the loss."""
     reference: Literal["cache", "adapter_off"] = "cache"
     """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
     cached, or in each step from the model without its adapter, which takes `lora.rank`."""
@@ -123,10 +123,10 @@ class KtoSection(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class SftSection(Section):
-    """Supervised fine-tuning: the assistant's turns of conversations are learnt, and where they end."""
+    """Supervised fine-tuning on the assistant's turns of conversations, each with its end."""
 
     truncate: bool = False
-    """Cut conversations behind data.max_length tokens and learn what is left; false to drop them. Both are counted
+    """Cut conversations after data.max_length tokens and train on what is left; false to drop them. Both are counted
     and reported."""
 
     def profile(self) -> StageProfile:
@@ -138,35 +138,35 @@ class InferSection(Section):
     """A model answers prompts, and nothing is trained; see `llmsuite generate --help` too."""
 
     max_new_tokens: PositiveInt = 128
-    """Longest answer in tokens."""
+    """Longest answer, in tokens."""
     min_new_tokens: NonNegativeInt = 0
-    """No answer ends before so many."""
+    """Shortest answer, in tokens."""
     stop: list[str] = dataclasses.field(default_factory=list)
     """Texts that end an answer; they are not part of it."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
     top_k: NonNegativeInt = 0
-    """Choose among so many of the likeliest tokens; 0 for all."""
+    """Choose among this many of the likeliest tokens; 0 for all."""
     top_p: Fraction = 1.0
     """Choose among the likeliest tokens that together reach this probability."""
     min_p: Fraction = 0.0
-    """Choose among tokens at least so likely as this share of the likeliest one."""
+    """Choose among tokens with at least this share of the probability of the likeliest one."""
     repetition_penalty: PositiveFloat = 1.0
     """Logits of tokens in prompt or answer are divided by it where positive, else multiplied."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time it is in the answer."""
+    """Subtracted from a token's logit for each time it is in the answer."""
     presence_penalty: float = 0.0
-    """Taken from a token's logit once if it is in the answer."""
+    """Subtracted from a token's logit once if it is in the answer."""
     num_return_sequences: PositiveInt = 1
     """Answers to each prompt."""
     num_beams: PositiveInt = 1
     """Above 1: beam search, which draws nothing."""
     length_penalty: float = 1.0
-    """Of beam search: a score is divided by the length to this power."""
+    """Beam search divides a score by the length to this power."""
     logprobs: NonNegativeInt | None = None
-    """Give log-probabilities of the tokens, and of so many of the likeliest."""
+    """Return log-probabilities of the tokens, and of this many of the likeliest at each step."""
     batch_size: PositiveInt = 8
-    """Answers that are decoded together."""
+    """Number of answers that are decoded together."""
     raw: bool = False
     """Continue prompts as plain text, without chat template."""
     system: str | None = None
@@ -193,19 +193,19 @@ class PretrainSection(Section):
     """Next-token prediction over text: samples of data.max_length tokens, cut from the documents joined together."""
 
     mix: dict[str, PositiveFloat] = dataclasses.field(default_factory=dict)
-    """More files to train on, named as in data.train, and how many samples of each come on one of data.train."""
+    """More files to train on, named as in data.train, each with the number of its samples for one of data.train."""
     split: str | None = None
     """Without data.eval: the parts of the documents to train on, to evaluate on and to leave out, such as
     "969,30,1"."""
     max_eval_samples: PositiveInt | None = None
     """Evaluate on so many samples, spread evenly. Default: all."""
     documents: Literal["blank_lines", "lines", "files"] = "blank_lines"
-    """What parts the documents of a .txt; an indexed corpus knows its own."""
+    """The separator of documents in a .txt; an indexed corpus knows its own."""
     key: str = "text"
-    """Where the rows of .jsonl and .parquet have their text."""
+    """The key of the text in rows of .jsonl and .parquet."""
     document_mask: bool = False
-    """Where a sample holds several documents, let no token see another one than its own, begin the positions of each
-    at 0, and do not learn its first token, which nothing of it predicts."""
+    """Where a sample holds several documents, let each token attend to its own only, begin the positions of each
+    at 0, and mask its first token in the loss, which nothing of it predicts."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.split is None:

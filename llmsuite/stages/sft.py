@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: the assistant's turns of conversations are learnt, given everything before them.
+"""Supervised fine-tuning on the assistant's turns of conversations, each given everything before it.
 
-rows -> text before and behind each learnt turn -> token ids with a weight of 1 on those turns -> next-token loss
+rows -> text before and after each supervised turn -> token ids with a loss mask on those turns -> next-token loss
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageConte
 
 
 class Unusable(Exception):
-    """A conversation that would train nothing, or the wrong thing; says which kind it is."""
+    """A conversation that would train nothing, or the wrong thing, with the reason."""
 
 
 class SftStage(Stage[WeightedTokens]):
@@ -35,22 +35,22 @@ class SftStage(Stage[WeightedTokens]):
         self._template = context.template()
 
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
-        """The conversations that fit. Raises UserError with the line that the chat template cannot say."""
+        """The conversations that fit. Raises UserError with the line that the chat template cannot render."""
         turns: list[list[tuple[str, str]]] = []
-        said: list[Conversation] = []
+        rendered: list[Conversation] = []
         for number, row in enumerate(rows):
             try:
-                turns.append(self._template.learnt_turns(row) if _answers(row) else [])
-                said.append(row)
+                turns.append(self._template.supervised_turns(row) if _has_answers(row) else [])
+                rendered.append(row)
             except UserError as error:
                 counts.bad(number, str(error))
         encoded = iter(self._encode([texts for row in turns for texts in row]))
         samples = []
-        for row, texts in zip(said, turns):
+        for row, texts in zip(rendered, turns):
             parts = [next(encoded) for _ in texts]
             try:
-                if not _answers(row):
-                    raise Unusable("with no turn of the assistant to learn, or an empty one")
+                if not _has_answers(row):
+                    raise Unusable("with no supervised turn of the assistant, or an empty one")
                 sample = self._join(parts)
                 if len(sample.ids) > self._max_length:
                     sample = self._cut(sample)
@@ -63,24 +63,28 @@ class SftStage(Stage[WeightedTokens]):
         return samples
 
     def _encode(self, turns: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """Ids of the prompt and of the answer, of texts before and behind each turn."""
+        """Token ids of the prompt and of the answer, from the texts before and after each turn."""
         ids = self.context.encode([text for turn in turns for text in turn])
         both = list(zip(ids[::2], ids[1::2]))
-        # Where a token reaches over the border: whoever asks will encode the prompt alone, so the answer is, too.
-        crossed = [after[: len(before)] != before for before, after in both]
-        alone = iter(self.context.encode([t[len(prompt) :] for (prompt, t), is_so in zip(turns, crossed) if is_so]))
+        # Where a token spans the border, the answer is encoded by itself, as generation encodes the prompt by itself.
+        spanned = [after[: len(before)] != before for before, after in both]
+        answers = [after[len(before) :] for (before, after), is_spanned in zip(turns, spanned) if is_spanned]
+        alone = iter(self.context.encode(answers))
         return [
-            (before, next(alone) if is_so else after[len(before) :]) for (before, after), is_so in zip(both, crossed)
+            (before, next(alone) if is_spanned else after[len(before) :])
+            for (before, after), is_spanned in zip(both, spanned)
         ]
 
     def _join(self, encoded: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
-        """One sequence of the ids of what is before each turn, and of the turn."""
+        """One sequence from the ids before each supervised turn and those of the turn."""
         ids: list[int] = []
         weights: list[int] = []
         for i, (before, answer) in enumerate(encoded):
             if not before:
                 raise Unusable("with nothing before the first answer (no token would predict it)")
-            if before[: len(ids)] != ids:  # its borders vanish in longer tokens, so it would not be shown like this
+            if (
+                before[: len(ids)] != ids
+            ):  # longer tokens span its borders, so the model would not be shown it like this
                 raise Unusable("with an answer that is tokenized differently once the conversation goes on")
             answer = self._end(answer, is_last=i == len(encoded) - 1)
             weights += [0] * (len(before) - len(ids)) + [1] * len(answer)
@@ -88,10 +92,10 @@ class SftStage(Stage[WeightedTokens]):
         return WeightedTokens(np.array(ids, dtype="int32"), np.array(weights, dtype="float32"))
 
     def _end(self, answer: list[int], is_last: bool) -> list[int]:
-        """The answer up to its end-of-sequence token, which is learnt; what a template puts behind it is not.
+        """The answer up to and with its end-of-sequence token; what a template puts behind that is dropped.
 
-        A template may close turns with a mark of its own: then that is learnt, and the end of the sequence behind
-        the last turn.
+        A template may close turns with a mark of its own: then the mark is kept, and the last turn gets the
+        end-of-sequence token too.
         """
         eos = self.context.tokenizer.eos_id
         if answer.count(eos) > 1:
@@ -101,7 +105,7 @@ class SftStage(Stage[WeightedTokens]):
         return [*answer, eos] if is_last else answer
 
     def _cut(self, sample: WeightedTokens) -> WeightedTokens:
-        """The first `max_length` tokens, if that is wanted."""
+        """The first `max_length` tokens, if `sft.truncate` is set."""
         if not self._truncate:
             raise Unusable(f"longer than data.max_length {self._max_length} (sft.truncate is false)")
         ids, weights = sample.ids[: self._max_length], sample.weights[: self._max_length]
@@ -129,11 +133,11 @@ class SftStage(Stage[WeightedTokens]):
         return language_model.collate(samples, self.context.tokenizer.pad_id, self.context.length_multiple)
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
-        """Sum over the learnt tokens; every one weighs 1."""
+        """Sum over the supervised tokens; every one weighs 1."""
         return language_model.weighted_loss(model, batch)
 
 
-def _answers(row: Conversation) -> bool:
-    """Whether there is a turn to learn, and none of them says nothing."""
-    learnt = [message for message, is_supervised in zip(row.messages, row.learnt) if is_supervised]
-    return bool(learnt) and all(message.content.strip() or message.tool_calls for message in learnt)
+def _has_answers(row: Conversation) -> bool:
+    """Whether there are supervised turns, none of them empty."""
+    answers = [message for message, is_supervised in zip(row.messages, row.supervised) if is_supervised]
+    return bool(answers) and all(message.content.strip() or message.tool_calls for message in answers)

@@ -1,4 +1,4 @@
-"""What a run will make of a file of data, in numbers: lengths, what is learnt, cut, dropped and padded."""
+"""Statistics of a data file as a run will use it: lengths, supervised tokens, dropped rows, padding, packing."""
 
 from __future__ import annotations
 
@@ -19,51 +19,53 @@ from llmsuite.train.supervision import supervised_sequences
 
 @dataclasses.dataclass(frozen=True)
 class FileStats:
-    """Of one file."""
+    """Statistics of one file."""
 
     path: Path
     counts: DropCounts | None
     """Rows read and dropped; None for text of which nothing was skipped."""
     what: str
-    """What the lengths are of."""
+    """The unit of the lengths: "sequences", or "documents" of a corpus."""
     lengths: np.ndarray
-    """Tokens of each sequence; of a corpus, of each document."""
+    """Tokens of each."""
     num_samples: int
     num_tokens: int
-    num_learnt: int
+    num_supervised: int
     num_ends: int
-    """Samples in which an end-of-sequence token is learnt."""
+    """Samples in which an end-of-sequence token is supervised."""
     padding: float | None
-    """Part of the positions of all micro-batches that is padding; None without samples of rows."""
+    """Share of padding among the positions of all micro-batches; None for a corpus."""
     packed: tuple[int, float] | None
-    """Samples when they are packed, and which part of them is filled; None where rows are not packed."""
+    """Number of samples when packed, and the share of them that is filled; None for stages that do not pack."""
 
 
 def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> FileStats:
-    """Reads the whole file.
+    """Read a whole file and count.
 
     Args:
-        stage: that lays each sequence into a row of its own.
+        stage: one whose context is not padding-free, so that each sequence has a row of its own.
         path: of the file.
-        padding_free: whether the run lays those of a micro-batch into one, as `StageContext.padding_free` says.
+        padding_free: whether the run puts the sequences of a micro-batch into one row, see `StageContext.padding_free`.
 
     Raises:
-        UserError: a row is faulty, or the stage does not tell what it learns.
+        UserError: a row is faulty, or the batches of the stage do not show their loss mask.
     """
     samples = stage.read(path)
     if isinstance(stage, PretrainStage):
         lengths = stage.document_lengths(path)
-        learnt = len(samples) * stage.context.recipe.data.max_length
+        supervised = len(samples) * stage.context.recipe.data.max_length
         counts = stage.counts.get(path)
-        return FileStats(path, counts, "documents", lengths, len(samples), int(lengths.sum()), learnt, 0, None, None)
-    sizes, tokens, learnt, ends = [], [], 0, 0
+        return FileStats(
+            path, counts, "documents", lengths, len(samples), int(lengths.sum()), supervised, 0, None, None
+        )
+    sizes, tokens, supervised, ends = [], [], 0, 0
     for sample in samples:
         rows = supervised_sequences(stage.collate([sample]))
         if rows is None:
-            raise UserError(f"stage {stage.context.recipe.stage}: does not tell which tokens it learns")
+            raise UserError(f"stage {stage.context.recipe.stage}: its batches do not show which tokens are supervised")
         tokens += [len(row.ids) for row in rows]
         sizes.append([len(row.ids) - len(np.unique(row.documents)) for row in rows])
-        learnt += sum(int((row.weights > 0).sum()) for row in rows)
+        supervised += sum(int((row.weights > 0).sum()) for row in rows)
         eos = stage.context.tokenizer.eos_id
         ends += all(((row.ids == eos) & (row.weights > 0)).any() for row in rows)
     return FileStats(
@@ -73,7 +75,7 @@ def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> Fil
         lengths=np.array(tokens),
         num_samples=len(samples),
         num_tokens=sum(tokens),
-        num_learnt=learnt,
+        num_supervised=supervised,
         num_ends=ends,
         padding=_padding(stage, samples, sizes, padding_free),
         packed=_packing(stage, samples) if getattr(stage, "row_kind", "") in ("conversation", "preference") else None,
@@ -81,13 +83,13 @@ def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> Fil
 
 
 def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]], padding_free: bool) -> float:
-    """Over one pass, or as much of it as makes whole steps, with the micro-batches that the run makes."""
+    """Share of padding over the whole steps of one epoch, with the micro-batches of the run."""
     recipe, multiple = stage.context.recipe, stage.context.length_multiple
     train, order = recipe.train, SampleOrder(len(sizes), recipe.seed)
     by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
     lengths = stage.row_lengths(samples) if by_length else None
-    # one data rank: what is padded hardly depends on their number
-    dealer = BatchSampler(
+    # one data rank: the amount of padding hardly depends on their number
+    sampler = BatchSampler(
         order,
         train.global_batch_size,
         train.micro_batch_size,
@@ -100,7 +102,7 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
     context = stage.context
     stage.context = dataclasses.replace(context, padding_free=padding_free)
     for step in range(max(1, len(sizes) // train.global_batch_size)):
-        for picked in dealer.micro_batches(step * train.global_batch_size, 0):
+        for picked in sampler.micro_batches(step * train.global_batch_size, 0):
             batch = stage.collate([samples[at] for at in picked])
             rows = batch["lengths"] if "lengths" in batch else [size for at in picked for size in sizes[at]]
             used += int(sum(rows))
@@ -110,8 +112,8 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
 
 
 def _packing(stage: Stage[Any], samples: Sequence[Any]) -> tuple[int, float] | None:
-    """How many samples `best_fit` would make, and how full; of those that are packed already, as they are. None when
-    the stage does not tell the lengths of its rows."""
+    """Number of samples that `best_fit` makes, and how full they are; samples that are packed already count as they
+    are. None for a stage without `row_lengths`."""
     data, lengths = stage.context.recipe.data, stage.row_lengths(samples)
     if lengths is None:
         return None
@@ -121,7 +123,7 @@ def _packing(stage: Stage[Any], samples: Sequence[Any]) -> tuple[int, float] | N
 
 
 def histogram(lengths: np.ndarray, width: int = 50, num_bins: int = 16) -> list[str]:
-    """Lines of text, one a bin."""
+    """A histogram as text, one line a bin."""
     counts, edges = np.histogram(lengths, bins=_edges(lengths, num_bins))
     most = max(int(counts.max()), 1)
     digits = len(str(int(edges[-1])))
@@ -138,8 +140,7 @@ def _edges(lengths: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def plot_lengths(found: Sequence[FileStats], max_length: int, path: Path) -> None:
-    """Draw the histograms of several files into a PNG. Raises UserError without matplotlib, or when it cannot be
-    written."""
+    """Draw the histograms of several files into a PNG. Raises UserError without matplotlib, or if writing fails."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

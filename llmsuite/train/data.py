@@ -26,7 +26,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.stage import Stage, StageContext
-from llmsuite.train.supervision import check_learnable
+from llmsuite.train.supervision import check_supervision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +158,8 @@ def tokenizer_to_save(plan: RunPlan) -> Path | None:
 def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:
     """Samples for training and for evaluation."""
     train, evaluation = stage.read_all(plan.train_file, plan.eval_file)
-    check_learnable(stage, train, f"data.train: {plan.train_file}")
-    check_learnable(stage, evaluation, f"data.eval: {plan.eval_file or plan.train_file}")
+    check_supervision(stage, train, f"data.train: {plan.train_file}")
+    check_supervision(stage, evaluation, f"data.eval: {plan.eval_file or plan.train_file}")
     if 0 < len(evaluation) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(evaluation)} usable samples; every data rank needs one")

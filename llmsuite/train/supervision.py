@@ -1,8 +1,8 @@
-"""What a batch teaches, token by token: read off the arrays that the loss gets, so that it is what is trained.
+"""The loss mask of a batch, token by token: read off the arrays that the loss gets, so it is what is trained on.
 
-A stage whose batches have "input_ids", and "targets" for "positions" (or for every input), needs to do nothing for it;
-nor one that reads a score off "positions". With "owners" too, the number of the answer that each target is of, answers
-may share a prompt: each is told with its own copy.
+It works for every stage whose batches have "input_ids", and "targets" for "positions" (or for every input), or that
+reads a score off "positions". With "owners", the number of the answer that each target belongs to, answers may share a
+prompt: each is returned with its own copy.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from llmsuite.train.stage import Batch, Stage
 
 
 @dataclasses.dataclass(frozen=True)
-class TaughtSequence:
+class SupervisedSequence:
     """A row of a batch without its padding, and the token that follows it."""
 
     ids: np.ndarray
     """[length]."""
     weights: np.ndarray
-    """[length]: what predicting each token from those before it counts for; 0 where it is only read."""
+    """[length]: weight of each token in the loss, predicted from those before it; 0 where it is masked."""
     documents: np.ndarray
     """[length]: which document of the row each token belongs to, from 0."""
 
 
-def supervised_sequences(batch: Batch, document_end: int | None = None) -> list[TaughtSequence] | None:
-    """Of each row. None when the batch does not tell.
+def supervised_sequences(batch: Batch, document_end: int | None = None) -> list[SupervisedSequence] | None:
+    """The sequence of each row; None for a batch without these arrays.
 
-    Without documents in the batch a row is one, unless `document_end` is the token that parts them.
+    Without "document_starts" in the batch a row is one document, or with `document_end` the documents that this token
+    ends.
     """
     if "input_ids" not in batch or not {"positions", "targets"} & batch.keys():
         return None
@@ -55,54 +56,54 @@ def supervised_sequences(batch: Batch, document_end: int | None = None) -> list[
         mine = positions // length == row
         if not mine.any():
             continue
-        at, learnt = positions[mine] - row * length, targets[mine]
-        documents = None if "document_starts" not in batch else np.asarray(batch["document_starts"])[row]
-        rows.append(_sequence(inputs[row], at, learnt, weights[mine], documents, document_end))
+        starts = None if "document_starts" not in batch else np.asarray(batch["document_starts"])[row]
+        at = positions[mine] - row * length
+        rows.append(_sequence(inputs[row], at, targets[mine], weights[mine], starts, document_end))
     return rows
 
 
-def _scored(inputs: np.ndarray, positions: np.ndarray, documents: np.ndarray | None) -> list[TaughtSequence]:
-    """Where a score is learnt rather than tokens: it is read off the last one, which counts."""
+def _scored(inputs: np.ndarray, positions: np.ndarray, starts: np.ndarray | None) -> list[SupervisedSequence]:
+    """Sequences with a score, which is read off the last token: that one is supervised."""
     rows = []
     for row, position in zip(*np.divmod(positions, inputs.shape[1])):
-        ids = inputs[row, _seen(None if documents is None else documents[row], position)]
+        ids = inputs[row, _visible(None if starts is None else starts[row], position)]
         weights = np.zeros(len(ids))
         weights[-1] = 1
-        rows.append(TaughtSequence(ids, weights, np.zeros(len(ids), "int64")))
+        rows.append(SupervisedSequence(ids, weights, np.zeros(len(ids), "int64")))
     return rows
 
 
 def _answers(
     inputs: np.ndarray, at: np.ndarray, targets: np.ndarray, weights: np.ndarray, owners: np.ndarray, batch: Batch
-) -> list[TaughtSequence]:
-    """Of each row its answers, each behind what is seen from where its last token is predicted."""
+) -> list[SupervisedSequence]:
+    """The answers of each row, each behind its prompt: what is visible from where its last token is predicted."""
     length = inputs.shape[1]
-    of_rows: dict[int, list[TaughtSequence]] = {}
+    answers_of: dict[int, list[SupervisedSequence]] = {}
     for owner in range(owners.max() + 1):
         (mine,) = np.nonzero(owners == owner)
         row, position = divmod(int(at[mine[-1]]), length)
-        seen = _seen(batch["document_starts"][row] if "document_starts" in batch else None, position)
-        ids = np.append(inputs[row, seen], targets[mine[-1]])
-        learnt = np.concatenate([np.zeros(len(ids) - len(mine)), weights[mine]])
-        answers = of_rows.setdefault(row, [])
-        answers.append(TaughtSequence(ids, learnt, np.full(len(ids), len(answers))))
-    fields = [field.name for field in dataclasses.fields(TaughtSequence)]
+        visible = _visible(batch["document_starts"][row] if "document_starts" in batch else None, position)
+        ids = np.append(inputs[row, visible], targets[mine[-1]])
+        mask = np.concatenate([np.zeros(len(ids) - len(mine)), weights[mine]])
+        answers = answers_of.setdefault(row, [])
+        answers.append(SupervisedSequence(ids, mask, np.full(len(ids), len(answers))))
+    fields = [field.name for field in dataclasses.fields(SupervisedSequence)]
     return [
-        TaughtSequence(*(np.concatenate([getattr(answer, field) for answer in answers]) for field in fields))
-        for _, answers in sorted(of_rows.items())
+        SupervisedSequence(*(np.concatenate([getattr(answer, field) for answer in answers]) for field in fields))
+        for _, answers in sorted(answers_of.items())
     ]
 
 
-def _seen(documents: np.ndarray | None, position: int) -> np.ndarray:
-    """The places of a row that a token at `position` sees, in their order; see `devices.ops.document_spans`."""
-    if documents is None:
+def _visible(starts: np.ndarray | None, position: int) -> np.ndarray:
+    """The positions of a row that a token at `position` attends to, in order; see `devices.ops.document_spans`."""
+    if starts is None:
         return np.arange(position + 1)
-    (others,) = np.nonzero(documents[:position] != documents[position])
+    (others,) = np.nonzero(starts[:position] != starts[position])
     own = others[-1] + 1 if len(others) else 0
-    shared = own - documents[position]
+    shared = own - starts[position]
     if shared == 0:
         return np.arange(own, position + 1)
-    begin = np.flatnonzero(documents[:own] == np.arange(own))[-1]
+    begin = np.flatnonzero(starts[:own] == np.arange(own))[-1]
     return np.concatenate([np.arange(begin, begin + shared), np.arange(own, position + 1)])
 
 
@@ -111,11 +112,11 @@ def _sequence(
     at: np.ndarray,
     targets: np.ndarray,
     target_weights: np.ndarray,
-    numbers: np.ndarray | None,
+    starts: np.ndarray | None,
     document_end: int | None,
-) -> TaughtSequence:
-    """Inputs of one row and what is predicted at some of them. The last token of a document is only predicted, so it
-    is put in behind it."""
+) -> SupervisedSequence:
+    """The sequence of one row of inputs, with the targets at the positions `at`. The last token of a document is a
+    target only, so it is appended to its document."""
     end = int(at.max()) + 1
     ids: list[int] = []
     weights: list[float] = []
@@ -127,29 +128,29 @@ def _sequence(
         weights.append(next_weight)
         documents.append(document)
         target, next_weight = predicted.get(i, (-1, 0.0))
-        is_last = i == end - 1 or (numbers is not None and numbers[i] != numbers[i + 1])
+        is_last = i == end - 1 or (starts is not None and starts[i] != starts[i + 1])
         if is_last and target >= 0:
             ids.append(target)
             weights.append(next_weight)
             documents.append(document)
             next_weight = 0.0
-        if is_last or (numbers is None and inputs[i] == document_end):
+        if is_last or (starts is None and inputs[i] == document_end):
             document += 1
-    return TaughtSequence(np.array(ids), np.array(weights), np.array(documents))
+    return SupervisedSequence(np.array(ids), np.array(weights), np.array(documents))
 
 
-def check_learnable(stage: Stage[Any], samples: Sequence[Any], what: str) -> None:
-    """Before the first step: something is learnt, and where answers are, so are their ends.
+def check_supervision(stage: Stage[Any], samples: Sequence[Any], what: str) -> None:
+    """Check before the first step that some token is supervised, and the end of some answer.
 
     Raises:
-        UserError: every token is masked, or no answer would ever learn to end.
+        UserError: every token is masked, or the end of every answer, so that no answer would ever end.
     """
     eos_id = stage.context.tokenizer.eos_id
     has_answers = getattr(stage, "row_kind", None) in ("conversation", "preference", "unpaired")
     for i in range(len(samples) if has_answers else min(1, len(samples))):
         rows = supervised_sequences(stage.collate([samples[i]]))
         if rows is None:
-            return  # a stage that learns otherwise
+            return  # a stage with other batches
         if any((row.weights > 0).any() and (not has_answers or _ends(row, eos_id)) for row in rows):
             return
     if not samples:
@@ -161,15 +162,15 @@ def check_learnable(stage: Stage[Any], samples: Sequence[Any], what: str) -> Non
     )
     if masked:
         raise UserError(
-            f"{what}: everything is masked: no token of its {len(samples)} samples is learnt, so the loss would be 0; "
-            "look at one with `llmsuite data explain`"
+            f"{what}: everything is masked: no token of its {len(samples)} samples is supervised, so the loss would "
+            "be 0; look at one with `llmsuite data explain`"
         )
     raise UserError(
-        f"{what}: the end is never learnt: the end-of-sequence token is masked or cut off in all of its "
+        f"{what}: the end of answers is never supervised: the end-of-sequence token is masked or cut off in all of its "
         f"{len(samples)} samples, so no answer would ever end; raise data.max_length, or look at one with "
         "`llmsuite data explain`"
     )
 
 
-def _ends(row: TaughtSequence, eos_id: int) -> bool:
+def _ends(row: SupervisedSequence, eos_id: int) -> bool:
     return bool(((row.ids == eos_id) & (row.weights > 0)).any())

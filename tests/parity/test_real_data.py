@@ -72,7 +72,7 @@ def test_what_is_read_and_dropped(row: tuple[str, ...], registry: Registry) -> N
         }
         assert found == expected
         assert sum(counts.dropped.values()) == expected.total()
-    assert (f"{stats.num_tokens:,}", f"{stats.num_learnt:,}") == (tokens, learnt)
+    assert (f"{stats.num_tokens:,}", f"{stats.num_supervised:,}") == (tokens, learnt)
 
 
 RUNS = [(name, stage) for name, stage, *_ in TABLE] + [(name, "rm") for name, stage, *_ in TABLE if stage == "dpo"]

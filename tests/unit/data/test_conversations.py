@@ -31,7 +31,7 @@ CALLED = Conversation((ASK, CALL, Message("tool", "3"), SAY), (False, True, Fals
 
 
 def with_system(row: Conversation) -> Conversation:
-    return Conversation((SYSTEM, *row.messages), (False, *row.learnt), row.tools)
+    return Conversation((SYSTEM, *row.messages), (False, *row.supervised), row.tools)
 
 
 def said(*pairs: tuple[str, str], **last: Any) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ REFUSED: list[tuple[Convert, dict[str, Any], str]] = [
     (openai, {"messages": "a"}, "'messages' is not a list of turns"),
     (openai, {"messages": [turn("human", "a")]}, "'messages[0]' has the unknown role 'human'"),
     (openai, {"messages": [turn("user", None)]}, "'messages[0].content' is NoneType, not text"),
-    (openai, {"messages": [turn("user", "a", weight=1)]}, "'messages[0]' is to be learnt, but said by 'user'"),
+    (openai, {"messages": [turn("user", "a", weight=1)]}, "'messages[0]' is to be supervised, but said by 'user'"),
     (openai, {"messages": [turn("assistant", "a", weight=0.5)]}, "'messages[0].weight' is 0.5; 0 or 1 is needed"),
     (openai, {"messages": [turn("assistant", "a", weight=0, loss=True)]}, "a 'weight' and a 'loss' that disagree"),
     (openai, {"messages": [turn("user", "a", tool_calls=[OPENAI_CALL])]}, "but 'user' calls no tools"),
@@ -181,5 +181,5 @@ def test_real_conversations(name: str, count: int, tools: int) -> None:
     assert len(rows) == count
     for row in rows:
         assert row.messages[-1].role == "assistant"
-        assert row.learnt == tuple(message.role == "assistant" for message in row.messages)
+        assert row.supervised == tuple(message.role == "assistant" for message in row.messages)
     assert sum(any(message.tool_calls for message in row.messages) for row in rows) == tools

@@ -137,8 +137,8 @@ def rows_of(batch: dict[str, Any]) -> list[str]:
     found = []
     length = batch["input_ids"].shape[1]
     for row, ids in enumerate(batch["input_ids"]):
-        learnt = batch["positions"] // length == row
-        told = [ids[ids != 0], batch["targets"][learnt], batch["weights"][learnt]]
+        supervised = batch["positions"] // length == row
+        told = [ids[ids != 0], batch["targets"][supervised], batch["weights"][supervised]]
         told += [
             np.unique(batch["document_starts"][row][ids != 0]) if "document_starts" in batch else np.zeros(1, "int64")
         ]

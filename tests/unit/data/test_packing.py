@@ -70,11 +70,11 @@ def test_every_target_is_predicted_from_its_own_document(
     input_ids, length = batch["input_ids"], batch["input_ids"].shape[1]
     assert ("document_starts" in batch) == any(len(sample.begins) > 1 for sample in packs)
     begins = batch.get("document_starts", np.zeros_like(input_ids))
-    learnt = []
+    supervised = []
     for position, target, weight in zip(batch["positions"], batch["targets"], batch["weights"]):
         row, column = divmod(int(position), length)
         context = input_ids[row, begins[row, column] : column + 1]
-        learnt.append((context.tolist(), int(target), float(weight)))
+        supervised.append((context.tolist(), int(target), float(weight)))
     expected = [
         (ids[:i], ids[i], weights[i])
         for sample in packs
@@ -82,7 +82,7 @@ def test_every_target_is_predicted_from_its_own_document(
         for i in range(len(ids))
         if weights[i]
     ]
-    assert learnt == expected
+    assert supervised == expected
     assert batch["num_tokens"] == sum(len(sample.ids) for sample in samples)
     for ids, of_row, sample in zip(input_ids, begins, packs):
         assert (ids[sample.num_inputs :] == PAD).all()

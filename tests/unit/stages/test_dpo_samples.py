@@ -73,7 +73,7 @@ def test_every_embedded_row(stage: DpoStage) -> None:
         assert text(stage, pair.prompt).endswith("<|im_start|>assistant\n")
         for answer, content in ((pair.chosen, source.chosen), (pair.rejected, source.rejected)):
             assert START not in answer
-            # the end is learnt, once, and nothing behind it
+            # the end is supervised, once, and nothing behind it
             assert answer.count(EOS) == 1
             assert answer[-1] == EOS
             assert text(stage, answer[:-1]) == content
@@ -90,7 +90,7 @@ def test_each_template_opens_and_ends_once(template: str) -> None:
         assert answer.count(EOS) == 1
         assert answer[-1] == EOS
         assert START not in answer
-    # the eos token of this tokenizer does not close a turn of llama3, so it is learnt behind what does
+    # the eos token of this tokenizer does not close a turn of llama3, so it is supervised behind what does
     assert text(stage, pair.chosen) == ("2<|eot_id|><|im_end|>" if template == "llama3" else "2<|im_end|>")
 
 

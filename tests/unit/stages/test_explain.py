@@ -22,7 +22,7 @@ from llmsuite.recipe.load import REMOVE
 from llmsuite.stages.explain import explain
 from llmsuite.stages.language_model import WeightedTokens
 from llmsuite.stages.stats import histogram
-from llmsuite.train.supervision import check_learnable, supervised_sequences
+from llmsuite.train.supervision import check_supervision, supervised_sequences
 from tests.unit.stages.test_sft_samples import make_stage
 
 EOS = 2
@@ -70,9 +70,9 @@ def test_every_token_of_a_conversation(run: Any, recipe: Any, tmp_path: Path) ->
     )
     assert (code, err) == (0, "")
     assert out.splitlines()[:3] == [
-        f"{tmp_path / 'rows.jsonl'}:2: 11 tokens, 2 learnt",
-        "the end of the sequence is learnt",
-        "generation is asked with 9 tokens: what the answer is learnt behind",
+        f"{tmp_path / 'rows.jsonl'}:2: 11 tokens, 2 supervised",
+        "the end of the sequence is supervised",
+        "generation is prompted with 9 tokens: the same that precede the answer here",
     ]
     rows = table(out)
     assert [row["token"] for row in rows if row["label"] != "-"] == ["d", "<|im_end|>"]
@@ -86,9 +86,9 @@ def test_roles_of_a_long_conversation(tmp_path: Path) -> None:
     path.write_text(json.dumps(TALK))
     stage = make_stage()
     place, dropped, (found,) = explain(stage, path, 1)
-    assert (place, dropped, found.is_as_asked) == (f"{path}:1", None, True)
+    assert (place, dropped, found.prompt_matches) == (f"{path}:1", None, True)
     turns: list[tuple[str, str]] = []
-    for role, piece in zip(found.roles, stage.context.tokenizer.pieces(found.taught.ids)):
+    for role, piece in zip(found.roles, stage.context.tokenizer.pieces(found.sequence.ids)):
         if turns and turns[-1][0] == role:
             turns[-1] = role, turns[-1][1] + piece
         else:
@@ -102,8 +102,8 @@ def test_roles_of_a_long_conversation(tmp_path: Path) -> None:
         ("assistant", "<|im_start|>assistant\nBye.<|im_end|>"),
     ]
     (sample,) = stage.read(path)
-    np.testing.assert_array_equal(found.taught.ids, sample.ids)
-    np.testing.assert_array_equal(found.taught.weights, sample.weights)
+    np.testing.assert_array_equal(found.sequence.ids, sample.ids)
+    np.testing.assert_array_equal(found.sequence.weights, sample.weights)
 
 
 def test_both_answers_of_a_pair(run: Any, recipe: Any, tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_both_answers_of_a_pair(run: Any, recipe: Any, tmp_path: Path) -> None:
     heads = [line for line in out.splitlines() if line.startswith(str(tmp_path))]
     assert [head.split(":1 ")[1].split(":")[0] for head in heads] == ["(chosen)", "(rejected)"]
     rows = table(out)
-    learnt = "".join(row["token"] for row in rows if row["label"] != "-")
-    assert learnt == "Hello.<|im_end|>No.<|im_end|>"
+    supervised = "".join(row["token"] for row in rows if row["label"] != "-")
+    assert supervised == "Hello.<|im_end|>No.<|im_end|>"
 
 
 def test_documents_of_a_corpus(run: Any, recipe: Any, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_stats(run: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     assert out.splitlines()[:4] == [
         str(path),
         "  rows       6 read, 4 used, 2 dropped",
-        "             dropped: 1 with no turn of the assistant to learn, or an empty one",
+        "             dropped: 1 with no supervised turn of the assistant, or an empty one",
         f"             dropped: 1 that cannot be read: 'tgt' is not text or a list of texts (1, first at {path}:6)",
     ]
     (lengths,) = (line for line in out.splitlines() if line.startswith("  lengths"))
@@ -173,7 +173,7 @@ def test_stats(run: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"least 11, median 11, 90% {11 + (long - 11) * 0.7:.0f}" in lengths
     padding = 1 - (3 * 10 + long - 1) / (4 * (long - 1))
     assert f"  padding    {padding:.1%} with train.micro_batch_size 4" in out
-    assert "  ends       learnt in 4 of 4 samples" in out
+    assert "  ends       supervised in 4 of 4 samples" in out
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -209,23 +209,27 @@ def test_a_histogram_counts_everything(lengths: list[int]) -> None:
 # refusals before the first step
 
 
-def masked(ids: list[int], *learnt: int) -> WeightedTokens:
+def masked(ids: list[int], *supervised: int) -> WeightedTokens:
     weights = np.zeros(len(ids), "float32")
-    weights[list(learnt)] = 1
+    weights[list(supervised)] = 1
     return WeightedTokens(np.array(ids, "int32"), weights)
 
 
 def test_data_that_would_teach_no_end_is_refused() -> None:
     stage = make_stage()
-    check_learnable(stage, [masked([1, 5, 6, EOS], 2), masked([1, 5, EOS], 1, 2)], "data.train: a")
-    with pytest.raises(UserError, match=r"data\.train: a: the end is never learnt: .* all of its 2 samples"):
-        check_learnable(stage, [masked([1, 5, EOS], 1), masked([1, 5, 6], 1, 2)], "data.train: a")
-    check_learnable(stage, [], "data.eval: none")
+    check_supervision(stage, [masked([1, 5, 6, EOS], 2), masked([1, 5, EOS], 1, 2)], "data.train: a")
+    with pytest.raises(
+        UserError, match=r"data\.train: a: the end of answers is never supervised: .* all of its 2 samples"
+    ):
+        check_supervision(stage, [masked([1, 5, EOS], 1), masked([1, 5, 6], 1, 2)], "data.train: a")
+    check_supervision(stage, [], "data.eval: none")
 
 
 def test_data_that_would_teach_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.train: a: everything is masked: no token of its 2 samples is learnt"):
-        check_learnable(make_stage(), [masked([1, 5, EOS]), masked([1, 5, 6])], "data.train: a")
+    with pytest.raises(
+        UserError, match=r"data\.train: a: everything is masked: no token of its 2 samples is supervised"
+    ):
+        check_supervision(make_stage(), [masked([1, 5, EOS]), masked([1, 5, 6])], "data.train: a")
 
 
 def test_answers_that_are_all_cut_are_refused_by_a_run(recipe: Any, tmp_path: Path) -> None:
@@ -234,7 +238,9 @@ def test_answers_that_are_all_cut_are_refused_by_a_run(recipe: Any, tmp_path: Pa
     words = [sys.executable, "-m", "llmsuite", "run", str(recipe("sft", [long, long], **keys))]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 2, result.stderr
-    said = "rows.jsonl: the end is never learnt: the end-of-sequence token is masked or cut off in all of its 2 samples"
+    said = (
+        "the end of answers is never supervised: the end-of-sequence token is masked or cut off in all of its 2 samples"
+    )
     assert said in result.stderr
     assert not list(tmp_path.glob("runs/*/checkpoints/step-*"))
 
@@ -244,10 +250,10 @@ def test_a_prompt_that_generation_would_be_asked_otherwise_is_shown(tmp_path: Pa
     row = Conversation((Message("user", "Hi?"), Message("assistant", "Hello.")), (False, True))
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"src": "Hi?", "tgt": "Hello."}))
-    assert row.learnt == (False, True)
+    assert row.supervised == (False, True)
     stage.make_samples = lambda rows, counts: [masked([1, 282, 201, 5, EOS], 3, 4)]  # type: ignore[method-assign]
     _, _, (found,) = explain(stage, path, 1)
-    assert not found.is_as_asked
+    assert not found.prompt_matches
 
 
 def test_packed_documents_are_told_apart() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmsuite.stages.answers import answer_logps, num_tokens
 from llmsuite.stages.dpo import DpoStage
-from llmsuite.stages.pairs import Pair, Pairs, PairStage, answer_rows, pack, pairs_of
+from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected, pack
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import DpoSection, RmSection
 from llmsuite.train.supervision import supervised_sequences
@@ -56,7 +56,7 @@ def test_every_pair_is_in_one_pack_and_no_row_is_too_long(
         for number in np.unique(row.documents)
     ]
     expected = []
-    for answer in (answer for row in answer_rows(packs) for answer in row):
+    for answer in (answer for row in chosen_then_rejected(packs) for answer in row):
         weights = [0] * len(answer.prompt) + [1] * len(answer.ids)
         expected.append((answer.prompt + answer.ids, weights if name == "dpo" else [0] * (len(answer) - 1) + [1]))
     assert documents == expected
@@ -70,7 +70,7 @@ def gradients(stage: PairStage, batches: Sequence[Sequence[Pair | Pairs]]) -> tu
         batch = stage.collate(samples)
         if isinstance(stage, DpoStage):  # a reference of which each answer has its own value
             batch["reference"] = -num_tokens(batch) - np.array([
-                sum(answer.ids) % 7 for row in answer_rows(samples) for answer in row
+                sum(answer.ids) % 7 for row in chosen_then_rejected(samples) for answer in row
             ], "float32")  # fmt: skip
         terms = stage.loss(model, batch)
         terms.total.backward()
@@ -173,7 +173,7 @@ def test_the_stages_pack_the_pairs_of_a_file(made_of: Any) -> None:
     rows, packs = plain.read(path), stage.read(path)
     assert len(rows) == 48
     assert len(packs) < 12
-    packed = [pair for sample in packs for pair in pairs_of(sample)]
+    packed = [pair for sample in packs for pair in sample.pairs]
     assert sorted(map(dataclasses.astuple, packed)) == sorted(map(dataclasses.astuple, rows))
     lengths = stage.row_lengths(packs)
     full = lengths.sum() / (2 * len(packs) * 256)

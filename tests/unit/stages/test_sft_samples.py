@@ -1,4 +1,4 @@
-"""From conversations to batches: what is learnt, what is dropped or cut, what is refused, which position says what."""
+"""From conversations to batches: what is supervised, dropped, cut or refused, and which position predicts what."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def stage() -> SftStage:
     return make_stage()
 
 
-def talk(*texts: str, system: str | None = None, learnt: tuple[bool, ...] | None = None) -> Conversation:
-    """User and assistant in turn; `learnt` is for each answer."""
+def talk(*texts: str, system: str | None = None, supervised: tuple[bool, ...] | None = None) -> Conversation:
+    """User and assistant in turn; `supervised` is for each answer."""
     messages = [Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(texts)]
-    flags = [i % 2 == 1 and (learnt is None or learnt[i // 2]) for i in range(len(texts))]
+    flags = [i % 2 == 1 and (supervised is None or supervised[i // 2]) for i in range(len(texts))]
     if system is not None:
         messages, flags = [Message("system", system), *messages], [False, *flags]
     return Conversation(tuple(messages), tuple(flags))
@@ -99,7 +99,7 @@ def text(made: SftStage, ids: Any) -> str:
 
 
 def parts(made: SftStage, sample: WeightedTokens) -> list[str]:
-    """Text of each run of tokens of the same weight; what is learnt is every second one."""
+    """Text of each run of tokens of the same weight; what is supervised is every second one."""
     assert sample.weights[0] == 0
     assert set(sample.weights) <= {0, 1}
     borders = [0, *(np.flatnonzero(np.diff(sample.weights)) + 1), len(sample.ids)]
@@ -109,7 +109,7 @@ def parts(made: SftStage, sample: WeightedTokens) -> list[str]:
 # one row
 
 
-def test_the_answers_and_their_ends_are_learnt_and_nothing_else(stage: SftStage) -> None:
+def test_the_answers_and_their_ends_are_supervised_and_nothing_else(stage: SftStage) -> None:
     ((sample,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", system="Be brief."))
     assert parts(stage, sample) == [
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n",
@@ -119,28 +119,28 @@ def test_the_answers_and_their_ends_are_learnt_and_nothing_else(stage: SftStage)
     ]
 
 
-def test_a_turn_that_is_not_to_be_learnt_is_only_read(stage: SftStage) -> None:
-    ((sample,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", learnt=(False, True)))
-    before, learnt = parts(stage, sample)
+def test_a_turn_that_is_not_to_be_supervised_is_only_read(stage: SftStage) -> None:
+    ((sample,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", supervised=(False, True)))
+    before, supervised = parts(stage, sample)
     assert "Hello.<|im_end|>" in before
-    assert learnt == "Bye.<|im_end|>"
-    ((first,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", learnt=(True, False)))
+    assert supervised == "Bye.<|im_end|>"
+    ((first,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", supervised=(True, False)))
     assert parts(stage, first)[1:] == ["Hello.<|im_end|>"]  # what comes later would teach nothing
 
 
 @pytest.mark.parametrize(
-    ("template", "learnt"),
+    ("template", "supervised"),
     [
         ("chatml", ["Hello.<|im_end|>", "Bye.<|im_end|>"]),
         ("plain", ["Hello.<|im_end|>", "Bye.<|im_end|>"]),
-        # the eos token of this tokenizer does not close a turn of llama3: what does is learnt, and the end of it all
+        # the eos token of this tokenizer does not close a turn of llama3: what does is supervised, and the last end
         ("llama3", ["Hello.<|eot_id|>", "Bye.<|eot_id|><|im_end|>"]),
     ],
 )
-def test_each_template_learns_where_turns_end(template: str, learnt: list[str]) -> None:
+def test_each_template_learns_where_turns_end(template: str, supervised: list[str]) -> None:
     made = make_stage(template=template)
     ((sample,), _) = samples(made, talk("Hi?", "Hello.", "And?", "Bye."))
-    assert parts(made, sample)[1::2] == learnt
+    assert parts(made, sample)[1::2] == supervised
 
 
 def test_tools_and_calls() -> None:
@@ -208,14 +208,14 @@ texts = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda t: "<|"
 
 
 @given(st.lists(texts, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
-def test_every_answer_is_learnt_whole_after_what_the_template_shows(stage: SftStage, words: list[str]) -> None:
+def test_every_answer_is_supervised_whole_after_what_the_template_shows(stage: SftStage, words: list[str]) -> None:
     row = talk(*words)
     found, dropped = samples(stage, row)
     if not found:
         assert all("assistant" in reason or "tokenized" in reason for reason in dropped)
         return
-    learnt = parts(stage, found[0])[1::2]
-    assert learnt == [f"{answer}<|im_end|>" for answer in words[1::2]]
+    supervised = parts(stage, found[0])[1::2]
+    assert supervised == [f"{answer}<|im_end|>" for answer in words[1::2]]
     for i in range(1, len(words), 2):
         prompt = stage.context.tokenizer.encode(stage._template.render(row.messages[:i], add_generation_prompt=True))
         assert found[0].ids[: len(prompt)].tolist() == prompt
@@ -225,8 +225,8 @@ def test_every_answer_is_learnt_whole_after_what_the_template_shows(stage: SftSt
 
 
 def test_reasons_to_drop_a_row(stage: SftStage) -> None:
-    nothing = "with no turn of the assistant to learn, or an empty one"
-    assert samples(stage, talk("Hi?"), talk("Hi?", " "), talk("Hi?", "Hello.", learnt=(False,)))[1] == {nothing: 3}
+    nothing = "with no supervised turn of the assistant, or an empty one"
+    assert samples(stage, talk("Hi?"), talk("Hi?", " "), talk("Hi?", "Hello.", supervised=(False,)))[1] == {nothing: 3}
     inside = "with the end-of-sequence token inside an answer"
     assert samples(stage, talk("Hi?", "a<|im_end|>b"), talk("Hi?", "a"))[1] == {inside: 1}
     bare = make_stage(template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
@@ -254,7 +254,7 @@ def test_long_conversations_are_dropped_or_cut() -> None:
 def test_a_file_without_a_usable_row_is_refused(tmp_path: Path, stage: SftStage) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"src": "Hi?", "tgt": ""}))
-    with pytest.raises(UserError, match="none of its 1 rows can train anything: 1 with no turn of the assistant"):
+    with pytest.raises(UserError, match="can train anything: 1 with no supervised turn of the assistant"):
         stage.read(path)
 
 
@@ -283,17 +283,17 @@ def test_every_position_predicts_its_target_from_its_context(found: list[Weighte
     assert length % multiple == 0
     longest = max(len(sample.ids) for sample in found) - 1
     assert longest <= length < longest + multiple
-    learnt = []
+    supervised = []
     for position, target, weight in zip(batch["positions"], batch["targets"], batch["weights"]):
         row, column = divmod(int(position), length)
-        learnt.append((row, batch["input_ids"][row, : column + 1].tolist(), int(target), float(weight)))
+        supervised.append((row, batch["input_ids"][row, : column + 1].tolist(), int(target), float(weight)))
     expected = [
         (row, sample.ids[:i].tolist(), int(sample.ids[i]), float(weight))
         for row, sample in enumerate(found)
         for i, weight in enumerate(sample.weights)
         if weight
     ]
-    assert learnt == expected
+    assert supervised == expected
     assert batch["num_supervised"] == len(expected)
     assert batch["num_tokens"] == sum(len(sample.ids) for sample in found)
     for ids, sample in zip(batch["input_ids"], found):
