@@ -122,16 +122,16 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
 def live_bytes() -> int:
     """Of all tensors of this process, by Paddle's own count.
 
-    The least of some prepasses: copies that a thread has just sent to a neighbour in the pipeline are freed meanwhile.
+    The least of some readings: copies that a thread has just sent to a neighbour in the pipeline are freed meanwhile.
     """
     from paddle.base import core
 
     gc.collect()
-    prepasses = []
+    readings = []
     for _ in range(20):
-        prepasses.append(int(core.host_memory_stat_current_value("Allocated", 0)))
+        readings.append(int(core.host_memory_stat_current_value("Allocated", 0)))
         time.sleep(0.005)
-    return min(prepasses)
+    return min(readings)
 
 
 def held(model: Any, optimizer: Any) -> dict[str, int]:
@@ -139,8 +139,8 @@ def held(model: Any, optimizer: Any) -> dict[str, int]:
     from llmsuite.parallel.tensor import local_value
 
     whole = [local_value(p) for _, p in model.named_parameters() if p._is_initialized()]
-    copies = [shard.owned for shard in optimizer.shards if shard.owned_is_copy]
-    stored = [s.owned for s in optimizer.shards if not s.owned_is_copy and not s.parameter._is_initialized()]
+    copies = [shard.master_or_shard for shard in optimizer.shards if shard.shard_is_copy]
+    stored = [s.master_or_shard for s in optimizer.shards if not s.shard_is_copy and not s.parameter._is_initialized()]
     moments = [entry.value for entry in optimizer.state() if not entry.is_scalar and not entry.shard.is_empty]
     return {"parameters": _bytes(whole + stored), "pieces": _bytes(copies), "moments": _bytes(moments)}
 

@@ -1,13 +1,13 @@
-"""Gradients on their way to other ranks, those of several parameters in one call.
+"""Gradient buckets: the gradients of several parameters are reduced over ranks in one call.
 
-A call takes its time however little it carries, and of a model's gradients most are small. So those that become ready
-one after the other are laid side by side into one flat tensor, which is added up at once while the backward pass goes
-on (Li et al. 2020, PyTorch Distributed, arXiv 2006.15704). Who is in a bucket with whom is known before the run
-(`partition.buckets`), and in which order they lie there; a gradient by itself is not copied.
+Every call costs time however little it sends, and most gradients of a model are small. So gradients that become ready
+one after the other are concatenated to one flat tensor, which is reduced while the backward pass goes on (Li et al.
+2020, PyTorch Distributed, arXiv 2006.15704). The buckets and the order inside of them are known before the run
+(`partition.buckets`); a gradient that is alone in its bucket is not copied.
 
-Where every backward pass cuts its gradients over the sharding axis, a bucket has the pieces of one rank side by side:
+Where every backward pass reduce-scatters its gradients over the sharding axis, a bucket is ordered by rank:
 
-    rank 0: piece 0 of a, piece 0 of b | rank 1: piece 1 of a, piece 1 of b | ...
+    rank 0: shard 0 of a, shard 0 of b | rank 1: shard 1 of a, shard 1 of b | ...
 """
 
 from __future__ import annotations
@@ -25,61 +25,61 @@ from llmsuite.typing import Tensor
 
 
 class BucketMember(Protocol):
-    """What a bucket asks of a parameter; `sharding.ParameterShard` has it."""
+    """A parameter as its bucket uses it; see `sharding.ParameterShard`."""
 
     name: str
-    part_size: int
-    """Elements of the part that a rank of the sharding axis owns."""
+    shard_size: int
+    """Elements of the shard that a rank of the sharding axis owns."""
     bucket: Bucket
 
     @property
     def is_sent(self) -> bool:
-        """Whether there is a gradient, and other ranks to add it up with."""
+        """Whether there is a gradient, and other data ranks to reduce it with."""
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of the gradient as it is added up, in float32."""
+        """Bytes of the gradient as it is reduced, in float32."""
 
     @property
     def scatter_group(self) -> Any:
-        """Ranks that a gradient is cut over as a pass has made it."""
+        """Ranks that every backward pass reduce-scatters the gradient over."""
 
     @property
     def sum_group(self) -> Any:
-        """Ranks that it is added up over once a step; None when there is one."""
+        """Ranks that the gradient is summed over once a step; None when there is one."""
 
-    def in_parts(self, gradient: Tensor) -> Tensor:
-        """A flat gradient as [parts, part size], one row for each rank of the sharding axis."""
+    def as_shards(self, gradient: Tensor) -> Tensor:
+        """A flat gradient as [shards, shard size], one row for each rank of the sharding axis."""
 
-    def add_part(self, own: Tensor) -> None:
-        """Take what a pass has made of the gradient, of a cut one the own part."""
+    def add_shard(self, own: Tensor) -> None:
+        """Accumulate the gradient of one backward pass, or this rank's shard of it."""
 
     def take_gradient(self) -> Tensor | None:
-        """What this rank has collected, or what its backward passes have left."""
+        """The gradient this rank has accumulated."""
 
     def drop_gradient(self) -> None:
         """Free the gradient of the model's parameter."""
 
 
 class Bucket:
-    """Gradients of parameters that are added up over the same ranks, in the same dtype."""
+    """Gradients of parameters that are reduced over the same ranks, in the same dtype."""
 
     def __init__(self, shards: Sequence[BucketMember], scatters: ReduceScatterQueue | None = None):
         """
         Args:
-            shards: in the order in which they lie side by side.
-            scatters: shared with other buckets that are cut over the sharding axis.
+            shards: in the order in which their gradients are concatenated.
+            scatters: shared with the other buckets of a part of the model.
         """
         self._shards, self._reduce_scatters = list(shards), scatters or ReduceScatterQueue()
         self._waiting: dict[BucketMember, Tensor] = {}
-        """What passes have made for the own parts, until all have come."""
+        """Gradients of a backward pass to be reduce-scattered, until all have come."""
         self._ready: dict[BucketMember, Tensor | None] = {}
-        """What is to be added up once a step, until all have come."""
-        self._on_its_way: dict[BucketMember, Tensor | None] = {}
+        """Gradients to be summed once a step, until all have come."""
+        self._reducing: dict[BucketMember, Tensor | None] = {}
         self._arrival: Any = None
 
     def scatter(self, shard: BucketMember, gradient: Tensor) -> None:
-        """Take a flat gradient that a backward pass has made; with the last one, add them up into the own parts."""
+        """Take a flat gradient that a backward pass has made; with the last of the bucket, reduce-scatter them."""
         before = self._waiting.get(shard)
         self._waiting[shard] = gradient if before is None else before + gradient
         if len(self._waiting) == len(self._shards):
@@ -88,20 +88,20 @@ class Bucket:
     def _scatter(self) -> None:
         given = [(shard, self._waiting[shard]) for shard in self._shards if shard in self._waiting]
         self._waiting = {}
-        rows = [shard.in_parts(gradient) for shard, gradient in given]
+        rows = [shard.as_shards(gradient) for shard, gradient in given]
         flat = (rows[0] if len(rows) == 1 else paddle.concat(rows, 1)).flatten()
         self._reduce_scatters.begin(flat, [shard for shard, _ in given])
 
     def add(self, shard: BucketMember, gradient: Tensor | None) -> None:
-        """Take what this rank adds to a sum over ranks, None where it has nothing; with the last one, it sets out."""
-        assert shard not in self._ready | self._on_its_way, f"{shard.name}: its last backward pass has ended twice"
+        """Take this rank's gradient, None where it has none; with the last of the bucket, begin the sum over ranks."""
+        assert shard not in self._ready | self._reducing, f"{shard.name}: its last backward pass has ended twice"
         self._ready[shard] = gradient
         if len(self._ready) == len(self._shards):
             self._begin()
 
     def _begin(self) -> None:
         given = {shard: gradient for shard in self._shards if (gradient := self._ready[shard]) is not None}
-        self._on_its_way, self._ready = self._ready, {}
+        self._reducing, self._ready = self._ready, {}
         group = self._shards[0].sum_group
         if group is None or not given:
             return
@@ -109,16 +109,16 @@ class Bucket:
             (flat,) = given.values()
         else:
             flat = paddle.concat([gradient.flatten() for gradient in given.values()])
-            pieces = _side_by_side(flat, [gradient.size for gradient in given.values()])
-            for (shard, gradient), piece in zip(given.items(), pieces):
-                self._on_its_way[shard] = piece.reshape(gradient.shape)
+            views = _split(flat, [gradient.size for gradient in given.values()])
+            for (shard, gradient), view in zip(given.items(), views):
+                self._reducing[shard] = view.reshape(gradient.shape)
                 shard.drop_gradient()
         self._arrival = collective.begin_sum(flat, group)
 
     def finish(self, shard: BucketMember) -> Tensor | None:
-        """The sum over the ranks; None when there is none. Each is asked for once a step, all before the next one."""
-        if shard not in self._on_its_way:
-            if self._waiting:  # of some there was none
+        """The sum over the ranks; None when there is none. Called once a step for every shard of the bucket."""
+        if shard not in self._reducing:
+            if self._waiting:  # some parameters got no gradient
                 self._scatter()
             self._reduce_scatters.settle()
             for other in [other for other in self._shards if other not in self._ready]:
@@ -126,55 +126,55 @@ class Bucket:
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
-        return self._on_its_way.pop(shard)
+        return self._reducing.pop(shard)
 
 
 @dataclasses.dataclass
 class ReduceScatterQueue:
-    """What is being added up into own parts: one at a time, so no more than one bucket waits to be freed."""
+    """Runs reduce-scatters one at a time, so that no more than one bucket waits to be freed."""
 
-    _under_way: Callable[[], None] | None = None
+    _running: Callable[[], None] | None = None
 
     def begin(self, flat: Tensor, shards: Sequence[BucketMember]) -> None:
-        """`flat` has the gradients of `shards`, rank by rank."""
+        """Begin the next one, once the one before is done. `flat` has the gradients of `shards`, ordered by rank."""
         self.settle()
         part, arrival = collective.begin_reduce_scatter(flat, shards[0].scatter_group)
 
         def settle(read: Tensor = flat) -> None:
-            """`read` may not be freed before."""
+            """Wait, then accumulate the shards; `read` keeps the memory that is sent until then."""
             if arrival is not None:
                 arrival.wait()
-            for shard, own in zip(shards, _side_by_side(part, [shard.part_size for shard in shards])):
-                shard.add_part(own)
+            for shard, own in zip(shards, _split(part, [shard.shard_size for shard in shards])):
+                shard.add_shard(own)
 
-        self._under_way = settle
+        self._running = settle
         if arrival is None:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for it, and hand each piece to its parameter."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way()
+        """Wait for the one that is running, and pass each parameter its shard."""
+        running, self._running = self._running, None
+        if running is not None:
+            running()
 
 
 def assign_buckets(shards: Sequence[BucketMember], is_expert: Callable[[str], bool], limit: int) -> None:
-    """Let parameters of a part of the model share their calls.
+    """Put the gradients of a part of the model into buckets.
 
     Args:
         shards: of the part, in the order of the model.
-        is_expert: tells by its name whether a parameter is that of experts, whose mesh is another.
-        limit: bytes of a bucket; 0 leaves each by itself.
+        is_expert: whether a parameter of this name belongs to routed experts, which have a mesh of their own.
+        limit: bytes of a bucket; 0 reduces each gradient by itself.
     """
-    learnt = [shard for shard in shards if shard.is_sent]
+    sent = [shard for shard in shards if shard.is_sent]
     scatters = ReduceScatterQueue()
-    for chosen in buckets([(is_expert(shard.name), shard.sum_bytes) for shard in learnt], limit):
-        bucket = Bucket([learnt[i] for i in chosen], scatters)
+    for chosen in buckets([(is_expert(shard.name), shard.sum_bytes) for shard in sent], limit):
+        bucket = Bucket([sent[i] for i in chosen], scatters)
         for i in chosen:
-            learnt[i].bucket = bucket
+            sent[i].bucket = bucket
 
 
-def _side_by_side(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Parts of so many elements, which share the memory."""
+def _split(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Consecutive views of these sizes, which share the memory."""
     ends = list(itertools.accumulate(sizes))
     return [flat[end - size : end] for size, end in zip(sizes, ends)]

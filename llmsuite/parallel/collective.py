@@ -1,4 +1,4 @@
-"""The ranks of this run and what they tell each other outside the model.
+"""The ranks of this run, and the collectives between them.
 
 Until `start` the process is alone. It may be called again for another run, with other degrees of the same ranks.
 """
@@ -23,7 +23,7 @@ from llmsuite.schema.degrees import Degrees
 from llmsuite.typing import Tensor
 
 Number = Any
-"""A float, or a scalar on the device that nobody has read yet."""
+"""A float, or a scalar on the device that has not been read yet."""
 _NOTHING = types.SimpleNamespace(shape=(), dtype="")
 _mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
 
@@ -74,8 +74,8 @@ def barrier() -> None:
 
 
 def read(numbers: Tensor) -> list[float]:
-    """What is in a tensor [N], on the host. An accelerator is waited for at every such copy, until it is through with
-    all it was given to do: so a training step makes few of them, each of many numbers, and all here."""
+    """Copy a tensor [N] to the host. Every such copy waits until an accelerator has done all its work: so a training
+    step makes few of them, each of many numbers, and all of them here."""
     return [float(number) for number in numbers.numpy()]
 
 
@@ -84,7 +84,7 @@ def _is_on_device(value: Number) -> bool:
 
 
 def _on_device(values: Sequence[Number]) -> Tensor:
-    """Numbers of the host and of the device, side by side in float64."""
+    """Numbers of the host and of the device in one float64 tensor."""
     parts = []
     for on_device, numbers in itertools.groupby(values, _is_on_device):
         if on_device:
@@ -100,7 +100,7 @@ def sum_over_run(values: Sequence[Number]) -> list[float]:
 
 
 def sum_on_device(values: Sequence[Number]) -> Tensor:
-    """The same, not read yet: see `read`."""
+    """The same, left on the device: see `read`."""
     tensor = _on_device(values)
     _reduce(tensor, None, dist.ReduceOp.SUM)
     return tensor
@@ -166,10 +166,10 @@ def sum_in_group(tensor: Tensor, group: Any) -> None:
 
 
 def begin_sum(tensor: Tensor, group: Any) -> Any:
-    """`sum_in_group` that goes on beside other work, where the library can; over Gloo it is done on return.
+    """An asynchronous `sum_in_group`, where the library can; over Gloo it is done on return.
 
     Returns:
-        What to `wait()` for before the tensor is used or freed; None where there is nothing to wait for.
+        A task to `wait()` for before the tensor is used or freed; None where there is nothing to wait for.
     """
     if group is None:
         return None
@@ -181,7 +181,7 @@ def begin_reduce_scatter(flat: Tensor, group: Any) -> tuple[Tensor, Any]:
     """Add up a flat tensor over a group; each rank gets its part, in the order of the group.
 
     Returns:
-        The part, and what to `wait()` for before it is used or `flat` freed; None where there is nothing to wait for.
+        The part, and a task to `wait()` for before it is used or `flat` freed; None where there is nothing to wait for.
     """
     if group is None:
         return flat, None
@@ -206,13 +206,13 @@ def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: in
 
 
 def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Consecutive rows to each rank of a group, and those of all ranks to this one, in the order of the group.
+    """Send consecutive rows to each rank of a group, and receive theirs, in the order of the group.
 
     Args:
         rows: [N, D].
-        sent: rows to each rank, N together.
-        received: rows from each rank.
-        group: more than one rank; all of them call it.
+        sent: number of rows to each rank, N together.
+        received: number of rows from each rank.
+        group: of more than one rank; all of them call it.
     """
     with calls.made("all_to_all", rows, group, same=False):
         return _all_to_all(rows, sent, received, group)
@@ -229,7 +229,7 @@ def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], grou
     nothing = paddle.zeros([1, rows.shape[1]], rows.dtype)
     for peer in _peers(group.rank, group.nranks):
         for sends in (group.rank < peer, group.rank > peer):
-            # where there are no rows too: messages are told apart by how many a rank has sent and received before
+            # also where there are no rows: Gloo matches messages by how many were sent and received before
             if sends:
                 group.process_group.send(outgoing[peer].contiguous() if sent[peer] else nothing, peer, True).wait()
             else:

@@ -1,6 +1,6 @@
-"""Where a pipeline cuts the layers, and what of a model belongs to which part.
+"""Where a pipeline splits the layers, and which modules of a model belong to which part.
 
-There are as many parts as stages, or a multiple of it with the interleaved schedule; part p is on stage p % stages.
+There are as many parts as stages, or a multiple of that with the interleaved schedule; part p is on stage p % stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def part_bounds(cut: str | Sequence[int], costs: Sequence[int], num_parts: int) 
     Args:
         cut: "layers" for the same number of layers in each part, the first parts get one more; "parameters" for the
             smallest possible largest part; or the layers that parts 1, 2 ... begin with.
-        costs: of each layer, see `layer_costs`.
+        costs: cost of each layer, see `layer_costs`.
         num_parts: at most as many as there are layers.
     """
     if cut == "parameters":
@@ -35,12 +35,12 @@ def part_bounds(cut: str | Sequence[int], costs: Sequence[int], num_parts: int) 
 
 
 def layer_costs(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, num_layers: int, tied: bool) -> list[int]:
-    """Parameters of each layer; what is in front of the layers counts for the first, what is behind for the last.
+    """Parameters of each layer; modules in front of the layers count for the first, those behind them for the last.
 
     Args:
-        shapes: of every parameter of the whole model.
-        plan: of its family.
-        num_layers: of the model.
+        shapes: shape of every parameter of the whole model.
+        plan: the family's shard plan.
+        num_layers: number of layers of the model.
         tied: whether the last part needs a copy of the embedding.
     """
     costs = [0] * num_layers
@@ -56,7 +56,7 @@ def layer_costs(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, num_layers
 
 
 def _balanced(costs: Sequence[int], num_parts: int) -> list[int]:
-    """Bounds with the smallest largest part; among those, parts as equal as a left to right search finds them."""
+    """The bounds whose largest part is smallest; of those, the ones with the smallest sum of squares."""
     total = [0, *itertools.accumulate(costs)]
     # best[end]: (largest part, sum of squares, bounds) of the layers before `end` in the parts so far
     best: list[tuple[int, int, list[int]] | None] = [(0, 0, [0])] + [None] * len(costs)
@@ -75,12 +75,12 @@ def _balanced(costs: Sequence[int], num_parts: int) -> list[int]:
 
 
 def keep_part(model: Any, plan: ShardPlan, part: int, bounds: Sequence[int], tied: bool) -> None:
-    """Take away what other parts have.
+    """Remove the modules of all other parts.
 
     Args:
         model: lazily built, whole.
-        plan: of its family.
-        part: the one that is kept.
+        plan: the family's shard plan.
+        part: the part that is kept.
         bounds: see `part_bounds`.
         tied: whether the last part needs the embedding too.
     """
@@ -115,7 +115,7 @@ def owner_stage(parameter: str, plan: ShardPlan, bounds: Sequence[int], num_stag
 
 
 def layer_of(parameter: str, plan: ShardPlan) -> int | None:
-    """Number of the layer a parameter is in; None in front of the layers and behind them."""
+    """Number of the layer that a parameter belongs to; None in front of the layers and behind them."""
     if not parameter.startswith(f"{plan.layers}."):
         return None
     return int(parameter.removeprefix(f"{plan.layers}.").split(".")[0])

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 Content = Literal["header", "document_starts", "activations", "gradients"]
 
 HEADER_LENGTH = 4
-"""Elements of a header: the shape of the activations [B, L, D], and the length of document starts, 0 where there are none.
+"""Elements of a header: the shape of the activations [B, L, D], and the length of the document starts, 0 without any.
 It comes first, because shapes change from micro-batch to micro-batch."""
 
 

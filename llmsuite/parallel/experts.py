@@ -1,10 +1,10 @@
-"""Routed experts on several ranks: tokens travel to the ranks that have their experts, and the results back.
+"""Expert parallel: tokens are sent to the ranks that have their experts (dispatch), and the results back (combine).
 
-The stack of experts is dealt over the ranks of an expert parallel group, consecutive ones to each, and what each of
-those has is dealt again over its tensor parallel group. A tensor parallel group has the same tokens on all its ranks:
-each sends those of its own experts only, and what comes back is added up over the group.
+The stack of experts is split over the ranks of an expert parallel group, consecutive experts to each, and each of those
+shares is split again over its tensor parallel group. A tensor parallel group has the same tokens on all its ranks: each
+dispatches those of its own experts only, and the results are summed over the group.
 
-What is exchanged, and the gradients of it, are ours; Paddle's rules see a module that maps whole tensors to whole ones.
+The exchange and its gradients are our own; Paddle's rules see a module that maps whole tensors to whole tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmsuite.typing import Tensor
 
 
 def share_experts(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
-    """Let the experts of a model compute with those of other ranks, where the mesh deals them out."""
+    """Let the experts of a model compute with those of other ranks, where the mesh splits them."""
     if mesh.degrees.ep == mesh.degrees.tp == 1 or not plan.experts:
         return
     for name, module in model.named_sublayers():
@@ -35,20 +35,21 @@ def share_experts(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
 
 
 class SharedExperts:
-    """`Experts.forward` where a rank has some of them."""
+    """`Experts.forward` where a rank has some of the experts."""
 
     def __init__(self, experts: Experts, mesh: Mesh):
         self._experts, self._mesh = experts, mesh
         tp, ep = mesh.degrees.tp, mesh.degrees.ep
         weight = experts.gate_proj.weight
         self._num_here = weight.shape[0] // (tp if weight.is_dist() else 1)
-        # the experts that have the same tensor parallel coordinate as those here, in the order of the ranks along ep
+        # slot of each expert among those with this tensor parallel coordinate, in the order of the ranks along ep; all
+        # other experts have the slot behind the last
         slots = np.full([ep, tp, self._num_here], ep * self._num_here, dtype="int64")
         slots[:, mesh.coordinate["tp"]] = np.arange(ep * self._num_here).reshape(ep, -1)
         self._slots = slots.flatten()
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """As `Experts.forward`, of the tokens of this rank; every rank of the group calls it."""
+        """`Experts.forward` for the tokens of this rank; every rank of the group calls it."""
         shape, num_slots = x.shape, self._mesh.degrees.ep * self._num_here
         if self._mesh.tensor is not None:
             x, weights, chosen = (self._whole(tensor) for tensor in (x, weights, chosen))
@@ -62,7 +63,7 @@ class SharedExperts:
         return dtensor_from_local(y, self._mesh.tensor, [dist.Replicate()])
 
     def _through_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows [N, D], so many of each slot."""
+        """Rows [N, D] through their experts; `counts`: rows of each slot."""
         group, ep = self._mesh.of_experts.expert_group, self._mesh.degrees.ep
         matrices = self._experts.matrices()
         if self._mesh.tensor is not None:
@@ -73,7 +74,7 @@ class SharedExperts:
         table = table.reshape(ep, ep, self._num_here)  # rows from each rank to each rank's experts
         to_here = table[:, group.rank]
         sent, received = table[group.rank].sum(-1).tolist(), to_here.sum(-1).tolist()
-        # what comes is in the order of the ranks, what is computed in that of the experts
+        # rows arrive in the order of the ranks, and are computed in the order of the experts
         blocks = np.repeat(np.tile(np.arange(self._num_here), ep), to_here.flatten())
         by_expert = paddle.to_tensor(np.argsort(blocks, kind="stable"))
         by_rank = paddle.argsort(by_expert)
@@ -84,14 +85,14 @@ class SharedExperts:
         return _Exchange.apply(rows, received, sent, group)
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """What every rank of the tensor parallel group has alike."""
+        """The plain tensor, the same on every rank of the tensor parallel group."""
         whole = [dist.Replicate()]
         assert tensor.placements == whole, "activations in front of a region are whole"
         return dtensor_to_local(tensor, self._mesh.tensor, whole)
 
 
 class _Exchange(PyLayer):
-    """`collective.all_to_all`; gradients go the way back."""
+    """`collective.all_to_all`; gradients are sent back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -104,7 +105,7 @@ class _Exchange(PyLayer):
 
 
 class _Permute(PyLayer):
-    """Rows in another order, given with the one that undoes it."""
+    """Rows in another order; the inverse order comes with it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, orders: tuple[Tensor, Tensor]) -> Tensor:
@@ -117,7 +118,7 @@ class _Permute(PyLayer):
 
 
 class _Sum(PyLayer):
-    """Added up over a group whose ranks all go on with the sum."""
+    """Sum over a group whose ranks all go on with the sum: the backward pass sends nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -131,7 +132,7 @@ class _Sum(PyLayer):
 
 
 class _SumGradients(PyLayer):
-    """The same on all ranks of a group, each of which does a part of the work with it."""
+    """Identity whose gradients are summed over a group, each rank of which does a part of the work with the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""Sharding stage 3 in motion: a module's parameters are whole while it computes, and lie in parts otherwise.
+"""Sharding stage 3 (ZeRO-3): a module's parameters are whole while it computes, and sharded otherwise.
 
 Forward, a module's parameters are gathered right before it runs and freed right after. Backward, they are gathered
-when the gradient of its output is there; each is freed when its own gradient is (see `ParameterShard`), at the
+when the gradient of its output is there; each is freed when its own gradient is complete (see `ParameterShard`), at the
 latest when the backward pass reaches the module in front.
 """
 
@@ -18,19 +18,20 @@ from llmsuite.typing import Tensor
 
 
 class Zero3Hooks:
-    """Sees to it that the modules of a model find their parameters whole."""
+    """Gathers the parameters of a model's modules before they compute, and frees them afterwards."""
 
     def __init__(self, model: Any, plan: ShardPlan, shards: Sequence[ParameterShard], is_tied: bool):
         """
         Args:
             model: this rank's part.
-            plan: of its family; its layers and the modules in front of and behind them are what is gathered at once.
+            plan: the family's shard plan; each of its layers, and each module in front of and behind them, is gathered
+                at once.
             shards: of the parameters of the model.
             is_tied: whether the logits are made with the weight of the embedding.
         """
         self._model = model
         self._open: list[ParameterShard] = []
-        """What was gathered last for a backward pass."""
+        """The shards that were gathered last for a backward pass."""
         modules = dict(model.named_sublayers())
         layers = [f"{plan.layers}.{i}" for i in modules[plan.layers]._sub_layers]
         used: set[str] = set()
@@ -47,7 +48,7 @@ class Zero3Hooks:
 
     def _watch(self, module: Any, shards: list[ParameterShard]) -> None:
         def before(module: Any, inputs: Any) -> None:
-            if not paddle.in_dynamic_mode():  # a program of the layer is being made: what runs it is watched
+            if not paddle.in_dynamic_mode():  # a program of the layer is being made; the hooks stand around it
                 return
             if _is_computed_again(module):
                 self._gather_for_backward(shards)
@@ -99,7 +100,7 @@ class Zero3Hooks:
 
 
 def _is_computed_again(module: Any) -> bool:
-    """Whether this is a forward pass inside a backward pass: under recompute the first one builds no graph."""
+    """Whether recompute runs this forward pass, inside a backward pass; the first one under recompute has no graph."""
     return getattr(module, "is_computed_again", False) and module.training and paddle.is_grad_enabled()
 
 

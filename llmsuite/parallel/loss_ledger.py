@@ -15,7 +15,7 @@ from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
 Sums = Mapping[str, tuple[Tensor | float, float]]
-"""By name a sum and its weight: what is told in the end is the one divided by the other. No graph is kept of them."""
+"""By name a sum and its weight; the metric that is reported is sum / weight. No graph is kept of them."""
 
 
 @dataclasses.dataclass
@@ -27,7 +27,7 @@ class LossTerms:
     weight: float
     """Sum of the weights: pairs for DPO, supervised tokens for a language model."""
     sums: Sums = dataclasses.field(default_factory=dict)
-    """Further metrics, divided in the same way."""
+    """Further metrics, averaged in the same way."""
 
 
 class LossLedger:
@@ -51,7 +51,7 @@ class LossLedger:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def count(self, **numbers: int) -> None:
-        """Book numbers that are added up and never divided, such as tokens."""
+        """Book numbers that are summed and never divided, such as tokens."""
         for name, number in numbers.items():
             self._counts[name] = self._counts.get(name, 0.0) + number
 
@@ -60,7 +60,7 @@ class LossLedger:
         self._votes.update(numbers)
 
     def reduce(self) -> tuple[float, dict[str, float]]:
-        """Add up over all data ranks. Every rank has to call it; those that read data with the same names.
+        """Sum over all data ranks. Every rank has to call it; those that read data with the same names.
 
         Returns:
             The sum of the weights of the loss, and every metric: sums divided by their weights, counts as they are.
@@ -78,7 +78,7 @@ class LossLedger:
         """The sums of all data ranks, each divided by its weight; 0 for a weight of 0. Every rank that reads data has
         to call it, with the same names."""
         names = list(self._sums)
-        if not names:  # looks that only leave something in their batches
+        if not names:  # pre-passes that only leave something in their batches
             return {}
         totals = collective.sum_over_data([*map(self._sum, names), *(self._weights[name] for name in names)])
         return {n: total / weight if weight else 0.0 for n, total, weight in zip(names, totals, totals[len(names) :])}

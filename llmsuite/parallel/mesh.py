@@ -1,14 +1,13 @@
 """The ranks of a run as a grid: pipeline stage, data (dp x sharding), tensor.
 
 Dynamic mode keeps the two kinds of axes apart. Along `tp` tensors are distributed tensors and Paddle's SPMD rules
-insert the communication; along the data axes every rank computes on samples of its own, and the engine adds up
-gradients and ledgers once a step. So a stage's code sees plain batches of its own length, and with tp = 1 plain
-tensors.
+insert the communication; along the data axes every rank computes on samples of its own, and the engine sums gradients
+and ledgers once a step. So a stage's code sees plain batches of its own length, and with tp = 1 plain tensors.
 
 Expert parallel takes no ranks of its own: neighbours on the data axes share the experts. For those parameters the same
-ranks are another grid, `Mesh.of_experts`, whose data axes have so many ranks fewer.
+ranks form another grid, `Mesh.of_experts`, whose data axes are that much shorter.
 
-The grid is known without Paddle; groups, which import it, are made when they are asked for.
+The grid needs no Paddle; groups, which do, are made when they are asked for.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Mesh:
     expert_parts: int = 1
     """Size of the axis ep: above 1 in a grid of experts only."""
     groups: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """Those made so far, by all their ranks: one of the experts may be one of the others too."""
+    """The groups made so far, by all their ranks: the mesh of experts shares those that are equal."""
 
     @functools.cached_property
     def grid(self) -> np.ndarray:
@@ -59,7 +58,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of a batch this rank sees."""
+        """Number of the part of a batch that this rank sees."""
         return self.coordinate["dp"] * self.degrees.sharding + self.coordinate["sharding"]
 
     @property
@@ -90,12 +89,12 @@ class Mesh:
 
     @functools.cached_property
     def dp_group(self) -> Any:
-        """Those of the data group that own the same part of a sharded parameter; None when there is one."""
+        """Ranks of the data group that own the same shard of a parameter; None when there is one."""
         return self._group("dp")
 
     @functools.cached_property
     def sharding_group(self) -> Any:
-        """Ranks the optimizer's states are cut over; None when there is one."""
+        """Ranks that parameters and optimizer states are sharded over; None when there is one."""
         return self._group("sharding")
 
     @functools.cached_property
@@ -126,7 +125,7 @@ class Mesh:
 
     @functools.cached_property
     def pipeline_group(self) -> Any:
-        """The line of this rank; None without a pipeline."""
+        """The ranks of this rank's pipeline; None without one."""
         return self._group("pp")
 
     @functools.cached_property

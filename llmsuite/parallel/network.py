@@ -1,4 +1,4 @@
-"""Do the ranks reach each other, are their sums right, and how fast: what `llmsuite doctor` asks several ranks."""
+"""The network test of `llmsuite doctor`: whether the ranks reach each other, whether their sums are right, how fast."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _REPEATS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What was measured."""
+    """Measurements of the network between ranks."""
 
     right: bool
-    """Whether every sum was what it has to be, on every rank."""
+    """Whether every sum was correct on every rank."""
     call_seconds: float
-    """Of an all-reduce of 4 KiB over all ranks, the median."""
+    """Median time of an all-reduce of 4 KiB over all ranks."""
     bandwidth: float
-    """Of an all-reduce of 16 MiB over all ranks, bytes/s a rank has to send: 2 (n - 1) / n of the tensor."""
+    """Bytes/s a rank sends in an all-reduce of 16 MiB over all ranks: 2 (n - 1) / n of the tensor."""
     pairs: dict[str, float]
-    """The same between every rank and the next one, by "0-1" and so on."""
+    """Bandwidth between every rank and the next one, by "0-1" and so on."""
 
 
 def measure(num_ranks: int) -> Network:
-    """In every rank of several, after the device is active."""
+    """Measure the network. Every rank calls it, after the device is active."""
     mesh = collective.start(Degrees(pp=1, dp=num_ranks, sharding=1, tp=1))
     right, calls = _time(mesh.data_group, SMALL, list(range(num_ranks)))
     also_right, seconds = _time(mesh.data_group, LARGE, list(range(num_ranks)))
@@ -54,7 +54,7 @@ def measure(num_ranks: int) -> Network:
 
 
 def _time(group: Any, size: int, ranks: list[int]) -> tuple[bool, float]:
-    """Whether sums over a group are right, and the median of their seconds."""
+    """Whether sums over a group are correct, and the median of their seconds."""
     taken, right = [], True
     for turn in range(_REPEATS + 1):
         tensor = paddle.full([size], float(collective.rank() + 1), dtype="float32")

@@ -31,10 +31,10 @@ class Optimizer:
     ):
         """
         Args:
-            shards: of every parameter of this rank that is trained.
+            shards: of every trained parameter of this rank.
             train: section of the recipe.
-            total_steps: of the run; where the learning rate ends.
-            host: given, moments and masters lie in host memory but for their update; it knows the ways there and back.
+            total_steps: steps of the run; where the learning rate ends.
+            host: device that moves moments and masters to host memory between updates; None to leave them in place.
         """
         self.shards, self._host = list(shards), host
         self._finished: list[tuple[ParameterShard, Tensor]] = []
@@ -77,14 +77,14 @@ class Optimizer:
         return self._peak * (self._floor + (1 - self._floor) * fall)
 
     def begin_backward(self, is_last: bool) -> None:
-        """Say before a backward pass whether the parameters it goes through have all of their gradient behind it: then
-        it is added up over the ranks while the pass goes on."""
+        """Called before each backward pass. `is_last`: no further pass of the step adds to these gradients, so they are
+        reduced over the ranks while the pass runs."""
         for shard in self.shards:
             shard.is_last_pass = is_last
 
     @paddle.no_grad()
     def finish_gradients(self, weight: float) -> float:
-        """Add up the gradients over the ranks, divide them by the loss's weight and clip them.
+        """Reduce the gradients over the ranks, divide them by the weight of the loss, and clip them.
 
         Returns:
             Their global norm before clipping.
@@ -92,13 +92,13 @@ class Optimizer:
         finished = [(s, gradient) for s in self.shards if (gradient := s.finish_gradient()) is not None]
         for _, gradient in finished:
             gradient.scale_(1.0 / weight)
-        # every element once, however many ranks hold it
-        by_copies: dict[int, list[Tensor]] = {}
+        # every element counts once, however many ranks hold it
+        by_replicas: dict[int, list[Tensor]] = {}
         for shard, gradient in finished:
-            by_copies.setdefault(shard.copies, []).append(gradient.square().sum())
+            by_replicas.setdefault(shard.replica_count, []).append(gradient.square().sum())
         squares = [
-            paddle.add_n(parts).astype("float64") / paddle.full([], copies, "float64")
-            for copies, parts in by_copies.items()
+            paddle.add_n(parts).astype("float64") / paddle.full([], replica_count, "float64")
+            for replica_count, parts in by_replicas.items()
         ]
         norm = math.sqrt(collective.sum_over_run([paddle.add_n(squares) if squares else 0.0])[0])
         if self._max_norm is not None and norm > self._max_norm:
@@ -108,7 +108,7 @@ class Optimizer:
         return norm
 
     def drop_gradients(self) -> None:
-        """Forget what `finish_gradients` has made, instead of a step."""
+        """Drop the finished gradients, in place of a step."""
         self._finished = []
         for shard in self.shards:
             shard.drop_gradient()
@@ -117,13 +117,13 @@ class Optimizer:
         """Update the parameters and drop the gradients."""
         self._paddle.set_lr(self.learning_rate(step))
         finished, self._finished = dict(self._finished), []
-        # on the host the state comes a parameter at a time; else all are updated at once
+        # state on the host is moved a parameter at a time; else all are updated at once
         for group in [[shard] for shard in self.shards] if self._host else [self.shards]:
             for shard in group:
                 self._to_device(shard)
                 if (gradient := finished.pop(shard, None)) is not None:
                     shard.set_gradient(gradient)
-            # slots are made in the first step; counted afresh, their names are the same for all optimizers of a process
+            # the first step names the slots; counted from 0, the names are the same for all optimizers of a process
             with paddle.utils.unique_name.guard():
                 if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
                     self._paddle.step()
@@ -133,7 +133,7 @@ class Optimizer:
                 self.to_host(shard)
 
     def to_host(self, shard: ParameterShard) -> None:
-        """Take what nothing but the update needs of a parameter to host memory, where that was asked for."""
+        """Move what only the update needs of a parameter to host memory, where the recipe says so."""
         if self._host:
             self._move(shard, self._host.to_host)
 
@@ -147,7 +147,7 @@ class Optimizer:
                 moved = move(values[shard.name])
                 moved.name = values[shard.name].name
                 values[shard.name] = moved
-        if shard.owned_is_copy:
+        if shard.shard_is_copy:
             moved = move(shard.master_or_shard.detach())
             shard.master_or_shard.get_tensor()._share_data_with(moved.get_tensor())
 
@@ -156,7 +156,7 @@ class Optimizer:
 
         The names are the same on every rank, in the same order, also where a rank owns nothing of a parameter.
         """
-        # what was loaded waits in the holder until the first gradient of its parameter comes
+        # loaded slots wait in the holder until the first gradient of their parameter
         stored = {**self._paddle._accumulators_holder, **self._paddle.state_dict()}
         for shard in self.shards:
             for slot in self.slots:
@@ -167,18 +167,18 @@ class Optimizer:
                 yield StateTensor(shard, slot, value, self._host)
 
     def _first_value(self, shard: ParameterShard, slot: str) -> Tensor:
-        """What a slot is until the first gradient comes; some parameters never get one."""
+        """Value of a slot before the first gradient; some parameters never get one."""
         if slot in self._decay_rates:
             return paddle.full([1], self._decay_rates[slot], dtype="float32")
         return paddle.zeros_like(shard.master_or_shard.detach())
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
-        """Take over a state: `read` gives this rank's part of each tensor."""
+        """Take over a state: `read` gives this rank's shard of each tensor."""
         slots: dict[str, Any] = {}
         for entry in self.state():
             if entry.shard.is_empty:
                 continue
-            value = paddle.to_tensor(read(entry), place=paddle.CPUPlace())  # Paddle takes it along in the first step
+            value = paddle.to_tensor(read(entry), place=paddle.CPUPlace())  # the first step moves it to the device
             if entry.slot == "master":
                 entry.shard.load_master(value)
                 self.to_host(entry.shard)
@@ -194,16 +194,16 @@ class StateTensor:
     shard: ParameterShard
     slot: str
     value: Tensor
-    """This rank's part; of no elements where the rank owns nothing."""
+    """This rank's shard; without elements where the rank owns nothing."""
     host: DeviceBackend | None = None
-    """Given where the value may lie in host memory."""
+    """Device whose host memory the value may lie in; None when it never does."""
 
     @property
     def name(self) -> str:
         return f"{self.shard.name}/{self.slot}"
 
     def on_device(self) -> Tensor:
-        """The value where collectives can take it."""
+        """The value on the device, for collectives."""
         return self.host.to_device(self.value) if self.host else self.value
 
     @property
@@ -217,5 +217,5 @@ class StateTensor:
 
 
 def _paddle_name(name: str, slot: str) -> str:
-    """What Paddle calls a slot, and looks it up by."""
+    """Paddle's name of a slot."""
     return f"{name}_{slot}_0"

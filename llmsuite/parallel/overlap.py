@@ -1,9 +1,8 @@
-"""Matrices that tensor parallel cuts by their outputs, whose backward pass computes while it sends.
+"""Column-parallel linear layers whose backward pass computes while it sends.
 
-The gradient of such a matrix's input is a partial sum on each rank. Paddle's rule adds it up inside of the operation,
-and returns when it is there. Here the sum sets out first, and the gradient of the matrix, as large a product, is made
-meanwhile, as in Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`. What is sent is the same, and every
-number.
+The gradient of such a layer's input is a partial sum on each rank. Paddle's rule sums it over tp inside the operation,
+and waits for it. Here the sum begins first, and the gradient of the weight, an equally large product, is computed
+meanwhile, as in Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`. Messages and numbers are the same.
 """
 
 from __future__ import annotations
@@ -24,37 +23,35 @@ from llmsuite.typing import Tensor
 
 
 def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
-    """Let the linear layers of a model that are cut by their outputs compute while they send.
-
-    Those of other kinds stay as they are: of a matrix with an adapter or with rounded weights the parts send their own.
-    """
+    """Overlap the backward sums of a model's column-parallel linear layers. Layers with adapters or fake quantisation
+    stay as they are."""
     for name, module in model.named_sublayers():
         if type(module) is nn.Linear and plan.dim(f"{name}.weight") == 1:
             module.__dict__["forward"] = _Overlapped(module, mesh).forward
 
 
 class _Overlapped:
-    """Computes in the place of an `nn.Linear` whose weight is cut along dim 1."""
+    """Computes in place of an `nn.Linear` whose weight is split along dim 1."""
 
     def __init__(self, layer: nn.Linear, mesh: Mesh):
         self._layer, self._mesh = layer, mesh
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D], the same on every rank, to [..., F] cut along F."""
+        """[..., D], the same on every rank, to [..., F], split along F."""
         layer = self._layer
-        if not paddle.in_dynamic_mode():  # in a program what is local has no gradient (Paddle 3.3.1)
+        if not paddle.in_dynamic_mode():  # in a program local values have no gradient (Paddle 3.3.1)
             return F.linear(x, layer.weight, layer.bias)
         product = _Product.apply(x, layer.weight, (self._mesh,))
         return product if layer.bias is None else product + layer.bias
 
 
 class _Product(PyLayer):
-    """x W, distributed tensors all of them; the mesh is given as the only one of a tuple."""
+    """x W of distributed tensors; the mesh comes in a tuple, which PyLayer does not look into."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, meshes: tuple[Mesh]) -> Tensor:
         (ctx.mesh,) = meshes
-        # the parameter itself: under sharding stage 3 its memory is another one when the gradient comes
+        # the parameter itself: under sharding stage 3 it has other memory by the time of the backward pass
         ctx.save_for_backward(x, weight)
         product = paddle.matmul(x._local_value(), weight._local_value())
         return dtensor_from_local(product, ctx.mesh.tensor, [dist.Shard(product.ndim - 1)])

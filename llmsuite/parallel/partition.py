@@ -1,6 +1,6 @@
-"""Which part of a parameter a rank has: under tensor and expert parallel a slice, under sharding a piece of that.
+"""What a rank holds of a parameter: under tensor and expert parallel a slice, under sharding a range of that slice.
 
-Plain arithmetic over the mesh: the engine cuts by it, and `llmsuite plan` counts by it, without Paddle.
+Plain arithmetic over the mesh, without Paddle: the engine splits by it, and `llmsuite plan` counts by it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 
 SHARDING_STAGES = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}
-"""By the value of `parallel.sharding`."""
+"""Sharding stage, by the value of `parallel.sharding`."""
 OPTIMIZER_SLOTS = {"adamw": ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2"), "sgd": ()}
-"""What Paddle's optimizers keep of a parameter, in float32."""
+"""State that Paddle's optimizers keep for each parameter, in float32."""
 
 
 def local_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:
-    """The part of a whole parameter that this rank holds when sharding does not cut it, one slice a dim."""
+    """The slice of a parameter that this rank holds before sharding, one `slice` a dim."""
     index = [slice(0, size) for size in shape]
     dim, parts, part = plan.dim(name), mesh.degrees.tp, mesh.coordinate["tp"]
     if plan.is_expert(name):
@@ -30,13 +30,13 @@ def local_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """What a rank owns of a flattened local value: equal pieces, the last ones may be short or empty."""
+class ShardRange:
+    """The range of a flattened local value that a rank owns. Ranges are equal; the last ones may be short or empty."""
 
-    parts: int
-    """Ranks that have a piece each."""
+    num_shards: int
+    """Ranks that own a shard each."""
     size: int
-    """Of a piece, with the padding that makes all of them equal."""
+    """Elements of a shard, with the padding that makes all of them equal."""
     range: slice
 
     @property
@@ -44,19 +44,19 @@ class Piece:
         return self.range.stop - self.range.start
 
 
-def piece_of(size: int, mesh: Mesh, stage: int, is_frozen: bool) -> Piece:
-    """The piece of a rank.
+def shard_range(size: int, mesh: Mesh, stage: int, is_frozen: bool) -> ShardRange:
+    """The range of a flattened parameter that a rank owns.
 
     Args:
-        size: elements of what lies on this rank without sharding.
-        mesh: this rank's place; of a stack of experts, in the mesh of experts.
-        stage: of sharding, 0 to 3.
-        is_frozen: whether no optimizer gets the parameter. It is cut itself then, in stage 3, or not at all.
+        size: elements that this rank holds before sharding.
+        mesh: this rank's place; for a stack of experts, in the mesh of experts.
+        stage: sharding stage, 0 to 3.
+        is_frozen: whether no optimizer gets the parameter; only stage 3 shards it then.
     """
-    parts = mesh.degrees.sharding if stage == 3 or (stage and not is_frozen) else 1
-    each = -(-size // parts)
+    num_shards = mesh.degrees.sharding if stage == 3 or (stage and not is_frozen) else 1
+    each = -(-size // num_shards)
     first = mesh.coordinate["sharding"] * each if stage else 0
-    return Piece(parts, each, slice(min(first, size), min(first + each, size)))
+    return ShardRange(num_shards, each, slice(min(first, size), min(first + each, size)))
 
 
 def has_master(dtype: str, is_frozen: bool) -> bool:
@@ -64,33 +64,33 @@ def has_master(dtype: str, is_frozen: bool) -> bool:
     return dtype != "float32" and not is_frozen
 
 
-def reduce_in_backward(stage: int, parts: int, master: bool) -> bool:
-    """Whether a gradient is taken from the model as soon as a backward pass has made it, and added up in float32."""
-    return master or (stage >= 2 and parts > 1)
+def reduce_in_backward(stage: int, num_shards: int, master: bool) -> bool:
+    """Whether a gradient is taken from the model as soon as a backward pass has made it, to accumulate in float32."""
+    return master or (stage >= 2 and num_shards > 1)
 
 
 def buckets(sizes: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
-    """Which gradients are added up over ranks in one call: of a kind, one behind the other, as many as fit.
+    """Buckets of gradients that are reduced in one call: consecutive ones of a kind, as many as fit.
 
     Args:
-        sizes: of the parameters of a part of the model, in its order: a kind and bytes. Only what is of one kind is
-            added up over the same ranks, in the same dtype.
-        limit: bytes of a bucket; what is larger is by itself.
+        sizes: kind and bytes of the gradients of a part of the model, in its order. Those of one kind are reduced over
+            the same ranks, in the same dtype.
+        limit: bytes of a bucket; a larger gradient has one of its own.
 
     Returns:
-        Numbers of parameters, the last ones first, as backward passes come to them.
+        For each bucket the numbers of its gradients, the last ones first, as backward passes come to them.
     """
     found: list[list[int]] = []
-    open_ones: dict[Hashable, tuple[list[int], int]] = {}
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
     for number in reversed(range(len(sizes))):
         kind, size = sizes[number]
-        if size > limit:  # the small ones on both sides of it may still be together
+        if size > limit:  # smaller ones on both sides of it may still share a bucket
             found.append([number])
             continue
-        bucket, filled = open_ones.get(kind, ([], limit))
+        bucket, filled = open_buckets.get(kind, ([], limit))
         if filled + size > limit or not bucket:
             bucket, filled = [], 0
             found.append(bucket)
         bucket.append(number)
-        open_ones[kind] = bucket, filled + size
+        open_buckets[kind] = bucket, filled + size
     return found

@@ -1,4 +1,5 @@
-"""What is not kept for the backward pass but computed again in it (Chen et al. 2016, arXiv 1604.06174)."""
+"""Activation recompute: activations are computed again in the backward pass, not kept (Chen et al. 2016, arXiv
+1604.06174)."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def recompute_layers(model: Any, plan: ShardPlan, every: int) -> None:
 
 
 def recompute_attention(model: Any, plan: ShardPlan) -> None:
-    """Keep queries, keys and values, but not the scores of every pair of tokens: most of the memory of long sequences
-    for little work ("selective", Korthikanti et al. 2022, arXiv 2205.05198)."""
+    """Selective recompute: keep queries, keys and values, but not the scores of every pair of tokens. That frees most
+    of the memory of long sequences for little work (Korthikanti et al. 2022, arXiv 2205.05198)."""
     for _, layer in _layers(model, plan):
         found = [module for module in layer.sublayers() if hasattr(module, "core")]
         assert found, "the family's attention has no `core` to compute again"
@@ -36,18 +37,18 @@ def _again(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def computed_again(first: Tensor, *rest: Tensor | None) -> Tensor:
         if not paddle.is_grad_enabled():
             return function(first, *rest)
-        if first.stop_gradient:  # as behind a frozen embedding: without one input to differentiate there is no graph
+        if first.stop_gradient:  # as behind a frozen embedding: recompute needs an input that has a gradient
             first = first.detach()
             first.stop_gradient = False
-        # what has no gradient is no argument: of each Paddle would keep a copy a layer, distributed over tp
-        learnt = [tensor for tensor in rest if _has_gradient(tensor)]
+        # tensors without a gradient are not passed: under tensor parallel Paddle would keep a copy of each in a layer
+        differentiable = [tensor for tensor in rest if _has_gradient(tensor)]
         shared = [None if _has_gradient(tensor) else (tensor,) for tensor in rest]
 
-        def run(first: Tensor, *learnt: Tensor) -> Tensor:
-            given = iter(learnt)
-            return function(first, *(next(given) if of_all is None else of_all[0] for of_all in shared))
+        def run(first: Tensor, *differentiable: Tensor) -> Tensor:
+            given = iter(differentiable)
+            return function(first, *(next(given) if kept is None else kept[0] for kept in shared))
 
-        return paddle.distributed.fleet.utils.recompute(run, first, *learnt)
+        return paddle.distributed.fleet.utils.recompute(run, first, *differentiable)
 
     return computed_again
 

@@ -1,10 +1,10 @@
 """`engine.mode: to_static`: the decoder layers run as compiled programs, the rest of a step stays as it is.
 
-Layers that differ in the values of their parameters only share one program, and take their parameters as inputs: a
-program is made once for a shape of batch, however many layers there are. What goes in and comes out is this rank's
-part. Inside the program the parts are distributed tensors again, so that Paddle's SPMD rules decide the communication
-while the program is made, not in every step. Sums over data ranks, pipelines, recompute, clipping and the optimizer
-are the engine's in both modes.
+Layers that differ only in the values of their parameters share one program and take their parameters as inputs: a
+program is made once for each shape of batch, however many layers there are. Inputs and outputs are local tensors;
+inside the program they are distributed tensors again, so that Paddle's SPMD rules decide the communication when the program is
+made, not in every step. Sums over data ranks, pipelines, recompute, clipping and the optimizer are the engine's in both
+modes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.typing import Tensor
 
 LENGTH_MULTIPLE = 64
-"""Batches are padded to such a length, so that few shapes have to be compiled."""
+"""Batches are padded to multiples of this length, so that few shapes have to be compiled."""
 
 
 def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any]) -> list[LayerProgram]:
@@ -34,12 +34,12 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
             and tensors that are the same for every layer, to activations. Where a part of that depends on values, they
             have it in two halves: `attention_block`, which is compiled, of the modules in `attention_modules`, and
             `mlp_block`.
-        plan: of its family.
+        plan: the family's shard plan.
         mesh: this rank's place.
-        placements: of the activations between layers over tp.
+        placements: placements over tp of the activations between layers.
 
     Returns:
-        The different programs, each made when it is first called.
+        The different programs, each compiled when it is first called.
     """
     if mesh.tensor is not None:
         _make_ring(mesh.tensor.process_ids)
@@ -58,14 +58,14 @@ def _then(first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Callab
 
 
 def _parameters(layer: Any) -> list[tuple[str, Tensor]]:
-    """Those of what is compiled of a layer."""
+    """The parameters of the compiled part of a layer."""
     modules = tuple(f"{module}." for module in layer.attention_modules) if hasattr(layer, "attention_block") else ("",)
     return [(name, parameter) for name, parameter in layer.named_parameters() if name.startswith(modules)]
 
 
 def _make_ring(ranks: Sequence[int]) -> None:
-    """Programs talk over groups of their own. Paddle would number them as it numbers the groups that come next."""
-    number = _FIRST_RING + ranks[0] * _MOST_NEIGHBOURS + len(ranks)  # the ranks are neighbours
+    """Programs use process groups of their own. Left alone, Paddle would give them the numbers of later groups."""
+    number = _FIRST_RING + ranks[0] * _MOST_NEIGHBOURS + len(ranks)  # unique, as the ranks are neighbours
     process_group.new_process_group(list(ranks), group_id=number).instantiate()
 
 
@@ -82,7 +82,9 @@ class LayerProgram:
         self._slots = [(modules[owner]._parameters, attribute) for owner, _, attribute in owners]
         self._forward_train = layer.attention_block if hasattr(layer, "attention_block") else layer.forward_train
         self._mesh, self._placements = mesh, placements
-        self._cuts = [parameter.placements if parameter.is_dist() else [] for _, parameter in parameters]
+        self._parameter_placements = [
+            parameter.placements if parameter.is_dist() else [] for _, parameter in parameters
+        ]
         self.compiled = self._compile()
 
     def of(self, layer: Any) -> Callable[..., Tensor]:
@@ -92,7 +94,7 @@ class LayerProgram:
         def forward_train(x: Tensor, *context: Tensor | None) -> Tensor:
             if paddle.is_grad_enabled():
                 return self._run(x, context, parameters)
-            # the first pass of `recompute`: a program that is made without a graph is of no use for the second one
+            # the first pass under recompute: a program made without a graph could not serve the second one
             with paddle.enable_grad():
                 return self._run(x, context, parameters).detach()
 
@@ -102,22 +104,22 @@ class LayerProgram:
         given, present = [t for t in context if t is not None], [t is not None for t in context]
         if self._mesh.tensor is None:
             return self.compiled([x, *given], parameters, present)
-        inputs = [self._part(x, self._placements), *given]
-        parts = [self._part(parameter, cut) for parameter, cut in zip(parameters, self._cuts)]
-        return dtensor_from_local(self.compiled(inputs, parts, present), self._mesh.tensor, self._placements)
+        inputs = [self._local(x, self._placements), *given]
+        local = [self._local(parameter, p) for parameter, p in zip(parameters, self._parameter_placements)]
+        return dtensor_from_local(self.compiled(inputs, local, present), self._mesh.tensor, self._placements)
 
-    def _part(self, tensor: Tensor, placements: list[Any]) -> Tensor:
+    def _local(self, tensor: Tensor, placements: list[Any]) -> Tensor:
         return dtensor_to_local(tensor, self._mesh.tensor, placements)
 
     def _compile(self) -> Any:
-        # called while the program is made; nothing in a layer branches on values, so its code need not be translated
+        # runs while the program is made; nothing in a layer branches on values, so its code needs no translation
         @paddle.jit.not_to_static
         def trace(inputs: Sequence[Tensor], parameters: Sequence[Tensor], present: Sequence[bool]) -> Tensor:
             if self._mesh.tensor is not None:
                 whole = [dist.Replicate()]
-                cuts = [self._placements, *[whole] * (len(inputs) - 1)]
-                inputs = [self._distributed(tensor, cut) for tensor, cut in zip(inputs, cuts)]
-                parameters = [self._distributed(tensor, cut) for tensor, cut in zip(parameters, self._cuts)]
+                of_inputs = [self._placements, *[whole] * (len(inputs) - 1)]
+                inputs = [self._distributed(tensor, p) for tensor, p in zip(inputs, of_inputs)]
+                parameters = [self._distributed(tensor, p) for tensor, p in zip(parameters, self._parameter_placements)]
             context = iter(inputs[1:])
             own = [table[attribute] for table, attribute in self._slots]
             self._put(parameters)
@@ -137,12 +139,12 @@ class LayerProgram:
         for (table, attribute), value in zip(self._slots, values):
             table[attribute] = value
 
-    def _distributed(self, part: Tensor, placements: list[Any]) -> Tensor:
-        return dtensor_from_local(part, self._mesh.tensor, placements)
+    def _distributed(self, local: Tensor, placements: list[Any]) -> Tensor:
+        return dtensor_from_local(local, self._mesh.tensor, placements)
 
 
 def _forget_layer_names() -> None:
-    """Layers write their names on the operations they make, and a reshard with one is refused later (Paddle 3.3.1)."""
+    """Layers write their names on the operations they make; Paddle 3.3.1 later refuses a reshard that has one."""
     for operation in paddle.static.default_main_program().global_block().ops:
         if operation.name() == "dist_op.reshard" and operation.has_attr("struct_name"):
             operation.erase_attr("struct_name")
@@ -152,7 +154,7 @@ _EVERY_LAYER_HAS = frozenset(vars(nn.Layer()))
 
 
 def _structure(layer: Any) -> Hashable:
-    """What of a layer decides its program: everything but the values of its parameters."""
+    """Everything of a layer that decides its program: all but the values of its parameters."""
     modules = []
     compiled = tuple(layer.attention_modules) if hasattr(layer, "attention_block") else ("",)
     for name, module in layer.named_sublayers(include_self=True):

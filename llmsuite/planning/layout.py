@@ -20,12 +20,12 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import (
     OPTIMIZER_SLOTS,
     SHARDING_STAGES,
-    Piece,
+    ShardRange,
     buckets,
     has_master,
     local_slice,
-    piece_of,
     reduce_in_backward,
+    shard_range,
 )
 from llmsuite.recipe.resolve import RunPlan
 
@@ -215,7 +215,7 @@ class Layout:
     def _make_parameters(self, mesh: Mesh) -> list[LocalParameter]:
         precision = self.plan.recipe.engine.precision
         # layers are alike: the slice of a parameter is computed once for all parameters sliced like it
-        known: dict[tuple[object, ...], tuple[tuple[int, ...], int, Piece]] = {}
+        known: dict[tuple[object, ...], tuple[tuple[int, ...], int, ShardRange]] = {}
         embedding, names = f"{self.shard_plan.embedding}.weight", self.model.by_part(self.bounds)
         result = []
         for part in self.parts_of(mesh.coordinate["pp"]):
@@ -227,7 +227,7 @@ class Layout:
                     local = tuple(s.stop - s.start for s in local_slice(name, shape, self.shard_plan, mesh))
                     size = math.prod(local)
                     place = mesh.of_experts if expert else mesh
-                    known[key] = local, size, piece_of(size, place, self.sharding, not trained)
+                    known[key] = local, size, shard_range(size, place, self.sharding, not trained)
                 local, size, piece = known[key]
                 bias = self.shard_plan.is_gate_bias(name)
                 dtype = "float32" if precision == "fp32" or bias else precision
@@ -239,7 +239,7 @@ class Layout:
                         local_shape=local,
                         size=size,
                         num_bytes=4 if dtype == "float32" else BYTES[precision],
-                        parts=piece.parts,
+                        parts=piece.num_shards,
                         piece=piece.size,
                         num_owned=piece.num_owned,
                         stage=self.sharding,

@@ -105,7 +105,7 @@ def _gather(entry: StateTensor) -> Callable[[], Any]:
     if entry.is_scalar:
         # Paddle keeps these on the host, whatever the device
         return lambda: paddle.to_tensor(entry.value.numpy())
-    return lambda: entry.shard.gather_part(entry.on_device())
+    return lambda: entry.shard.gather_shard(entry.on_device())
 
 
 def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer, mesh: Mesh) -> None:
@@ -131,6 +131,6 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
         if entry.is_scalar:
             return files.read(entry.name)
         shard = entry.shard
-        return shard.own_part(files.read(entry.name, local_slice(shard.name, shard.shape, shard_plan, mesh)))
+        return shard.own_shard(files.read(entry.name, local_slice(shard.name, shard.shape, shard_plan, mesh)))
 
     optimizer.load_state(read)

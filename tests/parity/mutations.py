@@ -81,14 +81,14 @@ def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
     from llmsuite.parallel import collective
     from llmsuite.parallel.sharding import ParameterShard
 
-    copies = ParameterShard.copies.fget
-    assert copies is not None
+    replica_count = ParameterShard.replica_count.fget
+    assert replica_count is not None
 
     def fewer(self: Any) -> int:
         whole = self.parameter.is_dist() and self.parameter.placements[0].is_replicated()
-        return copies(self) // (collective.mesh().degrees.tp if whole else 1)
+        return replica_count(self) // (collective.mesh().degrees.tp if whole else 1)
 
-    patch.setattr(ParameterShard, "copies", property(fewer))
+    patch.setattr(ParameterShard, "replica_count", property(fewer))
 
 
 def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
                 for shard in self.shards:
                     gradient = finished.get(shard.name)
                     part = paddle.zeros_like(shard.master_or_shard.detach()) if gradient is None else gradient
-                    whole[shard.name] = shard.gather_part(part).numpy()
+                    whole[shard.name] = shard.gather_shard(part).numpy()
             if mesh.data_rank == 0 and mesh.coordinate["tp"] == 0:
                 np.savez(directory / f"gradients-{mesh.coordinate['pp']}.npz", **whole)
         update(self, step)

@@ -87,7 +87,7 @@ def test_a_model_in_parts_computes_what_it_computes_whole(config: Any) -> None:
         assert counts["model.layers.0.mlp.up_proj.weight"] == counts["model.norm.weight"] == 4
         own = {shard.name: shard.finish_gradient() for shard in shards}
         whole = {
-            s.name: s.gather_part(own[s.name] if own[s.name] is not None else s.master_or_shard.detach())
+            s.name: s.gather_shard(own[s.name] if own[s.name] is not None else s.master_or_shard.detach())
             for s in shards
         }
         return losses, {name: value.numpy() for name, value in whole.items()}

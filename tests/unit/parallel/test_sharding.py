@@ -114,9 +114,9 @@ def test_gathering_undoes_cutting(case: Case) -> None:
 
     def work(mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
         shard = case.shard(mesh)
-        part = shard.own_part(case.slice_of(whole, mesh))
+        part = shard.own_shard(case.slice_of(whole, mesh))
         assert np.array_equal(part, case.own_part(whole, mesh))
-        return shard.gather_part(paddle.to_tensor(part)).numpy(), shard.gather_parameter().numpy()
+        return shard.gather_shard(paddle.to_tensor(part)).numpy(), shard.gather_parameter().numpy()
 
     for part, parameter in many.run(case.degrees, work):
         assert np.array_equal(part, whole)
@@ -141,7 +141,7 @@ def test_gradients_are_added_up_into_the_own_part(case: Case) -> None:
                 assert np.array_equal(shard.master_or_shard.grad.numpy(), expected)
         # the whole gradient is not kept beside the part
         assert shard.parameter.grad is None
-        return float((expected.astype("float64") ** 2).sum()) / shard.copies
+        return float((expected.astype("float64") ** 2).sum()) / shard.replica_count
 
     squares = sum(many.run(case.degrees, work, case.backend))
     assert squares == pytest.approx(float((total.astype("float64") ** 2).sum()), rel=1e-12), "each element counts once"
@@ -182,14 +182,14 @@ def test_what_is_kept_between_micro_batches(case: Case, num_micro_batches: int, 
             shard.is_last_pass = told and seed == num_micro_batches - 1
             case.give_gradient(shard, mesh, seed)
             begun = shard.is_last_pass and not early and mesh.degrees.num_data_ranks > 1
-            assert bool(shard.bucket._on_its_way) == begun
+            assert bool(shard.bucket._reducing) == begun
             assert (shard.parameter.grad is None) == early
             shard.bucket._reduce_scatters.settle()
             assert (shard._sum.shape == [part]) if early else shard._sum is None
             assert shard.parameter._is_initialized() != (is_cut and case.stage == 3)
         own = shard.finish_gradient()
         assert shard._sum is None
-        assert not shard.bucket._on_its_way
+        assert not shard.bucket._reducing
         if own is not None:
             assert np.array_equal(own.numpy(), case.own_part(total, mesh))
 
@@ -240,13 +240,13 @@ def test_16_bit_gradients_are_added_up_in_float32(degrees: Degrees, stage: int) 
     def work(mesh: Mesh) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shard = case.shard(mesh)
         optimizer = Optimizer([shard], section, 1)
-        before = shard.gather_part(shard.master_or_shard.detach()).numpy()
+        before = shard.gather_shard(shard.master_or_shard.detach()).numpy()
         for factor in (2048.0, 1.0, 1.0) if mesh.data_rank == 0 else (1.0, 1.0, 1.0):
             shard.gather()
             (shard.parameter.astype("float32") * factor).sum().backward()
         optimizer.finish_gradients(64.0)
         optimizer.step(1)
-        after = shard.gather_part(shard.master_or_shard.detach()).numpy()
+        after = shard.gather_shard(shard.master_or_shard.detach()).numpy()
         return before, after, shard.gather_parameter().astype("float32").numpy()
 
     start = paddle.to_tensor(case.values(0)).astype("bfloat16").astype("float32").numpy()
@@ -303,7 +303,7 @@ def train(degrees: Degrees, stage: int, name: str, backend: str, samples: int, l
             norms.append(optimizer.finish_gradients(float(samples)))
             optimizer.step(step)
         parameters = {shard.name: shard.gather_parameter().numpy() for shard in shards}
-        state = {e.name: (e.value if e.is_scalar else e.shard.gather_part(e.value)).numpy() for e in optimizer.state()}
+        state = {e.name: (e.value if e.is_scalar else e.shard.gather_shard(e.value)).numpy() for e in optimizer.state()}
         return parameters, state, norms
 
     return many.run(degrees, work, backend)

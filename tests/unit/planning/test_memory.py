@@ -122,7 +122,7 @@ def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precis
         assert held.parameter_bytes == local.numel().item() * width
         if not frozen:
             copied = shard.master_or_shard.numel().item() * (4 if shard.has_master else width)
-            assert held.master_bytes == (copied if shard.owned_is_copy else 0)
+            assert held.master_bytes == (copied if shard.shard_is_copy else 0)
         assert held.reduce_in_backward == shard._reduce_in_backward
         assert held.num_owned == (
             0 if shard.is_empty else local.numel().item() if parts == 1 else shard.master_or_shard.size
