@@ -121,8 +121,8 @@ def build_model(
     from llmsuite.schema.degrees import Degrees
 
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
-    cuts = family.shard_plan or WHOLE
-    if problem := next(cuts.problems(config, mesh.degrees.tp), None):
+    plan = family.shard_plan or WHOLE
+    if problem := next(plan.problems(config, mesh.degrees.tp), None):
         raise UserError(f"--num_devices {problem}")
     # the kernels of training know neither a padding on the left nor positions of each row
     plain = dataclasses.replace(
@@ -134,7 +134,7 @@ def build_model(
     )
     with paddle.LazyGuard():
         model = family.factory()(config, plain)
-    parallelize_inference(model, cuts, mesh, values(model), backend.parameter_dtype(precision))
+    parallelize_inference(model, plan, mesh, values(model), backend.parameter_dtype(precision))
     model.eval()
     return model
 

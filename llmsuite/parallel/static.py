@@ -2,9 +2,9 @@
 
 Layers that differ only in the values of their parameters share one program and take their parameters as inputs: a
 program is made once for each shape of batch, however many layers there are. Inputs and outputs are local tensors;
-inside the program they are distributed tensors again, so that Paddle's SPMD rules decide the communication when the program is
-made, not in every step. Sums over data ranks, pipelines, recompute, clipping and the optimizer are the engine's in both
-modes.
+inside the program they are distributed tensors again, so that Paddle's SPMD rules decide the communication when the
+program is made, not in every step. Sums over data ranks, pipelines, recompute, clipping and the optimizer are the
+engine's in both modes.
 """
 
 from __future__ import annotations

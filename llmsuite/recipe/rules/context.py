@@ -20,7 +20,7 @@ class RuleContext:
     degrees: Degrees
     config: Any
     """Shape of the model; None when that is wrong itself."""
-    cuts: ShardPlan
+    shard_plan: ShardPlan
     precisions: Sequence[str] | None
     """Those of the device; None when there is no such device."""
     stage: StageSpec

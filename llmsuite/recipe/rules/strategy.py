@@ -19,13 +19,13 @@ def _no_grid(asked: RuleContext) -> Violation:
 
 def _uneven_cut(asked: RuleContext) -> Violation:
     if asked.config is not None:
-        for message in asked.cuts.problems(asked.config, asked.recipe.parallel.tensor_parallel_degree):
+        for message in asked.shard_plan.problems(asked.config, asked.recipe.parallel.tensor_parallel_degree):
             yield "parallel.tensor_parallel_degree", message
 
 
 def _no_table(asked: RuleContext) -> Violation:
     parallel = asked.recipe.parallel
-    if asked.cuts.layers:
+    if asked.shard_plan.layers:
         return
     if (pp := parallel.pipeline_parallel_degree) > 1:
         yield "parallel.pipeline_parallel_degree", f"is {pp}; this family has no table of what a pipeline cuts"
@@ -38,7 +38,7 @@ def _no_table(asked: RuleContext) -> Violation:
 
 
 def _empty_part(asked: RuleContext) -> Violation:
-    if asked.config is None or not asked.cuts.layers:
+    if asked.config is None or not asked.shard_plan.layers:
         return
     pp, chunks = asked.recipe.parallel.pipeline_parallel_degree, asked.recipe.parallel.num_chunks
     layers = asked.config.num_hidden_layers
@@ -70,29 +70,29 @@ def _nothing_to_shard(asked: RuleContext) -> Violation:
 
 
 def _no_experts(asked: RuleContext) -> Violation:
-    if (ep := asked.recipe.parallel.expert_parallel_degree) > 1 and not asked.cuts.experts:
+    if (ep := asked.recipe.parallel.expert_parallel_degree) > 1 and not asked.shard_plan.experts:
         yield "parallel.expert_parallel_degree", f"is {ep}; this family has no routed experts; remove it"
 
 
 def _uneven_experts(asked: RuleContext) -> Violation:
     d, key = asked.degrees, "parallel.expert_parallel_degree"
-    if d.ep == 1 or not asked.cuts.experts or asked.num_devices % asked.fixed:
+    if d.ep == 1 or not asked.shard_plan.experts or asked.num_devices % asked.fixed:
         return
     if d.num_data_ranks % d.ep:
         yield key, f"is {d.ep}, which does not divide the data ranks = {d.num_data_ranks}"
     elif d.sharding % d.ep and d.ep % d.sharding:
         yield key, f"is {d.ep}, which neither divides the ranks of the sharding axis = {d.sharding} nor is a multiple"
-    if asked.config is not None and (count := getattr(asked.config, asked.cuts.num_experts)) % (d.ep * d.tp):
+    if asked.config is not None and (count := getattr(asked.config, asked.shard_plan.num_experts)) % (d.ep * d.tp):
         of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}" if d.tp > 1 else ""
-        yield key, f"is {d.ep}{of_tp}, which does not divide {asked.cuts.num_experts} = {count}"
+        yield key, f"is {d.ep}{of_tp}, which does not divide {asked.shard_plan.num_experts} = {count}"
 
 
 def _no_balance(asked: RuleContext) -> Violation:
     train = asked.recipe.train
     for key in ("expert_balance_loss", "expert_bias_rate"):
-        if getattr(train, key) and not asked.cuts.gates:
+        if getattr(train, key) and not asked.shard_plan.gates:
             yield f"train.{key}", f"is {getattr(train, key)}; this family has no routed experts; set it to 0"
-    if not train.expert_bias_rate or not asked.cuts.gates or asked.config is None:
+    if not train.expert_bias_rate or not asked.shard_plan.gates or asked.config is None:
         return
     if not asked.config.has_gate_bias:
         yield "train.expert_bias_rate", "has no effect: experts of this shape are chosen without a bias; set it to 0"
