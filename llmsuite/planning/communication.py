@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from llmsuite.models.anatomy import Anatomy, MoE
 from llmsuite.models.shard_plan import SECOND_FACTOR
+from llmsuite.parallel import edges
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import BYTES, Layout, LocalParameter
@@ -44,6 +45,14 @@ class Message:
 
 Counts = dict[Message, int]
 """How often each message is sent."""
+
+
+_WHY_SENT: dict[edges.Content, str] = {
+    "header": "the shapes of what follows",
+    "document_starts": "where documents begin",
+    "activations": "activations to the next part",
+    "gradients": "gradients to the part before",
+}
 
 
 class Traffic:
@@ -173,16 +182,16 @@ class Traffic:
 
     def _edges(self, part: int, batch: MicroBatch, with_backward: bool) -> None:
         """Activations to the next part, gradients to the one before."""
-        last = len(self._layout.bounds) - 2
+        num_parts = len(self._layout.bounds) - 1
         length = batch.length // (self._mesh.degrees.tp if self._sequence_parallel else 1)
         shape = (batch.rows, length, self._anatomy.hidden)
-        if part != last:
-            self._add(PIPELINE, "send", (4,), "the size of what follows", width=8)
-            if batch.documents or batch.marked:
-                self._add(PIPELINE, "send", (batch.rows, batch.length), "where documents begin", width=8)
-            self._add(PIPELINE, "send", shape, "activations to the next part")
-        if part != 0 and with_backward:
-            self._add(PIPELINE, "send", shape, "gradients to the part before")
+        documents_length = batch.length if batch.documents or batch.marked else 0
+        for forward in (True, False) if with_backward else (True,):
+            if edges.target(part, num_parts, forward) is None:
+                continue
+            for message in edges.messages(forward, shape, documents_length):
+                width = 8 if message.is_int64 else self._width
+                self._add(PIPELINE, "send", message.shape, _WHY_SENT[message.content], width=width)
 
     # once a step
 

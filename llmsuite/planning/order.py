@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llmsuite.errors import UserError
+from llmsuite.parallel import edges
 from llmsuite.parallel.mesh import AXES, Mesh
 from llmsuite.parallel.schedule import Action
 from llmsuite.planning.communication import GROUP_AXES
@@ -161,7 +162,7 @@ def calls_of_ranks(plan: RunPlan, count: int | None = None) -> dict[int, list[Ca
             if is_member:
                 members.setdefault(key, []).append(mesh.rank)
     groups = {key: Group(str(key[0]), tuple(found)) for key, found in members.items()}
-    channels: dict[tuple[int, int, bool], Group] = {}
+    channels: dict[edges.Channel, Group] = {}
     return {mesh.rank: list(_Rank(layout, mesh, groups, channels).step(every)) for mesh in ranks}
 
 
@@ -203,17 +204,16 @@ class _Rank:
         layout: Layout,
         mesh: Mesh,
         groups: Mapping[tuple[object, ...], Group],
-        channels: dict[tuple[int, int, bool], Group],
+        channels: dict[edges.Channel, Group],
     ):
         self._layout, self._mesh, self._channels = layout, mesh, channels
         self._groups = {name: groups[key] for name, (key, is_member) in _group_keys(mesh).items() if is_member}
         self._parameters, self._stage = layout.parameters(mesh), mesh.coordinate["pp"]
         self._buckets = layout.buckets(mesh)
-        self._last = len(layout.bounds) - 2
+        self._num_parts = len(layout.bounds) - 1
         self._documents = full_micro_batch(layout.plan).documents or marks_padding(layout.plan)
-        pp, own = mesh.degrees.pp, mesh.coordinate
+        own = mesh.coordinate
         self._line = [int(rank) for rank in mesh.grid[:, own["dp"], own["sharding"], own["ep"], own["tp"]]]
-        self._next, self._previous = self._line[(self._stage + 1) % pp], self._line[self._stage - 1]
 
     def step(self, every: Sequence[Sequence[Action]]) -> Iterator[Call]:
         """A training step, then the forward passes of an evaluation."""
@@ -252,8 +252,7 @@ class _Rank:
     def _pass(self, action: Action, evaluates: bool = False, sums: bool = False) -> Iterator[Call]:
         """One pass. With `sums`, gradients that are complete after it are reduced over the data ranks meanwhile."""
         part = action.chunk * len(self._line) + self._stage
-        ahead, behind = (part + 1, part - 1) if action.forward else (part - 1, part + 1)
-        if 0 <= behind <= self._last:
+        if edges.source(part, self._num_parts, action.forward) is not None:
             yield from self._messages("receive", action, part, evaluates)
         way = "forward" if action.forward else "backward"
         why = f"{way} pass of micro-batch {action.micro_batch} through part {part}"
@@ -268,22 +267,19 @@ class _Rank:
         for name in ("data", "experts' data"):
             if sums and any(h.has_gradient and not h.reduces_each_pass and _axis("data", h) == name for h in inside):
                 yield from self._call(name, "pass", (), why)
-        if 0 <= ahead <= self._last:
-            yield from self._messages("send", action, ahead, evaluates)
+        if (target := edges.target(part, self._num_parts, action.forward)) is not None:
+            yield from self._messages("send", action, target, evaluates)
 
     def _messages(self, what: str, action: Action, to: int, evaluates: bool) -> Iterator[Call]:
-        """The messages that hand a pass on to another part: activations after their size, or a gradient."""
-        onwards = self._next if action.forward else self._previous
-        origin = self._previous if action.forward else self._next
-        key = (self._mesh.rank, onwards) if what == "send" else (origin, self._mesh.rank)
+        """The messages that pass a result on to another part."""
+        side = edges.outgoing if what == "send" else edges.incoming
+        key = side(self._line, self._mesh.rank, action.forward)
         name = "activations" if action.forward else "gradients"
-        channel = self._channels.setdefault((*key, action.forward), Group(f"channel of {name}", key))
+        channel = self._channels.setdefault(key, Group(f"channel of {name}", (key.sender, key.receiver)))
         which = f"of micro-batch {action.micro_batch} for part {to}{' in an evaluation' if evaluates else ''}"
-        if action.forward:
-            yield Call(channel, what, (4,), f"size {which}")
-            if self._documents:
-                yield Call(channel, what, (), f"documents {which}")
-        yield Call(channel, what, (), f"{name} {which}")
+        for content in edges.contents(action.forward, self._documents):
+            size = (edges.HEADER_LENGTH,) if content == "header" else ()
+            yield Call(channel, what, size, f"{content.replace('_', ' ')} {which}")
 
     def _ledger(self) -> Iterator[Call]:
         if self._mesh.reads_data:
