@@ -73,7 +73,7 @@ class Int8Weights:
             if of_inputs:  # parts of one tensor have the same inputs
                 scales[f"{layer}.input_scale"] = np.array([max(of_inputs)], "float32")
         specs = [TensorSpec(name, value.shape, "float32") for name, value in scales.items()]
-        return write_tensors(directory, SCALES, specs, scales.__getitem__, {"format": FORM})
+        return write_tensors(directory, SCALES, specs, scales.__getitem__, {"format": QUANT_METHOD})
 
 
 def quantised(model: ModelDirectory, rounded: Mapping[str, Sequence[float]]) -> ModelDirectory:
@@ -120,9 +120,9 @@ def input_scales(model: ModelDirectory) -> dict[str, float]:
 
 
 SCALES = Dequantised.STEM
-FORM = "llmsuite int8"
+QUANT_METHOD = "llmsuite int8"
 
 
 def quantization_config() -> dict[str, Any]:
     """What config.json says of it."""
-    return {"quant_method": FORM, "weight_bits": 8}
+    return {"quant_method": QUANT_METHOD, "weight_bits": 8}

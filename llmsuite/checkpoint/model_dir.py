@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
-from llmsuite.checkpoint.stored import INT8, Stored
+from llmsuite.checkpoint.stored import INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of
@@ -88,7 +88,7 @@ class ModelDirectory:
         value = self.files.read(theirs, index[::-1] if index and transposed else index)
         return value.T if transposed else value
 
-    def stored(self, name: str, transposed: bool) -> Stored | None:
+    def stored(self, name: str, transposed: bool) -> StoredTensor | None:
         """A parameter as it lies in a file, if it does so in one piece, [outputs, inputs] or not as is wanted."""
         place, is_linear = self.tensors[name], self.family.names().is_linear(name)
         if place.stacked or place.num_parts > 1 or not isinstance(self.files, TensorFiles):

@@ -41,7 +41,7 @@ _CHUNK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file."""
 
     name: str
@@ -114,7 +114,7 @@ class Stored:
             )
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """What a safetensors file holds, in the order of the header.
 
     Raises:
@@ -142,7 +142,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     return {tensor.name: tensor for tensor in found}
 
 
-def _entry(path: Path, data: int, name: str, entry: Any) -> Stored:
+def _entry(path: Path, data: int, name: str, entry: Any) -> StoredTensor:
     """A tensor of a header; raises one of the errors that damaged JSON leads to."""
     code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
@@ -150,7 +150,7 @@ def _entry(path: Path, data: int, name: str, entry: Any) -> Stored:
     itemsize = np.dtype(DTYPES[code]).itemsize if code in DTYPES else _OTHER_SIZES.get(code)
     if end < begin or (itemsize is not None and math.prod(shape) * itemsize != end - begin):
         raise ValueError(f"{name!r} is {shape} of {code}, which are not {end - begin:,} bytes")
-    return Stored(name, path, code, tuple(shape), data + begin, end - begin)
+    return StoredTensor(name, path, code, tuple(shape), data + begin, end - begin)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.stored import CODES, Stored
+from llmsuite.checkpoint.stored import CODES, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.files import first_fault, fsync, ranges_of, write_json
 from llmsuite.threads import run_all
@@ -84,7 +84,7 @@ def in_parts(spec: TensorSpec, read: Callable[[Sequence[slice] | None], np.ndarr
         yield read([slice(first, min(first + num_rows, spec.shape[0])), *rest])
 
 
-Values = np.ndarray | Iterable[np.ndarray] | Stored
+Values = np.ndarray | Iterable[np.ndarray] | StoredTensor
 """Values to be written: a whole tensor, its parts along the first dim, or a tensor to be copied from a file."""
 
 
@@ -252,7 +252,7 @@ class TensorFile:
                 at += len(data)
                 progress(len(data))
         assert at - start == spec.num_bytes, f"{spec} was announced, {at - start} bytes came"
-        if isinstance(values, Stored):
+        if isinstance(values, StoredTensor):
             values.compare(digest.hexdigest())
         self._entries[spec.name] = {
             "start": start,
@@ -276,7 +276,7 @@ def _write_all(file: Any, data: memoryview) -> None:
 
 
 def _bytes_of(spec: TensorSpec, values: Values) -> Iterator[memoryview]:
-    if isinstance(values, Stored):
+    if isinstance(values, StoredTensor):
         found = (values.shape, values.dtype)
         assert found == (spec.shape, spec.dtype), f"{spec} was announced, {found} came"
         yield from values.chunks()

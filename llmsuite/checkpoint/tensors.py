@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from llmsuite.checkpoint.stored import INT8, Stored, read_header
+from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
 from llmsuite.errors import UserError
 from llmsuite.files import MANIFEST, Range, broken_file, read_json_file, read_manifest, sha256_of
 
@@ -65,7 +65,7 @@ class TensorFiles:
             UserError: there is no such set, its index is wrong, or a header is not as it was written.
         """
         self.directory = directory
-        self._headers: dict[str, dict[str, Stored]] = {}
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
         self._manifest: dict[Path, list[Range]] | None = None
         self._checked, self._lock = set[str](), threading.Lock()
         if check and (directory / MANIFEST).is_file():
@@ -101,7 +101,7 @@ class TensorFiles:
         found = self.stored(name)
         return TensorSpec(name, found.shape, found.dtype)
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         """A tensor as it lies in its file."""
         if name not in self._file_of:
             raise UserError(f"{self.directory}: has no tensor {name!r}")
@@ -121,7 +121,7 @@ class TensorFiles:
             found.check()
         return found.read(index)
 
-    def _header(self, file_name: str) -> dict[str, Stored]:
+    def _header(self, file_name: str) -> dict[str, StoredTensor]:
         with self._lock:
             if file_name not in self._headers:
                 path = self.directory / file_name
@@ -176,7 +176,9 @@ def _beside(name: str, kind: str) -> str:
     return f"{name.removesuffix('.weight')}.{kind}"
 
 
-def _with_sha256(path: Path, header: dict[str, Stored], ranges: Sequence[Range] | None) -> dict[str, Stored]:
+def _with_sha256(
+    path: Path, header: dict[str, StoredTensor], ranges: Sequence[Range] | None
+) -> dict[str, StoredTensor]:
     """What a manifest tells of the tensors of a file, whose header is as it was written."""
     if ranges is None:
         raise UserError(f"{path}: manifest.json beside it does not tell of it; nothing was made of it")

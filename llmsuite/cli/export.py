@@ -63,7 +63,7 @@ def run_verify(args: Any, registry: Registry) -> int:
 def run_deploy(args: Any, registry: Registry) -> int:
     backend = _start(args, registry)
     from llmsuite.checkpoint.int8 import input_scales
-    from llmsuite.convert.rewrite import Form, Rewrite
+    from llmsuite.convert.rewrite import OutputFormat, Rewrite
 
     target = Path(args.output)
     if target.exists():
@@ -75,7 +75,7 @@ def run_deploy(args: Any, registry: Registry) -> int:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        rewrite = Rewrite(model, Form("hf"))
+        rewrite = Rewrite(model, OutputFormat("hf"))
         rewrite.write(part / MERGED)
         print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
         args.base = args.config = None  # they belong to the source; from here on it is the merged model

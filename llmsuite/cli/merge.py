@@ -66,7 +66,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.int8 import quantised, rounded_layers
     from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
     from llmsuite.convert.adapter import add_adapter
-    from llmsuite.convert.rewrite import DTYPES, Form, Rewrite
+    from llmsuite.convert.rewrite import DTYPES, OutputFormat, Rewrite
     from llmsuite.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
     from llmsuite.progress import track_bytes
@@ -101,7 +101,7 @@ def run(args: Any, registry: Registry) -> int:
         else MAX_FILE_BYTES
     )
     dtype = DTYPES[args.dtype] if args.dtype and not is_int8 else None
-    rewrite = Rewrite(model, Form(args.layout, dtype, size, args.split_num, args.fused))
+    rewrite = Rewrite(model, OutputFormat(args.layout, dtype, size, args.split_num, args.fused))
     with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
         rewrite.write(target, progress)
     files = len(list(target.glob("*.safetensors")))

@@ -1,4 +1,4 @@
-"""The model that the words of a command line name, ready to answer."""
+"""Opens the model that a command line names, ready to answer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """What `open_generator` gives."""
+class OpenedModel:
+    """A model with its tokenizer, ready to answer."""
 
     generator: Generator
     speaks: bool
@@ -26,7 +26,7 @@ class Opened:
     """The live one; None for an exported one."""
 
 
-def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened:
+def open_generator(args: Any, registry: Registry, cached: bool = True) -> OpenedModel:
     """Start Paddle and load the model.
 
     Args:
@@ -80,4 +80,4 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
 
     tokenizer = TextTokenizer(directory)
     generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), as_first_rank)
-    return Opened(generator, collective.rank() == 0, where, model)
+    return OpenedModel(generator, collective.rank() == 0, where, model)

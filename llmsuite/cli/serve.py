@@ -54,9 +54,10 @@ def run(args: Any, registry: Registry) -> int:
 
     opened = open_generator(args, registry)
     from llmsuite.inference.prompts import Prompter
-    from llmsuite.serving.app import Service, make_app
+    from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
     from llmsuite.serving.metrics import Metrics
+    from llmsuite.serving.service import Service
 
     name = args.name or Path(args.model).absolute().name
     limits = Limits(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.stored import Stored, read_header
+from llmsuite.checkpoint.stored import StoredTensor, read_header
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.convert.blocks import Block, BlockFiles, Index
 from llmsuite.convert.pickled import StoredArray, read_pickle
@@ -70,9 +70,9 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
             raise UserError(f"{directory / file}: is no dict of tensors")
         return content
 
-    def array(file: str, key: str) -> StoredArray | Stored:
+    def array(file: str, key: str) -> StoredArray | StoredTensor:
         value = shard(file).get(key)
-        if isinstance(value, Stored):
+        if isinstance(value, StoredTensor):
             return dataclasses.replace(value, code="BF16") if value.code == "U16" else value  # Paddle writes the bits
         value = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # with Paddle's name of it
         if not isinstance(value, StoredArray):
@@ -84,7 +84,7 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
         parts = [record.fields for record in metadata["state_dict_metadata"][key]]
         spec = TensorSpec(name, _whole_shape(parts), np.dtype(str(parts[0]["dtype"])).name)
         specs[name] = spec
-        pieces: dict[tuple[Any, Any], list[tuple[range, StoredArray | Stored, str]]] = {}
+        pieces: dict[tuple[Any, Any], list[tuple[range, StoredArray | StoredTensor, str]]] = {}
         for part in parts:
             offset, shape = tuple(part["global_offset"]), tuple(part["local_shape"])
             flat = part.get("flattened_range")
@@ -104,8 +104,8 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
     return result
 
 
-def _spec(found: StoredArray | Stored, name: str) -> TensorSpec:
-    return TensorSpec(name, found.shape, found.dtype) if isinstance(found, Stored) else found.spec(name)
+def _spec(found: StoredArray | StoredTensor, name: str) -> TensorSpec:
+    return TensorSpec(name, found.shape, found.dtype) if isinstance(found, StoredTensor) else found.spec(name)
 
 
 def _model_names(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -132,7 +132,7 @@ def _block(
     key: str,
     offset: tuple[int, ...],
     shape: tuple[int, ...],
-    pieces: list[tuple[range, StoredArray | Stored, str]],
+    pieces: list[tuple[range, StoredArray | StoredTensor, str]],
 ) -> Block:
     """A block that lies whole in one file, or flattened and cut over several, as sharding stage 1 of Paddle writes."""
     pieces = sorted(pieces, key=lambda piece: piece[0].start)

@@ -20,7 +20,7 @@ from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
 from llmsuite.checkpoint.int8 import Int8Weights, quantization_config
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
 from llmsuite.checkpoint.model_writer import Arrangement, copy_tokenizer
-from llmsuite.checkpoint.stored import INT8, Stored
+from llmsuite.checkpoint.stored import INT8, StoredTensor
 from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES, WriteOptions, in_parts, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
@@ -32,7 +32,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class OutputFormat:
     """How a model is written."""
 
     layout: Layout
@@ -48,7 +48,7 @@ class Form:
 class Rewrite:
     """What is to be written, known before anything is."""
 
-    def __init__(self, model: ModelDirectory, form: Form):
+    def __init__(self, model: ModelDirectory, form: OutputFormat):
         self.model, self.form = model, form
         specs = [model.spec(name) for name in model.names]
         if form.dtype:
@@ -107,7 +107,7 @@ class Rewrite:
             copy_tokenizer(model.path, directory)
             manifest.update(dataclasses.asdict(written))
 
-    def _read(self, theirs: str) -> Stored | Iterator[np.ndarray]:
+    def _read(self, theirs: str) -> StoredTensor | Iterator[np.ndarray]:
         spec = self._by_name[theirs]
         if theirs not in self._parts and len(pieces := self._arrangement.parameters(theirs)) == 1:
             found = self.model.stored(pieces[0], transposed=self.form.layout == "hf")

@@ -1,4 +1,4 @@
-"""Attention of a few new queries over a long cache."""
+"""Attention of a few new queries over a long cache of keys and values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llmsuite.typing import Tensor
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """As `llmsuite.devices.ops.attention`, without a copy of keys and values for each query head or of the cache; runs
-    in a static program with open batch and lengths.
+    """As `llmsuite.devices.ops.attention`, but keys and values are not repeated for each query head, and the cache
+    is not copied. Runs in a static program with dynamic batch and lengths.
 
     q [B, L, H, K]; k, v [B, J, S, K]; mask [B, 1, L, S], or of every head, [B, J, H / J, L, S] -> [B, L, H, K].
     """
     num_groups, width, length, keys = k.shape[1], k.shape[3], dim_size(q, 1), dim_size(k, 2)
     q = (q * width**-0.5).transpose([0, 2, 1, 3])
-    # the queries of a group lie one behind the other: one product a group
+    # the queries of a group are laid end to end: one product a group
     scores = paddle.matmul(q.reshape([0, num_groups, -1, width]), k, transpose_y=True)
     mask = mask if mask.ndim == 5 else mask.unsqueeze(1)
     weights = F.softmax(scores.reshape([0, num_groups, -1, length, keys]) + mask, -1)

@@ -1,4 +1,4 @@
-"""Sequences that are decoded together. They come and go at any pass, and each is what it would be alone."""
+"""Continuous batching: sequences join and leave the batch at any pass, and each decodes as it would alone."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FinishReason = Literal["stop", "length"]
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """What the model gave a token it was made to choose, before penalties and temperature."""
+    """Log-probability of a chosen token by the model, before penalties and temperature."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens and their log-probabilities, the likeliest first."""
+    """The most likely tokens and their log-probabilities, in descending order."""
 
 
 class Line:
-    """One answer in the making."""
+    """One answer that is being decoded."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Line:
             prompt: token ids, at least one.
             sampling: how to choose, and when to end.
             stop_ids: tokens that end the answer; they are not among its ids.
-            text: follows the answer, for stop texts; None to go by tokens only.
-            number: which answer to this prompt it is: each is drawn with random numbers of its own.
+            text: decodes the answer and looks for stop texts; None to use token ids only.
+            number: which answer to this prompt it is; each has its own random numbers.
         """
         self.prompt, self.sampling, self.stop_ids, self.text = list(prompt), sampling, stop_ids, text
         self.ids: list[int] = []
@@ -53,26 +53,26 @@ class Line:
 
     def choose(self, logits: np.ndarray) -> int:
         """The next token. logits: [V]."""
-        wanted = penalise(logits, self.sampling, self.prompt, self.ids)
+        penalised = penalise(logits, self.sampling, self.prompt, self.ids)
         if len(self.ids) < self.sampling.min_new_tokens:
-            wanted = forbid(wanted, self.stop_ids)
-        return choose(wanted, self.sampling, self._random)
+            penalised = forbid(penalised, self.stop_ids)
+        return choose(penalised, self.sampling, self._random)
 
     def take(self, token: int, logits: np.ndarray) -> str:
-        """Add what was chosen; returns the text that is certain now."""
+        """Append the chosen token; returns the text that became certain."""
         if token in self.stop_ids:
             self.finished = "stop"
             return self.text.finish() if self.text else ""
         self.ids.append(token)
         if self.sampling.num_logprobs is not None:
             self.logprobs.append(_logprob(token, logits, self.sampling.num_logprobs))
-        said = self.text.push(token) if self.text else ""
+        released = self.text.push(token) if self.text else ""
         if self.text and self.text.stopped:
             self.finished = "stop"
         elif len(self.ids) == self.sampling.max_new_tokens:
             self.finished = "length"
-            said += self.text.finish() if self.text else ""
-        return said
+            released += self.text.finish() if self.text else ""
+        return released
 
 
 def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
@@ -82,7 +82,7 @@ def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
 
 
 def check_room(prompt: Sequence[int], max_new_tokens: int, decoder: Decoder, what: str = "the prompt") -> None:
-    """Raises UserError when prompt and answer do not fit the model, or a token is none of its."""
+    """Raises UserError when prompt and answer do not fit the model, or a token is not in its vocabulary."""
     if not prompt or len(prompt) + max_new_tokens > decoder.max_length:
         raise UserError(
             f"{what} is {len(prompt)} tokens, and max_new_tokens asks for {max_new_tokens} more; the model needs at "
@@ -93,27 +93,27 @@ def check_room(prompt: Sequence[int], max_new_tokens: int, decoder: Decoder, wha
 
 
 class Batch:
-    """The lines that are open, and their cache."""
+    """The unfinished lines, and their cache."""
 
     def __init__(self, decoder: Decoder, agree: Callable[[list[int]], list[int]] = lambda tokens: tokens):
-        """`agree`: where several ranks decode the same batch, what this one has chosen to what all of them take."""
+        """`agree`: where several ranks decode the same batch, maps the choice of this rank to the one that all take."""
         self._decoder, self._agree = decoder, agree
         self.lines: list[Line] = []
         self._padding = np.zeros(0, "int64")
         self._cache: Cache | None = None
 
     def advance(self, new: Sequence[Line] = ()) -> list[tuple[Line, str]]:
-        """One pass: the first token of new lines, or without any, the next token of all.
+        """Make one pass: the first token of new lines, or without any, the next token of all.
 
         Returns:
-            Each line that got a token and the text that became certain. Lines that are finished leave the batch.
+            Each line that got a token, with the text that became certain. Finished lines leave the batch.
         """
         if new:
-            lines, (logits, cache, padding) = list(new), self._read(new)
+            lines, (logits, cache, padding) = list(new), self._prefill(new)
             if self._cache is not None:
-                longer = num_columns(cache) - num_columns(self._cache)
-                self._padding += max(longer, 0)
-                padding = padding + max(-longer, 0)
+                difference = num_columns(cache) - num_columns(self._cache)
+                self._padding += max(difference, 0)
+                padding = padding + max(-difference, 0)
                 cache = join(self._cache, cache)
             self._padding = np.concatenate([self._padding, padding])
             self.lines += lines
@@ -123,12 +123,12 @@ class Batch:
             logits, cache = self._decoder.forward(last, self._padding, self._cache)
         self._cache = cache
         tokens = self._agree([line.choose(row) for line, row in zip(lines, logits)])
-        said = [line.take(token, row) for line, token, row in zip(lines, tokens, logits)]
+        texts = [line.take(token, row) for line, token, row in zip(lines, tokens, logits)]
         self.drop([line for line in lines if line.finished])
-        return list(zip(lines, said))
+        return list(zip(lines, texts))
 
-    def _read(self, lines: Sequence[Line]) -> tuple[np.ndarray, Cache, np.ndarray]:
-        """First pass over the prompts of lines."""
+    def _prefill(self, lines: Sequence[Line]) -> tuple[np.ndarray, Cache, np.ndarray]:
+        """The first pass of new lines, over their prompts."""
         length = max(len(line.prompt) for line in lines)
         padding = np.asarray([length - len(line.prompt) for line in lines], "int64")
         ids = np.zeros([len(lines), length], "int64")
@@ -137,11 +137,11 @@ class Batch:
         logits, cache = self._decoder.forward(ids, padding, None)
         return logits, cache, padding
 
-    def drop(self, gone: Sequence[Line]) -> None:
-        """Take lines out: finished ones, or those nobody waits for any more."""
-        if not gone or self._cache is None:
+    def drop(self, dropped: Sequence[Line]) -> None:
+        """Remove lines: finished ones, or those nobody waits for any more."""
+        if not dropped or self._cache is None:
             return
-        rows = [i for i, line in enumerate(self.lines) if line not in gone]
+        rows = [i for i, line in enumerate(self.lines) if line not in dropped]
         if len(rows) == len(self.lines):
             return
         self.lines = [self.lines[i] for i in rows]

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest answers, without chance."""
+"""Beam search: the most likely answers, without sampling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmsuite.inference.sampling import forbid, log_softmax
 
 @dataclasses.dataclass(frozen=True)
 class Beams:
-    """How wide to search."""
+    """Width and limits of a search."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -22,10 +22,10 @@ class Beams:
     counted; above 0 longer answers win, below 0 shorter ones."""
     max_new_tokens: int = 128
     min_new_tokens: int = 0
-    """No stop token before so many."""
+    """No stop token before this many tokens."""
 
     def __post_init__(self) -> None:
-        """Raises UserError naming the value that cannot be."""
+        """Raises UserError naming an invalid value."""
         if self.num_beams < 1:
             raise UserError(f"num_beams: is {self.num_beams}; it has to be 1 or more")
         if self.max_new_tokens < 1 or not 0 <= self.min_new_tokens <= self.max_new_tokens:
@@ -33,11 +33,11 @@ class Beams:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """An answer of the search."""
+class Hypothesis:
+    """A finished text of the search."""
 
     ids: tuple[int, ...]
-    """Without the stop token."""
+    """Token ids without the stop token."""
     score: float
     stopped: bool
     """Whether it ends with a stop token, rather than at max_new_tokens."""
@@ -50,17 +50,17 @@ def beam_search(
     beams: Beams,
     num_answers: int = 1,
     agree: Callable[[list[int]], list[int]] = lambda tokens: tokens,
-) -> list[Found]:
+) -> list[Hypothesis]:
     """The best answers that are found, the best first.
 
-    In each step the `num_beams` likeliest unfinished texts go on. The search ends when no text that is open can still
-    beat the worst of the answers wanted, or at max_new_tokens.
+    Each step continues the `num_beams` most likely unfinished texts. The search ends when none of them can still beat
+    the worst of the answers that are kept, or at max_new_tokens.
 
     Args:
         decoder: the model.
         prompt: token ids, at least one.
         stop_ids: tokens that end a text.
-        beams: how wide.
+        beams: width and limits.
         num_answers: how many; at most num_beams.
         agree: see `llmsuite.inference.batch.Batch`.
 
@@ -69,7 +69,7 @@ def beam_search(
     """
     if num_answers > beams.num_beams:
         raise UserError(f"num_return_sequences: is {num_answers}, more than num_beams = {beams.num_beams}")
-    finished: list[Found] = []
+    finished: list[Hypothesis] = []
     texts: list[tuple[int, ...]] = [()]
     sums = np.zeros(1)  # log-probability of each text
     cache: Cache | None = None
@@ -83,31 +83,31 @@ def beam_search(
         best = np.argsort(-totals, kind="stable")[:wanted]
         best = np.asarray(agree([int(i) for i in best if np.isfinite(totals[i])]), "int64")
         rows, tokens = np.divmod(best, logits.shape[1])
-        going: list[int] = []
+        kept: list[int] = []
         for place, (row, token) in enumerate(zip(rows, tokens)):
             if int(token) in stop_ids:
-                # below the beam it is no candidate: wider beams would find it
+                # outside the beam it is no candidate: wider beams would find it
                 if place < beams.num_beams:
                     score = float(totals[best[place]]) / length**beams.length_penalty
-                    finished.append(Found(texts[row], score, True))
-            elif len(going) < beams.num_beams:
-                going.append(place)
+                    finished.append(Hypothesis(texts[row], score, True))
+            elif len(kept) < beams.num_beams:
+                kept.append(place)
         finished = _best(finished, num_answers)
-        sums = totals[best[going]]
-        texts = [(*texts[rows[i]], int(tokens[i])) for i in going]
+        sums = totals[best[kept]]
+        texts = [(*texts[rows[i]], int(tokens[i])) for i in kept]
         if not texts or (len(finished) == num_answers and finished[-1].score >= _reachable(sums[0], length, beams)):
             return finished
-        cache = keep_rows(cache, [int(rows[i]) for i in going])
+        cache = keep_rows(cache, [int(rows[i]) for i in kept])
         ids = np.asarray([[text[-1]] for text in texts], "int64")
     scores = sums / beams.max_new_tokens**beams.length_penalty
-    return _best([*finished, *(Found(t, float(s), False) for t, s in zip(texts, scores))], num_answers)
+    return _best([*finished, *(Hypothesis(t, float(s), False) for t, s in zip(texts, scores))], num_answers)
 
 
-def _best(found: list[Found], count: int) -> list[Found]:
+def _best(found: list[Hypothesis], count: int) -> list[Hypothesis]:
     return sorted(found, key=lambda f: -f.score)[:count]
 
 
 def _reachable(log_probability: float, length: int, beams: Beams) -> float:
-    """The best score a text of this length can come to: it only gets less likely, by however little."""
+    """Upper bound of the score that a text of this length can reach: it only becomes less likely as it grows."""
     at = beams.max_new_tokens if beams.length_penalty > 0 else length + 1
     return float(log_probability) / at**beams.length_penalty

@@ -1,7 +1,7 @@
-"""One pass of a model over the newest tokens of a batch, and what is done to its cache between passes.
+"""One pass of a model over the newest tokens of a batch, and the operations on its cache between passes.
 
-A batch is padded on the left. Its cache is a list of tensors [B, …, S, …], their columns the last dim but one and the
-same in each of them, so that rows can be taken out, reordered and joined whatever a family keeps in it.
+A batch is padded on the left. Its cache is a list of tensors [B, …, S, …]; a column is a position, along the last dim
+but one. All tensors have the same columns, so rows can be dropped, reordered and joined whatever a family caches.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 import paddle
 
-from llmsuite.inference.fused import has_room
+from llmsuite.inference.fused import accepts_buffer
 from llmsuite.typing import Tensor
 
 Cache = Sequence[Tensor]
 
 
 class Decoder(Protocol):
-    """What generation asks of a model, live or exported."""
+    """The interface of a model for generation, live or exported."""
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer together."""
+        """Most tokens of prompt and answer together."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -33,12 +33,12 @@ class Decoder(Protocol):
         """One pass.
 
         Args:
-            ids: [B, L] int64, what follows the cache.
+            ids: [B, L] int64, the tokens behind the cache.
             padding: [B] int64, how many of the first columns are padding.
-            cache: of the columns before; None at the start.
+            cache: the columns before; None at the start.
 
         Returns:
-            Logits [B, V] float32 of what follows the last column, and the cache with the new columns.
+            Logits [B, V] float32 of the token behind the last column, and the cache with the new columns.
         """
 
 
@@ -54,13 +54,13 @@ class ModelDecoder:
         """
         Args:
             model: in evaluation mode.
-            autocast: makes the context of a pass.
-            mesh: this rank's place, for a model that is cut over ranks; all of them make the same passes.
+            autocast: creates the context of a pass.
+            mesh: this rank's place, for a model that is sharded over ranks; all of them make the same passes.
         """
         self._model, self._autocast = model, autocast
         self._tensor_mesh = mesh.tensor if mesh is not None else None
         self._placements: list[Any] = []
-        self._room = Room() if has_room(model) else None
+        self._buffer = CacheBuffer() if accepts_buffer(model) else None
         self._next_logits = model.__dict__.get("next_logits")
 
     @property
@@ -75,15 +75,15 @@ class ModelDecoder:
         """See `Decoder`."""
         tokens, padding = paddle.to_tensor(ids), paddle.to_tensor(padding)
         with paddle.no_grad(), self._autocast():
-            if cache is not None and self._room is not None:
+            if cache is not None and self._buffer is not None:
                 filled = num_columns(cache)
-                whole = self._room.of(cache, ids.shape[1])
+                whole = self._buffer.reserve(cache, ids.shape[1])
                 if self._next_logits is not None and ids.shape[1] == 1:
                     logits = self._next_logits(tokens, padding, whole, filled)
                 else:
                     hidden, _ = self._model.decode_step(tokens, padding, _pairs(whole), filled)
                     logits = self._model.logits(hidden[:, -1])
-                present = self._room.give(filled + ids.shape[1])
+                present = self._buffer.view(filled + ids.shape[1])
             else:
                 pairs = None if cache is None else _pairs(self._distributed(cache))
                 hidden, new = self._model.decode_step(tokens, padding, pairs)
@@ -120,37 +120,37 @@ def _pairs(cache: Cache) -> list[tuple[Tensor, Tensor]]:
     return list(zip(cache[::2], cache[1::2]))
 
 
-class Room:
-    """A cache with free columns, which passes fill one after the other: nothing is copied as it grows.
+class CacheBuffer:
+    """A cache with spare columns, which passes fill one after the other: nothing is copied as it grows.
 
-    What a pass gives are views of the columns so far. Those of any other pass, or that have been changed, are copied
-    when they are gone on from: a column that somebody sees is never written again.
+    A pass returns views of the columns so far. If the next pass gets another cache than the one returned last, it is
+    copied to a new buffer: a column that somebody holds is never overwritten.
     """
 
     SPARE = 32
-    """Free columns at first; they cost a little in every pass."""
+    """Spare columns of a new buffer; they cost a little in every pass."""
 
     def __init__(self) -> None:
         self._whole: Cache = []
-        self._given: Cache | None = None
+        self._returned: Cache | None = None
 
-    def of(self, cache: Cache, num_new: int) -> Cache:
-        """A cache with room for new columns."""
+    def reserve(self, cache: Cache, num_new: int) -> Cache:
+        """The whole buffer with `cache` in front, and room for new columns behind."""
         filled = num_columns(cache)
-        if cache is not self._given or filled + num_new > num_columns(self._whole):
+        if cache is not self._returned or filled + num_new > num_columns(self._whole):
             self._whole = []  # before the new one is made
-            self._whole = [_with_free_columns(tensor, num_new + self.SPARE) for tensor in cache]
-        self._given = None
+            self._whole = [_with_spare_columns(tensor, num_new + self.SPARE) for tensor in cache]
+        self._returned = None
         return self._whole
 
-    def give(self, filled: int) -> Cache:
-        """The columns that are filled now."""
-        self._given = _Columns(self._whole, filled)
-        return self._given
+    def view(self, filled: int) -> Cache:
+        """The columns that are filled now, as a cache."""
+        self._returned = _Columns(self._whole, filled)
+        return self._returned
 
 
 class _Columns(Sequence[Tensor]):
-    """The first columns of every tensor of a cache: views, made when they are asked for."""
+    """The first columns of every tensor of a cache: views that are made on access."""
 
     def __init__(self, whole: Cache, count: int):
         self._whole, self.filled = whole, count
@@ -164,12 +164,12 @@ class _Columns(Sequence[Tensor]):
         return self._whole[number][..., : self.filled, :]
 
 
-def _with_free_columns(tensor: Tensor, count: int) -> Tensor:
+def _with_spare_columns(tensor: Tensor, count: int) -> Tensor:
     return paddle.concat([tensor, paddle.zeros([*tensor.shape[:-2], count, tensor.shape[-1]], tensor.dtype)], -2)
 
 
 class Uncached:
-    """A decoder that reads the whole text again in every pass; its cache is the text."""
+    """A decoder without a cache of keys and values: every pass reads the whole text again."""
 
     def __init__(self, decoder: Decoder):
         self._decoder = decoder
@@ -191,7 +191,7 @@ class Uncached:
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], first_column: int = 0) -> Cache:
-    """The cache of some rows, in this order, without the columns before one that are padding in all of them."""
+    """The cache of some rows, in this order, from `first_column` on: what is before is padding in all of them."""
     index = paddle.to_tensor(np.asarray(rows, "int64"))
     if first_column:
         cache = [tensor[..., first_column:, :] for tensor in cache]
@@ -199,7 +199,7 @@ def keep_rows(cache: Cache, rows: Sequence[int], first_column: int = 0) -> Cache
 
 
 def num_columns(cache: Cache) -> int:
-    """How long it is."""
+    """Number of columns of a cache."""
     return cache.filled if isinstance(cache, _Columns) else int(cache[0].shape[-2])
 
 

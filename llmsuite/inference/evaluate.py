@@ -1,4 +1,4 @@
-"""How good is a model: perplexity of texts, exact match of answers, and whether it prefers what people did."""
+"""Evaluation of a model: perplexity of texts, exact match of answers, and accuracy on preference pairs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from llmsuite.inference.prompts import Prompt
 from llmsuite.inference.sampling import Sampling
 
 Scorer = Callable[[Sequence[Sequence[int]]], list[np.ndarray]]
-"""Token ids of some texts to the log-probability of each token but the first, given those before it."""
+"""Maps token ids of texts to the log-probability of each token but the first, given those before it."""
 
 
 def scorer(model: Any, batch_size: int) -> Scorer:
-    """Scores with a live model, texts of about one length together."""
+    """A scorer of a live model; texts of similar length share a batch."""
 
     def score(texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         found: dict[int, np.ndarray] = {}
@@ -48,18 +48,18 @@ def scorer(model: Any, batch_size: int) -> Scorer:
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Of texts."""
+    """Perplexity of a set of texts."""
 
     perplexity: float
     """exp of the mean negative log-probability of a token."""
     bits_per_byte: float
-    """The same by bytes of text, which does not depend on the tokenizer."""
+    """The same per byte of text, which does not depend on the tokenizer."""
     num_tokens: int
-    """That were predicted: all but the first of each text."""
+    """Tokens that were predicted: all but the first of each text."""
 
 
 def perplexity(score: Scorer, tokenizer: TextTokenizer, texts: Sequence[str], max_length: int) -> Perplexity:
-    """Every token but the first of each text is predicted once, from at most max_length - 1 tokens before it.
+    """Perplexity of texts: every token but the first is predicted once, from at most max_length - 1 tokens before it.
 
     Raises:
         UserError: there is nothing to predict.
@@ -77,25 +77,25 @@ def perplexity(score: Scorer, tokenizer: TextTokenizer, texts: Sequence[str], ma
 
 
 def _windows(ids: Sequence[int], length: int) -> Iterator[Sequence[int]]:
-    """Cut a text; the last token of a piece is the first of the next, so each is predicted once."""
+    """Split a text; the last token of a window is the first of the next, so that each is predicted once."""
     for start in range(0, len(ids) - 1, length - 1):
         yield ids[start : start + length]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExactMatch:
-    """Of answers."""
+    """Share of answers that are exactly the expected ones."""
 
     share: float
     num_rows: int
     wrong: list[tuple[str, str]]
-    """What was said and what was wanted, of the first that do not match."""
+    """Answer and expected answer of the first rows that do not match."""
 
 
 def exact_match(
     generator: Generator, prompts: Sequence[Prompt], wanted: Sequence[str], max_new_tokens: int, batch_size: int
 ) -> ExactMatch:
-    """Greedy answers that are what was wanted, but for space around them."""
+    """Compare greedy answers with the expected ones, but for white space around them."""
     sampling, wrong = Sampling(max_new_tokens=max_new_tokens), []
     answers = generator.answers((prompt.ids for prompt in prompts), sampling, batch_size=batch_size)
     for (answer,), right in zip(answers, wanted, strict=True):
@@ -106,28 +106,28 @@ def exact_match(
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceAccuracy:
-    """Of pairs."""
+    """Accuracy of a model as a judge of preference pairs."""
 
     share: float
-    """Of pairs whose chosen answer is likelier than the rejected one; a tie counts half."""
+    """Share of pairs whose chosen answer is more likely than the rejected one; a tie counts half."""
     share_per_token: float
-    """The same by the mean log-probability of a token, which does not favour short answers."""
+    """The same by the mean log-probability per token, which does not favour short answers."""
     num_pairs: int
 
 
 def preference_accuracy(
     score: Scorer, tokenizer: TextTokenizer, template: ChatTemplate, rows: Sequence[Preference], max_length: int
 ) -> PreferenceAccuracy:
-    """How often a model prefers what was chosen, by the log-probability of the answers.
+    """How often a model prefers the chosen answer, by the log-probabilities of both.
 
     Raises:
-        UserError: a pair is longer than the model.
+        UserError: a pair is longer than the model's maximum length.
     """
     texts, starts = [], []
     for number, row in enumerate(rows, 1):
         for answer in (row.chosen, row.rejected):
-            before, said = template.split(row.prompt, answer)
-            prompt, ids = tokenizer.encode(before), tokenizer.encode(said)
+            before, completion = template.split(row.prompt, answer)
+            prompt, ids = tokenizer.encode(before), tokenizer.encode(completion)
             if len(prompt) + len(ids) > max_length or not prompt or not ids:
                 raise UserError(
                     f"row {number}: has {len(prompt)} + {len(ids)} tokens; the model takes 2 to {max_length}"

@@ -1,8 +1,8 @@
-"""A model as a program of Paddle Inference: model.json, model.pdiparams, and what is needed to use them.
+"""Exports a model as a program of Paddle Inference: model.json, model.pdiparams, config and tokenizer.
 
-The program is one pass of generation with open batch and lengths: token ids, padding and the cache go in, the logits of
-the last column and the longer cache come out. A cache of no columns is the start. A second program with the same
-parameters may hold the whole loop (`llmsuite.inference.loop`).
+The program is one decoding step with dynamic batch and lengths: from token ids, padding and the cache to the logits of
+the last column and the extended cache. Generation starts with a cache of no columns. A second program with the same
+parameters may hold the whole decoding loop (`llmsuite.inference.loop`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmsuite.errors import UserError
 from llmsuite.files import MANIFEST, committed_directory, read_json_file, sha256_of, write_json
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model
-from llmsuite.inference.loop import SPEC, Loop
+from llmsuite.inference.loop import SPEC, GreedyLoop
 from llmsuite.inference.static_experts import make_static
 from llmsuite.typing import Tensor
 
@@ -35,24 +35,24 @@ FORMAT = 2
 KIND = "llmsuite static program"
 PROGRAM, PARAMETERS = "model.json", "model.pdiparams"
 LOOP = "loop.json"
-"""The program with the decoding loop, where it was asked for."""
+"""The program with the decoding loop, where it was exported."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What the manifest of an exported model says."""
+    """The manifest of an exported model."""
 
     precision: str
     cache_shapes: list[list[int]]
-    """Of each tensor of the cache, its columns 0."""
+    """Shape of each tensor of the cache, without the batch and with 0 columns."""
     source: str
-    """Where the model was."""
+    """Directory of the model that was exported."""
     source_sha256: dict[str, str]
-    """Of each file of the model, and of the recipe of its run where there is one."""
+    """Digest of each file of the model, and of the recipe of its run where there is one."""
 
 
-class Pass(nn.Layer):
-    """What becomes the program."""
+class DecodeStep(nn.Layer):
+    """One step of generation, which becomes the program."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -99,16 +99,16 @@ def export(
     manifest = {"format": FORMAT, "kind": KIND, **dataclasses.asdict(exported), "llmsuite": __version__}
     with committed_directory(target, {**manifest, "paddle": paddle.__version__}) as directory:
         make_static(model)
-        _leave_as_it_is(model)
-        _save(Pass(model), directory / PROGRAM, spec)
+        _skip_transcription(model)
+        _save(DecodeStep(model), directory / PROGRAM, spec)
         if decoding_loop:
-            _save(Loop(model, shapes), directory / LOOP, SPEC)
+            _save(GreedyLoop(model, shapes), directory / LOOP, SPEC)
             parameters = (directory / LOOP).with_suffix(".pdiparams")
             assert sha256_of(parameters) == sha256_of(directory / PARAMETERS), "the programs have other parameters"
             parameters.unlink()
         write_json(directory / "config.json", source.config.to_hf())
         copy_tokenizer(tokenizer, directory)
-        for path in sorted(source.path.glob(f"{SCALES}*")):  # for whoever multiplies integers
+        for path in sorted(source.path.glob(f"{SCALES}*")):  # for runtimes that multiply integers
             shutil.copyfile(path, directory / path.name)
     return exported
 
@@ -121,7 +121,7 @@ def _save(program: nn.Layer, path: Path, spec: list[Any]) -> None:
 
 
 def cache_shapes(model: Any) -> list[list[int]]:
-    """Of each tensor of a model's cache, its columns 0, without the batch; found by a pass."""
+    """Shape of each tensor of a model's cache, without the batch and with 0 columns; found by a pass."""
     with paddle.no_grad():
         _, present = model.decode_step(paddle.zeros([1, 1], "int64"), paddle.zeros([1], "int64"), None)
     return [[*tensor.shape[1:-2], 0, tensor.shape[-1]] for pair in present for tensor in pair]
@@ -146,14 +146,14 @@ def read_manifest(path: Path) -> Exported:
 
 
 def _files(source: ModelDirectory) -> list[Path]:
-    """Files that decide what is exported."""
+    """The files that the exported program depends on."""
     recipe = [path / "recipe.json" for path in source.path.parents[:2]]
     return [source.path / "config.json", *source.files.paths, *(path for path in recipe if path.is_file())]
 
 
-def _leave_as_it_is(model: Any) -> None:
-    """The code of a pass depends on no tensor's values, so Paddle need not rewrite it, which takes long and would make
-    branches of what is decided by shapes."""
+def _skip_transcription(model: Any) -> None:
+    """Keep Paddle from rewriting the Python code of a pass: no branch depends on the values of a tensor, and rewriting
+    takes long and would turn decisions by shape into branches of the program."""
     modules = {type(layer).__module__ for layer in model.sublayers(include_self=True)}
     ours = {name for name in modules if not name.startswith("paddle.")}
     ours |= {
@@ -169,7 +169,7 @@ def _leave_as_it_is(model: Any) -> None:
 
 
 def _quantise(model: Any) -> None:
-    """Weights of the linear layers as int8 with a scale a column, as Paddle's kernels for GPUs take them."""
+    """Make the weights of linear layers int8 with one scale per column, the format of Paddle's kernels for GPUs."""
     from paddle.nn.quant import weight_only_linear, weight_quantize
 
     for layer in model.sublayers():

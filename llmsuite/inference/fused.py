@@ -1,7 +1,7 @@
-"""Layers in the form that is fastest for generation on one device: fewer and larger products, fewer small ops.
+"""Faster forms of layers for generation on one device: fewer and larger products, fewer small ops.
 
-A pass over one new token reads every weight once and computes little with it: on a CPU, what ops cost beside that
-decides. Values stay what they are, but for rounding.
+A pass over one new token reads every weight once and computes little with it, so on a CPU the overhead of ops decides.
+Values are the same but for rounding.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from llmsuite.typing import Tensor
 
 @paddle.no_grad()
 def fuse(model: CausalLM, live: Ops | None = None) -> None:
-    """Let the layers of a model compute in the forms below, for good; they must not be cut over ranks.
+    """Replace the forward of layers by the forms below, for good; the model must not be sharded over ranks.
 
-    Layers of other kinds, such as DeepSeek's attention, stay as they are, and layers that round their inputs.
+    Layers of other kinds, such as DeepSeek's attention, and layers that round their inputs stay as they are.
 
     Args:
         model: in evaluation mode.
-        live: the device's operations, for a model that is not to become a program.
+        live: the device's operations, for a model that will not be exported as a program.
     """
     attentions = [module for module in model.sublayers() if isinstance(module, Attention)]
     if not all(_is_plain(m.q_proj, m.k_proj, m.v_proj) for m in attentions):
@@ -45,38 +45,38 @@ def fuse(model: CausalLM, live: Ops | None = None) -> None:
         repeats = attentions[0].num_heads
         for name in ("layer_inputs", "layer_inputs_at"):
             model.__dict__[name] = _for_whole_heads(getattr(model, name), *repeats)
-        model.__dict__["has_room"] = True
+        model.__dict__["accepts_buffer"] = True
     if live is not None and live.next_logits is not None and (weights := _weights(model)) is not None:
         model.__dict__["next_logits"] = NextLogits(model, weights, live.next_logits)
     elif model.lm_head is None and model.model.embed_tokens.weight.place.is_cpu_place():
         model.__dict__["logits"] = TiedLogits(model.model.embed_tokens.weight)
 
 
-def has_room(model: CausalLM) -> bool:
-    """Whether the cache of a model may have free columns; see `CausalLM.decode_step`."""
-    return bool(model.__dict__.get("has_room"))
+def accepts_buffer(model: CausalLM) -> bool:
+    """Whether the cache of a model may have spare columns; see `CausalLM.decode_step`."""
+    return bool(model.__dict__.get("accepts_buffer"))
 
 
 class NextLogits:
-    """One new token of each row by a kernel for the whole decoder."""
+    """Logits of one new token of each row, by a kernel for the whole decoder."""
 
     def __init__(self, model: CausalLM, weights: DecoderWeights, kernel: Any):
         self._model, self._weights, self._kernel = model, weights, kernel
 
     def __call__(self, ids: Tensor, padding: Tensor, cache: Sequence[Tensor], filled: int) -> Tensor:
-        """Ids [B, 1] behind the `filled` columns of a cache with room to logits [B, V]."""
+        """Ids [B, 1] behind the `filled` columns of a cache with spare columns to logits [B, V]."""
         positions = filled - padding.unsqueeze(1)
         x, model = self._model.embed_at(ids, positions).squeeze(1), self._model
-        # of the class: that of the model repeats them for every head
+        # the method of the class: the one of this model repeats them for every head
         cos, sin, _ = type(model).layer_inputs_at(model, positions, None, x.dtype)
         return self._kernel(self._weights, x, cos, sin, padding, cache, filled)
 
 
 def _weights(model: CausalLM) -> DecoderWeights | None:
-    """What a kernel for the whole decoder reads; None of a model that is more or other than it can do."""
+    """The weights for a kernel of the whole decoder; None for a model that the kernel does not support."""
     own = (CausalLM.decode_step, CausalLM.embed_at, CausalLM.final_norm, CausalLM.logits)
     layers, norms, found = list(model.model.layers), [model.model.norm], []
-    if not has_room(model) or any(getattr(type(model), form.__name__) is not form for form in own):
+    if not accepts_buffer(model) or any(getattr(type(model), form.__name__) is not form for form in own):
         return None
     mask = paddle.zeros([1, 1, 1, 1])
     if type(model).layer_inputs_at(model, paddle.zeros([1, 1], "int64"), mask, mask.dtype)[2] is not mask:
@@ -117,7 +117,7 @@ def _weights(model: CausalLM) -> DecoderWeights | None:
 
 
 class FusedLayer:
-    """As `llmsuite.models.blocks.DecoderLayer`, without what Paddle does around the call of a layer."""
+    """`llmsuite.models.blocks.DecoderLayer` without the overhead of calling an `nn.Layer`."""
 
     def __init__(self, layer: DecoderLayer):
         self._layer = layer
@@ -133,7 +133,7 @@ class FusedLayer:
 
 
 class FusedAttention:
-    """As `llmsuite.models.blocks.Attention`, its three projections as one, queries and keys turned together."""
+    """`llmsuite.models.blocks.Attention` with one projection, and queries and keys rotated together."""
 
     def __init__(self, attention: Attention):
         self._attention = attention
@@ -148,18 +148,18 @@ class FusedAttention:
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Any = None
     ) -> tuple[Tensor, LayerCache]:
-        """As `Attention.forward`; cos and sin as `_for_whole_heads` makes them. The cache may have free columns: then
-        its third part says where they begin."""
+        """As `Attention.forward`; cos and sin as `_for_whole_heads` makes them. The cache may have spare columns:
+        then its third part is the index of the first one."""
         own = self._attention
         qkv = _product(own.qkv_proj, x).reshape(self._shape)
-        turned, v = qkv.split([sum(self._parts), self._parts[1]], 2)
+        rotated, v = qkv.split([sum(self._parts), self._parts[1]], 2)
         if own.q_norm is None or own.k_norm is None:
-            turned = _turn(turned, cos, sin)
-            q, k = turned.split(self._parts, 2)
+            rotated = _rotate(rotated, cos, sin)
+            q, k = rotated.split(self._parts, 2)
         else:
-            q, k = turned.split(self._parts, 2)
-            turned = _turn(paddle.concat([own.q_norm(q), own.k_norm(k)], 2), cos, sin)
-            q, k = turned.split(self._parts, 2)
+            q, k = rotated.split(self._parts, 2)
+            rotated = _rotate(paddle.concat([own.q_norm(q), own.k_norm(k)], 2), cos, sin)
+            q, k = rotated.split(self._parts, 2)
         if past is not None and len(past) == 3:
             k, v = _written(k, v, *past)
         else:
@@ -168,7 +168,7 @@ class FusedAttention:
 
 
 class FusedMLP:
-    """As `llmsuite.models.blocks.GatedMLP`, its first two matrices as one."""
+    """`llmsuite.models.blocks.GatedMLP` with its first two matrices as one."""
 
     def __init__(self, mlp: GatedMLP):
         self._mlp = mlp
@@ -181,7 +181,7 @@ class FusedMLP:
 
 
 def _product(layer: Any, x: Tensor) -> Tensor:
-    """What a layer gives, without what Paddle 3.3.1 does around an `nn.Linear`: a third of its time for one token."""
+    """The output of a layer without the overhead of `nn.Linear` in Paddle 3.3.1: a third of its time for one token."""
     if not _is_plain(layer):
         return layer(x)
     product = paddle.matmul(x, layer.weight)
@@ -210,15 +210,15 @@ def _parameter(value: Tensor) -> Any:
 
 
 def _written(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, filled: int) -> LayerCache:
-    """A cache with new keys and values, each [B, L, J, K], in its free columns."""
+    """A cache with new keys and values, each [B, L, J, K], written to its spare columns."""
     columns = (slice(None), slice(None), slice(filled, filled + k.shape[1]))
     keys[columns], values[columns] = k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3])
     return keys, values
 
 
 def _for_whole_heads(layer_inputs: Any, num_queries: int, num_keys: int) -> Any:
-    """cos, sin and mask as a model makes them, to a cos and sin for every number of a head, and for one new token, to
-    a mask for every score: once a pass, so that no layer has to repeat them."""
+    """Wraps the `layer_inputs` of a model: cos and sin are expanded to every element of every head, and for one new
+    token the mask to every score, once a pass instead of in every layer."""
 
     def repeated(*args: Any) -> tuple[Tensor, ...]:
         cos, sin, mask = layer_inputs(*args)
@@ -231,33 +231,33 @@ def _for_whole_heads(layer_inputs: Any, num_queries: int, num_keys: int) -> Any:
     return repeated
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`llmsuite.devices.ops.rotary` in half as many ops. x, cos and sin [B, L, H, K]."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding as `llmsuite.devices.ops.rotary`, with half as many ops. x, cos and sin [B, L, H, K]."""
     return x * cos + paddle.roll(x, x.shape[-1] // 2, -1) * sin
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`llmsuite.devices.ops.rms_norm` by an op that divides by the root of a sum of squares. The CPU kernel of
+    """RMS norm as `llmsuite.devices.ops.rms_norm`, by Paddle's op for L2 norms. The CPU kernel of
     `paddle.incubate.nn.functional.fused_rms_norm` is no choice: in the wheel of 3.3.1 it needs AVX-512."""
     size = x.shape[-1]
     return paddle._C_ops.norm(x, -1, eps * size, False)[0] * (weight * math.sqrt(size))
 
 
 class TiedLogits:
-    """As `CausalLM.logits` with the matrix of the embedding.
+    """`CausalLM.logits` with the matrix of the embedding.
 
-    The product with one row is twice as fast where that lies as [D, V] (MKL of Paddle 3.3.1), with more rows it is not:
-    so the matrix is kept in both forms once there is a single row.
+    With a single row the product is twice as fast if the matrix is stored as [D, V] (MKL of Paddle 3.3.1), with more
+    rows it is not: so a transposed copy is kept from the first single row on.
     """
 
     def __init__(self, weight: Tensor):
         self._weight = weight
-        self._turned: Tensor = None
+        self._transposed: Tensor = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., D] to [..., V]."""
         if not paddle.in_dynamic_mode() or list(hidden.shape[:-1]) != [1]:
             return paddle.matmul(hidden, self._weight, transpose_y=True)
-        if self._turned is None:
-            self._turned = self._weight.t().contiguous()
-        return paddle.matmul(hidden, self._turned)
+        if self._transposed is None:
+            self._rotated = self._weight.t().contiguous()
+        return paddle.matmul(hidden, self._transposed)

@@ -1,4 +1,4 @@
-"""Answers to prompts: many in batches, one as a stream, or by beam search."""
+"""Generates answers to prompts: many in batches, one as a stream, or by beam search."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Answer:
     """A finished answer."""
 
     text: str
-    """Without special tokens and without the stop text."""
+    """Text without special tokens and without the stop text."""
     ids: tuple[int, ...]
-    """Without the stop token; with the tokens of a stop text."""
+    """Token ids without the stop token, but with the tokens of a stop text."""
     finish_reason: str
     """"stop": a stop token or stop text; "length": max_new_tokens."""
     logprobs: tuple[TokenLogprob, ...] = ()
     score: float | None = None
-    """Of beam search."""
+    """Score of beam search; None otherwise."""
 
     def row(self) -> dict[str, Any]:
-        """As JSON data."""
+        """The answer as JSON data."""
         row: dict[str, Any] = {"text": self.text, "ids": list(self.ids), "finish_reason": self.finish_reason}
         if self.score is not None:
             row["score"] = self.score
@@ -59,7 +59,7 @@ class Generator:
         self.stop_ids = {tokenizer.eos_id} if stop_ids is None else stop_ids
 
     def line(self, prompt: Sequence[int], sampling: Sampling, number: int = 0) -> Line:
-        """An answer to be made. Raises UserError when there is no room for it."""
+        """A new answer. Raises UserError when prompt and answer are too long for the model."""
         check_room(prompt, sampling.max_new_tokens, self.decoder)
         return Line(prompt, sampling, self.stop_ids, TextStream(self.tokenizer, sampling.stop), number)
 
@@ -70,11 +70,11 @@ class Generator:
         num_return_sequences: int = 1,
         batch_size: int = 8,
     ) -> Iterator[list[Answer]]:
-        """The answers to each prompt, in the order of the prompts, which are taken in as there is room.
+        """The answers to each prompt, in the order of the prompts, which join the batch as there is room.
 
         Args:
             prompts: token ids.
-            sampling: how to choose; every answer is the same whatever is decoded beside it.
+            sampling: how to choose; every answer is the same whatever else is in the batch.
             num_return_sequences: answers to each prompt.
             batch_size: answers that are decoded together.
 
@@ -83,7 +83,7 @@ class Generator:
         """
         batch, coming = Batch(self.decoder, self._agree), iter(prompts)
         waiting: list[Line] = []
-        begun: list[list[Line]] = []  # those whose answers have not been given yet
+        begun: list[list[Line]] = []  # prompts whose answers have not been returned yet
         while True:
             while len(batch.lines) + len(waiting) < batch_size and (prompt := next(coming, None)) is not None:
                 begun.append([self.line(prompt, sampling, number) for number in range(num_return_sequences)])
@@ -102,9 +102,9 @@ class Generator:
         batch, line = Batch(self.decoder, self._agree), self.line(prompt, sampling)
         new = [line]
         while not line.finished:
-            for _, said in batch.advance(new):
-                if said:
-                    yield said
+            for _, text in batch.advance(new):
+                if text:
+                    yield text
             new = []
 
     def beam_answers(self, prompt: Sequence[int], beams: Beams, num_return_sequences: int = 1) -> list[Answer]:

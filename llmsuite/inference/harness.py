@@ -18,15 +18,15 @@ _UNTIL = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
 class HarnessModel(TemplateLM):
-    """What the harness calls an LM."""
+    """The `LM` of the harness."""
 
     def __init__(self, model: Any, generator: Generator, batch_size: int, max_new_tokens: int = 256):
         """
         Args:
             model: the live model of the generator.
-            generator: for tasks that let it write.
-            batch_size: texts a pass.
-            max_new_tokens: of an answer where the task does not say.
+            generator: for tasks that generate text.
+            batch_size: texts per pass.
+            max_new_tokens: length of an answer where the task does not set it.
         """
         super().__init__()
         self._model, self._generator = model, generator
@@ -38,11 +38,11 @@ class HarnessModel(TemplateLM):
         return self._generator.tokenizer.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text; special tokens are those that are written out."""
+        """Ids of a text; special tokens are only those written out in it."""
         return self._generator.tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Of each continuation: its log-probability, and whether it is the greedy one."""
+        """Log-probability of each continuation, and whether it is the greedy one."""
         results: dict[int, tuple[float, bool]] = {}
         texts = [self._cut([*context, *continuation]) for _, context, continuation in requests]
         order = sorted(range(len(requests)), key=lambda i: -len(texts[i]))
@@ -62,11 +62,11 @@ class HarnessModel(TemplateLM):
         return [results[number] for number in range(len(requests))]
 
     def _cut(self, text: list[int]) -> list[int]:
-        """The end of a text that the model has room for; the last token is only predicted."""
+        """The end of a text that fits the model; the last token is only predicted."""
         return text[-(self._longest + 1) :]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, each token from what fits in front of it."""
+        """Log-probability of whole texts, in windows of the model's length."""
         sums = []
         for request in requests:
             (text,) = request.args
@@ -102,14 +102,14 @@ class HarnessModel(TemplateLM):
 def evaluate_tasks(
     model: HarnessModel, tasks: Sequence[str], include: Path | None, limit: int | None, num_fewshot: int | None
 ) -> dict[str, dict[str, Any]]:
-    """The numbers of each task.
+    """Run tasks; returns the metrics of each.
 
     Args:
-        model: to be asked.
+        model: the one to evaluate.
         tasks: names the harness knows, or has found in `include`.
         include: directory with tasks of one's own.
         limit: rows of each task; None for all.
-        num_fewshot: examples in front; None for what the task says.
+        num_fewshot: examples in the prompt; None for the default of the task.
 
     Raises:
         UserError: there is no such task.

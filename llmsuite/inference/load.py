@@ -1,4 +1,4 @@
-"""A model from whatever it was saved as, ready to answer: on one device, or cut over several."""
+"""Loads a model in any format, ready to answer: on one device, or sharded over several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_any(
     """The model of a run, a model or checkpoint directory of any layout, or of an adapter and its base.
 
     Raises:
-        UserError: nothing there can be read; says what is missing.
+        UserError: nothing there can be read.
     """
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
     from llmsuite.checkpoint.directory import find_adapter
@@ -48,7 +48,7 @@ def open_any(
 
 
 def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
-    """Where the tokenizer of a model lies that `open_any` has found at a path: adapters may bring one."""
+    """Directory of the tokenizer of a model that `open_any` has found at a path; adapters may have their own."""
     from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(path)
@@ -62,10 +62,10 @@ def load_model(
     """Build the model on the current device, in evaluation mode.
 
     Args:
-        source: where its values are; each is read, and cut, when it is its turn.
+        source: the values; each tensor is read, and sliced, when its turn comes.
         backend: of the device.
         precision: of parameters and activations.
-        mesh: this rank's place, for a model that is cut over ranks (`llmsuite.parallel.mesh.Mesh`).
+        mesh: this rank's place, for a model that is sharded over ranks (`llmsuite.parallel.mesh.Mesh`).
 
     Raises:
         UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
@@ -105,8 +105,8 @@ def build_model(
         config: its shape.
         backend: of the device.
         precision: of parameters and activations.
-        mesh: this rank's place, for a model that is cut over ranks.
-        values: gets the model, without memory yet, and gives what reads slices of its parameters.
+        mesh: this rank's place, for a model that is sharded over ranks.
+        values: called with the model, which has no memory yet; returns a function that reads slices of parameters.
 
     Raises:
         UserError: the shape cannot be cut so.
@@ -140,7 +140,7 @@ def build_model(
 
 
 def as_first_rank(tokens: list[int]) -> list[int]:
-    """What rank 0 has chosen, on every rank: rounding may differ by rank, and all have to go on with the same."""
+    """The tokens of rank 0, on every rank: rounding may differ by rank, and all have to continue with the same."""
     from llmsuite.parallel import collective
 
     return [int(token) for token in collective.from_first_rank([float(token) for token in tokens])]

@@ -1,4 +1,4 @@
-"""Greedy answers as one program: the decoding loop is part of it."""
+"""Greedy decoding as one static program, with the loop in it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SPEC = [
 ]
 
 
-class Loop(nn.Layer):
-    """What becomes the program."""
+class GreedyLoop(nn.Layer):
+    """Greedy decoding of a batch, which becomes the program."""
 
     def __init__(self, model: Any, cache_shapes: list[list[int]]):
         """`cache_shapes`: see `llmsuite.inference.export.Exported`."""
@@ -28,7 +28,7 @@ class Loop(nn.Layer):
         self.model, self._cache_shapes = model, cache_shapes
 
     def forward(self, input_ids: Tensor, padding: Tensor, max_new_tokens: Tensor, stop_ids: Tensor) -> Tensor:
-        """The likeliest tokens, one after the other.
+        """Decode the most likely tokens, one after the other.
 
         Args:
             input_ids: [B, L], padded on the left.
@@ -37,8 +37,8 @@ class Loop(nn.Layer):
             stop_ids: [N], at least one; -1 for none.
 
         Returns:
-            [B, n]: the new tokens, until each row has a stop token or there are max_new_tokens of them. A row goes on
-            with its stop token.
+            [B, n]: the new tokens, until each row has a stop token or there are max_new_tokens of them. A finished row
+            repeats its stop token.
         """
 
         def choose(hidden: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Loop(nn.Layer):
         def ends(token: Tensor) -> Tensor:
             return (token == stop_ids.unsqueeze(0)).any(-1, keepdim=True)
 
-        def goes_on(count: Tensor, token: Tensor, found: Tensor, ended: Tensor, *cache: Tensor) -> Tensor:
+        def is_unfinished(count: Tensor, token: Tensor, found: Tensor, ended: Tensor, *cache: Tensor) -> Tensor:
             return paddle.logical_and(count < max_new_tokens, paddle.logical_not(ended.all())).squeeze()
 
         def step(count: Tensor, token: Tensor, found: Tensor, ended: Tensor, *cache: Tensor) -> list[Tensor]:
@@ -61,7 +61,7 @@ class Loop(nn.Layer):
         hidden, present = self.model.decode_step(input_ids, padding, list(zip(empty[::2], empty[1::2])))
         token = choose(hidden)
         state = [paddle.ones([1], "int64"), token, token, ends(token), *_flat(present)]
-        return paddle.static.nn.while_loop(goes_on, step, state)[2]
+        return paddle.static.nn.while_loop(is_unfinished, step, state)[2]
 
 
 def _flat(cache: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

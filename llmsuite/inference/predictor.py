@@ -1,4 +1,4 @@
-"""An exported model on Paddle Inference."""
+"""Runs an exported model on Paddle Inference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Predictor:
     def __init__(self, directory: Path, device: str = "cpu", num_threads: int | None = None):
         """
         Args:
-            directory: what `llmsuite export` wrote.
+            directory: written by `llmsuite export`.
             device: "cpu", "gpu" or "xpu".
             num_threads: on cpu; None for OMP_NUM_THREADS as it is.
 
@@ -51,7 +51,7 @@ class Predictor:
 
     @property
     def vocab_size(self) -> int:
-        """Ids run from 0 to one below this."""
+        """Number of token ids."""
         return self._vocab_size
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
@@ -64,11 +64,11 @@ class Predictor:
     def greedy(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int] = ()
     ) -> list[list[int]]:
-        """The likeliest tokens behind each prompt, without the stop token that ends them, in one run of the program
-        with the decoding loop.
+        """The most likely tokens behind each prompt, without the stop token, by one run of the program with the
+        decoding loop.
 
         Raises:
-            UserError: there is none, or a prompt has no room.
+            UserError: there is no such program, or a prompt is too long.
         """
         if not self.has_loop:
             raise UserError(f"{self._directory}: has no decoding loop; export the model with --decoding_loop")
@@ -112,30 +112,30 @@ class Predictor:
         return create_predictor(config)
 
     def _run(self, inputs: list[Any]) -> list[Any]:
-        # in a chain of passes, what one gave is given to the other: nothing has to be moved
+        # in a chain of passes, the results of one runner are inputs of the other: nothing has to be copied
         runner = next((runner for runner in self._runners if not runner.held()), self._runners[0])
         return runner.run(inputs)
 
 
 class _Runner:
-    """A predictor of Paddle whose results stay what they are.
+    """A predictor of Paddle whose results are not overwritten while they are in use.
 
-    It writes results where those of an earlier run lie when there is room (3.3.1), though somebody may hold them, or
-    give them to it as a cache: rows of a batch would be mixed up, without an error.
+    Paddle's predictor writes results into the memory of an earlier run when they fit (3.3.1), even while somebody holds
+    those or passes them back as a cache: rows of a batch would be mixed up without an error.
     """
 
     def __init__(self, predictor: Any):
         self._predictor = predictor
-        self._given: list[weakref.ref[Any]] = []
+        self._results: list[weakref.ref[Any]] = []
 
     def held(self) -> list[Any]:
-        """Results of the last run that somebody has still."""
-        return [tensor for reference in self._given if (tensor := reference()) is not None]
+        """Results of the last run that are still referenced."""
+        return [tensor for reference in self._results if (tensor := reference()) is not None]
 
     def run(self, inputs: list[Any]) -> list[Any]:
         for tensor in self.held():
             copy = tensor.clone()
             tensor.get_tensor()._share_data_with(copy.get_tensor())
         results = list(self._predictor.run(inputs))
-        self._given = [weakref.ref(tensor) for tensor in results]
+        self._results = [weakref.ref(tensor) for tensor in results]
         return results

@@ -17,10 +17,10 @@ from llmsuite.files import read_json_file
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Something to be answered."""
+    """A prompt as token ids."""
 
     row: dict[str, Any]
-    """As it was given: {"prompt": text} or {"messages": turns}."""
+    """The row of the file: {"prompt": text} or {"messages": turns}."""
     ids: list[int]
 
 
@@ -95,7 +95,7 @@ class Prompter:
 
 
 def read_messages(turns: Any) -> list[Message]:
-    """Turns as OpenAI has them. Raises UserError naming the first that is none."""
+    """Turns in OpenAI's format. Raises UserError naming the first invalid one."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise UserError("messages: has to be a list of turns, at least one")
     messages = []

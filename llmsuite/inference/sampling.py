@@ -1,6 +1,6 @@
-"""How the next token is chosen.
+"""Chooses the next token.
 
-Logits of one sequence go through: penalties -> forbidden tokens -> temperature -> top_k -> top_p -> min_p -> a draw.
+Logits of one sequence go through: penalties -> forbidden tokens -> temperature -> top_k -> top_p -> min_p -> draw.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from llmsuite.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What a request asks for. Temperature 0 is greedy."""
+    """The sampling parameters of a request. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
-    """Only the k likeliest tokens; 0 for all."""
+    """Only the k most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability."""
+    """Only the most likely tokens that together reach this probability."""
     min_p: float = 0.0
-    """Only tokens at least so likely as this share of the likeliest one."""
+    """Only tokens whose probability is at least this share of the highest one."""
     repetition_penalty: float = 1.0
     """Logits of tokens in the prompt or the answer are divided by it where positive, else multiplied (Keskar et al.
     2019, arXiv 1909.05858)."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time it is in the answer."""
+    """Subtracted from a token's logit for each time it is in the answer."""
     presence_penalty: float = 0.0
-    """Taken from a token's logit once if it is in the answer."""
+    """Subtracted from a token's logit once if it is in the answer."""
     seed: int = 0
     max_new_tokens: int = 128
     min_new_tokens: int = 0
-    """No stop token before so many."""
+    """No stop token before this many tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are not part of it."""
     num_logprobs: int | None = None
-    """Keep log-probabilities of the model: of the chosen token, and of so many of the likeliest; None for none."""
+    """Keep log-probabilities of the chosen token and of this many of the most likely ones; None for none."""
 
     def __post_init__(self) -> None:
-        """Raises UserError naming the value that cannot be."""
+        """Raises UserError naming an invalid value."""
         for name, is_right, what in (
             ("temperature", 0 <= self.temperature < np.inf, "0 or more"),
             ("top_k", self.top_k >= 0, "0 or more"),
@@ -61,17 +61,19 @@ class Sampling:
 
 
 def generator(seed: int, number: int = 0) -> np.random.Generator:
-    """The random numbers of the `number`-th answer to a prompt: its own, whatever is decoded beside it."""
+    """Random numbers of the `number`-th answer to a prompt, independent of the rest of the batch."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
 
 
 def penalise(logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
-    """Logits [V] with the penalties of what has been said; a copy when there are any."""
+    """Logits [V] with penalties for tokens that occurred; a copy when there are any."""
     if sampling.repetition_penalty != 1:
-        said = np.unique(np.asarray([*prompt, *answer], "int64"))
+        tokens = np.unique(np.asarray([*prompt, *answer], "int64"))
         logits = logits.copy()
-        held = logits[said]
-        logits[said] = np.where(held > 0, held / sampling.repetition_penalty, held * sampling.repetition_penalty)
+        before = logits[tokens]
+        logits[tokens] = np.where(
+            before > 0, before / sampling.repetition_penalty, before * sampling.repetition_penalty
+        )
     if answer and (sampling.frequency_penalty or sampling.presence_penalty):
         tokens, counts = np.unique(np.asarray(answer, "int64"), return_counts=True)
         logits = logits.copy()
@@ -80,7 +82,7 @@ def penalise(logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], answ
 
 
 def forbid(logits: np.ndarray, tokens: Collection[int]) -> np.ndarray:
-    """Logits [V] with which these tokens are never chosen."""
+    """Logits [V] of minus infinity for some tokens, which are then never chosen."""
     logits = logits.copy()
     logits[list(tokens)] = -np.inf
     return logits
@@ -95,11 +97,11 @@ def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) 
 
 
 def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that may be chosen, the likeliest first where any are cut off, and their probabilities."""
+    """Tokens that may be chosen and their probabilities; sorted by them where any token is excluded."""
     if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
         return np.arange(len(logits)), _softmax(logits, sampling.temperature)
     if 0 < sampling.top_k < len(logits):
-        # ties at the border fall to the first of them: the sort below is stable, the partition is not
+        # of equal logits at the border the first are kept: the sort below is stable, the partition is not
         border = np.partition(logits, len(logits) - sampling.top_k)[len(logits) - sampling.top_k]
         candidates = np.flatnonzero(logits >= border)
     else:
@@ -108,7 +110,7 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np
     if sampling.top_k > 0:
         order = order[: sampling.top_k]
     probabilities = _softmax(logits[order], sampling.temperature)
-    # the smallest set that reaches top_p: the token that crosses the line belongs to it, and the likeliest always
+    # the smallest set that reaches top_p: the token that crosses the line belongs to it, as does the most likely
     before = np.cumsum(probabilities) - probabilities
     kept = (before < sampling.top_p) & (probabilities >= sampling.min_p * probabilities[0])
     kept[0] = True
@@ -122,7 +124,7 @@ def _softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last dim, in float64."""
+    """Log-softmax over the last dim, in float64."""
     wide = logits.astype("float64")
     wide -= wide.max(-1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))

@@ -12,14 +12,14 @@ from llmsuite.typing import Tensor
 
 
 def make_static(model: Any) -> None:
-    """Let the experts of a model compute in the form below, for good."""
+    """Replace the forward of a model's experts by the form below, for good."""
     for module in model.sublayers():
         if isinstance(module, Experts):
             module.__dict__["forward"] = StaticExperts(module).forward
 
 
 class StaticExperts:
-    """As `llmsuite.models.experts.Experts`: rows are sorted by expert, and each expert takes a slice of them."""
+    """`llmsuite.models.experts.Experts` for a program: rows are sorted by expert, and each expert takes a slice."""
 
     def __init__(self, experts: Experts):
         self._experts = experts

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: no half characters, and nothing of a stop text."""
+"""Decodes a stream of tokens to text: no half characters, and nothing of a stop text."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from llmsuite.data.tokenizer import TextTokenizer
 
 _UNFINISHED = "\ufffd"
-"""What bytes that are no whole character yet are decoded to."""
+"""The character that incomplete bytes are decoded to."""
 
 
 class TextStream:
     """The text of one answer."""
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()):
-        """`stop`: texts that end the answer, wherever they lie across tokens."""
+        """`stop`: texts that end the answer, also across several tokens."""
         self._tokenizer, self._stop = tokenizer, stop
         self._ids: list[int] = []
         # text of the ids before `_read` is known; what follows is decoded with those from `_context` on, because
@@ -24,10 +24,10 @@ class TextStream:
         self.text = ""
         """Everything released so far."""
         self.stopped = False
-        """Whether a stop text has come."""
+        """Whether a stop text has been found."""
 
     def push(self, token: int) -> str:
-        """Take one more token; returns the text that is certain now."""
+        """Add one token; returns the text that became certain."""
         self._ids.append(token)
         known = self._tokenizer.decode(self._ids[self._context : self._read])
         whole = self._tokenizer.decode(self._ids[self._context :])
@@ -37,7 +37,7 @@ class TextStream:
         return self._take(whole[len(known) :])
 
     def finish(self) -> str:
-        """There are no more tokens; returns the text that was held back."""
+        """End the stream; returns the text that was held back."""
         if self.stopped:
             return ""
         known = self._tokenizer.decode(self._ids[self._context : self._read])

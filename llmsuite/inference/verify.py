@@ -1,4 +1,4 @@
-"""Is an exported model the trained one? Files, logits and greedy tokens are compared."""
+"""Compares an exported model with the trained one: files, logits and greedy tokens."""
 
 from __future__ import annotations
 

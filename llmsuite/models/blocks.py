@@ -208,8 +208,8 @@ class CausalLM(nn.Layer):
             input_ids: [B, L], what follows the cache.
             padding: [B], how many of the first S + L columns of each row are padding, which no token sees.
             cache: of the columns so far; None at the start.
-            filled: only after `llmsuite.inference.fused.fuse` with `has_room`: so many columns of the cache are those
-                so far, and the new ones are written into those behind them, in place.
+            filled: only where `llmsuite.inference.fused.accepts_buffer`: this many columns of the cache are filled, and
+                the new ones are written in place behind them.
 
         Returns:
             Normed hidden states [B, L, D], and the cache of S + L columns.

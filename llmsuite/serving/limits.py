@@ -1,4 +1,4 @@
-"""What a client may ask of a server, and how long it may take to ask."""
+"""Limits of a server: sizes of requests and answers, and timeouts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Send = Callable[[Message], Awaitable[None]]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of a server."""
+    """Limits of one server."""
 
     batch_size: int = 8
     """Answers decoded together."""
     max_waiting: int = 256
-    """Answers that may wait for a place; beyond it is 429."""
+    """Answers that may be queued; beyond it is 429."""
     max_new_tokens: int = 1024
-    """Tokens of an answer."""
+    """Most tokens of an answer."""
     max_body_bytes: int = 1_000_000
-    """Of a request; beyond it is 413."""
+    """Size of a request; beyond it is 413."""
     body_timeout: float = 10.0
     """Seconds for a body to arrive; beyond it is 408."""
     request_timeout: float = 600.0

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""Counters of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """One set a server."""
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -26,5 +26,5 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """All metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

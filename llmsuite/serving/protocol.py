@@ -1,6 +1,6 @@
-"""Requests and answers as OpenAI's API has them (platform.openai.com/docs/api-reference): what of it is served here.
+"""Requests and answers of OpenAI's API (platform.openai.com/docs/api-reference), as far as it is served here.
 
-A key that is not known is refused, and so is one that asks for what is not done: nothing is silently ignored.
+Unknown keys are refused, and so are values that ask for something that is not supported: nothing is silently ignored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MAX_STOPS = 16
 
 
 class StreamOptions(BaseModel):
-    """Of a stream."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
 
 
 class Request(BaseModel):
-    """What both kinds of requests have."""
+    """Keys that both kinds of requests have."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -44,14 +44,14 @@ class Request(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # beyond OpenAI's
+    # not in OpenAI's API
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
 
     def sampling(self, max_new_tokens: int, num_logprobs: int | None) -> Sampling:
-        """How to choose. Raises UserError for values that contradict each other."""
+        """The sampling parameters. Raises UserError for values that contradict each other."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -89,7 +89,7 @@ class CompletionRequest(Request):
 
 
 def envelope(kind: str, model: str) -> dict[str, Any]:
-    """What every answer begins with."""
+    """The keys that every answer begins with."""
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
@@ -103,7 +103,7 @@ def usage(lines: Sequence[Line], num_prompts: int) -> dict[str, int]:
 
 
 def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
-    """Of a choice of a chat, from a token on."""
+    """Log-probabilities of a choice of a chat, from token `begin` on."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
@@ -118,7 +118,7 @@ def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin:
 
 
 def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
-    """Of a choice of a completion, from a token on."""
+    """Log-probabilities of a choice of a completion, from token `begin` on."""
     texts = [tokenizer.decode([t.token]) for t in kept]
     offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
     top = [{tokenizer.decode([other]): value for other, value in t.top} for t in kept[begin:]]
@@ -127,5 +127,5 @@ def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, 
 
 
 def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
-    """The body of an answer that is none."""
+    """The body of an error."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -22,7 +22,7 @@ from llmsuite.checkpoint import tensor_writer
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.cli.main import main
 from llmsuite.convert import rewrite as retensor_writer
-from llmsuite.convert.rewrite import Form, Rewrite
+from llmsuite.convert.rewrite import OutputFormat, Rewrite
 from llmsuite.convert.sources import open_source
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, sha256_of
@@ -40,11 +40,11 @@ def test_there_and_back_is_bit_equal(
     monkeypatch.setattr(tensor_writer, "_PART_BYTES", part_bytes)  # so that tensors are read in parts
     expected = tiny_llama.write(tmp_path / "a", config, tokenizer=TOKENIZER)
     forms = [
-        Form("paddlenlp"),
-        Form("paddlenlp", fused=True),
-        Form("hf", max_file_bytes=3000),
-        Form("paddlenlp"),
-        Form("hf"),
+        OutputFormat("paddlenlp"),
+        OutputFormat("paddlenlp", fused=True),
+        OutputFormat("hf", max_file_bytes=3000),
+        OutputFormat("paddlenlp"),
+        OutputFormat("hf"),
     ]
     for name, source, form in zip("bcdef", "abcde", forms):
         Rewrite(open_model(tmp_path / source, FAMILIES), form).write(tmp_path / name)
@@ -91,7 +91,7 @@ def test_mixed_dtypes_are_kept_and_aligned(tmp_path: Path) -> None:
     for old in (tmp_path / "a").glob("model*"):
         old.unlink()
     safetensors.numpy.save_file(stored, file)
-    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("paddlenlp")).write(tmp_path / "b")
+    Rewrite(open_model(tmp_path / "a", FAMILIES), OutputFormat("paddlenlp")).write(tmp_path / "b")
     for name, value in tiny_llama.read(tmp_path / "b").items():
         assert value.dtype == (np.float32 if "norm" in name else ml_dtypes.bfloat16)
         assert np.array_equal(value.astype("float32"), values[name].astype("float32"))
@@ -99,7 +99,7 @@ def test_mixed_dtypes_are_kept_and_aligned(tmp_path: Path) -> None:
 
 def test_the_manifest_tells_of_every_tensor(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path / "a")
-    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf", max_file_bytes=3000)).write(tmp_path / "b")
+    Rewrite(open_model(tmp_path / "a", FAMILIES), OutputFormat("hf", max_file_bytes=3000)).write(tmp_path / "b")
     manifest = json.loads((tmp_path / "b/manifest.json").read_text())
     model = open_model(tmp_path / "b", FAMILIES)
     assert {key.split(":")[1] for key in manifest["tensors"]} == set(model.files.names)
@@ -116,7 +116,7 @@ def test_any_corrupted_byte_is_found(tmp_path_factory: pytest.TempPathFactory, d
     directory = tmp_path_factory.getbasetemp() / "corrupted"
     if not directory.exists():
         tiny_llama.write(directory.with_name("source"), tokenizer=TOKENIZER)
-        Rewrite(open_model(directory.with_name("source"), FAMILIES), Form("hf")).write(directory)
+        Rewrite(open_model(directory.with_name("source"), FAMILIES), OutputFormat("hf")).write(directory)
     files = sorted(p for p in directory.iterdir() if p.name != "manifest.json")
     path = data.draw(st.sampled_from(files))
     content = path.read_bytes()
@@ -187,7 +187,7 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_llama.write(tmp_path / "a")
-    rewrite = Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf"))
+    rewrite = Rewrite(open_model(tmp_path / "a", FAMILIES), OutputFormat("hf"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=rewrite.num_bytes - 1))
     with pytest.raises(UserError, match=r"b: needs 0\.0 GB; .* has 0\.0 GB left"):
@@ -201,10 +201,10 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.convert.rewrite import Form, Rewrite
+from llmsuite.convert.rewrite import OutputFormat, Rewrite
 from llmsuite.convert.sources import open_source
 from tests.unit.tiny_llama import FAMILIES
-Rewrite(open_model(Path(sys.argv[1]), FAMILIES), Form("paddlenlp", max_file_bytes=3000)).write(
+Rewrite(open_model(Path(sys.argv[1]), FAMILIES), OutputFormat("paddlenlp", max_file_bytes=3000)).write(
     Path(sys.argv[2]), lambda num_bytes: time.sleep(0.05))
 """
 
@@ -236,7 +236,7 @@ def test_kill_9_and_again_skips_what_is_done(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(tensor_writer, "TensorFile", write_file)
     model = open_model(tmp_path / "a", FAMILIES)
-    Rewrite(model, Form("paddlenlp", max_file_bytes=3000)).write(target)
+    Rewrite(model, OutputFormat("paddlenlp", max_file_bytes=3000)).write(target)
     assert tiny_llama.same(tiny_llama.read(target), expected)
     assert broken_file(target) is None
     assert not part.exists()
@@ -254,16 +254,16 @@ def test_what_is_left_of_another_model_is_thrown_away(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Rewrite(model, Form("hf", dtype="float16")).write(tmp_path / "b", stop)
+        Rewrite(model, OutputFormat("hf", dtype="float16")).write(tmp_path / "b", stop)
     assert (tmp_path / "b.part").is_dir()
     expected = tiny_llama.write(tmp_path / "a", seed=1)
-    Rewrite(model, Form("hf")).write(tmp_path / "b")
+    Rewrite(model, OutputFormat("hf")).write(tmp_path / "b")
     assert tiny_llama.same(tiny_llama.read(tmp_path / "b"), expected)
 
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path / "a")
-    rewrite = Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf"))
+    rewrite = Rewrite(open_model(tmp_path / "a", FAMILIES), OutputFormat("hf"))
 
     def again(num_bytes: int) -> None:
         with pytest.raises(UserError, match="another run is writing there"):
@@ -279,7 +279,7 @@ def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
 def test_a_damaged_source_is_named_and_nothing_is_made_of_it(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path / "a", tokenizer=TOKENIZER)
     source = tmp_path / "b"
-    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf")).write(source)
+    Rewrite(open_model(tmp_path / "a", FAMILIES), OutputFormat("hf")).write(source)
     manifest = json.loads((source / "manifest.json").read_text())
     tensor = "model.layers.1.mlp.up_proj.weight"
     file, entry = next((k.split(":")[0], e) for k, e in manifest["tensors"].items() if k.endswith(f":{tensor}"))
@@ -292,7 +292,12 @@ def test_a_damaged_source_is_named_and_nothing_is_made_of_it(tmp_path: Path) -> 
         whole = (source / name).read_bytes()
         # neither the header's length nor the form of JSON
         (source / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        for form in (Form("hf"), Form("paddlenlp"), Form("hf", "bfloat16"), Form("paddlenlp", fused=True)):
+        for form in (
+            OutputFormat("hf"),
+            OutputFormat("paddlenlp"),
+            OutputFormat("hf", "bfloat16"),
+            OutputFormat("paddlenlp", fused=True),
+        ):
             with pytest.raises(UserError) as caught:
                 Rewrite(open_source(source, FAMILIES, parameter_shapes), form).write(tmp_path / "c")
             assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -302,14 +307,14 @@ def test_a_damaged_source_is_named_and_nothing_is_made_of_it(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"manifest\.json: has no sizes"):
         open_source(source, FAMILIES, parameter_shapes)
     (source / "manifest.json").unlink()  # as in directories that others have written
-    Rewrite(open_source(source, FAMILIES, parameter_shapes), Form("paddlenlp")).write(tmp_path / "c")
+    Rewrite(open_source(source, FAMILIES, parameter_shapes), OutputFormat("paddlenlp")).write(tmp_path / "c")
     assert tiny_llama.same(tiny_llama.read(tmp_path / "c"), tiny_llama.read(tmp_path / "a"))
 
 
 def test_a_manifest_with_a_hash_of_each_whole_file(tmp_path: Path) -> None:
     """As llmsuite wrote it before."""
     tiny_llama.write(tmp_path / "a")
-    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf")).write(tmp_path / "b")
+    Rewrite(open_model(tmp_path / "a", FAMILIES), OutputFormat("hf")).write(tmp_path / "b")
     manifest = json.loads((tmp_path / "b/manifest.json").read_text())
     for name, entry in manifest["files"].items():
         manifest["files"][name] = {"size": entry["size"], "sha256": sha256_of(tmp_path / "b" / name)}
@@ -328,7 +333,7 @@ def test_a_manifest_with_a_hash_of_each_whole_file(tmp_path: Path) -> None:
 
 def test_a_manifest_that_leaves_bytes_out(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path / "a")
-    Rewrite(open_model(tmp_path / "a", FAMILIES), Form("hf")).write(tmp_path / "b")
+    Rewrite(open_model(tmp_path / "a", FAMILIES), OutputFormat("hf")).write(tmp_path / "b")
     manifest = json.loads((tmp_path / "b/manifest.json").read_text())
     manifest["tensors"].pop(sorted(manifest["tensors"], key=lambda name: manifest["tensors"][name]["start"])[1])
     (tmp_path / "b/manifest.json").write_text(json.dumps(manifest))

@@ -18,7 +18,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.cli.main import main
 from llmsuite.convert.adapter import add_adapter
-from llmsuite.convert.rewrite import Form, Rewrite
+from llmsuite.convert.rewrite import OutputFormat, Rewrite
 from llmsuite.convert.sources import open_source
 from llmsuite.errors import UserError
 from llmsuite.inference.load import parameter_shapes
@@ -94,15 +94,15 @@ def test_fused_as_paddlenlp_does_it_or_refused(case: str, tmp_path: Path) -> Non
     model_type = source.config.to_hf()["model_type"]
     if model_type not in FUSED_BY_PADDLENLP:
         with pytest.raises(UserError, match=f"a {model_type} has no matrices that PaddleNLP fuses"):
-            Rewrite(source, Form("paddlenlp", fused=True))
+            Rewrite(source, OutputFormat("paddlenlp", fused=True))
         return
-    Rewrite(source, Form("paddlenlp", fused=True)).write(tmp_path / "fused")
+    Rewrite(source, OutputFormat("paddlenlp", fused=True)).write(tmp_path / "fused")
     kinds = {".".join(name.split(".")[-2:]) for name in open_model(tmp_path / "fused", FAMILIES).files.names}
     on_disk = safetensors.numpy.load_file(tmp_path / "fused/model-00001-of-00001.safetensors")
     assert any("qkv_proj.weight" in name for name in on_disk)
     assert any("qkv_proj.bias" in name for name in on_disk) == ("q_proj.bias" in kinds)
     assert not any(part in name for name in on_disk for part in (".q_proj.", ".v_proj.", ".up_proj."))
-    Rewrite(open_(tmp_path / "fused"), Form("hf")).write(tmp_path / "back")
+    Rewrite(open_(tmp_path / "fused"), OutputFormat("hf")).write(tmp_path / "back")
     assert_same(stored(tmp_path / "back"), stored(REFERENCE / case))
 
 
@@ -111,7 +111,7 @@ def test_paddlenlp_loads_a_qwen2_we_write_and_we_what_it_saves(fused: bool, tmp_
     from paddlenlp.transformers import AutoModelForCausalLM
 
     case = "qwen/qwen2"
-    Rewrite(open_(REFERENCE / case), Form("paddlenlp", fused=fused)).write(tmp_path / "ours")
+    Rewrite(open_(REFERENCE / case), OutputFormat("paddlenlp", fused=fused)).write(tmp_path / "ours")
     flags = {"fuse_attention_qkv": fused, "fuse_attention_ffn": fused}
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "ours"), **flags)
     model.eval()
@@ -121,7 +121,7 @@ def test_paddlenlp_loads_a_qwen2_we_write_and_we_what_it_saves(fused: bool, tmp_
     assert np.abs(found - logits).max() < 1e-5
     assert any("qkv_proj" in name for name in model.state_dict()) == fused
     model.save_pretrained(str(tmp_path / "theirs"))  # as .pdparams
-    Rewrite(open_(tmp_path / "theirs"), Form("hf")).write(tmp_path / "back")
+    Rewrite(open_(tmp_path / "theirs"), OutputFormat("hf")).write(tmp_path / "back")
     assert_same(stored(tmp_path / "back"), stored(REFERENCE / case))
 
 
@@ -129,7 +129,7 @@ def test_paddlenlp_loads_a_qwen2_we_write_and_we_what_it_saves(fused: bool, tmp_
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_dtype(case: str, dtype: str, tmp_path: Path) -> None:
-    Rewrite(open_(REFERENCE / case), Form("hf", dtype)).write(tmp_path / "out")
+    Rewrite(open_(REFERENCE / case), OutputFormat("hf", dtype)).write(tmp_path / "out")
     assert_same(stored(tmp_path / "out"), {n: v.astype(dtype) for n, v in stored(REFERENCE / case).items()})
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == dtype
 
@@ -225,7 +225,7 @@ def add(case: str, target: str, directory: Path, by_columns: bool, **settings: A
     delta = 3 * (a.T @ b.T)
     expected[f"{target}.weight"] = expected[f"{target}.weight"] + (delta if by_columns else delta.T)
     merged = add_adapter(open_(REFERENCE / case), directory / "adapter")
-    Rewrite(merged, Form("hf")).write(directory / "out")
+    Rewrite(merged, OutputFormat("hf")).write(directory / "out")
     found = stored(directory / "out")
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():

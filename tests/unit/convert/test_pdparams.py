@@ -196,7 +196,7 @@ def test_paddlenlp_loads_what_we_write(tmp_path: Path) -> None:
     """In its own layout and in HF's, single and fused; the logits are ours."""
     from paddlenlp.transformers import AutoModelForCausalLM
 
-    from llmsuite.convert.rewrite import Form, Rewrite
+    from llmsuite.convert.rewrite import OutputFormat, Rewrite
 
     config = dataclasses.replace(CONFIG, head_dim=None)  # PaddleNLP derives it
     tiny_llama.write(tmp_path / "hf", config)
@@ -206,9 +206,9 @@ def test_paddlenlp_loads_what_we_write(tmp_path: Path) -> None:
     # a model with fused matrices wants both flags; with one of them PaddleNLP 3.0 beta 4 skips files it needs
     both = {"fuse_attention_qkv": True, "fuse_attention_ffn": True}
     for name, form, options in (
-        ("single", Form("paddlenlp"), {}),
-        ("fused", Form("paddlenlp", fused=True, max_file_bytes=20_000), both),
-        ("again", Form("hf"), {"convert_from_torch": True}),
+        ("single", OutputFormat("paddlenlp"), {}),
+        ("fused", OutputFormat("paddlenlp", fused=True, max_file_bytes=20_000), both),
+        ("again", OutputFormat("hf"), {"convert_from_torch": True}),
     ):
         Rewrite(source, form).write(tmp_path / name)
         model = AutoModelForCausalLM.from_pretrained(str(tmp_path / name), **options)

@@ -1,0 +1,67 @@
+"""Answers as server-sent events, while they are being decoded."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import HTTPException
+
+from llmsuite.serving import protocol
+from llmsuite.serving.protocol import ChatRequest, CompletionRequest
+from llmsuite.serving.service import Job, Piece, Service
+
+
+class EventStream:
+    """The answers to one request as server-sent events."""
+
+    def __init__(self, service: Service, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int):
+        self._service, self._asked, self._job, self._num_prompts = service, asked, job, num_prompts
+        self._is_chat = isinstance(asked, ChatRequest)
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        self._head = protocol.envelope(kind, service.name)
+        self._num_sent = [0] * len(job.lines)
+        """Tokens of each answer whose log-probabilities have been sent."""
+
+    async def events(self) -> AsyncIterator[str]:
+        """The events, in the order the text becomes certain."""
+        begun, metrics, is_first = time.monotonic(), self._service.metrics, True
+        try:
+            if self._is_chat:
+                for number in range(len(self._job.lines)):
+                    yield self._event([self._choice(number, "", None, role="assistant")])
+            async for piece in self._job.pieces():
+                if piece.text:
+                    if is_first:
+                        metrics.first_token.observe(time.monotonic() - begun)
+                        is_first = False
+                    yield self._event([self._choice(piece.number, piece.text, None, self._logprobs(piece))])
+                if piece.ended:  # tokens without a text of their own may be left
+                    last = self._logprobs(piece) if self._num_sent[piece.number] < piece.num_logprobs else None
+                    yield self._event([self._choice(piece.number, "", self._job.lines[piece.number].finished, last)])
+            if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
+                yield self._event([], usage=protocol.usage(self._job.lines, self._num_prompts))
+            metrics.duration.observe(time.monotonic() - begun)
+        except HTTPException as error:  # the status has been sent; the client's library knows this form
+            yield f"data: {json.dumps(protocol.error(error.detail, 'server_error'))}\n\n"
+            return
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: list[Any], **more: Any) -> str:
+        return f"data: {json.dumps({**self._head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
+
+    def _choice(self, number: int, text: str, reason: str | None, logprobs: Any = None, **role: str) -> dict[str, Any]:
+        delta: dict[str, Any] = {"delta": {**role, **({"content": text} if text or role else {})}}
+        content = delta if self._is_chat else {"text": text}
+        return {"index": number, **content, "finish_reason": reason, "logprobs": logprobs}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """Log-probabilities of the tokens since the last event, where the request wants them."""
+        line, begin = self._job.lines[piece.number], self._num_sent[piece.number]
+        self._num_sent[piece.number] = piece.num_logprobs
+        if self._asked.logprobs in (None, False):
+            return None
+        form = protocol.chat_logprobs if self._is_chat else protocol.completion_logprobs
+        return form(line.logprobs[: piece.num_logprobs], self._service.generator.tokenizer, begin)

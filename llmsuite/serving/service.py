@@ -1,0 +1,169 @@
+"""From a request to its answers: what is asked is checked, queued, and followed until it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
+
+from fastapi import HTTPException, Request
+from pydantic import ValidationError
+
+from llmsuite.errors import UserError
+from llmsuite.inference.batch import Line
+from llmsuite.inference.generate import Generator
+from llmsuite.inference.prompts import Prompter, read_messages
+from llmsuite.serving import protocol
+from llmsuite.serving.limits import Limits
+from llmsuite.serving.metrics import Metrics
+from llmsuite.serving.protocol import ChatRequest, CompletionRequest
+from llmsuite.serving.scheduler import Busy, Scheduler
+
+R = TypeVar("R", ChatRequest, CompletionRequest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some text of one answer to a request."""
+
+    number: int
+    text: str
+    ended: bool
+    num_logprobs: int
+    """How many tokens of the answer have log-probabilities by now."""
+
+
+class Job:
+    """The answers to one request, as they come."""
+
+    def __init__(self, lines: Sequence[Line], scheduler: Scheduler, deadline: float):
+        """Submit the lines; `deadline` is a time of `time.monotonic`. Raises Busy."""
+        self.lines = lines
+        self._scheduler, self._deadline = scheduler, deadline
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def listener(number: int) -> Any:
+            def on_token(text: str, ended: bool) -> None:
+                piece = Piece(number, text, ended, len(lines[number].logprobs))
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                    loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+            return on_token
+
+        scheduler.submit(lines, [listener(number) for number in range(len(lines))])
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The pieces of all answers, until each has ended. Raises HTTPException when one cannot."""
+        num_open = len(self.lines)
+        try:
+            while num_open:
+                left = self._deadline - time.monotonic()
+                try:
+                    piece = await asyncio.wait_for(self._pieces.get(), max(left, 0.0))
+                except asyncio.TimeoutError:
+                    raise HTTPException(504, "the answer took longer than the server's request_timeout") from None
+                if piece.ended and self.lines[piece.number].finished is None:
+                    raise HTTPException(500, "the model could not go on; see the server's log")
+                num_open -= piece.ended
+                yield piece
+        finally:
+            self._scheduler.cancel([line for line in self.lines if line.finished is None])
+
+
+class Service:
+    """A model that is served: requests are checked here, and become lines of the scheduler."""
+
+    def __init__(self, generator: Generator, prompter: Prompter, name: str, limits: Limits, metrics: Metrics):
+        """`prompter` has the model's chat template; `name` is what clients call the model."""
+        self.generator, self.prompter, self.name, self.limits, self.metrics = generator, prompter, name, limits, metrics
+        self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting)
+
+    async def read(self, request: Request, kind: type[R]) -> R:
+        """The body of a request. Raises HTTPException saying what is wrong with it."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "the body has to be application/json")
+        try:
+            asked = kind.model_validate(json.loads(await request.body()))
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ValidationError):
+                wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:5])
+                raise HTTPException(400, wrong) from None
+            raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
+        if asked.model not in (None, self.name):
+            raise HTTPException(404, f"model {asked.model!r} is not served here; this is {self.name!r}")
+        if asked.stream_options is not None and not asked.stream:
+            raise HTTPException(400, "stream_options: only with stream")
+        return asked
+
+    def lines(self, asked: ChatRequest | CompletionRequest) -> tuple[list[Line], int]:
+        """The answers to be made, and the number of prompts. Raises UserError."""
+        wanted, num_logprobs = asked.max_tokens, None
+        if isinstance(asked, ChatRequest):
+            prompts = [self.prompter.turns(read_messages(asked.messages))]
+            wanted = asked.max_completion_tokens or wanted
+            if asked.logprobs:
+                num_logprobs = asked.top_logprobs or 0
+            elif asked.top_logprobs:
+                raise UserError("top_logprobs: only with logprobs: true")
+        else:
+            prompts, num_logprobs = self._prompts(asked.prompt), asked.logprobs
+            wanted = wanted or 16  # as OpenAI has it
+        count = asked.n or 1
+        if len(prompts) * count > protocol.MAX_ANSWERS:
+            raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_ANSWERS} a request")
+        lines = []
+        for prompt in prompts:
+            room = max(1, min(self.limits.max_new_tokens, self.generator.decoder.max_length - len(prompt)))
+            if wanted is not None and wanted > self.limits.max_new_tokens:
+                raise UserError(f"max_tokens: is {wanted}; this server gives at most {self.limits.max_new_tokens}")
+            sampling = asked.sampling(wanted or room, num_logprobs)
+            lines += [self.generator.line(prompt, sampling, number) for number in range(count)]
+        return lines, len(prompts)
+
+    def _prompts(self, given: Any) -> list[list[int]]:
+        if isinstance(given, str):
+            return [self.generator.tokenizer.encode(given)]
+        if not given:
+            raise UserError("prompt: is empty")
+        if isinstance(given[0], int):
+            return [given]
+        return [self.generator.tokenizer.encode(p) if isinstance(p, str) else p for p in given]
+
+    async def start(self, asked: ChatRequest | CompletionRequest) -> tuple[Job, int]:
+        """Queue the answers, and return them with the number of prompts. Raises HTTPException."""
+        begun = time.monotonic()
+        try:
+            lines, num_prompts = await asyncio.to_thread(self.lines, asked)
+            job = Job(lines, self.scheduler, begun + self.limits.request_timeout)
+        except UserError as error:
+            raise HTTPException(400, str(error)) from None
+        except Busy:
+            raise HTTPException(429, "the server has no room for more requests; try again later") from None
+        self.metrics.prompt_tokens.inc(sum(len(line.prompt) for line in lines[:: len(lines) // num_prompts]))
+        return job, num_prompts
+
+    async def whole(self, request: Request, job: Job) -> None:
+        """Wait for the whole answers; give up when the client does."""
+        begun, task = time.monotonic(), asyncio.ensure_future(self._all(job))
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=0.5)
+                if not task.done() and await request.is_disconnected():
+                    task.cancel()
+                    raise HTTPException(499, "the client has gone")
+            task.result()
+        finally:
+            task.cancel()
+        self.metrics.duration.observe(time.monotonic() - begun)
+
+    async def _all(self, job: Job) -> None:
+        begun, first = time.monotonic(), True
+        async for piece in job.pieces():
+            if first and piece.text:
+                self.metrics.first_token.observe(time.monotonic() - begun)
+                first = False
