@@ -39,13 +39,13 @@ def begin_directory(final: Path) -> None:
 
 
 def temporary_of(final: Path) -> Path:
-    """What a directory is called until it is complete."""
+    """The name of a directory until it is complete."""
     return final.with_name(final.name + ".tmp")
 
 
 @contextlib.contextmanager
 def committed_directory(final: Path, manifest: dict[str, Any] | None = None, is_begun: bool = False) -> Iterator[Path]:
-    """A temporary directory that becomes `final` when the block ends well, and is removed when it does not.
+    """A temporary directory that becomes `final` when the block succeeds, and is removed when it fails.
 
     A directory already at `final` is replaced. `manifest` is written into it last, with the size and sha256 of
     every file under "files"; those the block has put there itself are not computed again. See `ranges_of`. With
@@ -67,11 +67,11 @@ def committed_directory(final: Path, manifest: dict[str, Any] | None = None, is_
 
 @contextlib.contextmanager
 def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> Iterator[Path]:
-    """As `committed_directory`, but what a process leaves behind that fails or dies is there for the next one.
+    """As `committed_directory`, but finished files of a process that fails or dies are kept for the next one.
 
     Args:
         final: the directory to be; must not exist.
-        content: digest of all that decides what is written. What is left of another content is thrown away.
+        content: digest of everything that the files depend on. Files of another content are deleted.
         manifest: see `committed_directory`.
 
     Raises:
@@ -93,7 +93,7 @@ def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def os_errors(final: Path, otherwise: str = "nothing was changed") -> Iterator[list[str]]:
-    """Turns an OSError into a UserError that says what is there: the last text of the list it yields."""
+    """Turns an OSError into a UserError, with the state of the files: the last text of the list that it yields."""
     outcome = [otherwise]
     try:
         yield outcome
@@ -102,7 +102,7 @@ def os_errors(final: Path, otherwise: str = "nothing was changed") -> Iterator[l
 
 
 def _commit(temporary: Path, final: Path, manifest: dict[str, Any], outcome: list[str]) -> None:
-    """Bring a filled directory to disk and to its final name."""
+    """Flush a filled directory to disk, and rename it to its final name."""
     known, files = manifest.get("files", {}), {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
         fsync(path)
@@ -138,7 +138,7 @@ def _old(final: Path) -> Path:
 
 
 def broken_file(directory: Path, check_hashes: bool = True, without: str | None = None) -> str | None:
-    """What is wrong with a committed directory, or None when it is whole; those with a suffix can be left out."""
+    """The first fault of a committed directory, None when it is whole. Files with the suffix `without` are left out."""
     try:
         files = read_manifest(directory)
     except UserError as error:
@@ -147,7 +147,7 @@ def broken_file(directory: Path, check_hashes: bool = True, without: str | None 
 
 
 def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True) -> str | None:
-    """What is wrong with files that a manifest tells of."""
+    """The first fault of files that a manifest describes, None when they are whole."""
     for path, ranges in files.items():
         if not path.is_file():
             return f"{path} is missing"
@@ -158,20 +158,20 @@ def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True
 
 
 def damaged_tensors(directory: Path) -> list[str]:
-    """The tensors, as `file:tensor`, whose values are not those its manifest.json tells of, or cannot be read."""
+    """The tensors, as `file:tensor`, that differ from manifest.json or cannot be read."""
     files = {path: [r for r in ranges if r.tensor] for path, ranges in read_manifest(directory).items()}
     return list(_damaged(files, lambda path, found, fault: f"{path.name}:{found.tensor}"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Bytes of a file, as a manifest tells of them."""
+    """A range of bytes of a file, with the digest in the manifest."""
 
     start: int
     end: int
     sha256: str
     tensor: str | None = None
-    """What they are; None for a whole file, or the header of one with tensors."""
+    """Name of the tensor; None for a whole file, or the header of a tensor file."""
 
 
 def read_manifest(directory: Path) -> dict[Path, list[Range]]:
@@ -191,7 +191,7 @@ def ranges_of(manifest: Mapping[str, Any]) -> dict[str, list[Range]]:
     that every byte is hashed once, and in any order.
 
     Raises:
-        ValueError: or another one that what is no manifest leads to; some byte is in no range.
+        ValueError: or TypeError, KeyError, AttributeError: it is no manifest, or some byte is in no range.
     """
     tensors: dict[str, list[Range]] = {name: [] for name in manifest["files"]}
     for name, entry in manifest.get("tensors", {}).items():
@@ -207,7 +207,7 @@ def ranges_of(manifest: Mapping[str, Any]) -> dict[str, list[Range]]:
             ranges = [Range(0, size, entry["sha256"])]
         ends = [0, *(r.end for r in ranges)]
         if ends[-1] != size or any(r.start != end for r, end in zip(ranges, ends)):
-            raise ValueError(f"it does not tell of every byte of {file}")
+            raise ValueError(f"it does not cover every byte of {file}")
         result[file] = ranges
     return result
 
@@ -217,7 +217,7 @@ def _fault(path: Path, found: Range, why: str) -> str:
 
 
 def _damaged(files: Mapping[Path, Sequence[Range]], name: Callable[[Path, Range, str], str] = _fault) -> Iterator[str]:
-    """Tells of each range that is not as it was written."""
+    """The name of each range that is not as it was written."""
 
     def check(place: tuple[Path, Range]) -> str | None:
         path, expected = place
@@ -233,7 +233,7 @@ def _damaged(files: Mapping[Path, Sequence[Range]], name: Callable[[Path, Range,
 
 
 def remove_directory(final: Path) -> None:
-    """Delete a committed directory: it is not half there under its name at any moment. Raises OSError."""
+    """Delete a committed directory; under its name it is never half there. Raises OSError."""
     temporary = temporary_of(final)
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -256,7 +256,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON and flush it to disk. Not atomic; for files of a directory that is not committed yet."""
+    """Write JSON and flush it to disk. Not atomic: for files of a directory that is not committed yet."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(data, file, indent=2, ensure_ascii=False, allow_nan=False)
         file.write("\n")
@@ -265,10 +265,10 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json_file(path: Path) -> Any:
-    """Read JSON that a program wrote.
+    """Read a JSON file that a program wrote.
 
     Raises:
-        UserError: it is missing or no JSON.
+        UserError: it is missing or not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -279,7 +279,7 @@ def read_json_file(path: Path) -> Any:
 
 
 def lock_directory(directory: Path) -> IO[str]:
-    """Make a directory and keep it for this process, as long as the returned file is open.
+    """Make a directory and lock it for this process, as long as the returned file is open.
 
     Raises:
         UserError: another process has it, or it cannot be made.

@@ -1,4 +1,4 @@
-"""Several threads for what lets go of Python's lock: hashing, reading and writing."""
+"""Several threads for work that releases the GIL: hashing, reading and writing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-_MOST = 8  # beyond that the disk is what one waits for
+_MAX_THREADS = 8  # beyond that the disk is the bottleneck
 
 
 def num_threads() -> int:
-    """As many as this process has cores, within reason."""
-    return min(len(os.sched_getaffinity(0)), _MOST) if hasattr(os, "sched_getaffinity") else 1
+    """Number of cores of this process, up to a limit."""
+    return min(len(os.sched_getaffinity(0)), _MAX_THREADS) if hasattr(os, "sched_getaffinity") else 1
 
 
 def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run tasks, begun in their order, in so many threads: this one and others, or fewer where no more can be had.
+    """Run tasks in this thread and others, fewer than `threads` where no more can be started. They begin in order.
 
-    After one that fails no other is begun, and its error is raised here.
+    After a task that fails no other begins, and its error is raised here.
     """
     todo, lock = iter(tasks), threading.Lock()
     errors: list[BaseException] = []
@@ -33,7 +33,7 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
                 if task is None:
                     return
                 task()
-            except BaseException as error:  # raised again in the thread that has called
+            except BaseException as error:  # raised again in the calling thread
                 errors.append(error)
 
     others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
@@ -57,7 +57,7 @@ def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """As `map`, with several items under way at once; what comes out is in order."""
+    """As `map`, with several items at once; results are in order."""
     todo, threads = list(items), num_threads()
     for first in range(0, len(todo), 8 * threads):
         group = todo[first : first + 8 * threads]

@@ -1,4 +1,4 @@
-"""Writes in a thread of its own while training goes on: in order, and no error is lost."""
+"""Writes in a background thread while training goes on: in order, and no error is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Writer:
-    """Runs tasks that write to disk, in the order they come. After one that fails the ones behind it are dropped."""
+    """Runs tasks that write to disk, in order. After a task that fails, those behind it are dropped."""
 
     def __init__(self, in_background: bool):
         self._in_background = in_background
@@ -18,30 +18,30 @@ class Writer:
         self._error: BaseException | None = None
 
     def start(self, task: Callable[[], None]) -> None:
-        """Wait for what is under way, then run this: here, or in the background. Raises what they raise."""
+        """Wait for the tasks before, then run this one: here, or in the background. Raises the errors of either."""
         self.wait()
         self.follow(task)
 
     def follow(self, task: Callable[[], None]) -> None:
-        """Run a small task behind what is under way, without waiting."""
+        """Run a small task behind the present ones, without waiting."""
         if not self._in_background:
             task()
             return
         with self._lock:
             self._tasks.append(task)
             if len(self._tasks) > 1:
-                return  # the thread that runs the others finds it
+                return  # the running thread takes it
         # a daemon: a second Ctrl-C does not wait for it, and what it leaves half done is no checkpoint
         self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what a task has raised that is done; do not wait for one that is not."""
+        """Raise the error of a task that has ended; do not wait for one that has not."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is under way. Raises what a task raised."""
+        """Wait until all tasks are done. Raises the error of a task."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -65,10 +65,10 @@ class Writer:
 
 
 def room_for_copy(num_bytes: int) -> bool:
-    """Whether a copy of so many bytes fits into the memory of this machine, with a tenth to spare."""
+    """Whether a copy of this many bytes fits into the memory of this machine, with a tenth to spare."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux: the recipe knows better
+    except OSError:  # not Linux: leave it to the recipe
         return True
     available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
     return available is None or num_bytes * 1.1 < available

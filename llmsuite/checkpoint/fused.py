@@ -1,4 +1,4 @@
-"""PaddleNLP's fused matrices (`fuse_attention_qkv`, `fuse_attention_ffn`), seen as the matrices they are made of.
+"""PaddleNLP's fused matrices (`fuse_attention_qkv`, `fuse_attention_ffn`), split into their parts and fused again.
 
 `qkv_proj` holds, for each key-value head, the columns of its query heads, of the key head and of the value head;
 `gate_up_fused_proj` holds all of gate, then all of up (paddlenlp/transformers/conversion_utils.py, `fuse_param_func`).
@@ -19,7 +19,7 @@ from llmsuite.errors import UserError
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_fused_proj": ("gate_proj", "up_proj")}
 FLAGS = {"qkv_proj": "fuse_attention_qkv", "gate_up_fused_proj": "fuse_attention_ffn"}
 _FUSED = re.compile(rf"(.*\.)({'|'.join(PARTS)})(\.(?:weight|bias))")
-# of the families we have, PaddleNLP fuses these
+# PaddleNLP fuses these, among the families we have
 _SINGLE = re.compile(
     rf"((?:llama|qwen2)\..*\.)({'|'.join(p for parts in PARTS.values() for p in parts)})(\.(?:weight|bias))"
 )
@@ -28,14 +28,14 @@ _OWNER = {part: fused for fused, parts in PARTS.items() for part in parts}
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """How many heads a qkv_proj is made of; on a rank, those of the rank."""
+    """Numbers of heads in a qkv_proj, of the whole model or of one tensor parallel rank."""
 
     query: int
     key_value: int
 
     @classmethod
     def of(cls, config: object, num_ranks: int = 1) -> Heads | None:
-        """Those of a model's config, or of one of so many ranks; None where attention has another form."""
+        """The heads of a model, or of one of `num_ranks` ranks; None where attention has another form."""
         query = getattr(config, "num_attention_heads", None)
         if query is None:
             return None
@@ -48,7 +48,7 @@ def is_fused(name: str) -> bool:
 
 
 def columns(fused: str, width: int, part: str, heads: Heads | None) -> np.ndarray:
-    """Which columns of a fused matrix of `width` columns make up one of its parts, in their order."""
+    """The columns of a fused matrix of `width` columns that make up one of its parts, in order."""
     if fused != "qkv_proj":
         which = PARTS[fused].index(part)
         return np.arange(which * width // 2, (which + 1) * width // 2)
@@ -61,7 +61,7 @@ def columns(fused: str, width: int, part: str, heads: Heads | None) -> np.ndarra
 
 
 class Unfused:
-    """A source in which fused matrices are replaced by their parts. Matrices are [inputs, outputs]."""
+    """A source of tensors in which fused matrices are replaced by their parts. Matrices are [inputs, outputs]."""
 
     def __init__(self, source: TensorSource, heads: Heads | None):
         """Raises UserError when the heads do not fit a matrix."""
@@ -111,7 +111,7 @@ class Unfused:
 
 
 def fuse_specs(specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], dict[str, list[str]]]:
-    """The specs with parts fused, and the names of the parts of each fused one. Matrices are [inputs, outputs]."""
+    """The specs after fusing, and the parts of each fused matrix by name. Matrices are [inputs, outputs]."""
     parts: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         match = _SINGLE.fullmatch(spec.name)
@@ -127,7 +127,7 @@ def fuse_specs(specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], dict[str,
 
 
 def fuse(name: str, parts: Sequence[np.ndarray], heads: Heads | None) -> np.ndarray:
-    """The fused matrix of a name, of (a slice of rows of) its parts."""
+    """Fuse the parts, or the same rows of them, of the matrix of this name."""
     match = _FUSED.fullmatch(name)
     assert match is not None, "the caller has looked"
     width = sum(part.shape[-1] for part in parts)

@@ -1,10 +1,10 @@
-"""Models whose matrices lie as int8: written of a run of quantisation-aware training, read as float32.
+"""Models with int8 matrices: written after quantisation-aware training, read as float32.
 
-config.json                       `quantization_config` names the form, so that nobody takes it for a plain model
-model-*.safetensors + index       matrices that were trained for it as int8, all others as they are
-quant_scales-*.safetensors        of each int8 tensor NAME.weight: float32
-                                  NAME.weight_scale   [outputs, 1] or [1, outputs], as the matrix lies: the weight
-                                                      is int8 times this
+config.json                       `quantization_config` names the format, so that it is not taken for a plain model
+model-*.safetensors + index       quantised matrices as int8, all others unchanged
+quant_scales-*.safetensors        float32, for each int8 tensor NAME.weight:
+                                  NAME.weight_scale   [outputs, 1] or [1, outputs], oriented as the matrix: the
+                                                      weight is int8 times this
                                   NAME.input_scale    [1]; only where inputs are rounded too: x becomes
                                                       clip(round(x / scale), -127, 127) times this
 """
@@ -31,10 +31,10 @@ from llmsuite.models.int8_grid import input_scale, to_int8, weight_scale
 
 
 class Int8Weights:
-    """The parameters of a model by our names, some of its matrices as int8."""
+    """The parameters of a model by our names, some matrices as int8."""
 
     def __init__(self, model: ModelDirectory, rounded: Mapping[str, Sequence[float]]):
-        """`rounded`: the layers whose weights are, as `TrainState` has them."""
+        """`rounded`: the quantised layers, as `TrainState.rounded` has them."""
         self._model = model
         self._scales = {f"{name}.weight": input_scale(observed) for name, observed in rounded.items()}
         self._weight_scale = functools.cache(lambda name: weight_scale(model.read(name)))
@@ -77,10 +77,10 @@ class Int8Weights:
 
 
 def quantised(model: ModelDirectory, rounded: Mapping[str, Sequence[float]]) -> ModelDirectory:
-    """A model as int8, to be written.
+    """A model with int8 matrices, to be written.
 
     Raises:
-        UserError: HF's layout has one tensor for a layer that is rounded and another one that is not.
+        UserError: a tensor of HF's layout holds both quantised and other layers.
     """
     files = Int8Weights(model, rounded)
     specs = [files.spec(name) for name in files.names]
@@ -97,10 +97,10 @@ def quantised(model: ModelDirectory, rounded: Mapping[str, Sequence[float]]) -> 
 
 
 def rounded_layers(checkpoint: Path) -> dict[str, list[float]]:
-    """The layers that a checkpoint's run has trained to be rounded.
+    """The layers of a checkpoint that were trained for int8, see `TrainState.rounded`.
 
     Raises:
-        UserError: it is no checkpoint, or its run was another one.
+        UserError: it is no checkpoint of such a run.
     """
     rounded = load_state(checkpoint).rounded if (checkpoint / "state.json").is_file() else None
     if rounded is None:
@@ -112,7 +112,7 @@ def rounded_layers(checkpoint: Path) -> dict[str, list[float]]:
 
 
 def input_scales(model: ModelDirectory) -> dict[str, float]:
-    """The scale of the inputs of each layer that has one, by its name; none in a model that does not lie as int8."""
+    """Input scales of an int8 model, by the names of the layers that have one; empty for other models."""
     if not isinstance(model.files, Dequantised):
         return {}
     found = {name: model.files.input_scale(place.names[0]) for name, place in model.tensors.items()}
@@ -124,5 +124,5 @@ QUANT_METHOD = "llmsuite int8"
 
 
 def quantization_config() -> dict[str, Any]:
-    """What config.json says of it."""
+    """The entry of config.json for an int8 model."""
     return {"quant_method": QUANT_METHOD, "weight_bits": 8}

@@ -23,7 +23,7 @@ from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.specs import ModelFamily
 
 Load = Literal["exact", "known", "any"]
-"""How far stored tensors have to be those of a model."""
+"""How exactly the stored tensors have to be those of the model."""
 Layout = Literal["hf", "paddlenlp"]
 """Whose names and orientation of matrices the files have."""
 
@@ -57,12 +57,12 @@ class ModelDirectory:
 
     @property
     def names(self) -> list[str]:
-        """Our names of the parameters."""
+        """The parameters, by our names."""
         return list(self.tensors)
 
     @property
     def description(self) -> str:
-        """The layout, and what is ignored."""
+        """The layout, and the tensors that are ignored."""
         if not self.ignored:
             return f"{self.layout} layout"
         return f"{self.layout} layout; {len(self.ignored)} tensors are ignored, such as {self.ignored[0]}"
@@ -89,7 +89,7 @@ class ModelDirectory:
         return value.T if transposed else value
 
     def stored(self, name: str, transposed: bool) -> StoredTensor | None:
-        """A parameter as it lies in a file, if it does so in one piece, [outputs, inputs] or not as is wanted."""
+        """A parameter to be copied as it is stored; None unless it is one whole tensor of the wanted orientation."""
         place, is_linear = self.tensors[name], self.family.names().is_linear(name)
         if place.stacked or place.num_parts > 1 or not isinstance(self.files, TensorFiles):
             return None
@@ -184,7 +184,7 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
     if has_scales(path):
         return Dequantised(files, TensorFiles(path, Dequantised.STEM, check))
     if alone := next((name for name in files.names if files.spec(name).dtype == INT8), None):
-        raise UserError(f"{path}: {alone!r} is int8, and there is no {Dequantised.STEM}{SUFFIX} to tell its scale")
+        raise UserError(f"{path}: {alone!r} is int8, and there is no {Dequantised.STEM}{SUFFIX} with its scale")
     return files
 
 
@@ -244,5 +244,5 @@ def describe_model(
 
 
 def _names_in(tensors: Mapping[str, HfTensors]) -> dict[str, None]:
-    """The names of all tensors: a set in order."""
+    """The names of all tensors: an ordered set."""
     return dict.fromkeys(name for place in tensors.values() for name in place.names)

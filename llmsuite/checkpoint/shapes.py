@@ -1,4 +1,4 @@
-"""Whether the tensors of a model directory have the shapes that its config.json gives them."""
+"""Compares the tensors of a model directory with the shapes that its config.json gives them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_shapes(model: ModelDirectory, shapes: Shapes) -> None:
 
 
 def shape_mismatches(model: ModelDirectory, shapes: Shapes) -> dict[str, str]:
-    """The parameters whose shape is another one, with what it is."""
+    """A message for each parameter whose stored shape differs."""
     found = {name: model.spec(name).shape for name in shapes if name in model.tensors}
     return {
         name: f"{name} is {list(shape)}, config.json makes it {list(shapes[name])}"
@@ -28,10 +28,10 @@ def shape_mismatches(model: ModelDirectory, shapes: Shapes) -> dict[str, str]:
 
 
 def skipped_tensors(model: ModelDirectory, shapes: Shapes, load: Load, report: Callable[[str], None]) -> set[str]:
-    """The parameters that a model directory has not, or in another shape; each is reported, as is what is left out.
+    """The parameters that a model directory lacks or has in another shape; they are reported, as are left out tensors.
 
     Raises:
-        UserError: a shape is another one, and `load` is not "any".
+        UserError: a shape differs, and `load` is not "any".
     """
     if load != "any":
         check_shapes(model, shapes)

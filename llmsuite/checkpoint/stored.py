@@ -1,7 +1,7 @@
-"""Tensors as they lie in a safetensors file: the header is read and checked, the values when they are asked for.
+"""Tensors in a safetensors file: the header is read and checked at once, values on demand.
 
-The package safetensors maps a whole file to read one tensor of it. Here no more is mapped or read than what is asked
-for, so that files may be larger than the memory a process is allowed.
+The package safetensors maps a whole file to read one tensor of it. Here only the requested bytes are mapped or read, so
+that files may be larger than the memory limit of the process.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches numpy what bfloat16 is)
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
 from llmsuite.errors import UserError
 
 INT8 = "int8"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
-DTYPES["I8"] = INT8  # of matrices that have scales beside them, see `int8.py`
+DTYPES["I8"] = INT8  # matrices with scales beside them, see `int8.py`
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _OTHER_SIZES = {
     "U8": 1,
@@ -47,24 +47,24 @@ class StoredTensor:
     name: str
     path: Path
     code: str
-    """Its dtype as the header has it."""
+    """Dtype in the notation of the header."""
     shape: tuple[int, ...]
     start: int
-    """Where in the file it begins."""
+    """First byte in the file."""
     size: int
-    """In bytes."""
+    """Size in bytes."""
     sha256: str | None = None
-    """What it was written with, where that is known."""
+    """Digest it was written with, where that is known."""
 
     @property
     def dtype(self) -> str:
-        """NumPy's name. Raises UserError for one that no parameter has."""
+        """Dtype by NumPy's name. Raises UserError for one that no parameter has."""
         if self.code not in DTYPES:
             raise UserError(f"{self.path}: {self.name!r} has dtype {self.code}; supported: {', '.join(DTYPES)}")
         return DTYPES[self.code]
 
     def chunks(self) -> Iterator[memoryview]:
-        """All of its bytes, 1 MB at a time. Each is overwritten when the next one comes.
+        """All of its bytes, 1 MB at a time. Each chunk is overwritten by the next one.
 
         Raises:
             UserError: the file cannot be read, or has become shorter.
@@ -81,7 +81,7 @@ class StoredTensor:
                 at += count
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
-        """Its values, or those of a slice (one a dim, none empty). Raises as `chunks`."""
+        """Its values, or those of a slice (one slice a dim, none empty). Raises as `chunks`."""
         dtype = np.dtype(self.dtype)
         if index and self.size and any(s.indices(n)[:2] != (0, n) for s, n in zip(index[1:], self.shape[1:])):
             with _readable(self.path):
@@ -99,26 +99,26 @@ class StoredTensor:
         return result
 
     def check(self) -> None:
-        """Compare the values with the sha256 they were written with. Raises UserError when they are others."""
+        """Compare the values with the sha256 they were written with. Raises UserError when they differ."""
         digest = hashlib.sha256()
         for chunk in self.chunks():
             digest.update(chunk)
         self.compare(digest.hexdigest())
 
     def compare(self, sha256: str) -> None:
-        """As `check`, with what the caller has found."""
+        """As `check`, with the digest that the caller has computed."""
         if self.sha256 not in (None, sha256):
             raise UserError(
-                f"{self.path}: {self.name!r} does not have the sha256 that manifest.json tells: the file is damaged; "
-                "nothing was made of it"
+                f"{self.path}: {self.name!r} does not have the sha256 in its manifest.json: the file is damaged; "
+                "nothing was written"
             )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file holds, in the order of the header.
+    """The tensors of a safetensors file, in the order of the header.
 
     Raises:
-        UserError: it cannot be read, or the header is none, or lies about where the tensors are.
+        UserError: it cannot be read, the header is invalid, or it does not fit the file.
     """
     with _readable(path), open(path, "rb", buffering=0) as file:
         size, start = os.fstat(file.fileno()).st_size, file.read(8)
@@ -143,7 +143,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _entry(path: Path, data: int, name: str, entry: Any) -> StoredTensor:
-    """A tensor of a header; raises one of the errors that damaged JSON leads to."""
+    """A tensor of a header. Damaged JSON raises one of several built-in errors, which the caller catches."""
     code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"{name!r} has no dtype, shape and offsets")
@@ -159,7 +159,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
-    except ValueError as error:  # a name that none can have
+    except ValueError as error:  # a name that no file can have
         raise _unreadable(path, str(error)) from error
 
 

@@ -1,6 +1,6 @@
-"""Sets of tensors in one or more safetensors files with an index, as HF and PaddleNLP lay them out.
+"""Reads sets of tensors in one or more safetensors files with an index, the layout of HF and PaddleNLP.
 
-They are read one by one, or a slice at a time. `write.py` is the way there.
+Tensors are read one by one, or a slice at a time. `tensor_writer.py` writes them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TensorSpec:
 
 
 class TensorSource(Protocol):
-    """Tensors that are read on demand, whatever they are stored in."""
+    """Tensors that are read on demand, whatever their file format."""
 
     @property
     def names(self) -> list[str]: ...
@@ -47,7 +47,7 @@ class TensorSource(Protocol):
         """Shape and dtype of a tensor, without its values."""
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """The values of a tensor, or of a slice of it (one a dim, none empty)."""
+        """The values of a tensor, or of a slice of it (one slice a dim, none empty)."""
 
 
 class TensorFiles:
@@ -58,8 +58,8 @@ class TensorFiles:
         Args:
             directory: where the files are.
             stem: "model" or "optimizer".
-            check: whether to compare what is read with manifest.json, if there is one: each tensor when it is first
-                read, headers at once.
+            check: whether to compare files with manifest.json, if there is one: each tensor when it is first read,
+                headers at once.
 
         Raises:
             UserError: there is no such set, its index is wrong, or a header is not as it was written.
@@ -71,7 +71,7 @@ class TensorFiles:
         if check and (directory / MANIFEST).is_file():
             self._manifest = read_manifest(directory)
             if fault := broken_file(directory, without=SUFFIX):
-                raise UserError(f"{fault}; nothing was made of it")
+                raise UserError(f"{fault}; nothing was written")
         index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
         if index.is_file():
             content = read_json_file(index)
@@ -102,7 +102,7 @@ class TensorFiles:
         return TensorSpec(name, found.shape, found.dtype)
 
     def stored(self, name: str) -> StoredTensor:
-        """A tensor as it lies in its file."""
+        """A tensor in its file."""
         if name not in self._file_of:
             raise UserError(f"{self.directory}: has no tensor {name!r}")
         found = self._header(self._file_of[name]).get(name)
@@ -112,7 +112,7 @@ class TensorFiles:
         return found
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """The values of a tensor, or of a slice of it (one a dim, none empty), in the dtype they are stored in."""
+        """A tensor, or a slice of it (one slice a dim, none empty), in its stored dtype."""
         found = self.stored(name)
         with self._lock:
             is_new = found.sha256 is not None and name not in self._checked
@@ -133,7 +133,7 @@ class TensorFiles:
 
 
 class Dequantised:
-    """Tensors some of which lie as int8, read as the float32 they stand for; `int8.py` writes them."""
+    """Tensors of which some are stored as int8, read as float32; `int8.py` writes them."""
 
     STEM = "quant_scales"
 
@@ -142,8 +142,8 @@ class Dequantised:
         self._files, self._scales = files, scales
         self._known = set(scales.names)
         is_int8 = [name for name in files.names if files.spec(name).dtype == INT8]
-        if homeless := [name for name in is_int8 if _beside(name, "weight_scale") not in self._known]:
-            raise UserError(f"{files.directory}: {len(homeless)} int8 tensors have no scale, such as {homeless[0]}")
+        if unscaled := [name for name in is_int8 if _beside(name, "weight_scale") not in self._known]:
+            raise UserError(f"{files.directory}: {len(unscaled)} int8 tensors have no scale, such as {unscaled[0]}")
 
     @property
     def names(self) -> list[str]:
@@ -162,12 +162,12 @@ class Dequantised:
         if value.dtype != INT8:
             return value
         scale = self._scales.read(_beside(name, "weight_scale"))
-        if index is not None:  # of the dim of the inputs there is one
+        if index is not None:  # along the inputs its size is 1
             scale = scale[tuple(s if size > 1 else slice(None) for s, size in zip(index, scale.shape))]
         return value.astype("float32") * scale
 
     def input_scale(self, name: str) -> float | None:
-        """Of the inputs that are multiplied with a tensor; None when they are not rounded."""
+        """Scale of the inputs that a matrix is multiplied with; None when they are not rounded."""
         beside = _beside(name, "input_scale")
         return float(self._scales.read(beside)[0]) if beside in self._known else None
 
@@ -179,11 +179,11 @@ def _beside(name: str, kind: str) -> str:
 def _with_sha256(
     path: Path, header: dict[str, StoredTensor], ranges: Sequence[Range] | None
 ) -> dict[str, StoredTensor]:
-    """What a manifest tells of the tensors of a file, whose header is as it was written."""
+    """Add digests of a manifest to the tensors of a file. Raises UserError when its header is not as it was written."""
     if ranges is None:
-        raise UserError(f"{path}: manifest.json beside it does not tell of it; nothing was made of it")
+        raise UserError(f"{path}: manifest.json beside it does not list it; nothing was written")
     first, *others = ranges
     if sha256_of(path, first.start, first.end) != first.sha256:
-        raise UserError(f"{path}: does not have the sha256 that manifest.json tells; nothing was made of it")
+        raise UserError(f"{path}: does not have the sha256 in its manifest.json; nothing was written")
     by_name = {found.tensor: found.sha256 for found in others}
     return {name: dataclasses.replace(stored, sha256=by_name.get(name)) for name, stored in header.items()}

@@ -1,8 +1,8 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685) and the model they were trained on, read as one model.
 
-Read are the directories of HF PEFT (`adapter_config.json`, `lora_A` [rank, inputs], `lora_B` [outputs, rank]) and of
+It reads directories of HF PEFT (`adapter_config.json`, `lora_A` [rank, inputs], `lora_B` [outputs, rank]) and of
 PaddleNLP (`lora_config.json`, `lora_A` [inputs, rank], `lora_B` [rank, outputs]), as safetensors or as the
-`lora_model_state.pdparams` that PaddleNLP writes, a pickle that is read without running it.
+`lora_model_state.pdparams` of PaddleNLP, a pickle that is read without running it.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _WRAPPERS = ("", "base_model.model.", "model.")
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What is added to a matrix [inputs, outputs]: `scale * first @ second`."""
+    """The update of a matrix [inputs, outputs]: `scale * first @ second`."""
 
     first: str
     second: str
     scale: float
     by_rows: bool
-    """Whether the factors lie as HF has them, transposed."""
+    """Whether the factors are stored transposed, as HF does."""
 
 
 class Adapted:
     """A model's tensors with the adapter added, in the base's own dtype.
 
-    They have HF's names, as what an adapter is trained on may be one expert of our stacked ones, or GPT's q, k and v in
-    one; matrices lie [inputs, outputs].
+    They have HF's names, as an adapter may belong to one expert of our stacked ones, or to GPT's q, k and v in one
+    matrix. Matrices are [inputs, outputs].
     """
 
     def __init__(self, base: ModelDirectory, directory: Path, allow_pickle: bool):
-        """Raises UserError when it is an adapter of another kind or model."""
+        """Raises UserError for an adapter of another kind or model."""
         self._base, self._path = base, directory
         specs = [base.spec(name) for name in base.names]
         self._tensors = Arrangement(base.family, base.config, specs, as_in_memory=True)
@@ -68,24 +68,25 @@ class Adapted:
         self._files = _open_files(directory, allow_pickle)
         self._factors: dict[str, Factors] = {}
         self._replaced: dict[str, str] = {}
-        self._sort(config_path, config)
+        self._assign(config_path, config)
 
-    def _sort(self, config_path: Path, config: Mapping[str, Any]) -> None:
+    def _assign(self, config_path: Path, config: Mapping[str, Any]) -> None:
+        """Find the tensor of the base that each tensor of the adapter belongs to."""
         halves: dict[str, dict[str, tuple[str, bool]]] = {}
-        homeless = []
+        unknown = []
         for name in self._files.names:
             match = _FACTOR.fullmatch(name)
             module = match[1] if match else re.sub(r"\.modules_to_save(\.default)?", "", name)
             target = self._name(f"{module}.weight" if match else module)
             if target is None:
-                homeless.append(name)
+                unknown.append(name)
             elif match:
                 halves.setdefault(target, {})[match[2]] = name, match[3] is not None
             else:
                 self._replaced[target] = name
-        if homeless:
-            shown = ", ".join(homeless[:5])
-            raise UserError(f"{self._path}: {len(homeless)} tensors belong to nothing in {self._base.path}: {shown}")
+        if unknown:
+            shown = ", ".join(unknown[:5])
+            raise UserError(f"{self._path}: {len(unknown)} tensors belong to nothing in {self._base.path}: {shown}")
         for target, pair in halves.items():
             if len(pair) < 2:
                 raise UserError(f"{self._path}: {next(iter(pair.values()))[0]!r} has no other half")
@@ -98,7 +99,7 @@ class Adapted:
             raise UserError(f"{self._path}: has no lora_A and lora_B")
 
     def _name(self, name: str) -> str | None:
-        """The base's tensor a name of the adapter belongs to."""
+        """The tensor of the base that a name of the adapter belongs to."""
         plain = [name.removeprefix(wrapper) for wrapper in _WRAPPERS]
         found = [hf_name(self._base.family, self._base.config, n) for n in plain]
         return next((name for name in found if name in self._tensors), None)
@@ -154,17 +155,17 @@ class Adapted:
 
 
 def _with_score_head(base: ModelDirectory) -> ModelDirectory:
-    """A language model as the reward model whose score head an adapter brings."""
+    """A language model as a reward model, whose score head comes with the adapter."""
     config = dataclasses.replace(base.config, head="score")
     tensors = {name: place for name, place in base.tensors.items() if name != "lm_head.weight"}
     shape = (1, config.hidden_size) if base.linears_transposed else (config.hidden_size, 1)
-    files = _NoHeadYet(base.files, TensorSpec(SCORE, shape, base.spec(base.names[0]).dtype))
+    files = _PromisedHead(base.files, TensorSpec(SCORE, shape, base.spec(base.names[0]).dtype))
     return dataclasses.replace(base, config=config, tensors={**tensors, SCORE: HfTensors((SCORE,))}, files=files)
 
 
 @dataclasses.dataclass(frozen=True)
-class _NoHeadYet:
-    """Tensors of a language model, and the promise of a score head."""
+class _PromisedHead:
+    """Tensors of a language model, and the shape of a score head that an adapter will provide."""
 
     files: TensorSource
     promised: TensorSpec
@@ -189,7 +190,7 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
     """The base with an adapter added to it.
 
     Raises:
-        UserError: the adapter is not one of this model: some tensor of it finds no home, or does not fit.
+        UserError: the adapter belongs to another model: a tensor of it has no counterpart there, or does not fit.
     """
     if head_of(base.config) != "score" and any(
         name.endswith(f".{SCORE}") for name in _open_files(directory, allow_pickle).names

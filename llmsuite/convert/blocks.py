@@ -1,4 +1,4 @@
-"""Tensors that are stored in blocks, as each rank of a run has written its own, read as if they were whole."""
+"""Tensors that are stored in blocks, one or more by each rank of a run, read as whole tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Index = Sequence[slice]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A part of a tensor: `shape` from `offset` on."""
+    """A part of a tensor, `shape` elements from `offset` on."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
-    """Where it lies, for messages."""
+    """File that holds it, for messages."""
     read: Callable[[Index], np.ndarray]
-    """Its values, or rather those of a slice of it, counted from its own start."""
+    """Reads a slice of it, with indices relative to `offset`."""
 
     def __str__(self) -> str:
         return f"{_region(self.offset, self.shape)} in {self.file}"
@@ -35,12 +35,12 @@ class BlockFiles:
     """A source of tensors made of blocks."""
 
     def __init__(self, where: Path, paths: Sequence[Path], specs: Mapping[str, TensorSpec]):
-        """`where` is what messages call it."""
+        """`where` names the source in messages."""
         self.where, self._paths, self._specs = where, sorted(paths), dict(specs)
         self._blocks: dict[str, list[Block]] = {name: [] for name in specs}
 
     def add(self, name: str, blocks: Sequence[Block]) -> None:
-        """The blocks of a tensor. Raises UserError when they do not make up the tensor, each element once."""
+        """Add the blocks of a tensor. Raises UserError unless they cover each element exactly once."""
         if problem := cover_problem(self._specs[name].shape, blocks):
             raise UserError(f"{self.where}: {name!r} of shape {list(self._specs[name].shape)}: {problem}")
         self._blocks[name] = list(blocks)
@@ -73,7 +73,7 @@ class BlockFiles:
 
 
 def cover_problem(shape: Sequence[int], blocks: Sequence[Block]) -> str | None:
-    """Why blocks do not make up a tensor: one is missing, two overlap or one sticks out. None when they do."""
+    """Why blocks do not cover a tensor exactly: one is missing, outside, or two overlap. None when they do."""
     for block in blocks:
         fits = len(block.offset) == len(block.shape) == len(shape)
         if not fits or any(o < 0 or n < 0 or o + n > size for o, n, size in zip(block.offset, block.shape, shape)):
@@ -90,7 +90,7 @@ def cover_problem(shape: Sequence[int], blocks: Sequence[Block]) -> str | None:
         return f"{blocks[0]} and {blocks[1]} overlap"
     if sum(math.prod(block.shape) for block in blocks) == math.prod(shape):
         return None
-    # no overlap and too little: some cell of the grid that all the edges make is in no block
+    # no overlap, but too few elements: some cell of the grid of all edges is in no block
     edges = [
         sorted({0, size, *(b.offset[d] for b in blocks), *(b.offset[d] + b.shape[d] for b in blocks)})
         for d, size in enumerate(shape)
@@ -99,7 +99,7 @@ def cover_problem(shape: Sequence[int], blocks: Sequence[Block]) -> str | None:
         inside = (all(o <= a < o + n for (a, _), o, n in zip(cell, b.offset, b.shape)) for b in blocks)
         if not any(inside):
             return f"{_region([a for a, _ in cell], [b - a for a, b in cell])} is in no file"
-    raise AssertionError("a gap that is nowhere")
+    raise AssertionError("elements are missing, but no gap was found")
 
 
 def _region(offset: Sequence[int], shape: Sequence[int]) -> str:

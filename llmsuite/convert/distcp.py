@@ -1,7 +1,7 @@
-"""Directories of `paddle.distributed.save_state_dict`: `N.metadata` and a `R_N.distcp` of each rank R.
+"""Reads directories of `paddle.distributed.save_state_dict`: `N.metadata`, and `R_N.distcp` of each rank R.
 
-The metadata tells the place of every block in its tensor and the file it lies in. Both are pickles, and are read
-without running them. With `safetensors=True` Paddle writes `R_N.safetensors` in the place of the latter.
+The metadata has the file and the offset of every block. Both are pickles, and are read without running them. With
+`safetensors=True` Paddle writes `R_N.safetensors` in place of `R_N.distcp`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def metadata_file(directory: Path) -> Path | None:
 
 
 def open_distcp(directory: Path) -> BlockFiles:
-    """The model's tensors of such a directory, by the names of the model; an optimizer beside it is left out.
+    """The tensors of the model in such a directory, by their names in the model; optimizer state is left out.
 
     Raises:
         UserError: it is damaged, a file is missing, or the blocks of a tensor overlap or leave a gap.
     """
     path = metadata_file(directory)
-    assert path is not None, "the caller has looked"
+    assert path is not None, "the caller has checked"
     metadata = read_pickle(path)
     try:
         return _open(directory, path, metadata.fields)
@@ -50,7 +50,7 @@ def open_distcp(directory: Path) -> BlockFiles:
 def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFiles:
     places: dict[tuple[str, tuple[int, ...], Any], str] = {}
     for key, file in metadata["storage_metadata"].items():
-        if not key.fields.get("replica_id"):  # of equal copies the first one counts
+        if not key.fields.get("replica_id"):  # of equal copies the first one is read
             place = key.fields["tensor_key"], tuple(key.fields["global_offset"]), key.fields.get("flattened_range")
             places[place] = _plain(path, file)
     names = _model_names(metadata)
@@ -109,9 +109,9 @@ def _spec(found: StoredArray | StoredTensor, name: str) -> TensorSpec:
 
 
 def _model_names(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The model's tensors: keys of the file to names in the model.
+    """Names in the model by key of the file, without those of the optimizer.
 
-    What was saved is a dict of tensors, or one of dicts, such as {"model": …, "optimizer": …}.
+    The saved object is a dict of tensors, or a dict of dicts such as {"model": …, "optimizer": …}.
     """
     paths = metadata.get("flat_mapping") or {key: (key,) for key in metadata["state_dict_metadata"]}
     if any(len(path) > 1 and path[0] == _MODEL for path in paths.values()):
@@ -120,7 +120,7 @@ def _model_names(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _whole_shape(parts: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Paddle before 3.1 did not write it: there it is as far as the blocks reach."""
+    """Shape of the whole tensor. Paddle before 3.1 did not write it: then it is the extent of the blocks."""
     if parts[0].get("global_shape") is not None:
         return tuple(parts[0]["global_shape"])
     ends = [[o + n for o, n in zip(part["global_offset"], part["local_shape"])] for part in parts]
@@ -134,7 +134,7 @@ def _block(
     shape: tuple[int, ...],
     pieces: list[tuple[range, StoredArray | StoredTensor, str]],
 ) -> Block:
-    """A block that lies whole in one file, or flattened and cut over several, as sharding stage 1 of Paddle writes."""
+    """A block that is whole in one file, or flattened and split over several, as Paddle's sharding stage 1 does."""
     pieces = sorted(pieces, key=lambda piece: piece[0].start)
     if len(pieces[0][1].shape) == len(shape) and len(pieces) == 1 and len(pieces[0][0]) == math.prod(shape):
         _, array, file = pieces[0]

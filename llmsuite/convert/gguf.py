@@ -1,4 +1,4 @@
-"""Read a GGUF file (llama.cpp) as a model directory: weights are dequantised, the tokenizer is rebuilt.
+"""Imports a GGUF file (llama.cpp) as a model directory: weights are dequantised, the tokenizer is rebuilt.
 
 The byte-pair tokenizers of GGUF (`tokenizer.ggml.model = gpt2`) are supported.
 """
@@ -29,8 +29,8 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
     """Write the model of a GGUF file into an existing directory, as float32.
 
     Raises:
-        UserError: no GGUF, an architecture no family reads, a rotary scaling that cannot be told from the file, or a
-            tokenizer that is not byte-pair.
+        UserError: it is no GGUF file, no family reads its architecture, its rotary scaling is not in the file, or its
+            tokenizer is not byte-pair.
     """
     try:
         import gguf

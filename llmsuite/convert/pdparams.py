@@ -1,8 +1,8 @@
-"""PaddleNLP's `model_state*.pdparams`: one file, numbered files, or one a rank (`model_state.tp00_pp01.pdparams`).
+"""Reads PaddleNLP's `model_state*.pdparams`: one file, numbered files, or a file per rank (`.tp00_pp01.pdparams`).
 
-They are pickles, and are read without running them. A rank's file holds what this rank had: the layers of its pipeline
-stage, and of each matrix that is cut over tensor parallel ranks its part. In which dim it is cut is not written there;
-it follows from the shape of the whole.
+They are pickles, and are read without running them. The file of a rank holds the layers of its pipeline stage, and of
+each matrix that is sharded over tensor parallel ranks its shard. The dim that is sharded is not in the file; it follows
+from the shape of the whole.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class PickledTensors:
 
 
 def pdparams_files(directory: Path) -> list[Path]:
-    """The files of a model, whatever rank has written them."""
+    """The files of a model, of all ranks."""
     return sorted(path for path in directory.glob("model_state*.pdparams") if _FILE.fullmatch(path.name))
 
 
 def open_pdparams(directory: Path) -> list[PickledTensors]:
-    """What each tensor parallel rank has, in their order; one entry for files that are not of ranks.
+    """The tensors of each tensor parallel rank, in order; one entry for files without ranks.
 
     Raises:
         UserError: a rank's file is missing, or one cannot be read.
@@ -106,16 +106,16 @@ def open_pdparams(directory: Path) -> list[PickledTensors]:
 def join_ranks(
     directory: Path, ranks: Sequence[TensorSource], whole: Mapping[str, Sequence[int]], labels: Sequence[str]
 ) -> BlockFiles:
-    """The tensors of tensor parallel ranks as whole ones.
+    """Join the tensors of tensor parallel ranks to whole ones.
 
     Args:
         directory: for messages.
-        ranks: what each has, in their order.
-        whole: shape of every tensor, as PaddleNLP stores it. What is not in it is dropped.
-        labels: what messages call the ranks.
+        ranks: the tensors of each rank, in order.
+        whole: shape of every tensor, as PaddleNLP stores it. Others are dropped.
+        labels: names of the ranks in messages.
 
     Raises:
-        UserError: a rank lacks a tensor, or its part is not one of so many.
+        UserError: a rank lacks a tensor, or has a shard of another size.
     """
     specs: dict[str, TensorSpec] = {}
     parts: dict[str, list[Block]] = {}

@@ -1,9 +1,9 @@
-"""Reads what `paddle.save` writes without running anything: the tensors stay on disk until they are asked for.
+"""Reads files of `paddle.save` without running anything; tensors stay on disk until they are read.
 
-A pickle is a program, and unpickling runs it. This page is a machine for the few instructions that build data: it
-knows no import and no call, so a file that asks for one is refused and nothing of it has happened. A function a
-pickle names is a pair of words here, and the handful that `paddle.save` needs (`numpy._reconstruct`, `tuple` …) stand
-for how the data on the stack is to be arranged.
+A pickle is a program, and unpickling runs it. This module interprets only the few instructions that build data: it can
+neither import nor call, so a file that asks for it is refused before anything happens. The function that a pickle names
+is only a pair of words here, and the few that `paddle.save` needs (`numpy._reconstruct`, `tuple` …) are replaced by
+code that arranges the data on the stack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
 
-_LONG_TEXT = 4096  # a longer one is the values of a tensor, as pickle protocol 2 writes them
+_LONG_TEXT = 4096  # longer ones are values of a tensor, as pickle protocol 2 writes them
 _METADATA = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 _RECORDS = {(m, c): c for m in _METADATA for c in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")}
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -46,18 +46,18 @@ class StoredArray:
     path: Path
     shape: tuple[int, ...] = ()
     code: str = ""
-    """As NumPy writes dtypes: "f4"."""
+    """Dtype in NumPy's notation, such as "f4"."""
     by_columns: bool = False
     raw: Any = None
 
     def spec(self, name: str) -> TensorSpec:
-        """Raises UserError for a dtype no parameter has."""
+        """Name, shape and dtype. Raises UserError for a dtype that no parameter has."""
         if self.code not in _DTYPES:
             raise UserError(f"{self.path}: {name!r} has dtype {self.code}; supported: {', '.join(_DTYPES)}")
         return TensorSpec(name, self.shape, np.dtype(_DTYPES[self.code]).name)
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
-        """Its values, or those of a slice, copied from the disk. Maps no more of the file than the array."""
+        """Its values, or those of a slice, copied from disk. Maps only this array."""
         dtype, order = np.dtype(_DTYPES[self.code]), "F" if self.by_columns else "C"
         if isinstance(self.raw, _Range) and not self.raw.is_text and 0 not in self.shape:
             values = np.memmap(self.path, dtype, "r", self.raw.start, self.shape, order=order)  # type: ignore[call-overload]
@@ -88,7 +88,7 @@ def read_pickle(path: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """Bytes of the file that were not read."""
+    """Bytes of the file that have not been read yet."""
 
     start: int
     size: int
@@ -104,7 +104,7 @@ class _Range:
 
 @dataclasses.dataclass(frozen=True)
 class _Name:
-    """What a pickle would import."""
+    """A name that a pickle would import."""
 
     module: str
     name: str
@@ -120,6 +120,8 @@ class _Mark:
 
 
 class _Machine:
+    """Interprets the instructions of a pickle that build data."""
+
     def __init__(self, path: Path, content: mmap.mmap):
         self._path, self._content, self._at = path, content, 0
         self._stack: list[Any] = []
@@ -211,7 +213,7 @@ class _Machine:
             raise ValueError("appends to what is no list")
         target.extend(items)
 
-    def two(self) -> Sequence[Any]:
+    def pop_pair(self) -> Sequence[Any]:
         value, key = self._stack.pop(), self._stack.pop()
         return key, value
 
@@ -221,7 +223,7 @@ class _Machine:
     def recall(self, index: int) -> None:
         self._push(self._memo[index])
 
-    # names: these would import and call
+    # instructions that would import and call
 
     def name(self, module: Any, name: Any) -> None:
         known = (module, name) in _RECORDS or name in _CALLABLE.get(module, ())
@@ -230,13 +232,13 @@ class _Machine:
         self._push(_Name(module, name))
 
     def call(self) -> None:
-        function, arguments = self.two()
+        function, arguments = self.pop_pair()
         if not isinstance(function, _Name) or not isinstance(arguments, tuple):
             raise ValueError("calls what is no function")
         self._push(self._arrange(function, arguments))
 
     def _arrange(self, function: _Name, arguments: tuple[Any, ...]) -> Any:
-        """What a call of one of the known functions would give."""
+        """The result of calling one of the known functions."""
         name = function.name
         if name == "tuple":
             (items,) = arguments
@@ -257,7 +259,7 @@ class _Machine:
         self._refuse(function.module, name)
 
     def new(self) -> None:
-        cls, arguments = self.two()
+        cls, arguments = self.pop_pair()
         kind = _RECORDS.get((cls.module, cls.name)) if isinstance(cls, _Name) else None
         if kind is None or arguments != ():
             raise ValueError("makes an object of what is no class of a checkpoint")
@@ -327,7 +329,7 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"\x86": lambda m: m.push_tuple(2),
     b"\x87": lambda m: m.push_tuple(3),
     b"t": lambda m: m._push(tuple(m._since_mark())),
-    b"s": lambda m: m.set_items(m.two()),
+    b"s": lambda m: m.set_items(m.pop_pair()),
     b"u": lambda m: m.set_items(m._since_mark()),
     b"a": lambda m: m.append([m._stack.pop()]),
     b"e": lambda m: m.append(m._since_mark()),
@@ -337,7 +339,7 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"h": lambda m: m.recall(m._number("<B")),
     b"j": lambda m: m.recall(m._number("<I")),
     b"c": lambda m: m.name(m._line(), m._line()),
-    b"\x93": lambda m: m.name(*m.two()),
+    b"\x93": lambda m: m.name(*m.pop_pair()),
     b"R": _Machine.call,
     b"\x81": _Machine.new,
     b"b": _Machine.build,

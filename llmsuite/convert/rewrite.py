@@ -1,7 +1,7 @@
-"""From one model directory to another: layout, dtype, fused matrices and files as asked for, a part of a tensor at a
-time. Merging, converting and splitting are all this.
+"""Rewrites a model directory in another layout, dtype or file size, a part of a tensor at a time. Merging, converting
+and splitting all do this.
 
-A run that is killed leaves what it has done in `TARGET.part`, and the next one goes on from there.
+A process that is killed leaves finished files in `TARGET.part`, and the next one continues from there.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclasses.dataclass(frozen=True)
 class OutputFormat:
-    """How a model is written."""
+    """Layout, dtype and files of the model to be written."""
 
     layout: Layout
     dtype: str | None = None
     """NumPy's name; None keeps each tensor's own."""
     max_file_bytes: int = MAX_FILE_BYTES
     num_files: int | None = None
-    """Write so many files of about equal size, or fewer where single tensors are larger; instead of max_file_bytes."""
+    """Instead of max_file_bytes: this many files of about equal size, fewer where single tensors are larger."""
     fused: bool = False
     """Whether to write qkv_proj and gate_up_fused_proj, for PaddleNLP."""
 
 
 class Rewrite:
-    """What is to be written, known before anything is."""
+    """A model directory to be written; checked before anything is written."""
 
     def __init__(self, model: ModelDirectory, form: OutputFormat):
         self.model, self.form = model, form
@@ -74,7 +74,7 @@ class Rewrite:
 
         Raises:
             UserError: the target exists, there is not enough room or memory, a value does not fit its new dtype, or the
-                source is not as its manifest tells.
+                source does not match its manifest.
         """
         if target.exists():
             raise UserError(f"{target} exists; choose another --output, or remove it first")
@@ -118,10 +118,10 @@ class Rewrite:
         )
 
     def _stored(self, theirs: str, index: Sequence[slice] | None) -> np.ndarray:
-        """Values as they are to lie in the file, in the dtype they have."""
+        """Values in the layout of the file, in their present dtype."""
         if theirs not in self._parts:
             return self._arrangement.read(theirs, self.model.read, index)
-        # of a matrix rows are cut, and every part has all of them
+        # a matrix is sliced by rows, and every part has all rows
         is_matrix = len(self._by_name[theirs].shape) > 1
         own = [index[0], slice(None)] if index is not None and is_matrix else None
         parts = [self._arrangement.read(name, self.model.read, own) for name in self._parts[theirs]]
@@ -142,7 +142,7 @@ class Rewrite:
             return self.form.max_file_bytes
         if self.form.num_files > len(self.specs):
             raise UserError(f"--split-num is {self.form.num_files}; the model has {len(self.specs)} tensors")
-        # the least limit that makes no more files than that
+        # the smallest limit that makes no more files than that
         low, high = max(spec.num_bytes for spec in self.specs), max(1, self.num_bytes)
         while low < high:
             middle = (low + high) // 2
@@ -158,7 +158,7 @@ class Rewrite:
             raise UserError(f"{target}: needs {self.num_bytes / 1e9:,.1f} GB; {place} has {free / 1e9:,.1f} GB left")
 
     def _content(self) -> str:
-        """Digest of all that decides what is written. Source files are known by size and time, to be quick."""
+        """Digest of everything that the result depends on; source files by size and time, to be quick."""
         files = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in self.model.files.paths]
         data = [
             files,

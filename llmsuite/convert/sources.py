@@ -1,4 +1,4 @@
-"""A model, from whatever it was saved as: our own directories, HF's and PaddleNLP's, .distcp and .pdparams."""
+"""Opens a model in any format: our own directories, HF's and PaddleNLP's, .distcp and .pdparams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmsuite.convert.pdparams import join_ranks, open_pdparams, pdparams_files
 from llmsuite.errors import UserError
 from llmsuite.specs import ModelFamily
 
-_DISTCP_BELOW = (".", "dist_ckpt", "model")  # as PaddleNLP's trainers call it
+_DISTCP_BELOW = (".", "dist_ckpt", "model")  # names used by PaddleNLP's trainers
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -31,14 +31,14 @@ def open_source(
     """The model in a directory, or the newest checkpoint of a run.
 
     Args:
-        path: what to read.
+        path: the directory.
         families: known model families.
         shapes_of: the shape, by our names, of every parameter of a family's model with a config.
         config: directory of config.json and tokenizer, where they are not in `path` or above it.
         allow_pickle: whether .pdparams files may be read.
 
     Raises:
-        UserError: nothing there can be read, or what there is makes no whole model.
+        UserError: nothing there can be read, or the model is incomplete.
     """
     if not path.is_dir():
         raise UserError(f"{path}: is not a directory")

@@ -284,8 +284,8 @@ def test_a_damaged_source_is_named_and_nothing_is_made_of_it(tmp_path: Path) -> 
     tensor = "model.layers.1.mlp.up_proj.weight"
     file, entry = next((k.split(":")[0], e) for k, e in manifest["tensors"].items() if k.endswith(f":{tensor}"))
     for name, at, words in [
-        (file, entry["start"] + entry["size"] - 1, [file, repr(tensor), "sha256 that manifest.json tells"]),
-        (file, 30, [file, "sha256 that manifest.json tells"]),
+        (file, entry["start"] + entry["size"] - 1, [file, repr(tensor), "sha256 in its manifest.json"]),
+        (file, 30, [file, "sha256 in its manifest.json"]),
         ("config.json", 12, ["config.json does not have the sha256"]),
         ("tokenizer.json", 100, ["tokenizer.json does not have the sha256"]),
     ]:
@@ -337,4 +337,4 @@ def test_a_manifest_that_leaves_bytes_out(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "b/manifest.json").read_text())
     manifest["tensors"].pop(sorted(manifest["tensors"], key=lambda name: manifest["tensors"][name]["start"])[1])
     (tmp_path / "b/manifest.json").write_text(json.dumps(manifest))
-    assert "does not tell of every byte of model-00001" in (broken_file(tmp_path / "b") or "")
+    assert "does not cover every byte of model-00001" in (broken_file(tmp_path / "b") or "")
