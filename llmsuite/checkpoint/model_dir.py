@@ -229,18 +229,19 @@ def describe_model(
     missing = [name for name in wanted if name not in found]
     unexpected = [found[name] for name in found if name not in wanted]
     if (missing and load != "any") or (unexpected and load == "exact"):
-        parts = [
-            f"{what} {len(which)}: {', '.join(which)}"
-            for what, which in (("missing", missing), ("unexpected", unexpected))
-            if which
-        ]
-        raise UserError(f"{path}: the tensors are not those of its config.json; {'; '.join(parts)}")
+        raise _other_tensors(path, missing, unexpected)
     tensors = {
         name: dataclasses.replace(place, names=tuple(found[theirs] for theirs in place.names))
         for name, place in tensors.items()
         if all(theirs in found for theirs in place.names)
     }
     return ModelDirectory(path, family, config, layout, tensors, files, ignored, transposed, unexpected)
+
+
+def _other_tensors(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:
+    named = (("missing", missing), ("unexpected", unexpected))
+    parts = [f"{what} {len(which)}: {', '.join(which)}" for what, which in named if which]
+    return UserError(f"{path}: the tensors are not those of its config.json; {'; '.join(parts)}")
 
 
 def _names_in(tensors: Mapping[str, HfTensors]) -> dict[str, None]:
