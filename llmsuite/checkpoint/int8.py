@@ -29,6 +29,9 @@ from llmsuite.errors import UserError
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.int8_grid import input_scale, to_int8, weight_scale
 
+SCALES = Dequantised.STEM
+QUANT_METHOD = "llmsuite int8"
+
 
 class Int8Weights:
     """The parameters of a model by our names, some matrices as int8."""
@@ -117,10 +120,6 @@ def input_scales(model: ModelDirectory) -> dict[str, float]:
         return {}
     found = {name: model.files.input_scale(place.names[0]) for name, place in model.tensors.items()}
     return {name.removesuffix(".weight"): scale for name, scale in found.items() if scale is not None}
-
-
-SCALES = Dequantised.STEM
-QUANT_METHOD = "llmsuite int8"
 
 
 def quantization_config() -> dict[str, Any]:

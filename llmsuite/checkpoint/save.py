@@ -136,6 +136,27 @@ def stage_to_cpu(job: CheckpointJob) -> CheckpointJob:
     )
 
 
+def _staged(tensor: GatheredTensor, rank: int) -> GatheredTensor:
+    if tensor.gather is None:
+        return tensor
+    gathered = tensor.gather()
+    if tensor.writer != rank:
+        return dataclasses.replace(tensor, gather=None)
+    value = gathered.numpy()
+    staged = _HostTensor(value if value.flags.owndata else value.copy())
+    return dataclasses.replace(tensor, gather=lambda: staged)
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostTensor:
+    """Values in host memory, handed out as a Paddle tensor does."""
+
+    values: np.ndarray
+
+    def numpy(self) -> np.ndarray:
+        return self.values
+
+
 def begin(job: CheckpointJob) -> None:
     """Make the directory that several ranks fill by `save`. Raises UserError when it cannot be made."""
     begin_directory(job.final)
@@ -271,24 +292,3 @@ def _remove_old(job: CheckpointJob) -> None:
         if best is None or old.name != f"step-{best.step}":
             with contextlib.suppress(OSError):  # one that cannot be deleted is no reason to end the run
                 remove_directory(old)
-
-
-def _staged(tensor: GatheredTensor, rank: int) -> GatheredTensor:
-    if tensor.gather is None:
-        return tensor
-    gathered = tensor.gather()
-    if tensor.writer != rank:
-        return dataclasses.replace(tensor, gather=None)
-    value = gathered.numpy()
-    staged = _HostTensor(value if value.flags.owndata else value.copy())
-    return dataclasses.replace(tensor, gather=lambda: staged)
-
-
-@dataclasses.dataclass(frozen=True)
-class _HostTensor:
-    """Values in host memory, handed out as a Paddle tensor does."""
-
-    values: np.ndarray
-
-    def numpy(self) -> np.ndarray:
-        return self.values
