@@ -133,7 +133,7 @@ def merge_llmsuite(here: Path, config: Any) -> Callable[[], None]:
     import paddle  # noqa: F401  (so that its memory is not counted)
 
     from llmsuite.builtin import llmsuite_register_models
-    from llmsuite.convert.rewrite import Form, Rewrite
+    from llmsuite.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
 
@@ -141,7 +141,7 @@ def merge_llmsuite(here: Path, config: Any) -> Callable[[], None]:
 
     def work() -> None:
         model = open_source(here / "distcp", families, parameter_shapes)
-        Rewrite(model, Form("paddlenlp", max_file_bytes=1 << 28)).write(here / "merged")
+        Rewrite(model, OutputFormat("paddlenlp", max_file_bytes=1 << 28)).write(here / "merged")
 
     return work
 
@@ -176,7 +176,7 @@ def against_copy(here: Path, megabytes: int) -> None:
     keeps files in is the same for all.
     """
     from llmsuite.builtin import llmsuite_register_models
-    from llmsuite.convert.rewrite import Form, Rewrite
+    from llmsuite.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
 
@@ -193,9 +193,9 @@ def against_copy(here: Path, megabytes: int) -> None:
 
     ways = {
         "copy": copy,
-        "merge": lambda target: Rewrite(source(), Form("paddlenlp", max_file_bytes=1 << 28)).write(target),
-        "other layout": lambda target: Rewrite(source(), Form("hf")).write(target),
-        "bf16": lambda target: Rewrite(source(), Form("paddlenlp", "bfloat16")).write(target),
+        "merge": lambda target: Rewrite(source(), OutputFormat("paddlenlp", max_file_bytes=1 << 28)).write(target),
+        "other layout": lambda target: Rewrite(source(), OutputFormat("hf")).write(target),
+        "bf16": lambda target: Rewrite(source(), OutputFormat("paddlenlp", "bfloat16")).write(target),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
