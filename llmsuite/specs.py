@@ -1,4 +1,4 @@
-"""What plugins register: one dataclass for each seam of the suite. The hooks are in `plugins/hookspecs.py`."""
+"""Specs that plugins register, one dataclass for each seam of the suite. The hooks are in `plugins/hookspecs.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ API_VERSION = 1
 
 
 PrePassKind = Literal["batch", "model", "adapters_off"]
-"""What a pre-pass reads: the batch alone, or hidden states of the model too, with its adapters or without them."""
+"""Input of a pre-pass: the batch alone, or hidden states of the model too, with its adapters or without them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class StageProfile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StageSpec:
-    """A stage: what is learnt from which rows, or what else is done with a model."""
+    """A stage: a loss on some type of rows, or other work with a model."""
 
     name: str
     """Value of the recipe key `stage`, and name of the stage's own section."""
@@ -68,31 +68,31 @@ class StageSpec:
     config_cls: type[Section]
     """Dataclass of the stage's section of the recipe."""
     factory: Callable[[], Any]
-    """Imports and returns the `Stage` subclass; called where Paddle may be imported. Of a stage that does not train, it
-    returns the function that each rank calls: `work(plan, registry, resume)`, which gives the exit code."""
+    """Imports and returns the `Stage` subclass; called where Paddle may be imported. For a stage that does not train,
+    it returns the function that each rank calls: `work(plan, registry, resume)`, which returns the exit code."""
     smoke: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Recipe keys that `--smoke` sets for this stage, such as the embedded data it learns from."""
+    """Recipe keys that `--smoke` sets for this stage, such as the embedded data it trains on."""
     head: Literal["language_model", "score"] = "language_model"
-    """What the model gives: logits, or one score (`model.scores`). A score head is drawn from the seed when the weights
-    are those of a language model."""
+    """Output of the model: logits, or one score (`model.scores`). A score head is initialised from the seed when the
+    weights are those of a language model."""
     section: str = ""
-    """What its section is called, where that is not `name`: that of another stage, whose keys it has."""
+    """Name of its section where that is not `name`: the section of another stage, whose keys it shares."""
     adapters: bool = False
     """Whether it is for adapters only: a recipe has to set `lora.rank` then."""
     quantises: bool = False
-    """Whether it goes with quantisation-aware training (the section `qat`): its loss is that of the model being trained
-    alone, and asks no second pass of it."""
+    """Whether it works with quantisation-aware training (the section `qat`): its loss needs the model being trained
+    only, in one forward pass."""
     rows_per_sample: int = 1
-    """Sequences that a sample takes in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
+    """Sequences that a sample has in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
     profile: Callable[[Any], StageProfile] = lambda section: StageProfile()
     """The metrics of its loss and its pre-passes, by its section: best a method of that class."""
     takes_all: bool = False
-    """Whether logits are made of all hidden states as they lie, not of some that are picked; for `llmsuite plan`."""
+    """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
     trains: bool = True
     """False for a stage that answers prompts, or the like: its recipes have `data.prompts`, no keys about training, and
     as `parallel` the tensor parallel degree only."""
     result: str = ""
-    """Of a stage that does not train: the file in `output_dir` that it writes."""
+    """The file in `output_dir` that a stage without training writes."""
     api: int = API_VERSION
 
     @property
@@ -174,11 +174,11 @@ class DataFormat:
     """Value of the recipe key `data.format`."""
     help: str
     kind: str
-    """What a row becomes: "conversation", "preference", "unpaired" or "prompt"; see `llmsuite.data.rows`."""
+    """Type of the converted row: "conversation", "preference", "unpaired" or "prompt"; see `llmsuite.data.rows`."""
     matches: Callable[[Mapping[str, Any]], bool]
     """Whether a row looks like this format; used for `data.format: auto`."""
     convert: Callable[[Mapping[str, Any]], Any]
-    """One row to the kind's row type. Raises ValueError saying which key is wrong."""
+    """Converts a row to the type of `kind`. Raises ValueError with the key that is wrong."""
     api: int = API_VERSION
 
 
@@ -233,7 +233,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class RunView:
-    """What an event may see of a run. Read only."""
+    """A run as events see it. Read only."""
 
     output_dir: Path
     recipe: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Files as bytes, whether compressed or not, with a guard against those that unpack to far more than text does."""
+"""Files as bytes, compressed or not, with a guard against decompression bombs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmsuite.errors import UserError
 
 PACKED = (".gz", ".zst")
 _MOST_RATIO = 100
-"""Text is packed to a tenth or so; a bomb to a thousandth."""
+"""Text is compressed to about a tenth; a bomb to a thousandth."""
 _ALWAYS_FINE = 64 << 20
 MOST_LINE = 64 << 20
 """Bytes of a line. Longer ones are no row but another kind of file."""
@@ -22,7 +22,7 @@ MOST_LINE = 64 << 20
 
 @contextlib.contextmanager
 def open_bytes(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The unpacked bytes of a file, and the file below, whose position says how far it is read.
+    """The unpacked bytes of a file, and the file itself, whose position shows the progress.
 
     Raises:
         UserError: it cannot be read, is damaged, or unpacks to more than 100 times its size; also while it is read.

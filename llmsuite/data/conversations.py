@@ -153,7 +153,7 @@ def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
 
 
 def tools_at(row: Row) -> str:
-    """The row's tools in the form of OpenAI, whatever way they are written."""
+    """The tools of a row in the format of OpenAI, from any of the known formats."""
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _json(tools, "tools") if tools.strip() else None

@@ -12,7 +12,7 @@ from llmsuite.data.read import Faults, Parser
 from llmsuite.errors import UserError
 
 Division = Literal["blank_lines", "lines", "files"]
-"""What parts the documents of a plain text."""
+"""The separator of documents in a plain text."""
 KINDS = (".txt", ".jsonl", ".parquet")
 _PARQUET_ROWS = 1024
 
@@ -27,7 +27,7 @@ def kind_of(path: Path) -> str:
 
 
 def read_documents(path: Path, division: Division, key: str, faults: Faults | None = None) -> Iterator[tuple[str, int]]:
-    """Each document that is not blank, and how many bytes of the file are read by then.
+    """Each document that is not blank, and the number of bytes of the file read so far.
 
     Args:
         path: a file of one of KINDS.

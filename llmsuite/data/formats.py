@@ -1,4 +1,4 @@
-"""The shapes of preference rows people have, each with how it is recognised and what it becomes.
+"""Formats of preference rows: how each is recognised and converted.
 
 `convert` raises ValueError saying which key is wrong; the reader adds file and line.
 """
@@ -121,9 +121,9 @@ _BEFORE = {
 
 
 def check_order(messages: Sequence[Message], where: str, first: int = 0) -> None:
-    """Raises ValueError unless each turn follows one it can: answers what a user or a tool has said, and so on.
+    """Raises ValueError unless the roles alternate as in a conversation: answers follow a user or a tool, and so on.
 
-    `where` names the list the turns are from, which begins with number `first` of them.
+    `where` names the list of the turns, which begins with turn `first` of them.
     """
     before: str | None = None
     for i, message in enumerate(messages):
@@ -155,7 +155,7 @@ def texts_at(row: Row, key: str, allow_missing: bool = False) -> list[str]:
 
 
 def has_keys(*keys: str) -> Any:
-    """Whether a row has all of them."""
+    """A test whether a row has all of these keys."""
     return lambda row: all(key in row for key in keys)
 
 

@@ -1,4 +1,4 @@
-"""From files of text to an indexed corpus: tokenised in several processes, written in the order of the documents."""
+"""Indexing of text files: tokenised in several processes, written as a corpus in the order of the documents."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from llmsuite.files import read_json_file, sha256_of, write_text_atomic
 
 _BATCH_CHARS = 1 << 19
 _WORTH_A_PROCESS = 8 << 20
-"""Bytes of text: with less for each, starting them takes longer than what they save."""
+"""Bytes of text: with less for each process, starting it takes longer than it saves."""
 _CORES_OF_ONE = 4
-"""One process keeps so many busy, as its encoder has threads; 7 % of its work is not the encoder's. On 2 cores two
-processes were no faster, and have to be started. A process of several encodes in one thread."""
+"""One process keeps this many cores busy, as its encoder has threads; 7 % of its work is outside the encoder. On 2
+cores two processes were no faster. Each of several processes encodes in one thread."""
 _FORMAT = "1"
-"""Part of the name in the cache: to be changed with anything that changes what is written."""
+"""Part of the name in the cache: change it with anything that changes the files."""
 
 
 def build_corpus(
@@ -44,7 +44,7 @@ def build_corpus(
     progress: Callable[[int], None] = lambda num_bytes: None,
     faults: Faults | None = None,
 ) -> tuple[int, int]:
-    """Write `prefix`.bin and .idx: every document's tokens with the end-of-sequence token behind them.
+    """Write `prefix`.bin and .idx: the tokens of every document, each followed by the end-of-sequence token.
 
     Memory holds a few batches of documents and 4 bytes a document, whatever the size of the input. The result does not
     depend on `workers`.
@@ -91,13 +91,13 @@ def cached_corpus(
     progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]],
     on_bad_row: OnBadRow = "error",
 ) -> tuple[IndexedCorpus, Faults]:
-    """The corpus of a text file, indexed at its first use, and what of the file was skipped then. Of several processes
-    one builds and the others wait.
+    """The corpus of a text file, indexed at its first use, and the faults that were skipped then. Of several processes
+    one builds it and the others wait.
 
     Args:
         path: of text.
         root: directory of the cache.
-        tokenizer: what the ids are of.
+        tokenizer: that makes the ids.
         division: where a document of a plain text ends.
         key: of the text in rows.
         progress: called with the size in bytes when it has to be built; see `track_bytes`.
@@ -170,7 +170,7 @@ def _tokenised(
 
 
 def _encode(tokenizer: TextTokenizer, dtype: str, texts: list[str]) -> tuple[bytes, bytes]:
-    """Tokens of the documents, one behind the other, and their sizes."""
+    """Tokens of the documents, one after the other, and their sizes."""
     documents = [np.array([*ids, tokenizer.eos_id], dtype) for ids in tokenizer.encode_batch(texts)]
     return np.concatenate(documents).tobytes(), np.array([len(d) for d in documents], "<i4").tobytes()
 

@@ -1,6 +1,6 @@
 """Corpora of token ids on disk: `NAME.bin` and `NAME.idx` as Megatron-LM and PaddleNLP write them.
 
-`.bin` is the tokens of all sequences one behind the other. `.idx` is `MMIDIDX\\0\\0`, version 1 (u64), a code of the
+`.bin` is the tokens of all sequences one after the other. `.idx` is `MMIDIDX\\0\\0`, version 1 (u64), a code of the
 dtype (u8), the number of sequences S (u64), the number of document bounds D + 1 (u64), then S sizes in tokens (i32), S
 offsets in bytes (i64), and the D + 1 numbers of the sequences that documents begin with (i64).
 """
@@ -74,7 +74,7 @@ class IndexedCorpus:
         """Numbers of the sequences that documents begin with, and how many there are."""
         expected = int(self._offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if num_sequences else 0
         if expected != self.num_bytes:
-            raise UserError(f"{data}: has {self.num_bytes} bytes and {path.name} tells of {expected}; make both again")
+            raise UserError(f"{data}: has {self.num_bytes} bytes, {path.name} expects {expected}; make both again")
         if self.bounds[0] != 0 or self.bounds[-1] != num_sequences:
             raise UserError(f"{path}: its documents are not all of its sequences")
         if not self.num_bytes:
@@ -91,7 +91,7 @@ class IndexedCorpus:
         return int(self._offsets[sequence]) // self.dtype.itemsize if sequence < len(self.sizes) else len(self.tokens)
 
     def document(self, number: int) -> np.ndarray:
-        """Its tokens."""
+        """Tokens of a document."""
         return self.tokens[self.first_token(number) : self.first_token(number + 1)]
 
     def digest(self) -> str:
@@ -109,7 +109,7 @@ class IndexedCorpus:
 
 
 class CorpusWriter:
-    """Writes a corpus that is there when `commit` returns, and not before. Holds 4 bytes a document in memory."""
+    """Writes a corpus that appears when `commit` returns, and not before. Holds 4 bytes a document in memory."""
 
     def __init__(self, prefix: Path, dtype: str):
         """Raises UserError when it exists, or the place cannot be written to."""
@@ -138,7 +138,7 @@ class CorpusWriter:
         return len(self._sizes)
 
     def add(self, tokens: bytes, sizes: bytes) -> None:
-        """Documents, one behind the other: the bytes of their tokens, and of their sizes (i32)."""
+        """Append documents: the bytes of all their tokens, and of their sizes (i32)."""
         try:
             self._file.write(tokens)
         except OSError as error:

@@ -1,5 +1,7 @@
-"""Which samples make up which batch: a function of seed and position, the same for any number of ranks; and the threads
-that make batches ahead of their use."""
+"""The order of samples, global batches and micro-batches, and threads that read ahead.
+
+Which samples are in which batch is a function of seed and position alone, the same for any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,11 @@ class SampleOrder:
 
 
 class BatchSampler:
-    """Deals global batches out to micro-batches and data ranks.
+    """Splits global batches into micro-batches and assigns them to data ranks.
 
-    A global batch is the next samples of the stream, put in the order of their lengths if those are given, the longest
-    first: this order knows nothing of ranks. It is cut into micro-batches, which go to the ranks in turn. Every rank
-    gets as many, as pipelines and parameters that are gathered for each micro-batch need it.
+    A global batch is the next samples of the stream, sorted by length if lengths are given, the longest first: this
+    order does not depend on ranks. It is split into micro-batches, which go to the ranks in turn. Every rank gets the
+    same number, as pipelines need and parameters that are gathered for each micro-batch.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class BatchSampler:
             num_ranks: data ranks.
             lengths: [samples, rows of each], int64: the tokens of the rows that a sample takes in a batch; None to
                 keep the order of the stream.
-            max_tokens: instead of micro_batch_size, what a micro-batch may have, padding included.
+            max_tokens: in place of micro_batch_size, the most tokens of a micro-batch, padding included.
             length_multiple: rows are padded to such a length.
 
         Raises:
@@ -87,7 +89,7 @@ class BatchSampler:
                 )
 
     def _tokens(self, longest: np.ndarray) -> np.ndarray:
-        """Of samples: all their rows padded to the longest of them and that to a multiple."""
+        """Tokens of samples with their padding: every row is as long as the longest, rounded up to the multiple."""
         return -(-longest // self._multiple) * self._multiple * self._rows
 
     def micro_batches(self, position: int, rank: int) -> list[list[int]]:
@@ -112,7 +114,7 @@ class BatchSampler:
 
 
 def _cut(widths: Sequence[int], max_tokens: int, num_ranks: int) -> list[int]:
-    """Where micro-batches begin, and the end of the last one.
+    """Indices where micro-batches begin, and the end of the last one.
 
     They are as few as fit and a multiple of the ranks, and the largest of them is as small as can be.
 
@@ -142,9 +144,9 @@ def _cut(widths: Sequence[int], max_tokens: int, num_ranks: int) -> list[int]:
 
 
 class ReadAhead(Iterator[list[Any]]):
-    """The micro-batches of each step: lists of samples; with workers, batches that threads make ahead of their use.
+    """The micro-batches of each step: lists of samples, or with workers batches that threads collate ahead.
 
-    A context: its threads end with it, whatever happens in between.
+    A context manager: its threads end with it, whatever happens in between.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class ReadAhead(Iterator[list[Any]]):
             samples: read by index, in the threads if there are any.
             steps: sample indices of each micro-batch of each step.
             collate: samples to a batch.
-            num_workers: threads; at most two micro-batches a thread are made beyond those of the next step.
+            num_workers: threads; at most two micro-batches for each thread are made ahead of the next step.
         """
         self._samples, self._steps, self._collate = samples, steps, collate
         self._num_workers = num_workers
@@ -174,7 +176,7 @@ class ReadAhead(Iterator[list[Any]]):
             self._pool.shutdown(cancel_futures=True)
 
     def __next__(self) -> list[Any]:
-        """Of the next step. What went wrong in a thread is raised by `Future.result`."""
+        """The micro-batches of the next step. An error in a thread is raised by `Future.result`."""
         if self._pool is None:
             return [self._read(picked) for picked in next(self._steps)]
         while not self._begun or sum(map(len, self._begun)) - len(self._begun[0]) < 2 * self._num_workers:
@@ -194,9 +196,9 @@ class ReadAhead(Iterator[list[Any]]):
 
 
 def shuffled(number: int, size: int, name: str) -> int:
-    """Where a permutation of range(size) takes a number, in constant time and memory; `name` picks the permutation.
+    """The image of a number under a permutation of range(size), in constant time and memory; `name` selects it.
 
-    A Feistel network permutes the numbers of an even count of bits; it is gone through again where it leads outside.
+    A Feistel network permutes the numbers of an even count of bits; it is repeated while the result is out of range.
     """
     assert 0 <= number < size, (number, size)
     bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -217,7 +219,7 @@ def _round_keys(name: str) -> list[int]:
 
 
 def _mixed(word: int) -> int:
-    """Every bit of a 64 bit word depends on all of them: the last steps of SplitMix64."""
+    """A 64 bit word with every bit depending on all bits of the input: the last steps of SplitMix64."""
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     word = (word ^ word >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return word ^ word >> 31

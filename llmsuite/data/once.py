@@ -1,4 +1,4 @@
-"""Texts to token ids, made once and kept: of many ranks that read the same rows one encodes them."""
+"""A cache of token ids: of many ranks that read the same rows, one encodes them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LIBRARIES = ("tokenizers", "paddlenlp")
 
 
 def encode_once(texts: Sequence[str], tokenizer: TextTokenizer, root: Path) -> list[list[int]]:
-    """What `tokenizer.encode_batch` gives, from the cache if it is there. Of several processes that want the same one
-    makes it, and the others wait for it.
+    """The result of `tokenizer.encode_batch`, from the cache if it is there. Of several processes that need the same
+    entry one makes it, and the others wait.
 
-    An entry is named by everything that its ids depend on: the texts themselves, in which data format, chat template
-    and stage have had their part already, the files of the tokenizer, and the libraries that read them. So a stale one
-    cannot be met. It is a corpus of which each text is a document, and is there when it is whole, not before.
+    An entry is named by everything that its ids depend on: the texts, to which data format, chat template and stage
+    have been applied already, the files of the tokenizer, and the libraries that read them. So it cannot be stale. It
+    is an indexed corpus with a document for each text, and appears when it is complete.
 
     Args:
         texts: to encode.
-        tokenizer: with which.
+        tokenizer: that encodes them.
         root: directory of the cache.
 
     Raises:
@@ -61,7 +61,7 @@ def _name(texts: Sequence[str], tokenizer: TextTokenizer) -> str:
 
 
 def _found(index: Path, num_texts: int) -> IndexedCorpus | None:
-    """None when it is not there, or no longer whole: then it is made again."""
+    """The cached corpus; None if it is missing or damaged, to make it again."""
     if not index.exists():
         return None
     try:
@@ -72,7 +72,7 @@ def _found(index: Path, num_texts: int) -> IndexedCorpus | None:
 
 
 def _write(prefix: Path, texts: Sequence[str], tokenizer: TextTokenizer) -> bool:
-    """Whether there was a token; an empty corpus is none."""
+    """Write the corpus; False if the texts have no token, as a corpus cannot be empty."""
     with CorpusWriter(prefix, "<i4") as writer:
         for first, last in track(list(_parts(texts)), "tokenising"):
             ids = tokenizer.encode_batch(texts[first:last])
@@ -84,8 +84,8 @@ def _write(prefix: Path, texts: Sequence[str], tokenizer: TextTokenizer) -> bool
 
 
 def _parts(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Ranges of the texts, of about 512 thousand characters: what an encoder knows of a token beside its id takes a
-    hundred times the room, and is not held for all of them."""
+    """Ranges of the texts, of about 512 thousand characters each: an encoder returns a hundred times the size of the
+    ids, which is not held for all texts at a time."""
     first = chars = 0
     for number, text in enumerate(texts, 1):
         chars += len(text)

@@ -1,4 +1,4 @@
-"""Samples of different lengths put together so that little room is left over."""
+"""Packing of samples of different lengths into sequences with little unused space."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put every sample into a pack: the longest first, each where it leaves the least room (best-fit decreasing,
-    Johnson 1974: at most 11/9 of the fewest packs possible and 6/9 more).
+    """Put every sample into a pack: the longest first, each where it leaves the least space (best-fit decreasing,
+    Johnson 1974: at most 11/9 of the fewest packs possible, plus 6/9).
 
     The result is a function of the arguments alone.
 
@@ -18,13 +18,13 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         capacity: of a pack.
 
     Returns:
-        Packs in the order in which they were begun, each with the numbers of its samples in their order.
+        Packs in the order in which they were opened, each with the indices of its samples in ascending order.
     """
     packs: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    """Packs by the room that is left in them."""
+    """Packs by the space that is left in them."""
     rooms = 0
-    """Bit n is set where a pack has room for n more: finding the least room that is enough is finding a bit."""
+    """Bit n is set if some pack has exactly n left: the least sufficient space is the lowest sufficient bit."""
     for sample in np.argsort(-np.asarray(lengths, dtype="int64"), kind="stable").tolist():
         length = lengths[sample]
         assert 0 < length <= capacity, (length, capacity)

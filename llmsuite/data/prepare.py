@@ -26,15 +26,15 @@ _MOST_RATIO, _ALWAYS_FINE = 100, 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class PublicSet:
-    """A set of data that PaddleNLP's examples learn from."""
+    """A public data set that PaddleNLP's examples train on."""
 
     help: str
     url: str
-    """Of an archive; of a corpus, the prefix of its two files."""
+    """Address of an archive; for a corpus, the prefix of its two files."""
     kind: str
-    """What its rows are, see `llmsuite.data.rows`; "corpus" for an indexed one."""
+    """The type of its rows, see `llmsuite.data.rows`; "corpus" for an indexed corpus."""
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of its rows that recipes know by another name."""
+    """Keys of its rows to rename, with the names of our formats."""
 
 
 _BOS = "https://bj.bcebos.com/paddlenlp"
@@ -74,7 +74,7 @@ def prepare(
         formats: the registered data formats.
         report: tells the user what happens.
         url: of a mirror.
-        sha256: what the archive (of a corpus, its .bin) has to have.
+        sha256: expected digest of the archive, or of the .bin of a corpus.
 
     Raises:
         UserError: it cannot be fetched, is not the one that was meant, is unsafe to unpack, or has faulty rows.
@@ -124,7 +124,7 @@ def _convert(archive: Path, directory: Path, rename: Mapping[str, str]) -> set[s
 
 
 def _rows(stream: IO[bytes], where: str) -> Iterator[dict[str, Any]]:
-    """Of a JSON list or of JSON Lines, whatever the file is called."""
+    """Rows of a JSON list or of JSON Lines, whatever the file is called."""
     data = stream.read()
     try:
         if data.lstrip()[:1] == b"[":
@@ -143,7 +143,7 @@ def members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
     """The regular files of a .tar, .tar.gz or .zip, each to be read before the next. Nothing is unpacked to disk.
 
     Raises:
-        UserError: it is none, or has a name that leads out of it, a link or device, or unpacks to far more than it is.
+        UserError: it is no archive, has a name that leads out of it, a link or a device, or unpacks to far more bytes.
     """
     most = max(_ALWAYS_FINE, _MOST_RATIO * archive.stat().st_size)
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""The shapes of rows with a prompt: with one answer that is wanted or not (for KTO), or alone (for generation).
+"""Formats of rows with a prompt: with one answer that is wanted or not (for KTO), or alone (for generation).
 
-See `llmsuite.data.formats`. Both are read off the conversations of `llmsuite.data.conversations`.
+See `llmsuite.data.formats`. Both build on the formats of `llmsuite.data.conversations`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _prompt(messages: list[Message], tools: str = "") -> Prompt:
 
 
 def _paddlenlp_turns(row: Row, more: tuple[int, ...]) -> list[Message]:
-    """Up to the last of the users' turns, of which there may be so many more than answers."""
+    """The turns up to the last one of the user. `more` lists the allowed numbers of user turns beyond answers."""
     users, answers = texts_at(row, "src"), texts_at(row, "tgt", allow_missing=True)
     if len(users) - len(answers) not in more:
         needed = "one more than tgt" if more == (1,) else "as many as tgt, or one more"

@@ -1,4 +1,4 @@
-"""Rows from files, with the place of every fault: JSON Lines, JSON lists (both also compressed), Parquet."""
+"""Readers of rows, with the place of every fault: JSON Lines, JSON lists (both also compressed), Parquet."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Faults:
         return sum(self.counts.values())
 
     def add(self, where: str, reason: str) -> None:
-        """Note the fault of a row."""
-        # what is counted together: without the details, which differ from row to row
+        """Record the fault of a row."""
+        # faults are counted by reason, without the details, which differ from row to row
         kind = re.sub(r"(?<![\w-])\d+", "N", re.split(r": |; | \(", reason)[0]) if self.skips else reason
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self._first.setdefault(kind, where)
@@ -48,17 +48,17 @@ class Faults:
             raise UserError("\n".join(self._messages) + more)
 
     def summary(self) -> str:
-        """Such as "3 that cannot be read: is not a JSON line (3, first at rows.jsonl:7)"."""
+        """A line such as "3 that cannot be read: is not a JSON line (3, first at rows.jsonl:7)"."""
         reasons = (f"{kind} ({count}, first at {self._first[kind]})" for kind, count in sorted(self.counts.items()))
         return f"{self.total} that cannot be read: {', '.join(reasons)}"
 
     def noted(self, path: Path) -> dict[str, tuple[int, str]]:
-        """What was skipped in a file, by reason: how many, and where in the file the first is. For `of_note`."""
+        """The faults that were skipped in a file, by reason: their number and the place of the first. For `of_note`."""
         return {kind: (count, self._first[kind].removeprefix(str(path))) for kind, count in self.counts.items()}
 
     @classmethod
     def of_note(cls, noted: Mapping[str, tuple[int, str]], path: Path) -> Faults:
-        """What `noted` has told of a file with the same content."""
+        """The faults that `noted` has recorded for a file with the same content."""
         faults = cls("skip")
         faults.counts = {kind: count for kind, (count, _) in noted.items()}
         faults._first = {kind: f"{path}{place}" for kind, (_, place) in noted.items()}
@@ -66,7 +66,7 @@ class Faults:
 
 
 class Rows(list[Any]):
-    """Converted rows, with the place of each and what could not be converted."""
+    """Converted rows, with the place of each, and the faults of the others."""
 
     def __init__(self, faults: Faults):
         super().__init__()
@@ -83,7 +83,7 @@ def read_rows(
     Args:
         path: a file of one of KINDS, perhaps with .gz or .zst behind it; a directory for all of those in it. Any other
             name is read as JSON Lines.
-        kind: what the stage needs, such as "preference".
+        kind: the type of rows that the stage needs, such as "preference".
         name: a format's name, or "auto" to take the first one that matches the first row.
         formats: the registered formats.
         on_bad_row: "skip" to leave faulty rows out and count them.
@@ -94,7 +94,7 @@ def read_rows(
     """
     chosen: DataFormat | None = None if name == "auto" else formats[name]
     if chosen is not None and chosen.kind != kind:
-        raise UserError(f"data.format: {name} gives {chosen.kind} rows; this stage learns from {kind} rows")
+        raise UserError(f"data.format: {name} gives {chosen.kind} rows; this stage trains on {kind} rows")
     rows = Rows(Faults(on_bad_row))
     for file in data_files(path):
         for where, raw, fault in raw_rows(file):
@@ -132,7 +132,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def unpacked_suffix(path: Path) -> str:
-    """Of a name, without what says how it is compressed."""
+    """Suffix of a name, without that of the compression."""
     return (path.with_suffix("") if path.suffix in PACKED else path).suffix
 
 
@@ -146,7 +146,7 @@ def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[s
 
 
 def _text_fault(row: Mapping[str, Any]) -> str | None:
-    """What no tokenizer would take, though JSON can say it."""
+    """The reason why no tokenizer would take a row, though it is JSON; None if there is none."""
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -157,10 +157,10 @@ def _text_fault(row: Mapping[str, Any]) -> str | None:
 
 
 def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
-    """The place of each row, what it is, and the fault for which it could not be parsed, or None.
+    """The place of each row, its value, and the fault for which it could not be parsed, or None.
 
     Raises:
-        UserError: what follows cannot be read: the file is damaged, or its list is no JSON.
+        UserError: the rest of the file cannot be read: it is damaged, or its list is no JSON.
     """
     kind = unpacked_suffix(path)
     if kind == ".parquet":
@@ -216,7 +216,7 @@ def _skip(text: str, at: int) -> int:
 
 
 class Parser:
-    """Strict JSON: no key twice and no NaN. Such a fault is of its row alone and does not lose the place."""
+    """Strict JSON: no duplicate key and no NaN. Such a fault concerns its row only: the rows after it are read."""
 
     def __init__(self) -> None:
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
@@ -246,7 +246,7 @@ class Parser:
         return row, self._fault, end
 
     def whole(self, text: str, path: Path, start: int, line: int) -> tuple[Any, str | None]:
-        """As `at`, of all that is there."""
+        """As `at`, for a text that has to end with the row."""
         row, fault, end = self.at(text, start, path, line)
         if text[end:].strip():
             line = text.count("\n", 0, _skip(text, end)) + 1

@@ -1,10 +1,10 @@
-"""Data that lies elsewhere, brought to a file of the cache: URLs, and data sets of the Hugging Face library.
+"""Remote data, fetched to files of the cache: URLs, and data sets of the Hugging Face library.
 
     https://host/rows.jsonl, s3://bucket/rows.parquet   whatever fsspec opens; each start asks for a newer version
     hf://OWNER/NAME?split=train                         a data set of the hub; also config=, revision=, rows=
     DIRECTORY                                           one that `Dataset.save_to_disk` wrote
 
-Processes that start together on an empty cache bring it once; the others wait.
+Of processes that start together on an empty cache one fetches; the others wait.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _OPTIONS = ("split", "config", "revision", "rows")
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name of data has to be brought to a file first."""
+    """Whether data of this name has to be fetched to a file first."""
     return "://" in name or (Path(name) / "state.json").is_file()
 
 
 def fetch(name: str, report: Report) -> Path:
-    """The file of the cache with that data.
+    """The file of the cache with this data.
 
     Raises:
         UserError: it cannot be reached and is not in the cache, or a package is missing that reads it.
@@ -73,7 +73,7 @@ def _downloaded(url: str, directory: Path, report: Report) -> Path:
 
 
 def _version(info: dict[str, Any]) -> str:
-    """What tells the versions of a remote file apart, as far as its protocol says."""
+    """A text that differs between versions of a remote file, as far as its protocol shows them."""
     keys = ("ETag", "etag", "LastModified", "last_modified", "mtime", "size")
     return json.dumps({key: str(info[key]) for key in keys if info.get(key) is not None})
 

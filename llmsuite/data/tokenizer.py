@@ -66,7 +66,7 @@ class TextTokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Id for padding; what stands there is masked, so the end-of-sequence token does where there is none."""
+        """Id for padding. Padding is masked, so the end-of-sequence token serves where the tokenizer has none."""
         pad = self.special_tokens.get("pad_token")
         return self.token_id(pad) if pad else self.eos_id
 
@@ -103,7 +103,7 @@ class TextTokenizer:
         return str(self._paddlenlp.decode(list(ids), skip_special_tokens=True))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Text of each token by itself, special ones too; what is no whole character as the vocabulary writes it."""
+        """Text of each token by itself, special ones too; tokens that are no whole character as in the vocabulary."""
         if not self._fast:
             return [str(token) for token in self._paddlenlp.convert_ids_to_tokens(list(ids))]
         alone = [str(self._fast.decode([token], skip_special_tokens=False)) for token in ids]

@@ -304,7 +304,7 @@ def _of_training() -> set[Key]:
 
 
 def _wanted(annotation: Any) -> str:
-    """A type, and for those that a command line has to spell as JSON, how that prepasses."""
+    """A type, and for those that a command line has to spell as JSON, how that looks."""
     if annotation is Section:
         return 'a section, such as {"key": 1}'
     example = ', such as ["a", "b"]' if annotation == list[str] else ""

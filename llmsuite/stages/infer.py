@@ -1,6 +1,6 @@
-"""The stage `infer`: a model answers the prompts of a file, each line of which becomes one of `answers.jsonl`.
+"""The stage `infer`: a model answers the prompts of a file, one line of `answers.jsonl` for each.
 
-prompts -> model -> answers, those that are there already left out
+prompts -> those without an answer yet -> model -> answers
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from llmsuite.stages.sections import InferSection
 from llmsuite.train.weights import draw
 
 _DECIDING = ("model", "data", "infer", "seed")
-"""What of a recipe decides the answers; precision and strategy do so by rounding only."""
+"""Sections of a recipe that decide the answers; precision and strategy change them by rounding only."""
 
 
 def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
-    """Answer as the plan says, in this rank of a tensor parallel group. Returns the exit code.
+    """Answer the prompts of a plan, as one rank of a tensor parallel group. Returns the exit code.
 
     Raises:
         UserError: the input is wrong; nothing that existed was changed.
@@ -99,7 +99,7 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
 
 def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> Generator:
-    """The model of the recipe: from files, or without any drawn from the seed."""
+    """The model of the recipe, from files or initialised from the seed."""
     precision = plan.recipe.engine.precision
     tokenizer = plan.tokenizer
     if plan.weights is not None:
@@ -128,10 +128,10 @@ def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> G
 
 
 def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:
-    """How many prompts have answers in a file already; what is half written is taken away.
+    """Number of prompts that have answers in the file already; a line that is half written is removed.
 
     Raises:
-        UserError: it is not of these prompts, or was written by another recipe.
+        UserError: the file has answers to other prompts, or was written by another recipe.
     """
     if not target.exists():
         return 0

@@ -1,4 +1,4 @@
-"""What a plugin's own tests can call."""
+"""Functions for the tests of plugins."""
 
 from llmsuite.testing.stage_contract import assert_stage_contract
 

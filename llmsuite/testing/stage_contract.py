@@ -1,5 +1,5 @@
-"""What every stage promises, as one assertion: its keys are documented and checked, it learns, a resumed run is the run
-that was never stopped, and two ranks are one.
+"""The contract of a stage as one assertion: its keys are documented and checked, its loss falls, a resumed run equals
+the run that was never stopped, and two ranks equal one.
 
 A tiny model is trained on the CPU by the command line, in processes of its own, as a user would.
 """
@@ -36,8 +36,7 @@ _OF_THE_MACHINE = (
 
 
 def assert_stage_contract(stage: str, directory: Path, keys: Mapping[str, Any] | None = None) -> None:
-    """Raise AssertionError, saying what it breaks, unless a registered stage keeps the contract. Takes about half a
-    minute.
+    """Raise AssertionError with the broken rule unless a registered stage keeps the contract. Takes half a minute.
 
     Args:
         stage: its name.
@@ -62,7 +61,7 @@ def assert_stage_contract(stage: str, directory: Path, keys: Mapping[str, Any] |
 
 
 def _recipe(spec: StageSpec, registry: Registry, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A tiny run with SGD, which shows errors of scale, that is evaluated on what it learns from."""
+    """A tiny run with SGD, which shows errors of scale, that is evaluated on its training data."""
     given = {**spec.smoke, **keys}
     assert "data.train" in given, f"stage {spec.name} brings no data; give keys={{'data.train': FILE}}"
     given["data.eval"] = given["data.train"]
@@ -131,7 +130,7 @@ def _check_learning(one: Path) -> None:
     first, last = evaluated
     assert first is not None, "the loss of the evaluation is not a number"
     assert last is not None, "the loss of the evaluation is not a number"
-    assert last < first, f"two steps make the loss of the rows that are learnt rise from {first} to {last}"
+    assert last < first, f"two steps make the loss of the training rows rise from {first} to {last}"
 
 
 def _check_resumed(one: Path, again: Path) -> None:
@@ -178,7 +177,7 @@ def _python(words: Sequence[str], directory: Path) -> subprocess.CompletedProces
 
 
 def _stop_at_saved_step(one: Path, again: Path) -> None:
-    """Make a run look as if it had been stopped after it was saved for the first time."""
+    """Make a run look as if it had been stopped after its first checkpoint."""
     shutil.copytree(one, again)
     shutil.rmtree(again / "checkpoints" / f"step-{STEPS}")
     (again / "checkpoints" / "latest").write_text(f"step-{SAVED_STEP}\n")
@@ -193,7 +192,7 @@ def _of_the_model(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(run: Path) -> dict[str, np.ndarray]:
-    """What the last checkpoint has, the optimizer's state too. How it lies in files depends on the ranks."""
+    """All tensors of the last checkpoint with the optimizer's state; their division into files depends on the ranks."""
     import safetensors.numpy
 
     files = sorted((run / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""What a stage is: it reads rows, makes batches of them and says what their loss is.
+"""The contract of a training stage: it reads rows, collates batches and computes their loss.
 
 The engine knows nothing of stages, and a stage knows nothing of ranks, meshes or optimizers. A stage reads its
 recipe keys when it is constructed: a key that nothing has read by the first step is reported as having no effect.
@@ -34,7 +34,7 @@ S = TypeVar("S")
 
 @dataclasses.dataclass(frozen=True)
 class StageContext:
-    """What a run hands to its stage."""
+    """The services of a run for its stage."""
 
     recipe: Recipe
     tokenizer: TextTokenizer
@@ -45,11 +45,11 @@ class StageContext:
     """Gives `model_digest`; the data is read before the model is built."""
     autocast: Callable[[], AbstractContextManager[Any]]
     length_multiple: int
-    """Batches are padded to a multiple of so many tokens, where sequences are cut over ranks."""
+    """Batches are padded to a multiple of this many tokens, for sequences that are sharded over ranks."""
     report: Callable[[str], None]
-    """Tell the user something; only rank 0 prints."""
+    """Prints a message to the user, on rank 0 only."""
     padding_free: bool = False
-    """Whether the sequences of a batch are best laid one behind the other in one row, without padding."""
+    """Whether the sequences of a batch are best packed into one row, without padding."""
     keeps_tokens: bool = False
     """Whether `encode` goes through the cache."""
 
@@ -59,8 +59,8 @@ class StageContext:
         return self.initial_digest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of the texts of a file, without special tokens. Of the ranks of a run one makes them, and they are
-        kept for the next one."""
+        """Token ids of the texts of a file, without special tokens. One rank of a run encodes them, and they are
+        cached for later runs."""
         if self.keeps_tokens:
             return encode_once(texts, self.tokenizer, cache_root() / "tokens")
         return self.tokenizer.encode_batch(texts)
@@ -68,7 +68,7 @@ class StageContext:
 
 @dataclasses.dataclass
 class DropCounts:
-    """Rows that train nothing, by reason: sound ones that are dropped, and faulty ones."""
+    """Rows that are not trained on, by reason: valid ones that are dropped, and faulty ones."""
 
     path: Path
     read: int = 0
@@ -77,7 +77,7 @@ class DropCounts:
     """Rows that could not."""
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
     cut: int = 0
-    """Rows of which only the beginning is used."""
+    """Rows that are truncated."""
     places: Sequence[str] = ()
     """File and line of each row that could be read."""
     faults: Faults = dataclasses.field(default_factory=Faults)
@@ -101,7 +101,7 @@ class DropCounts:
         return sum(self.dropped.values()) + self.faults.total
 
     def reasons(self) -> list[str]:
-        """Why rows are not used, with the number of rows each."""
+        """The reasons for which rows are not used, each with the number of rows."""
         dropped = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
         return [*dropped, self.faults.summary()] if self.faults.total else dropped
 
@@ -126,13 +126,13 @@ class Stage(abc.ABC, Generic[S]):
     """Base of all stages. `S` is the type of a sample."""
 
     row_kind: ClassVar[str]
-    """What its rows are, such as "preference"; decides which data formats it reads."""
+    """Type of its rows, such as "preference"; decides which data formats it reads."""
 
     def __init__(self, section: Any, context: StageContext):
         """`section` is the stage's own part of the recipe."""
         self.section, self.context = section, context
         self.counts: dict[Path, DropCounts] = {}
-        """Of the files that were read."""
+        """Counts of the files that were read."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Refuse methods of former versions of this contract, which nothing would call."""
@@ -142,8 +142,8 @@ class Stage(abc.ABC, Generic[S]):
                 raise UserError(f"{cls.__module__}.{cls.__name__}.{name} is never called: {successor}")
 
     def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> Sequence[S]:
-        """Rows to samples. Counts the rows that would train nothing and leaves them out."""
-        raise AssertionError(f"{type(self).__name__} has to make samples of rows, or to read files in a way of its own")
+        """Rows to samples. Rows that would train nothing are counted and left out."""
+        raise AssertionError(f"{type(self).__name__} has to define `make_samples`, or its own `read`")
 
     def before_training(self, model: Any, samples: Iterable[S]) -> None:
         """Called with the initial model and every sample the run will use, once on every rank that reads data."""
@@ -152,23 +152,22 @@ class Stage(abc.ABC, Generic[S]):
     def collate(self, samples: Sequence[S]) -> Batch:
         """Samples to arrays, with the integers "num_tokens" (without padding) and "num_supervised".
 
-        For models with experts it may say more: "lengths" [B], what of each row is no padding, else padding counts in
-        their loads; and "weight", that of the batch's loss, without which there can be no loss of their balance.
+        Models with experts use two more: "lengths" [B], the length of each row without padding, else padding counts in
+        the loads of experts; and "weight", that of the loss of the batch, which the balance loss needs.
         """
 
     def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
-        """What the loss has to know of the whole global batch, of one micro-batch of it.
+        """Statistics of one micro-batch that the loss needs of the whole global batch, as sums and weights.
 
-        The sums of all micro-batches of all ranks, divided by their weights, come into `loss` as
-        `batch["prepass_stats"]`; what this method puts into the batch stays there too. Under "model" and
-        "adapters_off" it asks the model for hidden states once, as `loss` does, and no graph is kept; under "batch" it
-        does not ask the model.
+        The sums of all micro-batches of all ranks, divided by their weights, are `batch["prepass_stats"]` in `loss`;
+        whatever this method puts into the batch stays there too. For the kinds "model" and "adapters_off" it computes
+        hidden states once, as `loss` does, without gradients; for "batch" it does not call the model.
         """
         raise AssertionError(f"{type(self).__name__} has a pre-pass in its profile and no method `prepass`")
 
     def row_lengths(self, samples: Sequence[S]) -> np.ndarray | None:
-        """[samples, rows of each], int64: how many tokens the rows of each sample have in a batch, without padding.
-        None where all are alike, or when a stage does not tell; then samples are not dealt out by length."""
+        """[samples, rows of each], int64: tokens of the rows of each sample in a batch, without padding. None where all
+        are equal, or for a stage that does not define it; then samples are not grouped by length."""
         return None
 
     @abc.abstractmethod
@@ -180,11 +179,11 @@ class Stage(abc.ABC, Generic[S]):
         return self.read(train), self.read(evaluation) if evaluation else []
 
     def digest(self, path: Path) -> str:
-        """Of the content of a file of data: a run is resumed only with the same."""
+        """Digest of the content of a data file: a run is resumed only with the same data."""
         return sha256_of(path)
 
     def read(self, path: Path) -> Sequence[S]:
-        """The samples of a file; they may be made when they are asked for.
+        """The samples of a file; they may be made lazily.
 
         Raises UserError with the place of every fault, or when no row is usable.
         """

@@ -1,10 +1,9 @@
-"""Registers the stage `next_token` and the rows it learns from. Imports no Paddle: `list` and `validate` stay fast."""
+"""Registers the stage `next_token` and the rows it trains on. Imports no Paddle: `list` and `validate` stay fast."""
 
 import dataclasses
 
 import llmsuite
-from llmsuite.plugins.hookspecs import DataFormat, StageSpec
-from llmsuite.schema.section import Section
+from llmsuite.plugins.hookspecs import DataFormat, Section, StageSpec
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -186,7 +186,7 @@ def test_a_format_chosen_by_name(tmp_path: Path) -> None:
 def test_a_format_for_another_kind_of_stage(tmp_path: Path) -> None:
     text = DataFormat(name="lines", help="text", kind="text", matches=lambda row: True, convert=dict)
     path = write(tmp_path, LINE)
-    with pytest.raises(UserError, match=r"data\.format: lines gives text rows; this stage learns from preference rows"):
+    with pytest.raises(UserError, match=r"data\.format: lines gives text rows; this stage trains on preference rows"):
         read_rows(path, "preference", "lines", {**FORMATS, "lines": text})
     # and one that matches everything is not taken for the wrong kind
     assert len(read_rows(path, "preference", "auto", {"lines": text, **FORMATS})) == 1
