@@ -63,7 +63,7 @@ def stretches(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def conversations(rows: list[dict[str, list[int]]]) -> dict[str, np.ndarray]:
-    """Each token of the answer is a target of the one before it; padding is on the right, where no token attends to it."""
+    """Each token of the answer is a target of the one before it; padding is on the right, where none attends to it."""
     length = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows) - 1
     ids, labels = np.zeros([len(rows), length], "int64"), np.full([len(rows), length], IGNORED, "int64")
     for i, row in enumerate(rows):

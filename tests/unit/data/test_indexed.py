@@ -100,7 +100,7 @@ def test_damaged_corpora_are_named(tmp_path: Path) -> None:
             IndexedCorpus(index)
     index.write_bytes(good)
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"has 8 bytes and c\.idx expects 10"):
+    with pytest.raises(UserError, match=r"has 8 bytes, c\.idx expects 10"):
         IndexedCorpus(index)
     tokens.unlink()
     with pytest.raises(UserError, match=r"c\.bin: cannot be read"):
