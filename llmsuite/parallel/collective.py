@@ -121,7 +121,7 @@ def sum_over_data(values: Sequence[Number], of_every_reader: Sequence[float] = (
     """Add up numbers over the data ranks, in float64; every rank that reads data calls it and gets the sums.
 
     Ranks that share a data rank, as those of a tensor parallel group do, are counted once; the numbers in
-    `of_every_reader`, whose sums come last, are added up over all that read.
+    `of_every_reader`, whose sums come last, are summed over all that read.
     """
     mine = values if mesh().counts_losses else [0.0] * len(values)
     return sum_over_readers([*mine, *of_every_reader])

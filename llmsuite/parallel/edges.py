@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 
 def contents(forward: bool, has_documents: bool) -> list[Content]:
-    """What one pass sends over one edge, in this order."""
+    """The contents that one pass sends over one edge, in this order."""
     if not forward:
         return ["gradients"]
     return ["header", "document_starts", "activations"] if has_documents else ["header", "activations"]

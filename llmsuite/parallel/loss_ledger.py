@@ -1,4 +1,4 @@
-"""The loss is a ledger: sums of weighted terms and their weights are added up, and divided once.
+"""The loss is a ledger: weighted terms and their weights are summed, and divided once.
 
 A mean of means depends on how a batch was cut; a sum over a sum does not.
 """
@@ -20,7 +20,7 @@ Sums = Mapping[str, tuple[Tensor | float, float]]
 
 @dataclasses.dataclass
 class LossTerms:
-    """What a stage returns for one micro-batch."""
+    """The loss of one micro-batch, as a stage returns it."""
 
     total: Tensor
     """Scalar: the sum over the micro-batch of weight times loss. The engine differentiates this."""

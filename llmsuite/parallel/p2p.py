@@ -34,9 +34,9 @@ class P2PChannels:
         (own,) = (line for line in lines if mesh.rank in line)
         self._outgoing = {forward: edges.outgoing(own, mesh.rank, forward) for forward in (True, False)}
         self._incoming = {forward: edges.incoming(own, mesh.rank, forward) for forward in (True, False)}
-        self._groups = {
-            channel: groups.get(channel) for channel in (*self._outgoing.values(), *self._incoming.values())
-        }
+        # none for what lies beyond the ends of a line: nothing is sent there
+        own_channels = (*self._outgoing.values(), *self._incoming.values())
+        self._groups: dict[Channel, Any] = {channel: groups.get(channel) for channel in own_channels}
         self._tasks: list[Any] = []
         self._senders: dict[bool, queue.Queue[Callable[[], None]]] = {}
 

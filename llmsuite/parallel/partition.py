@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter: under tensor and expert parallel a slice, under sharding a range of that slice.
+"""The share of a parameter that a rank holds: a slice under tensor and expert parallel, a range of it under sharding.
 
 Plain arithmetic over the mesh, without Paddle: the engine splits by it, and `llmsuite plan` counts by it.
 """

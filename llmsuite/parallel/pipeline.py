@@ -163,7 +163,7 @@ class PipelineStage:
         return self._whole(self.model.logits(hidden))
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """As a plain tensor that every rank of the tensor parallel group has alike."""
+        """The plain tensor, the same on every rank of the tensor parallel group."""
         if not tensor.is_dist():
             return tensor
         whole = [dist.Replicate()]

@@ -39,11 +39,11 @@ class BuiltModel:
     part: PipelineStage
     """This rank's part."""
     shards: list[ParameterShard]
-    """What this rank's optimizer owns of each of its parameters; of adapters where there are any."""
+    """This rank's shard of each of its trained parameters; adapters only, where there are any."""
     shapes: dict[str, list[int]]
     """Shape of every parameter that is saved, in the order of the layers: of the whole model, or of its adapters."""
     bounds: list[int]
-    """Where the pipeline cuts the layers, see `part_bounds`."""
+    """Bounds of the pipeline's parts, see `part_bounds`."""
     digest: str
     """Changes with anything that decides the initial values; adapters change none, as they begin at zero."""
     adapters: Adapters | None

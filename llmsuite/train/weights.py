@@ -1,4 +1,4 @@
-"""Where the initial values of a model come from: model files, the seed, or both; and their digest."""
+"""The initial values of a model, from model files, the seed, or both; and their digest."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_ranks_make_the_calls_that_are_written_down(logged: Runner, name: str) -
         expected = [call for call in calls[:end] if call.what != "pass"]
         records = json.loads((logged.directory / name / f"{rank}.json").read_text())
         step = [
-            r for r in records if r["step"] == STEP and not r["where"].startswith("loop.py")
+            r for r in records if r["step"] == STEP and not r["where"].startswith("trainer.py")
         ]  # which writes it down
         ledger = next(i for i, r in enumerate(step) if r["where"].startswith("loss_ledger.py"))
         inside = [r for r in step[:ledger] if r["where"].startswith(("sharding.py", "buckets.py", "experts.py"))]
