@@ -1,4 +1,4 @@
-"""How many ranks a recipe asks for, and how they are laid out."""
+"""The number of ranks a recipe asks for, and the size of each mesh axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Degrees:
     sharding: int
     tp: int
     ep: int = 1
-    """Neighbours on the data axes that share the experts; no axis of its own."""
+    """Neighbouring data ranks that share the routed experts; not an axis of its own."""
 
     @property
     def num_ranks(self) -> int:
@@ -41,7 +41,7 @@ def degrees_of(recipe: Recipe) -> Degrees:
     sharding = p.sharding_parallel_degree
     dp = max(1, world // (p.tensor_parallel_degree * p.pipeline_parallel_degree * sharding))
     if p.sharding != "none" and sharding == 1:
-        sharding, dp = dp, 1  # sharding without a degree of its own cuts over all data ranks
+        sharding, dp = dp, 1  # sharding without a degree of its own uses all data ranks
     return Degrees(p.pipeline_parallel_degree, dp, sharding, p.tensor_parallel_degree, p.expert_parallel_degree)
 
 

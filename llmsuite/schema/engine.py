@@ -11,14 +11,17 @@ from llmsuite.schema.rule import Rule, Violation
 from llmsuite.schema.section import Section
 
 
-def _every_nothing(engine: EngineSection) -> Violation:
+def _recompute_every(engine: EngineSection) -> Violation:
     if engine.recompute_every > 1 and engine.recompute != "full":
         yield "recompute_every", f"is {engine.recompute_every}, but recompute is {engine.recompute}; choose full, or 1"
 
 
-def _inside_a_program(engine: EngineSection) -> Violation:
+def _selective_in_program(engine: EngineSection) -> Violation:
     if engine.recompute == "selective" and engine.mode == "to_static":
-        yield "recompute", "is selective, which is inside of what to_static compiles; choose full or none, or dynamic"
+        yield (
+            "recompute",
+            "is selective, but to_static compiles whole layers; choose full or none, or engine.mode dynamic",
+        )
 
 
 ENGINE_RULES = (
@@ -26,16 +29,16 @@ ENGINE_RULES = (
         "`recompute_every` without `recompute: full`",
         "it would change nothing",
         ("--engine.recompute=none", "--engine.recompute_every=2"),
-        _every_nothing,
+        _recompute_every,
     ),
     Rule(
         "`recompute: selective` with `to_static`",
         "a layer is compiled whole",
         ("--engine.recompute=selective", "--engine.mode=to_static"),
-        _inside_a_program,
+        _selective_in_program,
     ),
 )
-"""Between keys of the section `engine`."""
+"""Rules between keys of the section `engine`."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,20 +46,22 @@ class EngineSection(Section):
     """How a step is computed."""
 
     mode: Literal["dynamic", "to_static"] = "dynamic"
-    """Op by op, or the decoder layers as compiled programs; batches are then padded to a multiple of 64 tokens."""
+    """dynamic: op by op. to_static: the decoder layers as compiled programs; batches are then padded to a multiple of
+    64 tokens."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 keep float32 master weights, add gradients up in float32, and need a GPU or XPU. fp16 scales the
-    loss dynamically and skips steps that overflow."""
+    """Dtype of parameters and activations. bf16 and fp16 keep float32 master weights, sum gradients in float32, and
+    need a GPU or XPU. fp16 scales the loss dynamically and skips steps that overflow."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward pass, not kept for it: "full", layers; "selective", of attention what is
-    between queries, keys, values and the output (a fused attention kernel does so by itself)."""
+    """Activations to recompute in the backward pass instead of keeping them. full: whole layers. selective: the core
+    of attention, between queries, keys, values and its output (a fused attention kernel does so by itself)."""
     recompute_every: PositiveInt = 1
-    """With recompute "full": 1 for all layers, n for every n-th one."""
+    """With recompute "full": 1 to recompute all layers, n for every n-th one."""
     offload_optimizer: bool = False
-    """Keep moments and master weights in host memory; each parameter's come to the device for its update only."""
+    """Keep moments and master weights in host memory; those of each parameter move to the device for its update
+    only."""
 
     def computes_again(self, layer: int) -> bool:
-        """Whether a layer of the model is computed again as a whole."""
+        """Whether a layer of the model is recomputed as a whole."""
         return self.recompute == "full" and layer % self.recompute_every == 0
 
     def problems(self) -> Iterator[tuple[str, str]]:

@@ -71,7 +71,7 @@ def section_doc(cls: type[Section]) -> str:
     """The docstring of a section; empty where there is none."""
     for base in cls.__mro__[: cls.__mro__.index(Section)]:
         doc = inspect.cleandoc(base.__dict__.get("__doc__") or "")
-        if doc and not doc.startswith(f"{base.__name__}("):  # that is what a dataclass writes where there is none
+        if doc and not doc.startswith(f"{base.__name__}("):  # a dataclass without a docstring gets its signature
             return doc.replace("\n", " ")
     return ""
 
@@ -101,7 +101,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def describe(annotation: Any) -> str:
-    """A type as a user would say it: "integer > 0", "one of: a, b", "text or null"."""
+    """A type in words: "integer > 0", "one of: a, b", "text or null"."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         base, *limits = typing.get_args(annotation)

@@ -1,4 +1,4 @@
-"""Types of numbers that recipe keys have."""
+"""Number types of recipe keys."""
 
 from typing import Annotated
 

@@ -32,9 +32,9 @@ def _chunks(parallel: ParallelSection) -> Violation:
         yield "virtual_pipeline_degree", message
 
 
-def _cut_of_nothing(parallel: ParallelSection) -> Violation:
+def _cut_without_pipeline(parallel: ParallelSection) -> Violation:
     if parallel.pipeline_cut != "layers" and parallel.pipeline_parallel_degree == 1:
-        yield "pipeline_cut", "needs pipeline_parallel_degree above 1: there is nothing to cut"
+        yield "pipeline_cut", "needs pipeline_parallel_degree above 1: there is no pipeline to split layers over"
 
 
 def _cut_in_order(parallel: ParallelSection) -> Violation:
@@ -53,7 +53,7 @@ def _sharding_degree(parallel: ParallelSection) -> Violation:
 PARALLEL_RULES = (
     Rule(
         "`sequence_parallel` with tensor parallel degree 1",
-        "nothing to cut over",
+        "there are no ranks to shard sequences over",
         ("--parallel.tensor_parallel_degree=1",),
         _sequence_parallel,
     ),
@@ -73,53 +73,55 @@ PARALLEL_RULES = (
         "`pipeline_cut` without a pipeline",
         "it would change nothing",
         ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
-        _cut_of_nothing,
+        _cut_without_pipeline,
     ),
     Rule(
         "layers of `pipeline_cut` that are not in order",
-        "no cut",
+        "parts of the model are runs of consecutive layers",
         ("--parallel.pipeline_cut=[16,16]",),
         _cut_in_order,
     ),
     Rule(
         "`sharding_parallel_degree` without `sharding`",
-        "nothing would be cut",
+        "nothing would be sharded",
         ("--parallel.sharding=none", "--parallel.sharding_parallel_degree=2"),
         _sharding_degree,
     ),
 )
-"""Between keys of the section `parallel`."""
+"""Rules between keys of the section `parallel`."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class ParallelSection(Section):
-    """How the model is spread. data_parallel_degree is derived: devices / (tp * pp * sharding)."""
+    """How the model and the data are spread over ranks. data_parallel_degree is derived: devices / (tp * pp *
+    sharding)."""
 
     tensor_parallel_degree: PositiveInt = 1
-    """Ranks that share each weight matrix."""
+    """Ranks over which each weight matrix is sharded."""
     pipeline_parallel_degree: PositiveInt = 1
-    """Pipeline stages the layers are cut into."""
+    """Pipeline stages over which the layers are split."""
     pipeline_schedule: Literal["FThenB", "1F1B", "interleaved"] = "1F1B"
     """Order of the forward and backward passes of a pipeline. "1F1B" holds few micro-batches at once, "FThenB" all of
-    them; "interleaved" is 1F1B with several chunks of layers a rank: less waiting, more messages."""
+    them; "interleaved" is 1F1B with several chunks of layers on each rank: less waiting, more messages."""
     virtual_pipeline_degree: PositiveInt | None = None
-    """Chunks of layers a rank has with the interleaved schedule: chunk c of pipeline stage s is part
+    """Chunks of layers on each rank with the interleaved schedule: chunk c of pipeline stage s is part
     c * pipeline_parallel_degree + s of the model. Default: 2 with that schedule, 1 with the others."""
     pipeline_cut: Literal["layers", "parameters"] | list[PositiveInt] = "layers"
-    """Where a pipeline is cut: "layers" deals out the same number to each part, the first ones get one more;
-    "parameters" makes the largest part as small as can be, embedding and head included; a list names the layers
-    that the second, third ... part begin with, counted from 0."""
+    """How the layers are split into parts. "layers": the same number in each part, one more in the first parts if it
+    does not divide. "parameters": the largest part, with embedding and head, is as small as possible. A list: the
+    first layer of the second, third ... part, counted from 0."""
     sharding: Literal["none", "stage1", "stage2", "stage3"] = "none"
-    """What is cut over the sharding axis: optimizer states (1), gradients too (2), parameters too (3)."""
+    """ZeRO stage: shard optimizer states (stage1), also gradients (stage2), also parameters (stage3)."""
     sharding_parallel_degree: PositiveInt = 1
-    """Ranks of the sharding axis. At 1, sharding uses the data parallel axis."""
+    """Ranks of the sharding axis. At 1, sharding uses all data ranks."""
     expert_parallel_degree: PositiveInt = 1
-    """Data ranks (dp x sharding) that share the routed experts of a mixture, and send each other the tokens."""
+    """Data ranks (dp x sharding) that share the routed experts of an MoE model and exchange tokens."""
     sequence_parallel: bool = False
-    """Cut activations along the sequence between the tensor parallel regions."""
+    """Shard activations along the sequence between the tensor parallel regions."""
     gradient_bucket_bytes: NonNegativeInt | None = None
-    """Gradients that become ready one after the other are added up over the data ranks in one call, up to so many bytes
-    of float32. 0: each by itself. Default: what the device does, see: llmsuite doctor --ops."""
+    """Size of gradient buckets in bytes of float32: gradients that become ready one after the other are reduced over
+    the data ranks in one call, up to this size. 0: each gradient on its own. Default: the choice of the device, see:
+    llmsuite doctor --ops."""
 
     @property
     def num_chunks(self) -> int:

@@ -26,54 +26,54 @@ class ModelSection(Section):
     family: str
     """Name of a registered model family; `llmsuite list models` shows them."""
     weights: str | None = None
-    """Directory with safetensors and config.json in the HF or PaddleNLP layout. Without it the
-    parameters are drawn from `seed`."""
+    """Directory with safetensors and config.json in the HF or PaddleNLP layout. Without it the parameters are
+    initialised at random, from `seed`."""
     load: Literal["exact", "known", "any"] = "exact"
-    """How far the weights have to fit. exact: they have the model's tensors, no more and no fewer. known: tensors the
-    model does not have are left out. any: also, what is missing or of another shape is drawn from `seed`. What is
-    left out or drawn is listed by name."""
+    """How closely the weights have to match the model. exact: the same tensors, no more and no fewer. known: tensors
+    the model does not have are skipped. any: in addition, missing tensors and tensors of another shape are initialised
+    from `seed`. Tensors that are skipped or initialised are listed by name."""
     tokenizer: str | None = None
     """Directory with tokenizer.json and tokenizer_config.json. Default: the directory of the weights."""
     preset: str | None = None
-    """A shape the family knows by name, such as "llama-3.1-8b". Needed only where config.json cannot be read."""
+    """A named model shape of the family, such as "llama-3.1-8b". Needed only if there is no config.json to read."""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Single dimensions of the shape, set on top of the preset, to shrink or grow it."""
+    """Fields of the model's config to override, for example to shrink it."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class DataSection(Section):
-    """What is read and how it becomes tokens."""
+    """The data to read and how it becomes tokens."""
 
     train: str
-    """.json, .jsonl (also with .gz or .zst behind it) or .parquet, or a directory of such files; for pretraining a
-    .txt, .jsonl or .parquet, or the prefix of an indexed corpus. A relative path is looked up in the working directory,
-    then among the files that come with llmsuite. Also a URL, or a data set: `hf://OWNER/NAME?split=train`."""
+    """Training data: a .json, .jsonl (also .gz or .zst) or .parquet file, or a directory of such files; for
+    pretraining a .txt, .jsonl or .parquet file, or the prefix of an indexed corpus. A relative path is looked up in
+    the working directory, then among the files that come with llmsuite. A URL or a data set works too:
+    `hf://OWNER/NAME?split=train`."""
     eval: str | None = None
-    """The same for evaluation; without it nothing is evaluated."""
+    """Evaluation data, given like train; without it there is no evaluation."""
     format: str = "auto"
     """Name of a registered data format, or "auto" to recognise it from the first row."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What a row that cannot be read does (half a line of JSON, a key that is missing, a turn of nobody): stop the run
-    before its first step, or be left out and counted by reason."""
+    """How to handle a row that cannot be read (truncated JSON, a missing key, a turn without a role). error: stop the
+    run before its first step. skip: leave the row out and count it by reason."""
     max_length: PositiveInt = 2048
-    """Longest sequence in tokens. A row that does not fit is dropped and counted; it is
-    cut only where a stage is told to."""
+    """Longest sequence in tokens. A longer row is dropped and counted, unless the stage has a key to truncate it."""
     chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
-    """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
+    """"tokenizer": the template that comes with the tokenizer. The others are built in."""
     packing: Literal["none", "best_fit"] = "none"
-    """With "best_fit" rows are put together to samples of up to max_length tokens, in which no token sees another row
-    and positions restart: little is padded. Batch sizes and epochs then count these samples. For the stages sft, dpo
-    and rm."""
+    """best_fit: pack rows into samples of up to max_length tokens, which leaves little padding. No token attends to
+    another row, and positions restart with each row. Batch sizes and epochs then count packed samples. For the stages
+    sft, dpo and rm."""
     group_by_length: bool = True
-    """Deal the samples of a global batch out to micro-batches by their lengths, so that less is padded. What a step
-    learns stays the same."""
+    """Assign the samples of a global batch to micro-batches by length, which leaves less padding. The result of a step
+    stays the same."""
     num_workers: NonNegativeInt = 0
-    """Threads that make batches ahead of their use; 0 to make each when it is needed."""
+    """Threads that prepare batches in advance; 0 to prepare each when it is needed."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class TrainSection(Section):
-    """The optimizer and how long it runs."""
+    """Batch sizes, optimizer and length of the training."""
 
     max_steps: PositiveInt | None = None
     """Optimizer steps. Give this or num_epochs."""
@@ -84,20 +84,20 @@ class TrainSection(Section):
     micro_batch_size: PositiveInt
     """Samples of one forward pass on one rank; gradient accumulation makes up the rest."""
     micro_batch_tokens: PositiveInt | None = None
-    """Fill the forward passes of training up to so many tokens, padding included, rather than with a fixed number of
-    samples; micro_batch_size is then that of evaluation."""
+    """Fill each forward pass of training with samples up to this many tokens, padding included, instead of a fixed
+    number of samples; micro_batch_size then applies to evaluation only."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """sgd is there to compare runs: it shows errors of scale that adamw hides."""
+    """sgd serves to compare runs: it shows errors in the scale of gradients, which adamw hides."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after warm-up."""
+    """How the learning rate decays after the warm-up."""
     warmup_ratio: Fraction = 0.0
-    """Part of all steps in which the learning rate rises from 0 to its peak."""
+    """Fraction of all steps in which the learning rate rises from 0 to its peak."""
     min_lr_ratio: Fraction = 0.0
-    """What the learning rate has come down to when the last step is done, as a part of the peak."""
+    """Learning rate at the end of training, as a fraction of the peak."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled decay; norms and biases are left out."""
+    """Decoupled weight decay; not applied to norms and biases."""
     adam_beta1: Decay = 0.9
     """Decay of the first moment."""
     adam_beta2: Decay = 0.999
@@ -105,26 +105,28 @@ class TrainSection(Section):
     adam_epsilon: PositiveFloat = 1e-8
     """Term in the denominator of the Adam update."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Gradients are scaled down to this global norm; null switches clipping off."""
+    """Clip gradients to this global norm; null switches clipping off."""
     on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
-    """When loss or gradient are infinite or not a number (with fp16, at the lowest loss scale): stop the run, leave the
-    batch out, or go back to the last checkpoint and on with the samples behind this batch."""
+    """How to handle a step whose loss or gradient is infinite or not a number (with fp16, at the lowest loss scale).
+    stop: end the run. skip: leave the batch out. roll_back: return to the last checkpoint and continue with the samples
+    after this batch."""
     spike_factor: Annotated[float, Gt(1)] | None = None
-    """A step whose gradient norm, before clipping, is above this times the median of the last 32 is a spike. null: none
-    is."""
+    """A step is a spike if its gradient norm, before clipping, exceeds this factor times the median of the last 32
+    steps. null: no step is."""
     on_spike: Literal["stop", "skip", "roll_back"] = "skip"
-    """The same for a spike."""
+    """How to handle a spike; the choices of on_nonfinite."""
     max_bad_steps: PositiveInt = 10
-    """So many steps may be left out or rolled back before one further than ever is learnt from; then the run stops."""
+    """Stop the run after this many skipped or rolled-back steps without progress beyond the furthest step so far."""
     expert_balance_loss: NonNegativeFloat = 0.0
-    """Factor of the sequence-wise loss of dealing tokens unevenly over experts (`aux_loss_alpha` of DeepSeek-V2, 0.001;
-    of V3, 0.0001); 0 for none."""
+    """Factor of the sequence-wise load-balancing loss of experts (`aux_loss_alpha`: 0.001 in DeepSeek-V2, 0.0001 in
+    V3); 0 for none."""
     expert_bias_rate: NonNegativeFloat = 0.0
-    """By how much the bias of each expert is moved after a step, towards even loads (DeepSeek-V3: 0.001)."""
+    """Step size by which the gate's bias of each expert moves towards an even load after a step (DeepSeek-V3:
+    0.001)."""
     eval_steps: PositiveInt | None = None
-    """Evaluate every so many steps, and after the last. Default: only after the last."""
+    """Evaluate every this many steps, and after the last one. Default: only after the last."""
     log_steps: PositiveInt = 1
-    """Print and record metrics every so many steps."""
+    """Print and record metrics every this many steps."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if (self.max_steps is None) == (self.num_epochs is None):
@@ -143,19 +145,19 @@ class TrainSection(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class LoraSection(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): trained instead of the model, with any stage."""
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), trained instead of the model, in any stage."""
 
     rank: PositiveInt | None = None
-    """Inner size of the adapters; null for none: the model itself is trained."""
+    """Rank of the adapters; null: no adapters, the model itself is trained."""
     alpha: PositiveFloat = 16.0
-    """Their outputs are multiplied by alpha / rank."""
+    """The outputs of adapters are multiplied by alpha / rank."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732)."""
+    """Multiply by alpha / sqrt(rank) instead (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
     target_modules: list[str] | None = None
-    """Matrices that get one: patterns over the names of modules, whole or from a dot on, such as "q_proj" or
-    "layers.0.mlp.*". Default: every matrix of attention and MLP; not the routed experts."""
+    """Matrices that get an adapter: patterns that match the name of a module, or its end after a dot, such as "q_proj"
+    or "layers.0.mlp.*". Default: every matrix of attention and MLP, except the routed experts."""
     lora_plus_ratio: PositiveFloat = 1.0
-    """Learning rate of the second factor over that of the first (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
+    """Learning rate of the factor B divided by that of A (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
@@ -166,25 +168,25 @@ class LoraSection(Section):
 
     @property
     def scale(self) -> float:
-        """What the outputs of the adapters are multiplied by."""
+        """The factor that the outputs of the adapters are multiplied by."""
         assert self.rank is not None
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclasses.dataclass(kw_only=True)
 class QatSection(Section):
-    """Quantisation-aware training (Jacob et al. 2018, arXiv 1712.05877): linear layers compute with what int8 leaves
-    of their operands."""
+    """Quantisation-aware training (Jacob et al. 2018, arXiv 1712.05877): linear layers compute with operands rounded
+    to int8."""
 
     weight_bits: Literal[8] | None = None
-    """8: weights are rounded to int8, with a scale for each output; null for none of all this."""
+    """8: round weights to int8, with one scale for each output. null: no quantisation-aware training."""
     activation_bits: Literal[8] | None = None
-    """8: the inputs of those layers too, with one scale a layer: a moving average of their largest magnitude."""
+    """8: round the inputs of these layers too, with one scale a layer: a moving average of their largest magnitude."""
     moving_rate: Decay = 0.9
-    """What remains of that average in each step."""
+    """Decay of that moving average in each step."""
     target_modules: list[str] | None = None
-    """Which layers: patterns as those of lora.target_modules. Default: every matrix of attention and MLP; not the
-    routed experts."""
+    """Layers to quantise: patterns like those of lora.target_modules. Default: every matrix of attention and MLP,
+    except the routed experts."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
@@ -198,36 +200,38 @@ class QatSection(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class CheckpointSection(Section):
-    """When the run is saved: after the last step, as the keys say, and when a file `save-now` appears in output_dir."""
+    """When to save checkpoints: always after the last step and when a file `save-now` appears in output_dir, otherwise
+    as these keys say."""
 
     save_steps: PositiveInt | None = None
-    """Save every so many steps."""
+    """Save every this many steps."""
     keep_last: Annotated[int, Ge(2)] = 2
-    """Older checkpoints are removed. At least 2, because the newest may be the one a crash interrupts."""
+    """Number of newest checkpoints to keep. At least 2, because a crash may interrupt the newest."""
     async_save: bool = True
-    """Write while the next steps are computed, from a copy on the host. Where the copy does not fit, training waits."""
+    """Write in the background, from a copy in host memory, while the next steps run. If the copy does not fit in
+    memory, training waits."""
     best_metric: str | None = None
-    """A metric of the evaluation, such as "eval/loss": the checkpoint with its best value stays, besides keep_last,
-    and is saved if it is not due anyway."""
+    """A metric of the evaluation, such as "eval/loss". The checkpoint with its best value is saved and kept besides the
+    keep_last newest."""
     best_is: Literal["lowest", "highest"] = "lowest"
-    """Which value of best_metric is best."""
+    """Whether the lowest or the highest value of best_metric is best."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class LaunchSection(Section):
-    """Which devices take part."""
+    """The devices and machines of a run."""
 
     num_devices: PositiveInt = 1
-    """Devices (on cpu: processes) per machine."""
+    """Devices per machine; on cpu, processes."""
     nnodes: PositiveInt = 1
-    """Machines, with num_devices each and one output_dir that all of them see."""
+    """Machines, with num_devices each and a shared output_dir."""
     master: str | None = None
-    """host:port of machine 0, where the launchers of several machines meet."""
+    """host:port of machine 0, which the launchers of the other machines connect to."""
     node_rank: NonNegativeInt | None = None
-    """Which machine this is, from 0: given on the command line of each."""
+    """Number of this machine, from 0; give it on the command line of each machine."""
     stall_seconds: PositiveFloat | None = 600.0
-    """When nothing has happened on any rank for so long, who waits for whom is told and the run ends (exit code 3);
-    until each is in its second step, three times as long. null: never."""
+    """End the run (exit code 3) and report which ranks wait for which, once nothing has happened on any rank for this
+    long; three times as long until each rank is in its second step. null: never."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.master is not None and not re.fullmatch(r"[^:\s]+:[0-9]{1,5}", self.master):
@@ -243,7 +247,7 @@ class Recipe(Section):
     stage: str
     """Name of a registered stage; `llmsuite list stages` shows them."""
     source: str | None = None
-    """Where the numbers of this recipe are from, in a line; `llmsuite list recipes` shows it."""
+    """Where the numbers of this recipe come from, in one line; `llmsuite list recipes` shows it."""
     model: ModelSection
     data: DataSection
     parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
@@ -256,8 +260,8 @@ class Recipe(Section):
     device: str = "cpu"
     """Name of a registered device backend; `llmsuite list devices` shows them."""
     loggers: list[str] = dataclasses.field(default_factory=list)
-    """Registered loggers that receive the metrics, besides metrics.jsonl, which is always written."""
+    """Names of registered loggers that receive the metrics, in addition to metrics.jsonl."""
     seed: NonNegativeInt = 42
-    """Initial parameters and the order of the data are functions of it."""
+    """Seed of the initial parameters and of the order of the data."""
     output_dir: str
-    """Everything the run writes lies under this directory."""
+    """Directory for everything the run writes."""

@@ -1,4 +1,4 @@
-"""A rule: a combination of keys that makes no run, why, and how it is told."""
+"""A rule: a combination of recipe keys that cannot run, the reason, and the message about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every section of a recipe is: a dataclass that is checked strictly and remembers which keys were read."""
+"""Base of the sections of a recipe: dataclasses that are checked strictly and remember which keys were read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Section:
 
 
 def forget_reads(section: Section) -> None:
-    """Start counting afresh: checking a recipe reads every key, which is not using it."""
+    """Forget which keys were read: checking a recipe reads every key, which does not count as using it."""
     section.__dict__.pop("_read", None)
     for field in dataclasses.fields(section):
         value = section.__dict__[field.name]
@@ -44,13 +44,13 @@ def forget_reads(section: Section) -> None:
 
 
 def as_plain(section: Section) -> dict[str, Any]:
-    """The section as JSON data; looking at it this way does not count as reading its keys."""
+    """The section as JSON data; this does not count as reading its keys."""
     values = ((field.name, section.__dict__[field.name]) for field in dataclasses.fields(section))
     return {name: as_plain(value) if isinstance(value, Section) else value for name, value in values}
 
 
 def unread(section: Section, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Keys nothing has read, whether they were given or not."""
+    """Keys that nothing has read, whether they were given or not."""
     for field in dataclasses.fields(section):
         key, value = (*prefix, field.name), section.__dict__[field.name]
         if isinstance(value, Section):
