@@ -30,7 +30,7 @@ _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value
 
 @dataclasses.dataclass
 class LoadedRecipe:
-    """A recipe whose every key and type is right, and where each value came from."""
+    """A recipe whose keys and types are valid, and where each value came from."""
 
     recipe: Recipe
     given: set[Key]
@@ -50,9 +50,9 @@ class LoadedRecipe:
         return Problem(self.origin(tuple(key.split("."))), key, message)
 
     def unread(self) -> list[str]:
-        """Keys somebody wrote and nothing has read since the recipe was loaded: they have no effect.
+        """Keys that were given and that nothing has read since the recipe was loaded: they have no effect.
 
-        A key that is given its default is left out: it says what is so anyway, as every resolved recipe does.
+        A key that was given its default value is not listed: a resolved recipe writes out every default.
         """
         idle = {key for key in unread(self.recipe) if not self._is_default(key)}
         return sorted(".".join(key) for key in self.given if any(key[:n] in idle for n in range(1, len(key) + 1)))
@@ -72,13 +72,13 @@ def load(
     registry: Registry,
     layers: Iterable[tuple[str, dict[str, Any]]] = (),
 ) -> LoadedRecipe:
-    """Read a recipe, lay `layers` and then the command line over it, and check all of it.
+    """Read a recipe, apply `layers` and then the command line to it, and check all of it.
 
     Args:
         path: the JSON file.
         overrides: `--a.b=c` words; values are JSON, or bare text where the key takes text.
-        registry: what stages, model families, devices … there are.
-        layers: (origin, {dotted key: value or REMOVE}) put over the file, below the command line.
+        registry: the known stages, model families, devices …
+        layers: (origin, {dotted key: value or REMOVE}), applied over the file and under the command line.
 
     Raises:
         RecipeError: with every problem found.
@@ -108,7 +108,7 @@ def load(
 
 
 REMOVE = object()
-"""As a value in a layer: take the key away."""
+"""A value in a layer that removes the key."""
 
 
 def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe], list[tuple[str, str]]]:
@@ -159,7 +159,7 @@ def _typed_recipe(stage: Any, family: Any) -> type[Recipe]:
 def _apply_overrides(
     tree: dict[str, Any], origins: dict[Key, str], overrides: Iterable[str], registry: Registry
 ) -> list[Problem]:
-    """Write the overrides into the tree; which type a key has may depend on an override of stage or family."""
+    """Write the overrides into the tree. The type of a key may depend on an override of stage or family."""
     problems: list[Problem] = []
     parsed: dict[Key, tuple[str, str]] = {}
     for word in overrides:
@@ -269,16 +269,16 @@ def _without_alternatives(loc: tuple[int | str, ...], types: dict[Key, Any]) -> 
 def _explain(
     item: Any, key: Key, cls: type[Recipe], types: dict[Key, Any], tree: dict[str, Any], registry: Registry
 ) -> str | None:
-    """One error of the type check in the words of a recipe."""
+    """An error of the type check as a message about a recipe."""
     kind, given = item["type"], item["input"]
     if kind in _UNKNOWN_KEY:
         stage_is_known = isinstance(tree.get("stage"), str) and tree["stage"] in registry.stages
         if len(key) == 1 and not stage_is_known and (key[0] in registry.stages or key[0] == tree.get("stage")):
-            return None  # the name of the stage is wrong, which is reported; its section may be right
+            return None  # the stage's name is wrong and reported as such; its section may be right
         if len(key) == 1 and key[0] in registry.stages:
             return f"is the section of stage {key[0]!r}, which is not the stage of this recipe; remove it"
         if len(key) > 1 and stage_is_known and not registry.stages[tree["stage"]].trains and key in _of_training():
-            return f"has no meaning for stage {tree['stage']!r}, which trains nothing; remove it"
+            return f"has no meaning for stage {tree['stage']!r}, which does not train; remove it"
         return f"unknown key; {recipe_keys.did_you_mean(key, cls)}".rstrip("; ")
     if kind in ("missing", "missing_argument"):
         return f"is required: {recipe_keys.describe(types[key]) if key in types else 'a section'}"
@@ -304,7 +304,7 @@ def _of_training() -> set[Key]:
 
 
 def _wanted(annotation: Any) -> str:
-    """A type, and for those that a command line has to spell as JSON, how that looks."""
+    """A type in words; for types that the command line spells as JSON, with an example."""
     if annotation is Section:
         return 'a section, such as {"key": 1}'
     example = ', such as ["a", "b"]' if annotation == list[str] else ""
@@ -327,7 +327,7 @@ def _leaves(tree: Any, prefix: Key = ()) -> set[Key]:
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """By position in the file, command line last; a problem found twice is told once."""
+    """Problems sorted by position in the file, command line last, without duplicates."""
 
     def position(problem: Problem) -> tuple[int, int, int]:
         match = re.search(r":(\d+):(\d+)$", problem.where)

@@ -1,4 +1,4 @@
-"""A recipe of somebody's own, by stage, model and devices. Imports no Paddle."""
+"""A new recipe for a stage, a model and a number of devices. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from llmsuite.resources import bundled
 from llmsuite.specs import ModelFamily
 
 RULE = """\
-Degrees: of a parameter a device holds 6 bytes (value, gradient in float32) and its share of 12 (master, moments) over
-the data ranks; with adapters 2 bytes. While that is over 32 GB, half of a device of 64, tensor parallel doubles, inside
-a machine of 8 at most; then the pipeline doubles. What is left are data ranks, which share the optimizer's state, and
-gradients where there is no pipeline; up to 8 of them share experts. On cpu nothing is cut. All other numbers are those
-of recipes/FAMILY/STAGE.json, or of llama's."""
+Degrees: for each parameter a device holds 6 bytes (value, float32 gradient) and its share of 12 bytes (master, moments)
+over the data ranks; with adapters 2 bytes. While that exceeds 32 GB, half of a 64 GB device, the tensor parallel degree
+doubles, up to a machine of 8; then the pipeline parallel degree. All other ranks are data ranks. They shard the
+optimizer state, and gradients if there is no pipeline; up to 8 of them share experts. On cpu nothing is sharded. All
+other numbers come from recipes/FAMILY/STAGE.json, or from llama's."""
 PER_MACHINE = 8
 _HALF = 32e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a recipe is made of."""
+    """The choices a new recipe is made from."""
 
     stage: str
     family: ModelFamily
     preset: str
     num_devices: int
-    """Of all machines."""
+    """Devices of all machines."""
     device: str
     weights: str | None = None
 
@@ -43,10 +43,10 @@ def choose_degrees(
     """Tensor and pipeline parallel degree by `RULE`.
 
     Args:
-        num_parameters: of the model.
-        num_devices: of all machines.
+        num_parameters: parameters of the model.
+        num_devices: devices of all machines.
         adapters: whether only adapters are trained.
-        can_cut: whether a model can be cut so.
+        can_cut: whether the model can be split by a (tp, pp).
     """
     tp = pp = 1
 
@@ -105,7 +105,7 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
     recipe["data"]["max_length"] = min(recipe["data"]["max_length"], config.max_position_embeddings)
     train = recipe["train"]
     train["micro_batch_size"] = 1
-    if not getattr(config, "has_gate_bias", False):  # of another shape of the family
+    if not getattr(config, "has_gate_bias", False):  # it belongs to another shape of the family
         train.pop("expert_bias_rate", None)
     train["global_batch_size"] = math.ceil(train["global_batch_size"] / ranks) * ranks
     recipe["engine"] = {
@@ -121,11 +121,11 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
 
 
 def _template(choice: Choice) -> dict[str, Any]:
-    """The recipe that the other numbers are from, in the order that recipes are written in."""
+    """The recipe that all other numbers come from, with its sections in the usual order."""
     for family in (choice.family.name, "llama"):
         path = bundled("recipes") / family / f"{choice.stage}.json"
         if path.is_file():
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             recipe: dict[str, Any] = {"stage": choice.stage, "model": {}, "data": {}, "parallel": {}}
             return recipe | {key: copy.deepcopy(value) for key, value in found.items() if key != "source"}
-    raise UserError(f"--stage {choice.stage}: no recipe of it comes with llmsuite; begin with one of its package")
+    raise UserError(f"--stage {choice.stage}: llmsuite comes with no recipe for it; start from one of its own package")

@@ -1,6 +1,6 @@
-"""From a loaded recipe to a plan of the run: every derived number, every rule between sections, every file.
+"""From a loaded recipe to the plan of a run: derived numbers, rules between sections, files.
 
-Nothing after this page asks whether the recipe makes sense.
+No code after this module checks whether a recipe makes sense.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import LoadedRecipe, in_order, load
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
-from llmsuite.recipe.shape import Broken, base_of_adapter, missing_model, model_config, weights_of
+from llmsuite.recipe.shape import base_of_adapter, missing_model, model_config, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
 from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
 from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.schema.recipe import Recipe
+from llmsuite.schema.rule import Violation
 from llmsuite.specs import DeviceSpec, ModelFamily, StageProfile, StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """A recipe with every question answered that can be answered without Paddle."""
+    """A recipe with everything that can be derived from it without Paddle."""
 
     loaded: LoadedRecipe
     stage: StageSpec
@@ -44,14 +45,14 @@ class RunPlan:
     accumulate_steps: int | None
     """Micro-batches of one optimizer step on one rank; None where that depends on their lengths."""
     weights: Path | None
-    """Directory of the initial weights, None to draw them from the seed. May not exist yet: see `check_files`."""
+    """Directory of the initial weights; None to initialise from the seed. May not exist yet: see `check_files`."""
     tokenizer: Path | None
     train_file: Path
-    """Of a stage that does not train, its prompts."""
+    """The training data; the prompts, for a stage that does not train."""
     eval_file: Path | None
     output_dir: Path
     smoke_of: Degrees | None = None
-    """With `--smoke`, the degrees the recipe asks for."""
+    """The degrees of the recipe itself, in a run made by `--smoke`."""
 
     @property
     def recipe(self) -> Recipe:
@@ -69,9 +70,9 @@ class RunPlan:
 
     @property
     def gradient_bucket_bytes(self) -> int:
-        """How much of the gradients is added up over data ranks in one call; 0: each by itself."""
-        asked = self.recipe.parallel.gradient_bucket_bytes
-        return self.device.factory().gradient_bucket_bytes if asked is None else asked
+        """The size of gradient buckets: from the recipe, else from the device."""
+        chosen = self.recipe.parallel.gradient_bucket_bytes
+        return self.device.factory().gradient_bucket_bytes if chosen is None else chosen
 
     def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
         """Raises RecipeError naming every file this process needs that is not there, and how to get it."""
@@ -93,7 +94,7 @@ class RunPlan:
             raise RecipeError(problems)
 
     def fetched(self, report: Callable[[str], None]) -> RunPlan:
-        """With data that lies elsewhere brought to files. Raises UserError when it cannot be."""
+        """The plan with remote data fetched to local files. Raises UserError when that fails."""
         if not self.stage.trains:
             return self
         train, evaluation = self.recipe.data.train, self.recipe.data.eval
@@ -106,15 +107,19 @@ class RunPlan:
     def check_trains(self, command: str) -> None:
         """Raises UserError where a command is about training and the stage does not train."""
         if not self.stage.trains:
-            raise UserError(f"{command}: {self.loaded.name} is of stage {self.stage.name}, which trains nothing")
+            raise UserError(
+                f"{command}: {self.loaded.name} has stage {self.stage.name}, which does not train; name another recipe"
+            )
 
     def check_output(self) -> None:
         """Raises RecipeError when a new run would be mixed with the checkpoints of an old one."""
         if self.stage.result and (self.output_dir / self.stage.result).exists():
-            message = f"{self.output_dir} holds {self.stage.result}; add --resume to go on with it, or choose another"
+            message = f"{self.output_dir} holds {self.stage.result}; add --resume to continue it, or choose another"
             raise RecipeError([self.loaded.problem("output_dir", message)])
         if any((self.output_dir / "checkpoints").glob("step-*")):
-            message = f"{self.output_dir} holds checkpoints; add --resume to go on from the last one, or choose another"
+            message = (
+                f"{self.output_dir} holds checkpoints; add --resume to continue from the last one, or choose another"
+            )
             raise RecipeError([self.loaded.problem("output_dir", message)])
 
 
@@ -126,25 +131,26 @@ def _has_data(path: Path) -> bool:
 
 
 def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
-    """Check the rules between sections and derive what follows from them.
+    """Check the rules between sections and derive the plan of the run.
 
     Raises:
-        RecipeError: with every rule that is broken, at the position of the key that breaks it.
+        RecipeError: with every violated rule, at the position of the key that violates it.
     """
     recipe = loaded.recipe
     family = registry.models[recipe.model.family]
     weights = weights_of(recipe.model.weights) if recipe.model.weights else None
     stage = registry.stages[recipe.stage]
     shaped = weights if stage.trains or weights is None else base_of_adapter(weights)
-    config, rules = model_config(recipe, family, shaped, stage)
-    rules += _registered_names(recipe, registry)
+    config, violations = model_config(recipe, family, shaped, stage)
+    violations += _registered_names(recipe, registry)
     degrees = degrees_of(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    asked = RuleContext(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage)
-    rules += [broken for rule in (RULES if stage.trains else UNTRAINED_RULES) for broken in rule.check(asked)]
-    if rules:
-        raise RecipeError(in_order([loaded.problem(key, message) for key, message in rules]))
+    context = RuleContext(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage)
+    for rule in RULES if stage.trains else UNTRAINED_RULES:
+        violations += rule.check(context)
+    if violations:
+        raise RecipeError(in_order([loaded.problem(key, message) for key, message in violations]))
     tokenizer = find(recipe.model.tokenizer) if recipe.model.tokenizer else weights
     return RunPlan(
         loaded=loaded,
@@ -165,12 +171,12 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
 
 
 def _data_file(given: str) -> Path:
-    """A file of data; of a corpus that is named by its prefix, the index."""
+    """A data file; the index, for a corpus that is named by its prefix."""
     path = find(given)
     return index if not path.exists() and (index := find(f"{given}.idx")).is_file() else path
 
 
-def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Broken]:
+def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
     if recipe.device not in registry.devices:
         yield "device", registry.unknown("device", recipe.device)
     if recipe.data.format != "auto" and recipe.data.format not in registry.data_formats:
@@ -181,7 +187,7 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Broken]:
 
 
 def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smoke: bool = False) -> RunPlan:
-    """Load, check and resolve a recipe; with `smoke`, as the small run that stands for it.
+    """Load, check and resolve a recipe; with `smoke`, as a small run for a laptop.
 
     Raises:
         UserError: with everything that is wrong.

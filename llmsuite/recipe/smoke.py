@@ -1,4 +1,4 @@
-"""What `--smoke` makes of a recipe: the same strategy, loss and schedule, on what a laptop has."""
+"""The small run that `--smoke` makes of a recipe: the same strategy, loss and schedule, on a laptop."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import ModelFamily, StageSpec
 
 SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
-"""How long a small run is."""
+"""The length of a small run."""
 
 
 def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
-    """What `--smoke` changes: tiny shape, embedded data, CPU processes, a few steps.
+    """The keys that `--smoke` changes: a tiny shape, embedded data, CPU processes, a few steps.
 
-    Stage, loss, schedule of the learning rate and strategy stay as the recipe has them; degrees are cut down to what
-    makes 8 processes (`_degrees`).
+    Stage, loss, learning rate schedule and strategy stay as in the recipe; degrees are reduced to 8 processes at most
+    (`_degrees`).
     """
     recipe = loaded.recipe
     family, stage = registry.models[recipe.model.family], registry.stages[recipe.stage]
@@ -88,14 +88,14 @@ def _place(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
 _RANKS = 8
 
 
-def _degrees(asked: Degrees) -> Degrees:
-    """At most 8 ranks: the largest degree is halved until they are, and what is cut stays cut, by 2 at least.
+def _degrees(given: Degrees) -> Degrees:
+    """Degrees for at most 8 ranks: the largest is halved until they fit, and each stays at 2 at least if it was.
 
-    Of equal ones dp goes first, then sharding, pp, tp; with all four at 2, dp is given up. The tiny shapes and their
-    batch can be cut by powers of two only, but for the pipeline.
+    Of equal degrees dp is halved first, then sharding, pp, tp; if all four are 2, dp becomes 1. All but pp are powers
+    of two, by which the tiny shapes and their batch can be divided.
     """
-    degrees = {axis: 1 << getattr(asked, axis).bit_length() - 1 for axis in ("dp", "sharding")}
-    degrees |= {"pp": asked.pp, "tp": 1 << asked.tp.bit_length() - 1}
+    degrees = {axis: 1 << getattr(given, axis).bit_length() - 1 for axis in ("dp", "sharding")}
+    degrees |= {"pp": given.pp, "tp": 1 << given.tp.bit_length() - 1}
     while math.prod(degrees.values()) > _RANKS:
         axis = max(degrees, key=lambda name: degrees[name])
         degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
@@ -103,13 +103,13 @@ def _degrees(asked: Degrees) -> Degrees:
 
 
 def _experts(recipe: Recipe, data: int, sharding: int) -> int:
-    """As many data ranks as the recipe has share the experts, as far as they are there still."""
+    """The recipe's expert parallel degree, as far as there are data ranks left for it."""
     ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
     return ep if sharding % ep == 0 or ep % sharding == 0 else 1
 
 
 def _pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
-    """Schedule and cut, as far as there is a pipeline still. Named layers become those of a tiny shape: one a part."""
+    """Schedule and split of the pipeline, if there still is one. A list of layers becomes one layer in each part."""
     parallel = recipe.parallel
     if pp == 1:
         return {}
@@ -122,13 +122,13 @@ def _pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
 
 
 def _shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts: int) -> dict[str, Any]:
-    """The family's tiny shape, with as many heads and layers as it takes to be cut so, running the recipe's code."""
+    """The family's tiny shape, with enough heads and layers for the degrees, and the recipe's code paths."""
     shape = dict(family.smoke)
     weights = weights_of(recipe.model.weights) if recipe.model.weights else None
     config, _ = model_config(recipe, family, weights, stage)
     for key in family.smoke_keeps if config is not None else ():
         value = getattr(config, key)
-        if value is None or isinstance(value, (str, bool)):  # of a size, only that there is none
+        if value is None or isinstance(value, (str, bool)):  # of a size, only keep that it is not set
             shape[key] = value
     for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):
         if key in shape:

@@ -1,8 +1,7 @@
 """Strict JSON with positions: every value knows the line and column it was written at.
 
-`json.loads` keeps the last of two equal keys, accepts NaN, and forgets where anything stood. A recipe is read
-by people who want to know where their typo is, so it is read here, and every problem that does not stop the
-reading is collected rather than raised.
+`json.loads` keeps the last of two equal keys, accepts NaN, and loses positions. People want to know where their typo
+is, so recipes are parsed here, and every problem that does not stop the parser is collected rather than raised.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Source:
     """File name as the user gave it."""
     value: Any
     keys: dict[Key, str]
-    """Where each key stands (`file:line:col`)."""
+    """The position of each key (`file:line:col`)."""
     values: dict[Key, str]
-    """Where each value stands."""
+    """The position of each value."""
 
 
 def read_json(path: str | Path) -> Source:
@@ -76,7 +75,7 @@ def parse_json(text: str, name: str) -> Source:
 
 
 class _Fatal(Exception):
-    """The text cannot be followed further."""
+    """The text cannot be parsed any further."""
 
 
 class _Reader:
@@ -159,7 +158,7 @@ class _Reader:
         return result
 
     def _closes(self, bracket: str, what: str, some: bool, key: Key) -> bool:
-        """Step over the separator in front of the next item; True when the container ends instead."""
+        """Skip the separator before the next item; True when the container ends instead."""
         self._skip()
         if self.text[self._at : self._at + 1] == bracket:
             self._at += 1
@@ -186,7 +185,7 @@ class _Reader:
             self._fatal(f"bad string: {reason}", key)
         text = value.encode("utf-8", "replace").decode("utf-8")
         if text != value:
-            self._note("half of a surrogate pair is no character", key, position)
+            self._note("half of a surrogate pair is not a character", key, position)
         return text
 
     def _number(self, match: re.Match[str], key: Key) -> int | float:
@@ -225,7 +224,7 @@ class _Reader:
 
 
 def _hint(word: str) -> str:
-    """What somebody who wrote this where a value belongs may have meant."""
+    """A hint about what was meant by a word that is not a JSON value."""
     meant = {"True": "true", "False": "false", "None": "null"}.get(word)
     if meant:
         return f"; write {meant}"

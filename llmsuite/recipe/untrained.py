@@ -1,4 +1,4 @@
-"""The sections of a recipe whose stage trains nothing: what is left of them. A stage adds one more, of its own name."""
+"""The sections of a recipe whose stage does not train. Such a stage adds one more section, of its own name."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from llmsuite.schema.section import Section
 
 @dataclasses.dataclass(kw_only=True)
 class PromptSection(Section):
-    """What is answered."""
+    """The prompts to answer."""
 
     prompts: str
-    """JSON Lines: a text, {"prompt": ...} or {"messages": [...]} in each; other keys stay. A relative path is looked up
-    in the working directory, then among the files that come with llmsuite."""
+    """JSON Lines: each a text, {"prompt": ...} or {"messages": [...]}; other keys are copied to the answer. A relative
+    path is looked up in the working directory, then among the files that come with llmsuite."""
     chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
-    """"tokenizer" for the template that comes with the tokenizer, or a built-in one."""
+    """"tokenizer": the template that comes with the tokenizer. The others are built in."""
 
     format: ClassVar[str] = "auto"
 
 
 @dataclasses.dataclass(kw_only=True)
 class InferParallel(Section):
-    """How the model is spread: over tensor parallel ranks."""
+    """How the model is spread over ranks."""
 
     tensor_parallel_degree: PositiveInt = 1
-    """Ranks that share each weight matrix."""
+    """Ranks over which each weight matrix is sharded."""
 
     pipeline_parallel_degree: ClassVar[int] = 1
     pipeline_schedule: ClassVar[str] = "1F1B"
@@ -39,15 +39,15 @@ class InferParallel(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class InferEngine(Section):
-    """How a pass is computed."""
+    """How a forward pass is computed."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of parameters and activations; bf16 and fp16 need a GPU or XPU."""
+    """Dtype of parameters and activations; bf16 and fp16 need a GPU or XPU."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class EmptySection(Section):
-    """Belongs to stages that train."""
+    """A section without keys: only stages that train have some."""
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -58,4 +58,4 @@ SECTIONS: dict[str, type[Section]] = {
     "lora": EmptySection,
     "checkpoint": EmptySection,
 }
-"""In place of those of the same names in `Recipe`."""
+"""The sections that replace those of the same names in `Recipe`."""

@@ -1,4 +1,4 @@
-"""A recipe as text: one section a line where it fits, one key a line where it does not."""
+"""A recipe as text: one line for each section that fits, else one line for each key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTH = 120
 
 
 def recipe_text(data: Mapping[str, Any]) -> str:
-    """Plain data as the recipes that come with llmsuite are written."""
+    """A recipe as JSON text, in the style of the recipes that come with llmsuite."""
     lines = [f"  {json.dumps(key)}: {_value(key, value)}" for key, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -28,5 +28,5 @@ _EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|(?<=e-)0(?=\d)')
 
 
 def _shorter_numbers(text: str) -> str:
-    """3e-05 as 3e-5, outside of texts."""
+    """Writes 3e-05 as 3e-5, outside of strings."""
     return _EXPONENT.sub(lambda match: match[0] if match[0] != "0" else "", text)

@@ -11,12 +11,12 @@ from llmsuite.schema.rule import Rule, Violation
 from llmsuite.schema.section import Section
 
 
-def _recompute_every(engine: EngineSection) -> Violation:
+def _recompute_every(engine: EngineSection) -> Iterator[Violation]:
     if engine.recompute_every > 1 and engine.recompute != "full":
         yield "recompute_every", f"is {engine.recompute_every}, but recompute is {engine.recompute}; choose full, or 1"
 
 
-def _selective_in_program(engine: EngineSection) -> Violation:
+def _selective_in_program(engine: EngineSection) -> Iterator[Violation]:
     if engine.recompute == "selective" and engine.mode == "to_static":
         yield (
             "recompute",

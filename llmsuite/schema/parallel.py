@@ -12,12 +12,12 @@ from llmsuite.schema.rule import Rule, Violation
 from llmsuite.schema.section import Section
 
 
-def _sequence_parallel(parallel: ParallelSection) -> Violation:
+def _sequence_parallel(parallel: ParallelSection) -> Iterator[Violation]:
     if parallel.sequence_parallel and parallel.tensor_parallel_degree == 1:
         yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
 
 
-def _interleaved(parallel: ParallelSection) -> Violation:
+def _interleaved(parallel: ParallelSection) -> Iterator[Violation]:
     schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_degree
     if schedule == "interleaved" and parallel.pipeline_parallel_degree == 1:
         yield "pipeline_schedule", "is interleaved, which needs pipeline_parallel_degree above 1"
@@ -25,25 +25,25 @@ def _interleaved(parallel: ParallelSection) -> Violation:
         yield "virtual_pipeline_degree", "is 1, which is the schedule 1F1B; choose that, or 2 or more"
 
 
-def _chunks(parallel: ParallelSection) -> Violation:
+def _chunks(parallel: ParallelSection) -> Iterator[Violation]:
     schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_degree
     if schedule != "interleaved" and chunks not in (None, 1):
         message = f"is {chunks}, but pipeline_schedule {schedule} has one chunk a rank; choose interleaved"
         yield "virtual_pipeline_degree", message
 
 
-def _cut_without_pipeline(parallel: ParallelSection) -> Violation:
+def _cut_without_pipeline(parallel: ParallelSection) -> Iterator[Violation]:
     if parallel.pipeline_cut != "layers" and parallel.pipeline_parallel_degree == 1:
         yield "pipeline_cut", "needs pipeline_parallel_degree above 1: there is no pipeline to split layers over"
 
 
-def _cut_in_order(parallel: ParallelSection) -> Violation:
+def _cut_in_order(parallel: ParallelSection) -> Iterator[Violation]:
     cut = parallel.pipeline_cut
     if not isinstance(cut, str) and any(a >= b for a, b in itertools.pairwise(cut)):
         yield "pipeline_cut", f"is {cut}; each layer has to come after the one before it"
 
 
-def _sharding_degree(parallel: ParallelSection) -> Violation:
+def _sharding_degree(parallel: ParallelSection) -> Iterator[Violation]:
     degree = parallel.sharding_parallel_degree
     if parallel.sharding == "none" and degree > 1:
         message = f"is {degree} but sharding is none; choose stage1, stage2 or stage3, or 1"

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Violation = Iterator[tuple[str, str]]
-"""(key, message) of each key that breaks a rule."""
+Violation = tuple[str, str]
+"""(key, message): a key that breaks a rule, and what to do about it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,4 +18,4 @@ class Rule:
     reason: str
     example: tuple[str, ...]
     """Overrides that make recipes/llama/dpo.json break the rule; none when no override does."""
-    check: Callable[[Any], Violation]
+    check: Callable[[Any], Iterator[Violation]]

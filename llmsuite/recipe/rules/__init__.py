@@ -1,6 +1,6 @@
-"""What is refused before anything starts: every combination of keys that makes no run, with its reason and an example.
+"""The rules that refuse a recipe before anything starts: combinations of keys that cannot run, each with its reason.
 
-`llmsuite validate` asks these rules, and the table in docs/reference/rules.md is made of them.
+`llmsuite validate` checks these rules, and docs/reference/rules.md is generated from them.
 """
 
 from llmsuite.recipe.rules.context import RuleContext
@@ -10,7 +10,7 @@ from llmsuite.recipe.rules.strategy import GENERAL_RULES, STRATEGY_RULES
 __all__ = ["RULES", "UNTRAINED_RULES", "RuleContext"]
 
 RULES = (*STRATEGY_RULES, *STAGE_RULES)
-"""Between sections, the model's shape and the device."""
+"""Rules between sections, the model's shape and the device."""
 
 UNTRAINED_RULES = (*GENERAL_RULES, *UNTRAINED_STAGE_RULES)
-"""The same, for a stage that does not train."""
+"""Rules for a stage that does not train."""

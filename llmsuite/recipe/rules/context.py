@@ -1,4 +1,4 @@
-"""What the rules between sections look at."""
+"""The input of the rules between sections."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from llmsuite.specs import StageSpec
 
 @dataclasses.dataclass(frozen=True)
 class RuleContext:
-    """A resolved recipe with what its names stand for."""
+    """A recipe with the model shape, device and stage that it names."""
 
     recipe: Recipe
     degrees: Degrees
     config: Any
-    """Shape of the model; None when that is wrong itself."""
+    """The shape of the model; None if it has problems of its own."""
     shard_plan: ShardPlan
     precisions: Sequence[str] | None
-    """Those of the device; None when there is no such device."""
+    """The precisions of the device; None when there is no such device."""
     stage: StageSpec
-    """What the recipe runs."""
 
     @property
     def num_devices(self) -> int:
@@ -32,6 +31,6 @@ class RuleContext:
 
     @property
     def fixed(self) -> int:
-        """Ranks whose number the recipe gives."""
+        """The product of the degrees that the recipe sets; the data parallel degree follows from it."""
         p = self.recipe.parallel
         return p.tensor_parallel_degree * p.pipeline_parallel_degree * p.sharding_parallel_degree

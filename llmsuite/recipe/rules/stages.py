@@ -1,74 +1,77 @@
-"""Rules of what a stage learns, with which adapters or rounding, and how it is evaluated."""
+"""Rules about stages: their adapters, quantisation, evaluation and checkpoints."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.rule import Rule, Violation
 
 
-def _no_evaluation(asked: RuleContext) -> Violation:
-    # a stage that has a key `split` takes what it evaluates on from data.train
-    split = getattr(getattr(asked.recipe, asked.recipe.stage, None), "split", None)
-    if asked.recipe.checkpoint.best_metric and not asked.recipe.data.eval and not split:
+def _no_evaluation(context: RuleContext) -> Iterator[Violation]:
+    # a stage with a key `split` takes its evaluation data from data.train
+    split = getattr(getattr(context.recipe, context.recipe.stage, None), "split", None)
+    if context.recipe.checkpoint.best_metric and not context.recipe.data.eval and not split:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
-def _nothing_to_go_back_to(asked: RuleContext) -> Violation:
-    if asked.recipe.train.may_roll_back and asked.recipe.checkpoint.save_steps is None:
-        key = "on_nonfinite" if asked.recipe.train.on_nonfinite == "roll_back" else "on_spike"
+def _nothing_to_go_back_to(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.train.may_roll_back and context.recipe.checkpoint.save_steps is None:
+        key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
         yield f"train.{key}", "is roll_back, which needs checkpoints: set checkpoint.save_steps, or choose skip"
 
 
-def _nothing_to_switch_off(asked: RuleContext) -> Violation:
-    stage = asked.recipe.stage
-    reference = getattr(getattr(asked.recipe, stage, None), "reference", None)
-    if reference == "adapter_off" and asked.recipe.lora.rank is None:
-        yield f"{stage}.reference", "is adapter_off, which takes an adapter; set lora.rank, or set it to cache"
+def _nothing_to_switch_off(context: RuleContext) -> Iterator[Violation]:
+    stage = context.recipe.stage
+    reference = getattr(getattr(context.recipe, stage, None), "reference", None)
+    if reference == "adapter_off" and context.recipe.lora.rank is None:
+        yield f"{stage}.reference", "is adapter_off, which needs adapters; set lora.rank, or set it to cache"
 
 
-def _nothing_to_train(asked: RuleContext) -> Violation:
-    if asked.stage.adapters and asked.recipe.lora.rank is None:
-        yield "lora.rank", f"is null, but stage {asked.recipe.stage} trains adapters only; set it to 8, for one"
+def _nothing_to_train(context: RuleContext) -> Iterator[Violation]:
+    if context.stage.adapters and context.recipe.lora.rank is None:
+        yield "lora.rank", f"is null, but stage {context.recipe.stage} trains adapters only; set it to 8, for one"
 
 
-def _rounded_adapters(asked: RuleContext) -> Violation:
-    if asked.recipe.qat.weight_bits is not None and asked.recipe.lora.rank is not None:
-        message = "is 8, but lora.rank trains adapters of a model that stays as it is; set one of the two to null"
+def _quantised_adapters(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.qat.weight_bits is not None and context.recipe.lora.rank is not None:
+        message = "is 8, but lora.rank trains adapters and freezes the model; set one of the two to null"
         yield "qat.weight_bits", message
 
 
-def _not_rounded(asked: RuleContext) -> Violation:
-    if asked.recipe.qat.weight_bits is not None and not asked.stage.quantises and not asked.stage.adapters:
-        message = (
-            f"is 8, which the stage {asked.recipe.stage} does not go with; use it with pretrain or sft, or set null"
-        )
+def _not_quantised(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.qat.weight_bits is not None and not context.stage.quantises and not context.stage.adapters:
+        message = f"is 8, which stage {context.recipe.stage} does not support; use pretrain or sft, or set it to null"
         yield "qat.weight_bits", message
 
 
-def _observed_in_a_program(asked: RuleContext) -> Violation:
-    if asked.recipe.qat.activation_bits is not None and asked.recipe.engine.mode == "to_static":
+def _observed_in_a_program(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.qat.activation_bits is not None and context.recipe.engine.mode == "to_static":
         yield (
             "qat.activation_bits",
-            "is 8, but what to_static compiles cannot tell how large inputs were; set it to null, or engine.mode to "
-            "dynamic",
+            "is 8, but programs compiled by to_static cannot record how large their inputs are; set it to null, or "
+            "engine.mode to dynamic",
         )
 
 
-def _not_one_group(asked: RuleContext) -> Violation:
-    degree, key = asked.recipe.parallel.tensor_parallel_degree, "launch.num_devices"
-    if not asked.stage.trains and asked.num_devices != degree:
-        yield key, f"makes {asked.num_devices} ranks; stage {asked.recipe.stage} uses tensor parallel degree = {degree}"
+def _not_one_group(context: RuleContext) -> Iterator[Violation]:
+    degree, stage = context.recipe.parallel.tensor_parallel_degree, context.recipe.stage
+    if not context.stage.trains and context.num_devices != degree:
+        message = (
+            f"{context.num_devices} devices, but stage {stage} runs on tensor parallel degree = {degree}; use {degree}"
+        )
+        yield "launch.num_devices", message
 
 
-def _no_metrics(asked: RuleContext) -> Violation:
-    if asked.recipe.loggers:
-        yield "loggers", f"stage {asked.recipe.stage} has no metrics to log; remove it"
+def _no_metrics(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.loggers:
+        yield "loggers", f"stage {context.recipe.stage} has no metrics to log; remove it"
 
 
 STAGE_RULES = (
     Rule(
         "`roll_back` without `save_steps`",
-        "there is no checkpoint to go back to",
+        "there is no checkpoint to return to",
         ("--train.on_nonfinite=roll_back", "--checkpoint.save_steps=null"),
         _nothing_to_go_back_to,
     ),
@@ -80,7 +83,7 @@ STAGE_RULES = (
     ),
     Rule(
         "a reference by `adapter_off` without an adapter",
-        "the reference would be what is trained",
+        "the reference would be the trained model itself",
         ("--dpo.reference=adapter_off",),
         _nothing_to_switch_off,
     ),
@@ -92,15 +95,15 @@ STAGE_RULES = (
     ),
     Rule(
         "`qat` with adapters",
-        "the rounded weights would not be those that are trained",
+        "the quantised weights are not the ones that are trained",
         (),
-        _rounded_adapters,
+        _quantised_adapters,
     ),
     Rule(
         "`qat` with another stage than `pretrain` and `sft`",
-        "it is tested with those",
+        "it is tested with these two only",
         ("--qat.weight_bits=8",),
-        _not_rounded,
+        _not_quantised,
     ),
     Rule(
         "`qat.activation_bits` with `to_static`",
@@ -109,15 +112,15 @@ STAGE_RULES = (
         _observed_in_a_program,
     ),
 )
-"""Between sections and the stage."""
+"""Rules between sections and the stage."""
 
 UNTRAINED_STAGE_RULES = (
     Rule(
-        "a stage that does not train with other ranks than the tensor parallel ones",
-        "they would have nothing to do",
+        "more or fewer devices than the tensor parallel degree, with a stage that does not train",
+        "it runs on one tensor parallel group",
         (),
         _not_one_group,
     ),
     Rule("loggers with a stage that does not train", "there are no metrics", (), _no_metrics),
 )
-"""Of a stage that does not train."""
+"""Rules for a stage that does not train."""

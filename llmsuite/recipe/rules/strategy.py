@@ -1,107 +1,115 @@
-"""Rules of how a run is spread: devices, degrees, the model's shape, batches and precision."""
+"""Rules about the strategy: devices, degrees, the model's shape, batches and precision."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.rule import Rule, Violation
 
 
-def _no_grid(asked: RuleContext) -> Violation:
-    p = asked.recipe.parallel
-    if asked.num_devices % asked.fixed:
+def _no_grid(context: RuleContext) -> Iterator[Violation]:
+    p = context.recipe.parallel
+    if context.num_devices % context.fixed:
         yield (
             "launch.num_devices",
-            f"{asked.num_devices} devices cannot hold tensor {p.tensor_parallel_degree} x pipeline "
-            f"{p.pipeline_parallel_degree} x sharding {p.sharding_parallel_degree} = {asked.fixed} ranks; "
-            f"use a multiple of {asked.fixed}",
+            f"{context.num_devices} devices cannot hold tensor {p.tensor_parallel_degree} x pipeline "
+            f"{p.pipeline_parallel_degree} x sharding {p.sharding_parallel_degree} = {context.fixed} ranks; "
+            f"use a multiple of {context.fixed}",
         )
 
 
-def _uneven_cut(asked: RuleContext) -> Violation:
-    if asked.config is not None:
-        for message in asked.shard_plan.problems(asked.config, asked.recipe.parallel.tensor_parallel_degree):
+def _uneven_shards(context: RuleContext) -> Iterator[Violation]:
+    if context.config is not None:
+        for message in context.shard_plan.problems(context.config, context.recipe.parallel.tensor_parallel_degree):
             yield "parallel.tensor_parallel_degree", message
 
 
-def _no_table(asked: RuleContext) -> Violation:
-    parallel = asked.recipe.parallel
-    if asked.shard_plan.layers:
+def _no_shard_plan(context: RuleContext) -> Iterator[Violation]:
+    parallel = context.recipe.parallel
+    if context.shard_plan.layers:
         return
     if (pp := parallel.pipeline_parallel_degree) > 1:
-        yield "parallel.pipeline_parallel_degree", f"is {pp}; this family has no table of what a pipeline cuts"
+        yield (
+            "parallel.pipeline_parallel_degree",
+            f"is {pp}; the shard plan of this family names no layers to split; set it to 1",
+        )
     if parallel.sharding == "stage3":
-        yield "parallel.sharding", "is stage3; this family has no table of the modules to gather"
-    if asked.recipe.engine.mode == "to_static":
-        yield "engine.mode", "is to_static; this family has no table of the layers to compile"
-    if (kind := asked.recipe.engine.recompute) != "none":
-        yield "engine.recompute", f"is {kind}; this family has no table of the layers to compute again"
+        yield "parallel.sharding", "is stage3; the shard plan of this family names no modules to gather; use stage2"
+    if context.recipe.engine.mode == "to_static":
+        yield "engine.mode", "is to_static; the shard plan of this family names no layers to compile; use dynamic"
+    if (kind := context.recipe.engine.recompute) != "none":
+        yield "engine.recompute", f"is {kind}; the shard plan of this family names no layers to recompute; use none"
 
 
-def _empty_part(asked: RuleContext) -> Violation:
-    if asked.config is None or not asked.shard_plan.layers:
+def _empty_part(context: RuleContext) -> Iterator[Violation]:
+    if context.config is None or not context.shard_plan.layers:
         return
-    pp, chunks = asked.recipe.parallel.pipeline_parallel_degree, asked.recipe.parallel.num_chunks
-    layers = asked.config.num_hidden_layers
+    pp, chunks = context.recipe.parallel.pipeline_parallel_degree, context.recipe.parallel.num_chunks
+    layers = context.config.num_hidden_layers
     if pp > layers:
-        yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers to cut"
+        yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers; use at most {layers}"
     elif pp * chunks > layers:
-        message = f"is {chunks}: {pp} pipeline stages have {pp * chunks} chunks then, and the model {layers} layers"
+        message = f"is {chunks}: {pp} pipeline stages have {pp * chunks} chunks, but the model has {layers} layers"
         yield "parallel.virtual_pipeline_degree", message
 
 
-def _no_cut(asked: RuleContext) -> Violation:
-    parallel = asked.recipe.parallel
+def _wrong_cut(context: RuleContext) -> Iterator[Violation]:
+    parallel = context.recipe.parallel
     pp, chunks, cut = parallel.pipeline_parallel_degree, parallel.num_chunks, parallel.pipeline_cut
-    if asked.config is None or isinstance(cut, str) or pp * chunks > asked.config.num_hidden_layers:
+    if context.config is None or isinstance(cut, str) or pp * chunks > context.config.num_hidden_layers:
         return
     if len(cut) != pp * chunks - 1:
-        parts = f"{pp} pipeline stages of {chunks} chunks are {pp * chunks} parts"
-        yield "parallel.pipeline_cut", f"names {len(cut)} layers; {parts}, which {pp * chunks - 1} layers begin"
-    elif cut[-1] >= asked.config.num_hidden_layers:
-        last = asked.config.num_hidden_layers - 1
+        parts = f"{pp} pipeline stages x {chunks} chunks = {pp * chunks} parts"
+        message = f"names {len(cut)} layers; {parts}: name the first layer of each but the first, {pp * chunks - 1}"
+        yield "parallel.pipeline_cut", message
+    elif cut[-1] >= context.config.num_hidden_layers:
+        last = context.config.num_hidden_layers - 1
         yield "parallel.pipeline_cut", f"names layer {cut[-1]}; the model has layers 0 to {last}"
 
 
-def _nothing_to_shard(asked: RuleContext) -> Violation:
-    sharding = asked.recipe.parallel.sharding
-    if sharding != "none" and asked.degrees.num_data_ranks == 1 and asked.num_devices % asked.fixed == 0:
-        message = f"is {sharding}, but there is one data rank ({asked.degrees}): nothing to cut over"
+def _nothing_to_shard(context: RuleContext) -> Iterator[Violation]:
+    sharding = context.recipe.parallel.sharding
+    if sharding != "none" and context.degrees.num_data_ranks == 1 and context.num_devices % context.fixed == 0:
+        message = f"is {sharding}, but there is one data rank ({context.degrees}); set it to none"
         yield "parallel.sharding", message
 
 
-def _no_experts(asked: RuleContext) -> Violation:
-    if (ep := asked.recipe.parallel.expert_parallel_degree) > 1 and not asked.shard_plan.experts:
-        yield "parallel.expert_parallel_degree", f"is {ep}; this family has no routed experts; remove it"
+def _no_experts(context: RuleContext) -> Iterator[Violation]:
+    if (ep := context.recipe.parallel.expert_parallel_degree) > 1 and not context.shard_plan.experts:
+        yield "parallel.expert_parallel_degree", f"is {ep}, but this family has no routed experts; remove it"
 
 
-def _uneven_experts(asked: RuleContext) -> Violation:
-    d, key = asked.degrees, "parallel.expert_parallel_degree"
-    if d.ep == 1 or not asked.shard_plan.experts or asked.num_devices % asked.fixed:
+def _uneven_experts(context: RuleContext) -> Iterator[Violation]:
+    d, key = context.degrees, "parallel.expert_parallel_degree"
+    if d.ep == 1 or not context.shard_plan.experts or context.num_devices % context.fixed:
         return
     if d.num_data_ranks % d.ep:
         yield key, f"is {d.ep}, which does not divide the data ranks = {d.num_data_ranks}"
     elif d.sharding % d.ep and d.ep % d.sharding:
-        yield key, f"is {d.ep}, which neither divides the ranks of the sharding axis = {d.sharding} nor is a multiple"
-    if asked.config is not None and (count := getattr(asked.config, asked.shard_plan.num_experts)) % (d.ep * d.tp):
+        yield key, f"is {d.ep}, which neither divides the sharding degree {d.sharding} nor is a multiple of it"
+    if context.config is not None and (count := getattr(context.config, context.shard_plan.num_experts)) % (
+        d.ep * d.tp
+    ):
         of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}" if d.tp > 1 else ""
-        yield key, f"is {d.ep}{of_tp}, which does not divide {asked.shard_plan.num_experts} = {count}"
+        yield key, f"is {d.ep}{of_tp}, which does not divide {context.shard_plan.num_experts} = {count}"
 
 
-def _no_balance(asked: RuleContext) -> Violation:
-    train = asked.recipe.train
+def _no_balance(context: RuleContext) -> Iterator[Violation]:
+    train = context.recipe.train
     for key in ("expert_balance_loss", "expert_bias_rate"):
-        if getattr(train, key) and not asked.shard_plan.gates:
+        if getattr(train, key) and not context.shard_plan.gates:
             yield f"train.{key}", f"is {getattr(train, key)}; this family has no routed experts; set it to 0"
-    if not train.expert_bias_rate or not asked.shard_plan.gates or asked.config is None:
+    if not train.expert_bias_rate or not context.shard_plan.gates or context.config is None:
         return
-    if not asked.config.has_gate_bias:
+    if not context.config.has_gate_bias:
         yield "train.expert_bias_rate", "has no effect: experts of this shape are chosen without a bias; set it to 0"
-    elif asked.recipe.lora.rank is not None:
-        yield "train.expert_bias_rate", "moves a bias of the model, of which adapters change nothing; set it to 0"
+    elif context.recipe.lora.rank is not None:
+        yield "train.expert_bias_rate", "changes a bias of the model, which adapters leave frozen; set it to 0"
 
 
-def _uneven_batch(asked: RuleContext) -> Violation:
-    train, ranks = asked.recipe.train, asked.degrees.num_data_ranks
+def _uneven_batch(context: RuleContext) -> Iterator[Violation]:
+    train, ranks = context.recipe.train, context.degrees.num_data_ranks
     if train.micro_batch_tokens is not None:
         if train.global_batch_size % ranks:
             yield (
@@ -110,7 +118,7 @@ def _uneven_batch(asked: RuleContext) -> Violation:
             )
         return
     per_pass = train.micro_batch_size * ranks
-    if train.global_batch_size % per_pass and asked.num_devices % asked.fixed == 0:
+    if train.global_batch_size % per_pass and context.num_devices % context.fixed == 0:
         yield (
             "train.global_batch_size",
             f"is {train.global_batch_size}; it has to be a multiple of micro_batch_size {train.micro_batch_size} x "
@@ -118,38 +126,38 @@ def _uneven_batch(asked: RuleContext) -> Violation:
         )
 
 
-def _too_long(asked: RuleContext) -> Violation:
-    longest = asked.recipe.data.max_length
-    if asked.config is not None and longest > asked.config.max_position_embeddings:
-        positions = asked.config.max_position_embeddings
-        yield "data.max_length", f"is {longest}; the model was made for at most {positions} positions"
+def _too_long(context: RuleContext) -> Iterator[Violation]:
+    longest = context.recipe.data.max_length
+    if context.config is not None and longest > context.config.max_position_embeddings:
+        positions = context.config.max_position_embeddings
+        yield "data.max_length", f"is {longest}; the model has at most {positions} positions (max_position_embeddings)"
 
 
-def _no_such_precision(asked: RuleContext) -> Violation:
-    precision = asked.recipe.engine.precision
-    if asked.precisions is not None and precision not in asked.precisions:
-        known = ", ".join(asked.precisions)
-        yield "engine.precision", f"{precision} does not work on {asked.recipe.device}; it has {known}"
+def _no_such_precision(context: RuleContext) -> Iterator[Violation]:
+    precision = context.recipe.engine.precision
+    if context.precisions is not None and precision not in context.precisions:
+        known = ", ".join(context.precisions)
+        yield "engine.precision", f"{precision} does not work on {context.recipe.device}; use {known}"
 
 
 STRATEGY_RULES = (
     Rule(
         "degrees whose product does not divide the devices",
-        "no grid",
+        "the ranks form no grid",
         ("--parallel.pipeline_parallel_degree=3",),
         _no_grid,
     ),
     Rule(
         "a tensor parallel degree that does not divide heads, key-value heads, vocabulary, MLP width or experts",
-        "a matrix would be cut unevenly",
+        "a matrix would be sharded unevenly",
         ("--parallel.tensor_parallel_degree=16", "--launch.num_devices=64"),
-        _uneven_cut,
+        _uneven_shards,
     ),
     Rule(
-        "a pipeline, stage 3, recompute or `to_static` with a family that has no table of cuts",
-        "nobody says what its layers are",
+        "a pipeline, stage 3, recompute or `to_static` with a family without a shard plan",
+        "its layers are not known",
         (),
-        _no_table,
+        _no_shard_plan,
     ),
     Rule(
         "more pipeline stages, or chunks of all of them, than layers",
@@ -158,20 +166,20 @@ STRATEGY_RULES = (
         _empty_part,
     ),
     Rule(
-        "a list in `pipeline_cut` with more or fewer layers than parts begin, or with one that is not there",
-        "no cut",
+        "a list in `pipeline_cut` that does not fit the number of parts, or names a layer the model does not have",
+        "each part but the first has one first layer",
         ("--parallel.pipeline_cut=[8,16]",),
-        _no_cut,
+        _wrong_cut,
     ),
     Rule(
         "sharding with one data rank",
-        "nothing to cut over",
+        "there are no ranks to shard over",
         ("--launch.num_devices=4",),
         _nothing_to_shard,
     ),
     Rule(
         "expert parallel with a family that has no routed experts",
-        "nothing to deal out",
+        "there is nothing to distribute",
         ("--parallel.expert_parallel_degree=2",),
         _no_experts,
     ),
@@ -186,20 +194,20 @@ STRATEGY_RULES = (
         _uneven_experts,
     ),
     Rule(
-        "keys that balance experts with a family that has none, or none with a bias, or with adapters",
-        "nothing to balance",
+        "keys that balance experts with a family without experts, or without their bias, or with adapters",
+        "there is nothing to balance",
         ("--train.expert_bias_rate=0.001",),
         _no_balance,
     ),
     Rule(
-        "a batch that is no multiple of micro-batch x data ranks",
+        "a global batch that is not a multiple of micro-batch x data ranks",
         "ranks would see different numbers of samples",
         ("--train.global_batch_size=63",),
         _uneven_batch,
     ),
     Rule(
         "sequences longer than the model's positions",
-        "it was not made for them",
+        "the model has no more positions",
         ("--data.max_length=200000",),
         _too_long,
     ),
@@ -210,7 +218,7 @@ STRATEGY_RULES = (
         _no_such_precision,
     ),
 )
-"""Between sections, the model's shape and the device."""
+"""Rules between sections, the model's shape and the device."""
 
-GENERAL_RULES = tuple(rule for rule in STRATEGY_RULES if rule.check in (_no_grid, _uneven_cut, _no_such_precision))
-"""Those for a stage that does not train, too."""
+GENERAL_RULES = tuple(rule for rule in STRATEGY_RULES if rule.check in (_no_grid, _uneven_shards, _no_such_precision))
+"""The rules that also hold for a stage that does not train."""
