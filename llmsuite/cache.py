@@ -1,4 +1,4 @@
-"""Where things are kept from run to run."""
+"""The cache: files that are kept from run to run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def cache_root() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file of the cache, made if need be, that one process at a time holds; the others wait. A process that dies
-    gives it up.
+    """Lock a file of the cache, created if needed, against other processes, which wait; the lock dies with the process.
 
     Raises:
         UserError: the cache cannot be written to.

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line on a terminal, plain lines when piped; only rank 0 says anything."""
+"""Progress for the user: a live line on a terminal, plain lines when piped; only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _QUIET_SECONDS = 5.0
 
 
 def is_first_rank() -> bool:
-    """Whether this process talks to the user."""
+    """Whether this process prints for the user."""
     return os.environ.get("PADDLE_TRAINER_ID", "0") == "0"
 
 
 def report(message: str) -> None:
-    """A line for the user."""
+    """Print a line for the user."""
     if is_first_rank():
         print(message, flush=True)
 
 
 def track(items: Iterable[T], what: str) -> Iterator[T]:
-    """Go through items with a progress bar; when piped, with a line every few seconds."""
+    """Iterate with a progress bar; when piped, with a line every few seconds."""
     total = len(items) if isinstance(items, Sized) else None
     if not is_first_rank() or total == 0:
         yield from items
@@ -44,7 +44,7 @@ def track(items: Iterable[T], what: str) -> Iterator[T]:
 
 @contextlib.contextmanager
 def track_bytes(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with every number of bytes that is done; shows them as `track` does."""
+    """Yields a function to call with each number of bytes done; shows progress as `track` does."""
     if is_first_rank() and sys.stdout.isatty():
         from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -66,7 +66,7 @@ def track_bytes(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 
 class StepLine:
-    """One line a logged step."""
+    """The progress of training: one line for each logged step."""
 
     def __init__(self, total_steps: int, first_step: int, shown: tuple[str, ...]):
         self._total, self._done, self._shown = total_steps, first_step - 1, shown
@@ -85,7 +85,7 @@ class StepLine:
             self._bar.start()
 
     def step(self, step: int, metrics: Mapping[str, float] | None) -> None:
-        """A step is done; `metrics` of those that are logged."""
+        """Show that a step is done; `metrics` are given for logged steps."""
         if not is_first_rank():
             return
         text = self._text(metrics) if metrics else None

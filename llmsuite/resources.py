@@ -1,4 +1,4 @@
-"""Where the recipes and data that come with llmsuite lie: in the wheel, or in the repository around the package."""
+"""Finds the recipes and data that come with llmsuite: in the wheel, or in the repository around the package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bundled(name: str) -> Path:
 
 
 def find(path: str) -> Path:
-    """A file as a recipe names it: from the working directory, else among the bundled ones."""
+    """A file that a recipe names: from the working directory, else among the bundled files."""
     try:
         direct = Path(path).expanduser()
         exists = direct.exists()

@@ -1,8 +1,8 @@
-"""What a rank has asked of other ranks lately, kept in a file that the launcher can read while the rank hangs.
+"""A flight recorder: the last collective calls of a rank, in a file that the launcher can read while the rank hangs.
 
-Each call over a group has a number in it, counted alike by all its ranks. So two ranks that wait for each other can be
-compared: see `llmsuite.launch.hang`. A call costs a few microseconds here. What Paddle's operators send of themselves,
-as in the backward pass of tensor parallel layers, is not seen.
+Every rank of a group numbers its calls over it, so ranks that wait for each other can be compared: see
+`llmsuite.launch.hang`. Recording a call costs a few microseconds. Communication inside of Paddle's operators, such as
+the backward pass of tensor parallel layers, is not recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 ENVIRONMENT = "LLMSUITE_CALLS"
-"""Set by the launcher: the directory of the files, `N.calls` of rank N."""
+"""Set by the launcher: the directory of the recordings, `N.calls` for rank N."""
 _NUM_SLOTS, _SLOT_BYTES = 1024, 256
 _HEADER, _SLOT, _ENDED = struct.Struct("<QQ"), struct.Struct("<dI"), struct.Struct("<d")
 _HEADER_BYTES = 64
@@ -34,24 +34,24 @@ class Call:
     """One call of one rank."""
 
     group: str
-    """Its name, the same on all ranks of it."""
+    """Name of the group, the same on all its ranks."""
     ranks: tuple[int, ...]
-    """Of the group."""
+    """Ranks of the group."""
     number: int
-    """In the group, from 1."""
+    """Number of the call within the group, from 1."""
     what: str
-    """Such as "all_reduce"."""
+    """The operation, such as "all_reduce"."""
     shape: str
-    """Of what is given or received; empty where it differs from rank to rank."""
+    """Shape of the tensor; empty where it differs from rank to rank."""
     dtype: str
     step: int
-    """Training step in which it was made, 0 before the first."""
+    """Training step of the call, 0 before the first."""
     where: str
-    """File, line and function."""
+    """File, line and function that made the call."""
     began: float
-    """Seconds since the epoch."""
+    """Start in seconds since the epoch."""
     ended: float
-    """The same; 0 while it is under way."""
+    """End in seconds since the epoch; 0 while the call is in progress."""
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks[:16])) + (" …" if len(self.ranks) > 16 else "")
@@ -60,7 +60,7 @@ class Call:
 
 
 class CallLog:
-    """The file of this rank."""
+    """The recording of this rank."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -74,23 +74,23 @@ class CallLog:
         """Seconds spent in calls."""
 
     def step(self, number: int) -> None:
-        """A training step begins."""
+        """Record that a training step begins."""
         self._step = number
-        self._happened()
+        self._count_event()
 
     def begin(self, what: str, group: Any, ranks: Sequence[int] | None, shape: Sequence[Any], dtype: Any) -> int:
-        """A call begins. Returns what `end` takes.
+        """Record that a call begins. Returns its number, for `end`.
 
         Args:
             what: the operation.
-            group: the same object for the calls of a group; None for all ranks.
-            ranks: of the group; needed for one that is no group of Paddle's.
-            shape: of the tensor; empty where ranks give different ones.
+            group: the same object for all calls of a group; None for all ranks.
+            ranks: of the group; needed if it is not a group of Paddle's.
+            shape: of the tensor; empty if it differs from rank to rank.
             dtype: of the tensor.
         """
         known = self._groups.get(id(group))
         if known is None:
-            known = self._meet(group, ranks)
+            known = self._register(group, ranks)
         place = known[0]
         self._numbers[place] += 1
         frame = sys._getframe(1)
@@ -110,21 +110,21 @@ class CallLog:
         start = at + _ENDED.size + _SLOT.size
         self._memory[start : start + len(text)] = text
         self._calls += 1
-        self._happened()
+        self._count_event()
         return self._calls - 1
 
     def end(self, call: int) -> None:
-        """A call is done. May be called by another thread than the one that has begun it."""
-        if call >= self._calls - _NUM_SLOTS:  # else its place is taken
+        """Record that a call has ended. May be called by another thread than the one that began it."""
+        if call >= self._calls - _NUM_SLOTS:  # otherwise its slot was reused
             _ENDED.pack_into(self._memory, _HEADER_BYTES + call % _NUM_SLOTS * _SLOT_BYTES, time.time())
-        self._happened()
+        self._count_event()
 
-    def _happened(self) -> None:
+    def _count_event(self) -> None:
         self._events += 1
         _HEADER.pack_into(self._memory, 0, self._events, self._step)
 
-    def _meet(self, group: Any, ranks: Sequence[int] | None) -> tuple[int, Any]:
-        """A group is used for the first time."""
+    def _register(self, group: Any, ranks: Sequence[int] | None) -> tuple[int, Any]:
+        """Record a group that is used for the first time."""
         kind = "mesh" if ranks is not None else "all" if group is None else str(group.id)
         if ranks is None:
             ranks = range(int(os.environ["PADDLE_TRAINERS_NUM"])) if group is None else group.ranks
@@ -142,10 +142,10 @@ _log: CallLog | None = None
 
 
 def start(*own_files: str) -> None:
-    """In a rank that a launcher has started: keep a log from now on, and print stacks when the launcher asks.
+    """Start recording in a rank that a launcher has started, and print stacks when the launcher asks for them.
 
     Args:
-        own_files: modules that are not told as the place of a call; the function that called theirs is.
+        own_files: modules to skip when the place of a call is recorded: their callers are recorded instead.
     """
     global _log
     _OWN.update(own_files)
@@ -155,18 +155,18 @@ def start(*own_files: str) -> None:
 
 
 def step(number: int) -> None:
-    """A training step begins."""
+    """Record that a training step begins."""
     if _log is not None:
         _log.step(number)
 
 
 def waited() -> float:
-    """Seconds this rank has spent in calls so far, waiting and sending; 0 without a log."""
+    """Seconds this rank has spent in calls so far, waiting and sending; 0 without a recording."""
     return 0.0 if _log is None else _log.waited
 
 
 class Made:
-    """A context: a call that is under way. One that raises stays so."""
+    """A context manager: a call in progress. A call that raises stays in progress."""
 
     __slots__ = ("_began", "_call", "_log")
 
@@ -184,7 +184,7 @@ class Made:
             self.end()
 
     def end(self) -> None:
-        """For a call that another thread makes, where this one does not wait."""
+        """End a call that another thread makes while this one goes on."""
         self._log.end(self._call)
 
 
@@ -197,14 +197,14 @@ _NOTHING = _Nothing()
 
 
 def made(what: str, tensor: Any, group: Any, ranks: Sequence[int] | None = None, same: bool = True) -> Made | _Nothing:
-    """The call that the block makes.
+    """Record the call that the block makes.
 
     Args:
         what: the operation.
-        tensor: that is given or received.
+        tensor: the tensor that is sent or received.
         group: None for all ranks.
-        ranks: of a group that is none of Paddle's.
-        same: whether all ranks give a tensor of one shape.
+        ranks: of the group, if it is not a group of Paddle's.
+        same: whether the tensors of all ranks have the same shape.
     """
     if _log is None:
         return _NOTHING
@@ -215,7 +215,7 @@ def made(what: str, tensor: Any, group: Any, ranks: Sequence[int] | None = None,
 
 
 def progress(path: Path) -> tuple[int, int]:
-    """How much has happened in a rank, and the training step it is in; 0 and 0 while there is no file."""
+    """The number of events in a rank, and its training step; 0 and 0 while there is no file."""
     try:
         with open(path, "rb") as file:
             head = file.read(_HEADER.size)
@@ -225,11 +225,11 @@ def progress(path: Path) -> tuple[int, int]:
 
 
 def read(path: Path) -> list[Call]:
-    """The last calls of a rank, in the order it made them; none while there is no file."""
+    """The last calls of a rank, in their order; none while there is no file."""
     try:
         data = path.read_bytes()
         groups = [json.loads(line) for line in path.with_suffix(".groups").read_text().splitlines()]
-    except OSError:  # it has made none
+    except OSError:  # it has made no call
         return []
     found = []
     for at in range(_HEADER_BYTES, len(data) - _SLOT_BYTES + 1, _SLOT_BYTES):

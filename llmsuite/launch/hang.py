@@ -1,6 +1,6 @@
-"""Finds out why ranks wait for each other: who waits in which call, who has not come to it, and which calls differ.
+"""Explains a hang: which rank waits in which call, which rank has not reached it, and which calls differ.
 
-The launcher asks it when nothing has happened in any rank for a while, and when a rank has failed.
+The launcher uses it when nothing has happened in any rank for a while, and when a rank has failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmsuite.launch.calls import Call, progress, read
 from llmsuite.launch.ranks import Rank
 
 STALLED = 3
-"""Exit code of a run in which nothing happens any more."""
+"""Exit code of a run that hangs."""
 _START_FACTOR = 3.0
 _STACK_SECONDS = 3.0
 _STACK_LINES = 30
@@ -26,22 +26,22 @@ _MESSAGES = ("send", "receive")
 
 
 class Watch:
-    """Over the ranks of this machine."""
+    """Watches the ranks of this machine for a hang."""
 
     def __init__(self, directory: Path, ranks: Sequence[int], seconds: float | None):
         """
         Args:
-            directory: of the files the ranks keep.
+            directory: the recordings of the ranks, see `calls`.
             ranks: of this machine.
-            seconds: without anything in any rank, after which the run hangs; until every rank is in its second step
-                three times as many, as that takes reading and compiling. None for never.
+            seconds: a run hangs when nothing has happened in any rank for this long; three times as long until every
+                rank is in its second step, since loading and compiling take time. None for never.
         """
         self._directory, self._ranks, self._seconds = directory, list(ranks), seconds
         self._seen: list[tuple[int, int]] = []
         self._since = time.monotonic()
 
     def stalled(self) -> bool:
-        """Whether it hangs. To be called all the time."""
+        """Whether the run hangs. To be called often."""
         if self._seconds is None:
             return False
         now = [progress(self._directory / f"{rank}.calls") for rank in self._ranks]
@@ -52,7 +52,7 @@ class Watch:
 
     @property
     def limit(self) -> float:
-        """Seconds without anything that are too many now."""
+        """Seconds without any event after which the run counts as hanging, at its present step."""
         at_start = not self._seen or min(step for _, step in self._seen) < 2
         return (self._seconds or 0.0) * (_START_FACTOR if at_start else 1.0)
 
@@ -61,27 +61,27 @@ class Watch:
         return {rank: read(self._directory / f"{rank}.calls") for rank in self._ranks}
 
     def begun(self, rank: int) -> bool:
-        """Whether a rank keeps its file, and prints its stacks when it is asked."""
+        """Whether a rank is recording; then it prints its stacks when asked to."""
         return progress(self._directory / f"{rank}.calls") != (0, 0)
 
 
 def differences(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
-    """Calls that their ranks make differently, the first one first.
+    """Calls in which the ranks of a group differ, the earliest one first.
 
     Args:
-        calls: the last ones of each rank that is known.
+        calls: the last calls of each known rank.
     """
     met: dict[tuple[str, int], dict[int, Call]] = {}
     for rank, made in calls.items():
         for call in made:
             met.setdefault((call.group, call.number), {})[rank] = call
-    told = set()
+    reported = set()
     for (group, _), by_rank in sorted(met.items(), key=lambda item: max(call.began for call in item[1].values())):
         kinds: dict[tuple[str, ...], list[int]] = {}
         for rank in sorted(by_rank):
             kinds.setdefault(_kind(by_rank[rank]), []).append(rank)
-        if len(kinds) > 1 and group not in told:  # what comes behind the first one follows from it
-            told.add(group)
+        if len(kinds) > 1 and group not in reported:  # later differences follow from the first one
+            reported.add(group)
             parts = [f"{_name(ranks)} {_makes(ranks)} {by_rank[ranks[0]]}" for ranks in kinds.values()]
             yield "; ".join(parts)
 
@@ -93,7 +93,7 @@ def _kind(call: Call) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """A call that a rank has not come to, and others wait in."""
+    """A call that a rank has not reached, while others wait in it."""
 
     rank: int
     waiting: tuple[int, ...]
@@ -101,7 +101,7 @@ class Missing:
 
 
 def missing(calls: Mapping[int, Sequence[Call]]) -> list[Missing]:
-    """What ranks wait for: of every rank at most the call that was reached first."""
+    """The calls that ranks wait in and others have not reached; for each rank at most the earliest one."""
     reached = {rank: {call.group: call.number for call in made} for rank, made in calls.items()}
     waits = {rank: call for rank, made in calls.items() if (call := _waits_in(made)) is not None}
     found: dict[int, Missing] = {}
@@ -114,42 +114,44 @@ def missing(calls: Mapping[int, Sequence[Call]]) -> list[Missing]:
 
 
 def _waits_in(made: Sequence[Call]) -> Call | None:
-    """The call a rank is in. Its messages are sent by other threads."""
+    """The call a rank waits in. Sends do not count: other threads make them."""
     return next((call for call in reversed(made) if not call.ended and call.what != "send"), None)
 
 
 def explain(calls: Mapping[int, Sequence[Call]], now: float) -> tuple[list[str], list[int]]:
-    """What each rank does, and where they part.
+    """A description of what each rank does, and where they diverge.
 
     Args:
-        calls: the last ones of each rank that is known.
+        calls: the last calls of each known rank.
         now: seconds since the epoch.
 
     Returns:
-        Lines for people, and the ranks whose stacks tell more.
+        Lines of text, and the ranks whose stacks are worth showing.
     """
     lines = []
     for rank, made in sorted(calls.items()):
         inside = _waits_in(made)
         if inside is not None:
-            lines.append(f"rank {rank}: waits since {now - inside.began:.1f} s in {inside}")
+            lines.append(f"rank {rank}: has waited for {now - inside.began:.1f} s in {inside}")
         elif made:
-            last = f"{now - max(call.ended for call in made):.1f} s ago, after {made[-1]}"
-            lines.append(f"rank {rank}: waits in no call that is recorded; was last heard of {last}")
+            last = f"{now - max(call.ended for call in made):.1f} s ago: {made[-1]}"
+            lines.append(f"rank {rank}: is in no recorded call; its last call ended {last}")
         else:
-            lines.append(f"rank {rank}: has made no call")
+            lines.append(f"rank {rank}: has made no call yet")
     differing, absent = list(differences(calls)), missing(calls)
     culprits = [m for m in absent if _waits_in(calls[m.rank]) is None]
     lines += [f"first difference: {text}" for text in differing[:1]]
     for m in culprits:
-        lines.append(f"rank {m.rank} has not come to {m.call}, in which {_name(m.waiting)} {_waits(m.waiting)}")
+        lines.append(f"rank {m.rank} has not reached {m.call}, in which {_name(m.waiting)} {_waits(m.waiting)}")
     if absent and not culprits and not differing:
-        lines.append("ranks wait for each other; one has left a call out, or makes it in another order:")
-        lines += [f"  rank {m.rank} has not come to what {_name(m.waiting)} {_waits(m.waiting)} in" for m in absent]
+        lines.append("ranks wait for each other; one has skipped a call, or makes its calls in another order:")
+        lines += [
+            f"  rank {m.rank} has not reached the call that {_name(m.waiting)} {_waits(m.waiting)} in" for m in absent
+        ]
     known = set(calls)
     unknown = sorted({rank for made in calls.values() for call in made for rank in call.ranks} - known)
     if unknown:
-        lines.append(f"of {_name(unknown)} nothing is known here")
+        lines.append(f"nothing is known here of {_name(unknown)}")
     return lines, [m.rank for m in culprits] or sorted(calls)
 
 
@@ -166,7 +168,7 @@ def _waits(ranks: Sequence[int]) -> str:
 
 
 def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
-    """What the main thread of each rank is doing: its Python stack, the innermost call first; also into its log."""
+    """The Python stack of each rank's main thread, the innermost call first; it is written to the rank's log too."""
     logs = {rank: log_dir / f"workerlog.{rank}" for rank in processes}
     before = {rank: log.stat().st_size for rank, log in logs.items()}
     for process in processes.values():
@@ -189,14 +191,15 @@ def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
 
 
 def write_calls(calls: Mapping[int, Sequence[Call]], log_dir: Path) -> None:
-    """Keep the last calls of each rank beside its log."""
+    """Write the last calls of each rank beside its log."""
     for rank, made in calls.items():
         text = "".join(json.dumps(dataclasses.asdict(call)) + "\n" for call in made)
         (log_dir / f"calls.{rank}.jsonl").write_text(text)
 
 
 def read_written(log_dir: Path, since: float) -> dict[int, list[Call]]:
-    """What `write_calls` has kept since a time (seconds since the epoch), on all machines that see the directory."""
+    """The calls that `write_calls` has written since a time (seconds since the epoch), on all machines that share the
+    directory."""
     found = {}
     for path in log_dir.glob("calls.*.jsonl"):
         if path.stat().st_mtime >= since:

@@ -1,9 +1,9 @@
-"""Starts the ranks of a run on this machine and watches them: the first that fails is named, the others are stopped.
-When nothing happens in any of them, it says who waits for whom, and ends the run.
+"""Starts the ranks of a run on this machine and watches them: the first failure is reported, the others are stopped.
+When the run hangs, it reports which rank waits for which, and ends the run.
 
-The ranks find each other by the environment variables of `paddle.distributed.launch`, so a rank can as well be
-started by that launcher. It is not used here: it writes the whole environment, secrets included, into the log
-directory, and notices a dead rank only every five seconds.
+The ranks find each other by the environment variables of `paddle.distributed.launch`, so that launcher can start them
+as well. It is not used here because it writes the whole environment, secrets included, into the log directory, and
+notices a dead rank only every five seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 
 def is_worker() -> bool:
-    """Whether this process is one of several ranks somebody has started."""
+    """Whether this process is one of several ranks that a launcher has started."""
     return "PADDLE_TRAINER_ID" in os.environ
 
 
@@ -48,18 +48,17 @@ def launch(
     """Run some work once per rank and wait.
 
     Args:
-        work: the command line of each rank; or a function, which forks of this process call and end with what it
-            returns.
+        work: the command line of each rank; or a function that forks of this process call and whose result is their
+            exit code.
         num_ranks: processes to start on this machine.
-        log_dir: gets `workerlog.N`, what rank N prints.
-        environment: variables of a rank, by its number on this machine; what the user has set wins.
-        write: receives what this machine's first rank prints, as it comes, and the end of the log of a rank that fails.
-        machines: all of the run; None for this one alone.
-        stall_seconds: without anything in any rank here, after which the run is ended; see `hang.Watch`.
+        log_dir: directory for `workerlog.N`, the output of rank N.
+        environment: variables of a rank, by its number on this machine; variables set by the user take precedence.
+        write: receives the output of this machine's first rank, as it comes, and the end of the log of failed ranks.
+        machines: all machines of the run; None for this one alone.
+        stall_seconds: end the run when nothing has happened in any rank here for this long; see `hang.Watch`.
 
     Returns:
-        0 when every rank ended well, `hang.STALLED` when nothing happened any more, else the exit code of the first
-        that failed.
+        0 when every rank succeeded, `hang.STALLED` when the run hung, else the exit code of the first rank that failed.
 
     Raises:
         UserError: the machines do not find each other.
@@ -97,7 +96,7 @@ def launch(
             with open(log_dir / f"workerlog.{rank}", "wb") as log:
                 ranks.append(start_rank(work, variables, log, machines.close))
         end = _watch(ranks, first, log_dir, interrupted, write, machines, watch)
-        machines.tell(end)
+        machines.announce(end)
         return end.code
     finally:
         _stop(ranks)
@@ -125,11 +124,11 @@ def _watch(
             failed = sorted((local for local, code in enumerate(codes) if code), key=lambda i: (codes[i] or 0) > 0)
             code = (codes[failed[0]] or 0) if failed else 0
             if INTERRUPTED in (code, elsewhere.code if elsewhere else 0) or (code and -code in interrupted):
-                _wait(ranks, _GRACE_SECONDS)  # the others are ending too; the first rank has the last words
+                _wait(ranks, _GRACE_SECONDS)  # the others are ending too; the first rank prints last
                 write(first_log.read())
                 return End(INTERRUPTED, "was interrupted")
             if code > 0 and elsewhere is None:
-                elsewhere = _hear(machines)
+                elsewhere = _await_news(machines)
             if watch.stalled() or (elsewhere is not None and elsewhere.code == hang.STALLED):
                 write(first_log.read())
                 return _explain_stall(ranks, first, log_dir, write, machines, watch)
@@ -140,16 +139,16 @@ def _watch(
                 write(first_log.read())
                 alike = {local: c for local in failed if (c := codes[local] or 0) * code > 0}
                 end = _explain(first, alike, log_dir, write, machines)
-                for difference in list(hang.differences(watch.calls()))[:1]:  # which may be why it failed
-                    write(f"ranks differ in what they ask of each other: {difference}\n")
+                for difference in list(hang.differences(watch.calls()))[:1]:  # this may be why it failed
+                    write(f"the calls of ranks differ: {difference}\n")
                 return end
             if all(code == 0 for code in codes):
                 return _wait_for_others(machines, write)
             time.sleep(_POLL_SECONDS)
 
 
-def _hear(machines: Machines) -> End | None:
-    """Give other machines a moment to say that a rank of theirs was killed."""
+def _await_news(machines: Machines) -> End | None:
+    """Give other machines a moment to report that a rank of theirs was killed."""
     deadline = time.monotonic() + (_GRACE_SECONDS if machines.count > 1 else 0)
     while time.monotonic() < deadline:
         if (elsewhere := machines.poll()) is not None:
@@ -159,7 +158,7 @@ def _hear(machines: Machines) -> End | None:
 
 
 def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
-    """All ranks of this machine have ended well."""
+    """Wait for the other machines, once all ranks of this one have succeeded."""
     while not machines.all_ended:
         time.sleep(_POLL_SECONDS)
         if (elsewhere := machines.poll()) is not None:
@@ -171,21 +170,20 @@ def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
 def _explain(
     first: int, codes: Mapping[int, int], log_dir: Path, write: Callable[[str], None], machines: Machines
 ) -> End:
-    """Say which ranks failed and why. One of them has failed because of another, but which cannot be told: they end
-    within one look of the launcher.
+    """Report which ranks failed and why. All of them are named: between two polls, cause and effect look the same.
 
     Args:
         first: rank of the first process on this machine.
-        codes: exit codes of the ranks that failed, by their number on this machine, what is to blame first.
-        log_dir: of `workerlog.N`.
-        write: as of `launch`.
+        codes: exit codes of the ranks that failed, by their number on this machine, the likely cause first.
+        log_dir: directory of `workerlog.N`.
+        write: see `launch`.
         machines: of the run.
     """
     where, reasons = f" on machine {machines.index}" if machines.count > 1 else "", []
     for local, code in list(codes.items())[:_MOST_EXPLAINED]:
         log = log_dir / f"workerlog.{first + local}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if local != 0:  # what the first one said is on the terminal already
+        if local != 0:  # the output of the first rank is on the terminal already
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
             write("\n".join(lines) + "\n")
         reasons.append(f"rank {first + local}{where} {how}; its log: {log}")
@@ -202,29 +200,29 @@ def _explain_stall(
     machines: Machines,
     watch: hang.Watch,
 ) -> End:
-    """Say which rank waits in what, and what for."""
+    """Report which rank waits in which call, and for whom."""
     now = time.time()
     calls = watch.calls()
     hang.write_calls(calls, log_dir)
-    asked = {first + local: process for local, process in enumerate(ranks) if watch.begun(first + local)}
-    found = hang.stacks(asked, log_dir)
+    recording = {first + local: process for local, process in enumerate(ranks) if watch.begun(first + local)}
+    found = hang.stacks(recording, log_dir)
     deadline = time.monotonic() + (_GRACE_SECONDS if machines.count > 1 else 0)
     while len(calls) < machines.count * len(ranks) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        machines.poll()  # so that the others hear of this one
+        machines.poll()  # so that the others know of this one
         calls = {**hang.read_written(log_dir, now - _MACHINES_SECONDS), **calls}
     why = f"nothing has happened for {watch.limit:.0f} s (launch.stall_seconds)"
-    lines, telling = hang.explain(calls, now)
-    for rank in telling:
+    lines, suspects = hang.explain(calls, now)
+    for rank in suspects:
         if rank in found:
             lines += [f"stack of rank {rank}, the innermost call first:", found[rank]]
-    where = f"what every rank has done last: {log_dir}/calls.N.jsonl and workerlog.N"
+    where = f"the last calls and the output of every rank: {log_dir}/calls.N.jsonl and workerlog.N"
     write("\n".join([why, *lines, where]) + "\n")
     return End(hang.STALLED, why)
 
 
 def _stop(ranks: Sequence[Rank]) -> None:
-    """End the ranks that are left: they wait for one that is gone, so they are not asked twice."""
+    """Kill the remaining ranks: they wait for one that is gone, so they would not end by themselves."""
     for process in ranks:
         if process.poll() is None:
             process.kill()

@@ -1,7 +1,7 @@
-"""The machines of a run: their launchers meet at the first one, and each hears within seconds when another one fails.
+"""The machines of a run: their launchers connect to the first one, and each learns within seconds if another one fails.
 
-A connection goes from every launcher to that of machine 0 and stays open. Over it they agree on where the ranks meet,
-and tell how their ranks ended; what machine 0 hears it passes on. A launcher that says nothing for a while is gone.
+Every launcher keeps a connection to the launcher of machine 0. Over it they exchange the addresses of the ranks and
+how the ranks ended; machine 0 forwards messages to the others. A launcher that is silent for a while counts as gone.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class End:
     code: int
     """Exit code of the run."""
     why: str
-    """For people; empty when all is well."""
+    """The reason in words; empty when all is well."""
     killed: bool = False
-    """Whether a rank was killed or the machine is gone: then others fail because of that."""
+    """Whether a rank was killed or the machine is gone: then that is why the others fail."""
 
 
 class Machines:
-    """The launchers of a run, seen from one of them. Without others everything is trivial."""
+    """The launchers of a run, seen from one of them. With a single machine there is nothing to exchange."""
 
     def __init__(self, index: int = 0, count: int = 1, master: str = "", run: str = ""):
         """
         Args:
-            index: of this machine, from 0.
-            count: of machines.
-            master: host:port of machine 0, where its launcher can be reached.
-            run: anything that is equal on machines that have been given the same run.
+            index: number of this machine, from 0.
+            count: number of machines.
+            master: host:port at which the launcher of machine 0 can be reached.
+            run: identifies the run: equal on machines that were given the same recipe.
         """
         self.index, self.count, self._master, self._run = index, count, master, run
         self._peers: dict[int, _Peer] = {}
@@ -55,25 +55,25 @@ class Machines:
         """Wait for the other launchers.
 
         Args:
-            free_ports: gives ports of an address of this machine.
-            num_ranks: that this machine will start.
+            free_ports: finds free ports at an address of this machine.
+            num_ranks: ranks that this machine will start.
 
         Returns:
-            host:port of the store of all ranks, then one of every rank, in their order.
+            host:port of the store that all ranks share, then of each rank, in their order.
 
         Raises:
-            UserError: the others do not come, or have been given another run.
+            UserError: the others do not connect, or were given another run.
         """
         if self.count == 1:
             return [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", num_ranks + 1)]
         return self._gather(free_ports, num_ranks) if self.index == 0 else self._join(free_ports, num_ranks)
 
-    def tell(self, end: End) -> None:
-        """Say how this machine's ranks ended."""
+    def announce(self, end: End) -> None:
+        """Tell the other machines how this machine's ranks ended."""
         self._send(list(self._peers), {"end": dataclasses.asdict(end), "of": self.index})
 
     def poll(self) -> End | None:
-        """How the run ended on another machine that failed first, as far as is known. To be called all the time."""
+        """How the run ended on the other machine that failed first, as far as is known. To be called often."""
         if time.monotonic() - self._last_beat > _BEAT_SECONDS:
             self._last_beat = time.monotonic()
             self._send(list(self._peers), {})
@@ -92,11 +92,11 @@ class Machines:
 
     @property
     def all_ended(self) -> bool:
-        """Whether every other machine has told its end; on others than machine 0 there is nothing to wait for."""
+        """Whether every other machine has announced its end. Only machine 0 has to wait for the others."""
         return self.index != 0 or len(self._ends) == self.count - 1
 
     def close(self) -> None:
-        """Leave the others."""
+        """Close the connections to the other machines."""
         for peer in self._peers.values():
             peer.socket.close()
 
@@ -116,13 +116,15 @@ class Machines:
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    text = f"machines {missing} did not come to {self._master} in {_MEET_SECONDS:.0f} s"
-                    raise UserError(f"{text}; are they started with --launch.node_rank?") from None
+                    text = (
+                        f"launch.master: machines {missing} did not connect to {self._master} in {_MEET_SECONDS:.0f} s"
+                    )
+                    raise UserError(f"{text}; start the same command there with --launch.node_rank") from None
                 peer = _Peer(connection)
                 try:
                     hello = peer.wait(deadline)
                 except UserError:
-                    continue  # somebody else's connection
+                    continue  # not the connection of a launcher
                 refusal = self._refusal(hello, num_ranks)
                 if refusal:
                     self._send_to(peer, {"refused": refusal})
@@ -134,7 +136,7 @@ class Machines:
         return whole
 
     def _refusal(self, hello: Any, num_ranks: int) -> str:
-        """Why a machine cannot take part; empty when it can."""
+        """Why a machine cannot join the run; empty when it can."""
         if hello["run"] != self._run:
             return f"machine {hello['machine']} was given another recipe or other overrides than machine 0"
         if hello["machine"] in self._peers or not 0 < hello["machine"] < self.count:
@@ -152,7 +154,7 @@ class Machines:
                     raise UserError(f"launch.master: nobody answers at {self._master}: {error}") from error
                 time.sleep(_RETRY_SECONDS)  # machine 0 may start later
         peer = _Peer(connection)
-        address = connection.getsockname()[0]  # the one the others can reach
+        address = connection.getsockname()[0]  # the address that the others can reach
         own = [f"{address}:{port}" for port in free_ports(address, num_ranks)]
         self._send_to(peer, {"machine": self.index, "run": self._run, "endpoints": own})
         answer = peer.wait(deadline)
@@ -167,7 +169,7 @@ class Machines:
 
     @staticmethod
     def _send_to(peer: _Peer, message: Any) -> None:
-        with contextlib.suppress(OSError):  # that it is gone is noticed when reading
+        with contextlib.suppress(OSError):  # a lost connection is noticed when reading
             peer.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -180,7 +182,7 @@ class _Peer:
         connection.settimeout(_SILENT_SECONDS)
 
     def receive(self) -> list[Any]:
-        """What has come, without waiting."""
+        """The messages that have arrived, without waiting."""
         while not self.gone and select.select([self.socket], [], [], 0)[0]:
             try:
                 data = self.socket.recv(65536)
@@ -193,7 +195,7 @@ class _Peer:
         return [json.loads(line) for line in lines]
 
     def wait(self, deadline: float) -> Any:
-        """The first message. Raises UserError when none comes."""
+        """The first message. Raises UserError when none arrives."""
         while time.monotonic() < deadline and not self.gone:
             select.select([self.socket], [], [], 1.0)
             if messages := self.receive():

@@ -1,6 +1,6 @@
 """The processes of a run on one machine: each a command, or a fork of the process that starts them.
 
-Forks, where the device allows it, import Paddle once for all of them and share the memory of what was imported.
+Where the device allows it, ranks are forks: Paddle is imported once for all of them, and its memory is shared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, Protocol
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
-"""What the launcher gets and sends on."""
+"""Signals that the launcher forwards to its ranks."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -29,7 +29,7 @@ class Rank(Protocol):
         """Its exit code, negative for a signal; None while it runs."""
 
     def send_signal(self, sig: int) -> None:
-        """Send it one, if it still runs."""
+        """Send it a signal, if it still runs."""
 
     def kill(self) -> None:
         """Send it SIGKILL."""
@@ -39,7 +39,7 @@ class Rank(Protocol):
 
 
 def can_fork() -> bool:
-    """Whether forks of this process may be ranks: they have only the thread that forks."""
+    """Whether ranks may be forks of this process: a fork has only the thread that forks."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
@@ -49,10 +49,10 @@ def start_rank(
     """Start a process in a session of its own: Ctrl-C in the terminal reaches it once, from the launcher.
 
     Args:
-        work: a command line, or what a fork calls and ends with.
+        work: a command line, or a function that a fork calls and whose result is its exit code.
         variables: its environment.
-        log: gets what it prints.
-        close: lets go of what belongs to the launcher alone; called in a fork.
+        log: receives its output.
+        close: closes what belongs to the launcher alone; called in a fork.
     """
     if callable(work):
         return _Fork(work, variables, log, close)
@@ -107,6 +107,6 @@ class _Fork:
 
 
 def _die_with_parent() -> None:
-    """In a rank that is about to start: ask Linux to kill it when the launcher dies, even by SIGKILL."""
+    """Ask Linux to kill this process when the launcher dies, even by SIGKILL. Called in a rank before it starts."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened to a run besides its steps, one object a line. `environment.json`: where it ran."""
+"""`events.jsonl`: events of a run besides its steps, one object a line. `environment.json`: where it ran."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from llmsuite import __version__
 
 EVENTS, ENVIRONMENT = "events.jsonl", "environment.json"
 _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlenlp", "numpy", "safetensors", "tokenizers")
-# nothing else of the environment is written down: it may hold secrets
+# no other variables are recorded: they may hold secrets
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "KMP_BLOCKTIME", "CUDA_VISIBLE_DEVICES",
               "XPU_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "LLMSUITE_PLUGINS", "LLMSUITE_GLOO_TIMEOUT_S")  # fmt: skip
 
 
 def add_event(run: Path, event: str, **more: Any) -> None:
-    """Append an event to those of a run.
+    """Append an event to the events of a run.
 
     Args:
         run: its directory.
-        event: such as "started".
-        more: what JSON can hold.
+        event: the name of the event, such as "started".
+        more: further fields, of JSON values.
     """
     record = {"time": _now(), "event": event, **more}
     with open(run / EVENTS, "a", encoding="utf-8") as file:
@@ -35,7 +35,7 @@ def add_event(run: Path, event: str, **more: Any) -> None:
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """The events of a run, oldest first; a line that a kill has cut off is left out."""
+    """The events of a run, oldest first, without a last line that was truncated by a kill."""
     try:
         lines = (run / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def read_events(run: Path) -> list[dict[str, Any]]:
 
 
 def environment(device: str, mesh: str, num_ranks: int) -> dict[str, Any]:
-    """Where and with what this process runs."""
+    """The machine, packages and variables this process runs with."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -76,7 +76,7 @@ def environment(device: str, mesh: str, num_ranks: int) -> dict[str, Any]:
 
 
 def write_environment(run: Path, found: Mapping[str, Any]) -> None:
-    """Into the directory of a run, over what an earlier start has written."""
+    """Write `environment.json` into the directory of a run, replacing that of an earlier start."""
     (run / ENVIRONMENT).write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

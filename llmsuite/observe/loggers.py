@@ -1,7 +1,7 @@
-"""Loggers that come with llmsuite: each hands the metrics on to a package of others, which it imports when it is made.
+"""Loggers that come with llmsuite: each forwards the metrics to another package, which is imported when it is needed.
 
-What a package is told of a run is its directory; where else it sends that, its own environment variables say. None that
-sends to a server does so unasked: without an account or a server they write below the run's directory.
+A package gets the directory of the run; its own environment variables say where else to send metrics. None sends
+anything to a server unasked: without an account or a server they write below the run's directory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _PROJECT = "llmsuite"
 
 
 def _import(logger: str, module: str, package: str) -> Any:
-    """A module of somebody else's package.
+    """Import a module of a logger's package.
 
     Args:
-        logger: that needs it.
-        module: to import.
-        package: as pip calls it.
+        logger: the logger that needs it.
+        module: the module to import.
+        package: the name to install it by.
     """
     try:
         return importlib.import_module(module)
@@ -35,7 +35,7 @@ def _import(logger: str, module: str, package: str) -> Any:
 
 
 class VisualDL:
-    """Look at it with `visualdl --logdir RUN/visualdl`."""
+    """Writes for VisualDL; view with `visualdl --logdir RUN/visualdl`."""
 
     def __init__(self, run_dir: Path):
         self._writer = _import("visualdl", "visualdl", "visualdl").LogWriter(logdir=str(run_dir / "visualdl"))
@@ -49,7 +49,7 @@ class VisualDL:
 
 
 class TensorBoard:
-    """Look at it with `tensorboard --logdir RUN/tensorboard`."""
+    """Writes for TensorBoard; view with `tensorboard --logdir RUN/tensorboard`."""
 
     def __init__(self, run_dir: Path):
         self._writer = _import("tensorboard", "tensorboardX", "tensorboardX").SummaryWriter(
@@ -82,7 +82,7 @@ class WandB:
 
 
 class SwanLab:
-    """To the cloud with `SWANLAB_MODE=cloud` and an account, else below `RUN/swanlog`, for `swanlab sync`."""
+    """SwanLab: online with `SWANLAB_MODE=cloud` and an account, else in `RUN/swanlog`, for `swanlab sync`."""
 
     def __init__(self, run_dir: Path):
         swanlab = _import("swanlab", "swanlab", "swanlab")
@@ -102,7 +102,7 @@ class SwanLab:
 
 
 class MLflow:
-    """To the server `MLFLOW_TRACKING_URI`, else into `RUN/mlflow.db`: `mlflow ui --backend-store-uri sqlite:///…`."""
+    """MLflow: the server `MLFLOW_TRACKING_URI`, else `RUN/mlflow.db`: `mlflow ui --backend-store-uri sqlite:///…`."""
 
     def __init__(self, run_dir: Path):
         mlflow = _import("mlflow", "mlflow", "mlflow")

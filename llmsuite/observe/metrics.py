@@ -14,7 +14,7 @@ SCHEMA = 1
 
 
 class MetricsFile:
-    """Appends records; on resume, drops those of steps after the checkpoint, which are about to be done again."""
+    """Appends records; on resume, drops the records of steps after the checkpoint, which will be repeated."""
 
     def __init__(self, path: Path, resume_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ class MetricsFile:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
 
     def rewind(self, last_step: int) -> None:
-        """Drop the records of later steps, which are about to be done again."""
+        """Drop the records of later steps, which will be repeated."""
         self._file.close()
         self._open(last_step)
 
@@ -41,7 +41,7 @@ class MetricsFile:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines with their ends; a kill may have cut off the last one, and even its end alone."""
+    """The lines with their newlines; a kill may have truncated the last one, or only removed its newline."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return [line + "\n" for line in text.split("\n") if line]
 
@@ -49,7 +49,7 @@ def _lines(path: Path) -> list[str]:
 def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # cut off by a kill
+    except (ValueError, KeyError, TypeError):  # truncated by a kill
         return float("inf")
 
 
@@ -68,17 +68,17 @@ class Window:
         self._start, self.steps, self.busy, self._reader, self._tokens = time.perf_counter(), 0, 0.0, 0.0, 0.0
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Book a step; takes "reader_seconds" out of its metrics."""
+        """Add a step; removes "reader_seconds" from its metrics."""
         self.steps += 1
         self._reader += metrics.pop("reader_seconds")
         self._tokens += metrics.get("tokens", 0.0)  # unknown in the middle of a pipeline, where nothing is logged
 
     def leave_out(self, seconds: float) -> None:
-        """Time in which no step was done."""
+        """Exclude time that was not spent on steps."""
         self._start += seconds
 
     def rates(self) -> dict[str, float]:
-        """Averages over the steps booked: seconds a step, steps and tokens a second."""
+        """Averages over the steps added: seconds per step, steps and tokens per second."""
         elapsed = time.perf_counter() - self._start
         return {
             "avg_reader_cost": self._reader / self.steps,

@@ -1,4 +1,4 @@
-"""A run, or several side by side, as one HTML page that needs nothing else, and the same charts as PNGs."""
+"""The report of a run, or of several side by side: one self-contained HTML page, and its charts as PNGs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Chart:
     """Curves over steps."""
 
     name: str
-    """Of its PNG."""
+    """The name of its PNG."""
     title: str
     unit: str
     metrics: tuple[tuple[str, str], ...]
-    """Metric and what the curve is called."""
+    """(metric, label) of each curve."""
     scale: float = 1.0
-    """What values are multiplied by."""
+    """Factor that values are multiplied by."""
     log: bool = False
 
 
@@ -48,7 +48,7 @@ CHARTS = (
 
 
 def write_report(runs: Sequence[Run]) -> list[Path]:
-    """Write `report.html` and `report/NAME.png` into the directory of the first run; returns what was written.
+    """Write `report.html` and `report/NAME.png` into the directory of the first run; returns the files.
 
     Raises:
         UserError: matplotlib is missing, no step is recorded yet, or the directory cannot be written to.
@@ -70,7 +70,7 @@ def write_report(runs: Sequence[Run]) -> list[Path]:
 
 
 def page(runs: Sequence[Run], live: bool = False) -> str:
-    """The whole page. A live one has nothing but asks its server for `content`, again and again."""
+    """The whole page. A live page starts empty and polls its server for `content`."""
     import jinja2
     from markupsafe import Markup
 
@@ -80,7 +80,7 @@ def page(runs: Sequence[Run], live: bool = False) -> str:
 
 
 def content(runs: Sequence[Run]) -> str:
-    """What changes while a run goes on: state, charts, tables."""
+    """The part of the page that changes during a run: status, charts, tables."""
     first = runs[0]
     parts = [_summary(runs), '<div class="charts">']
     for name, title, figure in figures(runs):
@@ -100,7 +100,7 @@ def content(runs: Sequence[Run]) -> str:
 
 
 def figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
-    """Name, title and Matplotlib figure of every chart there are numbers for."""
+    """Name, title and Matplotlib figure of every chart that has data."""
     for chart in CHARTS:
         drawn = [
             (_label(run, label, runs), *run.series(metric)) for run in runs for metric, label in chart.metrics
@@ -124,8 +124,8 @@ def figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _passes(recipe: Record) -> Timeline | None:
-    """The passes of a step in the order in which the engine makes them, at most some rounds; None without a pipeline,
-    and where their number depends on lengths."""
+    """The passes of a step in the engine's order, for a few rounds at most; None without a pipeline, or if their
+    number depends on lengths."""
     parallel, engine, train, launch = (recipe.get(name) or {} for name in ("parallel", "engine", "train", "launch"))
     stages, tp = parallel.get("pipeline_parallel_degree", 1), parallel.get("tensor_parallel_degree", 1)
     if stages == 1 or not train.get("global_batch_size") or train.get("micro_batch_tokens") is not None:
@@ -135,7 +135,7 @@ def _passes(recipe: Record) -> Timeline | None:
     data = max(1, launch.get("num_devices", 1) * launch.get("nnodes", 1) // (stages * tp))
     count = train["global_batch_size"] // (train.get("micro_batch_size", 1) * data)
     drawn = min(count, _SHOWN_ROUNDS * stages + count % stages)
-    # backward twice the products, with adapters alone as many; and what is computed again
+    # backward passes have twice the products, or as many if only adapters are trained; plus recompute
     backward = 1.0 if (recipe.get("lora") or {}).get("rank") is not None else 2.0
     backward += engine.get("recompute") == "full"
     parts = stages * chunks
@@ -169,7 +169,7 @@ def _figure(chart: Chart, curves: Sequence[tuple[str, Sequence[int], Sequence[fl
 
 
 def _svg(figure: Any, name: str) -> str:
-    """A figure as an element of a page: text stays text, and ids differ from those of the other figures."""
+    """A figure as an SVG element: text stays text, and its ids are unique in the page."""
     import matplotlib
 
     file = io.StringIO()

@@ -1,4 +1,4 @@
-"""Reads the directory of a run: its records, events, and how it stands."""
+"""Reads the directory of a run: its metrics, events and status."""
 
 from __future__ import annotations
 
@@ -16,31 +16,27 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What lies in the directory of a run."""
+    """The contents of a run's directory."""
 
     directory: Path
     recipe: Record
-    """Resolved; empty when the run did not come so far."""
+    """The resolved recipe; empty if the run ended before it was written."""
     steps: list[Record]
-    """Of `metrics.jsonl`: records of training steps."""
+    """Records of training steps, from `metrics.jsonl`."""
     evaluations: list[Record]
-    """The same: those of evaluations."""
+    """Records of evaluations, from `metrics.jsonl`."""
     ranks: list[Record]
-    """Of `ranks.jsonl`: what each rank took."""
+    """Times of each rank, from `ranks.jsonl`."""
     events: list[Record]
     environment: Record
 
     @property
     def status(self) -> str:
-        """What the last event says: running, ended, stopped, failed or hung."""
-        names = {"ended": "ended", "stopped": "stopped", "failed": "failed", "hung": "hung"}
-        told = [names[event["event"]] for event in self.events[-1:] if event["event"] in names]
-        return told[0] if told else "running" if self.events else "unknown"
-
-    @property
-    def series_names(self) -> list[str]:
-        """Metrics of training steps, in the order they first come."""
-        return list(dict.fromkeys(name for record in self.steps for name in record))
+        """The status by the last event: running, ended, stopped, failed, hung, or unknown without events."""
+        if not self.events:
+            return "unknown"
+        last = str(self.events[-1]["event"])
+        return last if last in ("ended", "stopped", "failed", "hung") else "running"
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric."""
@@ -49,13 +45,14 @@ class Run:
 
 
 def read_run(directory: Path) -> Run:
-    """Read what is there now.
+    """Read a run as it is now.
 
     Raises:
-        UserError: it is no directory of a run.
+        UserError: it is not the directory of a run.
     """
     if not is_run(directory):
-        raise UserError(f"{directory}: is not the directory of a run: it has neither recipe.json nor metrics.jsonl")
+        message = "is not the directory of a run, with recipe.json and metrics.jsonl; see: llmsuite runs list"
+        raise UserError(f"{directory}: {message}")
     records = _records(directory / "metrics.jsonl")
     return Run(
         directory,
@@ -69,12 +66,12 @@ def read_run(directory: Path) -> Run:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a run has begun to write there."""
+    """Whether a run has started to write there."""
     return (directory / "metrics.jsonl").is_file() and (directory / "recipe.json").is_file()
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Directories of runs in or below a directory, in the order of their names."""
+    """The directories of runs in or below a directory, sorted by name."""
     return sorted(path.parent for path in root.rglob("metrics.jsonl") if is_run(path.parent))
 
 
@@ -88,7 +85,7 @@ def flat(recipe: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differing(*recipes: Record) -> list[tuple[str, list[Any]]]:
-    """Keys in which recipes differ, and the value each has; None where it has not got the key."""
+    """The keys in which recipes differ, with the value of each recipe; None where it lacks the key."""
     tables = [dict(flat(recipe)) for recipe in recipes]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [(key, [table.get(key) for table in tables]) for key in keys]
@@ -100,7 +97,7 @@ def _is_evaluation(record: Record) -> bool:
 
 
 def _records(path: Path) -> list[Record]:
-    """Lines of JSON; one that is being written, or that a kill has cut off, is left out."""
+    """The records of a JSON Lines file, without a last line that is still being written or was truncated by a kill."""
     found = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.splitlines():

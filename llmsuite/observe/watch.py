@@ -1,4 +1,4 @@
-"""Serves the report of a run that goes on, to browsers of this machine only."""
+"""Serves the live report of a run, to browsers on this machine only."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def make_server(directory: Path, port: int) -> ThreadingHTTPServer:
         port: 0 for any that is free.
 
     Raises:
-        UserError: it is no run, or the port is taken.
+        UserError: it is not a run, or the port is taken.
     """
     read_run(directory)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # a page of the web may ask for any address; it cannot say that it asked for this name
+            # against DNS rebinding: a web page may reach this address, but not under this name
             if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
                 self.send_error(403)
             elif self.path == "/":
@@ -65,6 +65,6 @@ def make_server(directory: Path, port: int) -> ThreadingHTTPServer:
 
 
 def _tag(directory: Path) -> str:
-    """Changes when a file of the run does."""
+    """An ETag that changes when a file of the run changes."""
     stats = [(directory / name).stat() for name in _FILES if (directory / name).is_file()]
     return '"' + hashlib.sha256(repr([(s.st_size, s.st_mtime_ns) for s in stats]).encode()).hexdigest()[:16] + '"'

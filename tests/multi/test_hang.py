@@ -75,9 +75,9 @@ def test_another_order(ended: Ended) -> None:
 def test_another_order_over_two_groups(ended: Ended) -> None:
     code, output = ended["swaps groups"]
     assert code == STALLED
-    assert "ranks wait for each other; one has left a call out, or makes it in another order" in output
-    assert "rank 0 has not come to what rank 1 waits in" in output
-    assert "rank 1 has not come to what rank 0 waits in" in output
+    assert "ranks wait for each other; one has skipped a call, or makes its calls in another order" in output
+    assert "rank 0 has not reached the call that rank 1 waits in" in output
+    assert "rank 1 has not reached the call that rank 0 waits in" in output
     assert "in add_everywhere" in output  # of the stack
 
 
@@ -99,7 +99,7 @@ def test_a_sleeping_rank(ended: Ended, runner: Runner) -> None:
     code, output = ended["sleeps"]
     assert code == STALLED
     assert f"nothing has happened for {STALL_SECONDS} s" in output
-    assert "rank 1 has not come to all_reduce [8] float32 (call 5 of ranks 0, 1; step 3" in output
+    assert "rank 1 has not reached all_reduce [8] float32 (call 5 of ranks 0, 1; step 3" in output
     assert "in oversleep" in output  # of its stack
     assert "in oversleep" in (runner.directory / "sleeps" / "workerlog.1").read_text()
     assert (runner.directory / "sleeps" / "calls.0.jsonl").read_text().count("\n") == 7
@@ -108,7 +108,7 @@ def test_a_sleeping_rank(ended: Ended, runner: Runner) -> None:
 def test_a_run_whose_first_rank_sleeps(ended: Ended, runner: Runner) -> None:
     code, output = ended["run"]
     assert code == STALLED, output
-    assert "rank 0 has not come to" in output
+    assert "rank 0 has not reached" in output
     assert "in which rank 1 waits" in output
     assert "in llmsuite_step_end" in output
     assert Path(runner.directory, "run", "logs", "calls.1.jsonl").exists()

@@ -72,7 +72,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "swaps": DIFFERENCE,
     "shape": DIFFERENCE,
     "raises": ("the disk of rank 0 is full", "rank 0 ended with exit code 1"),
-    "sleeps": ("rank 1 has not come to all_reduce [", "in which rank 0 waits", "in oversleep"),
+    "sleeps": ("rank 1 has not reached all_reduce [", "in which rank 0 waits", "in oversleep"),
     "sleeps in a pass": ("nothing has happened for 5 s", "in oversleep"),
 }
 """What has to be said of each."""

@@ -81,9 +81,9 @@ def test_a_rank_that_is_behind_is_named() -> None:
     (found,) = hang.missing({0: ahead, 1: behind})
     assert (found.rank, found.waiting, found.call.number) == (1, (0,), 2)
     lines, telling = hang.explain({0: ahead, 1: behind}, now=10.0)
-    assert lines[0].startswith("rank 0: waits since 8.0 s in all_reduce")
-    assert lines[1].startswith("rank 1: waits in no call that is recorded; was last heard of 8.5 s ago")
-    assert lines[2].startswith("rank 1 has not come to all_reduce [8] float32 (call 2 of ranks 0, 1")
+    assert lines[0].startswith("rank 0: has waited for 8.0 s in all_reduce")
+    assert lines[1].startswith("rank 1: is in no recorded call; its last call ended 8.5 s ago")
+    assert lines[2].startswith("rank 1 has not reached all_reduce [8] float32 (call 2 of ranks 0, 1")
     assert telling == [1]
 
 
@@ -93,12 +93,12 @@ def test_a_rank_that_waits_for_another_is_not_the_one_to_blame() -> None:
     b = Call("h", (1, 2), 3, "broadcast", "[2]", "float32", 1, "y.py:2 g", 1.0, 0.0)
     lines, telling = hang.explain({0: [a], 1: [call(4), b], 2: []}, now=10.0)
     assert telling == [2]
-    assert any(line.startswith("rank 2 has not come to broadcast [2] float32 (call 3 of ranks 1, 2") for line in lines)
-    assert "rank 2: has made no call" in lines
+    assert any(line.startswith("rank 2 has not reached broadcast [2] float32 (call 3 of ranks 1, 2") for line in lines)
+    assert "rank 2: has made no call yet" in lines
 
 
 def test_ranks_nobody_knows_of_are_told() -> None:
-    assert hang.explain({0: [call(1, ended=0.0)]}, now=2.0)[0][-1] == "of rank 1 nothing is known here"
+    assert hang.explain({0: [call(1, ended=0.0)]}, now=2.0)[0][-1] == "nothing is known here of rank 1"
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

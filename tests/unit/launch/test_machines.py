@@ -58,7 +58,7 @@ def test_they_agree_on_where_the_ranks_meet(master: str) -> None:
 def test_alone_there_is_nobody_to_hear_of() -> None:
     alone = Machines()
     assert len(alone.meet(_free_ports, 4)) == 5
-    alone.tell(DEAD)
+    alone.announce(DEAD)
     assert alone.poll() is None
     assert alone.all_ended
 
@@ -67,20 +67,20 @@ def test_as_long_as_all_is_well_nothing_is_heard(three: list[Machines]) -> None:
     assert _hear(three) == [None] * 3
     assert not three[0].all_ended
     for launcher in three[1:]:
-        launcher.tell(End(0, ""))
+        launcher.announce(End(0, ""))
         launcher.close()  # having said so, it may leave
     assert _hear(three[:1]) == [None]
     assert three[0].all_ended
 
 
 def test_a_failure_reaches_all(three: list[Machines]) -> None:
-    three[2].tell(DEAD)
+    three[2].announce(DEAD)
     assert _hear(three[:2]) == [DEAD, DEAD]
 
 
 def test_who_was_killed_comes_before_who_failed_for_it(three: list[Machines]) -> None:
-    three[1].tell(End(1, "rank 2 on machine 1 ended with exit code 1"))
-    three[2].tell(DEAD)
+    three[1].announce(End(1, "rank 2 on machine 1 ended with exit code 1"))
+    three[2].announce(DEAD)
     assert _hear(three[:1]) == [DEAD]
 
 
@@ -136,5 +136,5 @@ def test_an_address_that_is_not_of_machine_0_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(machines, "_MEET_SECONDS", 0.5)
     with pytest.raises(UserError, match=f"launch.master: nobody answers at {address}"):
         Machines(1, 2, address, "run").meet(_free_ports, 2)
-    with pytest.raises(UserError, match=r"machines \[1\] did not come to"):
+    with pytest.raises(UserError, match=r"machines \[1\] did not connect to"):
         Machines(0, 2, address, "run").meet(_free_ports, 2)

@@ -129,7 +129,7 @@ def test_accumulate_steps(plan: Plan) -> None:
         (
             {"parallel.sharding": "stage1"},
             "parallel.sharding",
-            "is stage1, but there is one data rank (pp1 dp1 sharding1 tp1): nothing to cut over",
+            "is stage1, but there is one data rank (pp1 dp1 sharding1 tp1); set it to none",
         ),
         (
             {"parallel.tensor_parallel_degree": 2, "launch.num_devices": 2, "model.config": {"num_key_value_heads": 1}},
@@ -144,12 +144,12 @@ def test_accumulate_steps(plan: Plan) -> None:
         (
             {"parallel.pipeline_parallel_degree": 3, "launch.num_devices": 3, "model.config": {"num_hidden_layers": 2}},
             "parallel.pipeline_parallel_degree",
-            "is 3; the model has 2 layers to cut",
+            "is 3; the model has 2 layers; use at most 2",
         ),
         (
             {"data.max_length": 2049},
             "data.max_length",
-            "is 2049; the model was made for at most 2048 positions",
+            "is 2049; the model has at most 2048 positions (max_position_embeddings)",
         ),
         (
             {"model.config": {"hidden_size": 33}},
@@ -163,7 +163,7 @@ def test_accumulate_steps(plan: Plan) -> None:
         ),
         ({"launch.master": "host"}, "launch.master", "is 'host'; it has to be host:port"),
         ({"device": "cup"}, "device", "no device is called 'cup'; did you mean 'cpu'? registered: cpu, gpu, xpu"),
-        ({"engine.precision": "bf16"}, "engine.precision", "bf16 does not work on cpu; it has fp32"),
+        ({"engine.precision": "bf16"}, "engine.precision", "bf16 does not work on cpu; use fp32"),
         ({"data.format": "trl"}, "data.format", "no data format is called 'trl'"),
         ({"loggers": ["visualdl", "visaldl"]}, "loggers", "no logger is called 'visaldl'; did you mean 'visualdl'?"),
     ],
@@ -199,7 +199,7 @@ def test_stage3_needs_to_know_what_is_gathered_at_once(plan: Plan, write_recipe:
     plan(changes)
     registry = registry_with()
     registry.models["llama"] = dataclasses.replace(registry.models["llama"], shard_plan=None)
-    with pytest.raises(RecipeError, match="is stage3; this family has no table of the modules to gather"):
+    with pytest.raises(RecipeError, match="is stage3; the shard plan of this family names no modules to gather"):
         plan_run(write_recipe(changes), [], registry)
 
 
@@ -264,9 +264,9 @@ INTERLEAVED = {"pipeline_schedule": "interleaved"}
         (
             _pipeline(4, **INTERLEAVED, virtual_pipeline_degree=9),
             "virtual_pipeline_degree",
-            "is 9: 4 pipeline stages have 36 chunks then, and the model 32 layers",
+            "is 9: 4 pipeline stages have 36 chunks, but the model has 32 layers",
         ),
-        (_pipeline(1, pipeline_cut="parameters"), "pipeline_cut", "there is nothing to cut"),
+        (_pipeline(1, pipeline_cut="parameters"), "pipeline_cut", "there is no pipeline to split layers over"),
         (
             _pipeline(3, pipeline_cut=[8, 8]),
             "pipeline_cut",
@@ -275,7 +275,7 @@ INTERLEAVED = {"pipeline_schedule": "interleaved"}
         (
             _pipeline(4, pipeline_cut=[8, 16]),
             "pipeline_cut",
-            "names 2 layers; 4 pipeline stages of 1 chunks are 4 parts, which 3 layers begin",
+            "names 2 layers; 4 pipeline stages x 1 chunks = 4 parts: name the first layer of each but the first, 3",
         ),
         (_pipeline(2, pipeline_cut=[32]), "pipeline_cut", "names layer 32; the model has layers 0 to 31"),
         (_pipeline(2, pipeline_cut="evenly"), "pipeline_cut", "expected one of: layers, parameters or list"),
@@ -296,7 +296,7 @@ def test_a_family_without_a_table_has_no_pipeline(write_recipe: Callable[..., Pa
     llama = registry_with().models["llama"]
     registry = registry_with()
     registry.models["llama"] = dataclasses.replace(llama, shard_plan=None)
-    with pytest.raises(RecipeError, match="this family has no table of what a pipeline cuts"):
+    with pytest.raises(RecipeError, match="the shard plan of this family names no layers to split"):
         plan_run(write_recipe(_pipeline(2)), [], registry)
 
 

@@ -109,7 +109,7 @@ def test_unknown_preset(problems: Problems, tmp_path: Path) -> None:
 def test_model_of_unknown_size(problems: Problems, tmp_path: Path) -> None:
     (problem,) = problems({"model.preset": REMOVE})
     assert problem.where == position(tmp_path / "recipe.json", '"model"')
-    assert problem.message == "give weights, a preset or a config; one of them says how large the model is"
+    assert problem.message == "has no shape; set model.weights, model.preset or model.config"
 
 
 def test_weights_that_are_not_there(plan: Plan, problems: Problems, tmp_path: Path) -> None:

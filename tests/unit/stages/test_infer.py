@@ -86,12 +86,12 @@ def test_beams_are_those_of_generate(recipe: Path, model: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--train.max_steps=3"], r"train\.max_steps: has no meaning for stage 'infer', which trains nothing; remove"),
+        (["--train.max_steps=3"], r"train\.max_steps: has no meaning for stage 'infer', which does not train; remove"),
         (["--data.train=x.jsonl"], r"data\.train: has no meaning for stage 'infer'"),
         (["--infer.temprature=1"], r"infer\.temprature: unknown key; did you mean 'temperature'"),
         (["--infer.num_beams=2"], r"infer\.temperature: does not go with num_beams"),
         (["--infer.min_new_tokens=10"], r"infer\.min_new_tokens: is 10, above max_new_tokens = 9"),
-        (["--launch.num_devices=2"], r"launch\.num_devices: makes 2 ranks; stage infer uses .* degree = 1"),
+        (["--launch.num_devices=2"], r"launch\.num_devices: 2 devices, but stage infer runs on .* degree = 1"),
         (["--parallel.pipeline_parallel_degree=2"], r"parallel\.pipeline_parallel_degree: has no meaning"),
         (["--engine.precision=bf16"], r"engine\.precision: bf16 does not work on cpu"),
         (['--loggers=["console"]'], r"loggers: .*"),
@@ -111,7 +111,7 @@ def test_missing_prompts_are_named(recipe: Path, capsys: Any) -> None:
 def test_commands_about_training_say_so(recipe: Path, capsys: Any) -> None:
     for words in (["data", "stats"], ["data", "explain"], ["plan"]):
         assert main([*words, str(recipe)]) == 2
-        assert "is of stage infer, which trains nothing" in capsys.readouterr().err
+        assert "has stage infer, which does not train" in capsys.readouterr().err
     assert main(["validate", str(recipe)]) == 0
     assert "ok (infer, llama, pp1 dp1 sharding1 tp1 on cpu)" in capsys.readouterr().out
 
