@@ -55,7 +55,7 @@ def test_every_choice_is_valid(registry: Registry, tmp_path: Path) -> None:
 
 
 def test_a_stage_without_recipes(registry: Registry) -> None:
-    with pytest.raises(UserError, match="no recipe of it comes with llmsuite"):
+    with pytest.raises(UserError, match="llmsuite comes with no recipe for it"):
         new_recipe(Choice("next", registry.models["llama"], "llama-7b", 1, "cpu"), 7, False)
 
 

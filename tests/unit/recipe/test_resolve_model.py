@@ -118,7 +118,7 @@ def test_weights_that_are_not_there(plan: Plan, problems: Problems, tmp_path: Pa
     assert problem.message.startswith("org/model is not a directory with a model;")
     assert "`llmsuite import SOURCE -o org/model`" in problem.message
     assert "`hf download org/model --local-dir DIR`, and run with `--model.weights=DIR`" in problem.message
-    assert "Or set model.preset" in problem.message
+    assert "or set model.preset" in problem.message
     # with a preset the recipe can be checked; only a run needs the files
     found = plan({"model.weights": "org/model"})
     assert found.weights == Path("org/model")
