@@ -259,5 +259,5 @@ class TiedLogits:
         if not paddle.in_dynamic_mode() or list(hidden.shape[:-1]) != [1]:
             return paddle.matmul(hidden, self._weight, transpose_y=True)
         if self._transposed is None:
-            self._rotated = self._weight.t().contiguous()
+            self._transposed = self._weight.t().contiguous()
         return paddle.matmul(hidden, self._transposed)
