@@ -53,11 +53,22 @@ def registry_with(**plugins: Any) -> Registry:
     return result
 
 
+KERNELS = ("gloo", "gloo_front", "kernels")
+"""Directories of a cache that hold what is built for this machine."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is read from or written to the cache of whoever runs the tests."""
+    """Nothing is read from or written to the cache of whoever runs the tests. What is built for this machine is built
+    once, by one of the processes that share the tests."""
+    cache, together = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        together = together.parent
+    for name in KERNELS:
+        (together / "built" / name).mkdir(parents=True, exist_ok=True)
+        (cache / name).symlink_to(together / "built" / name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LLMSUITE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("LLMSUITE_CACHE", str(cache))
         yield
 
 

@@ -16,8 +16,9 @@ import pytest
 import safetensors.numpy
 
 from llmsuite.cache import cache_root
-from tests.conftest import PluginSite
+from tests.conftest import KERNELS, PluginSite
 from tests.paths import ROOT
+from tests.tools.warm import warm
 
 RECIPE = "recipes/llama/dpo.json"
 
@@ -40,7 +41,7 @@ class Runner:
     def __init__(self, directory: Path):
         self.directory = directory
         (directory / "cache").mkdir()
-        for kernels in (cache_root() / "gloo", cache_root() / "kernels"):
+        for kernels in (cache_root() / name for name in KERNELS):
             kernels.mkdir(parents=True, exist_ok=True)
             (directory / "cache" / kernels.name).symlink_to(kernels)
         self.environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache"), "LLMSUITE_PLUGINS": ""}
@@ -86,17 +87,28 @@ class Runner:
         raise AssertionError(f"step {step} did not come\n{process.communicate()[0]}")
 
     def run(self, *arguments: str, expect: int = 0, **environment: str) -> str:
-        """Run it to its end; returns what it printed."""
-        process = self.start(*arguments, **environment)
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == expect, f"exit code {process.returncode}\n{output}"
+        """Run it to its end, as a fork of a process that has imported Paddle; returns what it printed."""
+        code, output = warm().run("llmsuite.cli.main", [*arguments], {**self.environment, **environment})
+        assert code == expect, f"exit code {code}\n{output}"
         return output
 
-    def launch(self, num_ranks: int, module: str, *words: str) -> tuple[int, str]:
-        """Run a module of tests in every rank of a launch, see `tests.tools.launched`; returns exit code and output."""
-        logs = self.directory / f"logs of {module} {num_ranks}"
+    def launch(self, num_ranks: int, module: str, *words: str, fresh: bool = False) -> tuple[int, str]:
+        """Run a module of tests in every rank of a launch, see `tests.tools.launched`.
+
+        Args:
+            num_ranks: how many.
+            module: whose `main` each of them calls.
+            words: that it is called with.
+            fresh: whether Paddle has to be imported for it: the module does something before.
+
+        Returns:
+            Exit code, and what was printed.
+        """
+        arguments = [str(num_ranks), str(self.directory / f"logs of {module} {num_ranks}"), module, *words]
+        if not fresh:
+            return warm().run("tests.tools.launched", arguments, self.environment, timeout=3600)
         process = subprocess.run(
-            [sys.executable, "-m", "tests.tools.launched", str(num_ranks), str(logs), module, *words],
+            [sys.executable, "-m", "tests.tools.launched", *arguments],
             cwd=ROOT,
             env=self.environment,
             stdout=subprocess.PIPE,

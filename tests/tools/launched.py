@@ -18,8 +18,9 @@ from llmsuite.launch.launch import launch
 from llmsuite.launch.ranks import can_fork
 
 
-def main(num_ranks: int, logs: Path, name: str, *words: str) -> int:
-    """Start the ranks; ends as they do."""
+def main() -> int:
+    """Start the ranks that the command line asks for; ends as they do."""
+    num_ranks, logs, name, words = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
     backend, module = CpuBackend(), importlib.import_module(name)
     if hasattr(module, "before_paddle"):
         module.before_paddle(*words)
@@ -37,4 +38,4 @@ def main(num_ranks: int, logs: Path, name: str, *words: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))
+    sys.exit(main())
