@@ -43,7 +43,8 @@ GRADIENT_LIMIT = 3e-6
 STATE_LIMIT = 1e-5
 KL_LIMIT = 1e-4
 """Of differences of log-probabilities, each about -100 and known to 1e-5 by float32."""
-_ROUNDING = 2.0**-24  # of a float32
+ROUNDING = 2.0**-24
+"""Largest relative error of a number that is rounded to float32."""
 _METRICS = ("loss", "grad_norm", "logps/chosen", "logps/rejected", "nll/chosen", "kl")
 
 
@@ -118,7 +119,9 @@ def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
         while left:
             path = runner.directory / f"cases-{num_ranks}.json"
             path.write_text(json.dumps([dataclasses.asdict(case) for case in left]))
-            code, printed = runner.launch(num_ranks, "tests.parity.worker", str(path))
+            code, printed = runner.launch(
+                num_ranks, "tests.parity.worker", str(path), fresh=any(case.trace for case in left)
+            )
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
             before, left = left, [case for case in left if not (runner.directory / case.name / "done").exists()]
@@ -190,7 +193,7 @@ def compare(
     first, last, found = (runner.weights(n, s, stem) for n, s in ((one, 1), (one, STEPS), (many, STEPS)))
     assert last.keys() == found.keys()
     for name, value in last.items():
-        rounding, change = STEPS * _ROUNDING * _norm(value), _norm(value - first[name])
+        rounding, change = STEPS * ROUNDING * _norm(value), _norm(value - first[name])
         difference = _norm(found[name] - value) - rounding
         difference = difference / change if change else _norm(found[name] - value)  # as it was: exactly
         result.change = max(result.change, result.check(name, difference, limit))

@@ -18,17 +18,18 @@ import importlib.metadata
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.schema.section import as_plain
+from llmsuite.stages.sections import DpoSection
 from tests.conftest import registry_with
 from tests.multi.conftest import Runner
 from tests.parity import planned
-from tests.parity.cases import LIMIT, Case, run_cases
+from tests.parity.cases import LIMIT, ROUNDING, Case, run_cases
 from tests.parity.planned import truth_of
 from tests.parity.qat import FLIPPED
 from tests.paths import ROOT
@@ -142,17 +143,17 @@ def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dic
         elif not entry.trains(registry):
             record |= _same_answers(runner, ones[entry].name, entry.name)
         else:
-            rounded = plan.recipe.qat.activation_bits is not None
-            record |= _compared(runner, ones[entry].name, entry.name, rounded)
+            record |= _compared(runner, ones[entry].name, entry.name, plan)
             if record["passed"]:
                 record |= _planned(runner, entry.name, plan)
         records.append(record)
     return records
 
 
-def _compared(runner: Runner, one: str, many: str, rounded: bool) -> dict[str, Any]:
-    """The largest relative difference of loss and gradient norm in any step. Where inputs are `rounded`, those of the
+def _compared(runner: Runner, one: str, many: str, plan: RunPlan) -> dict[str, Any]:
+    """The largest relative difference of loss and gradient norm in any step. Where inputs are rounded, those of the
     steps behind the first may differ by what tests/parity/qat.py says."""
+    rounded = plan.recipe.qat.activation_bits is not None
     expected, found = runner.metrics(one), runner.metrics(many)
     if [len(expected), len(found)] != [STEPS, STEPS]:
         return {"passed": False, "problem": f"{len(expected)} and {len(found)} steps were recorded"}
@@ -161,11 +162,35 @@ def _compared(runner: Runner, one: str, many: str, rounded: bool) -> dict[str, A
     keys = ("loss", "grad_norm")
     found_by = {key: [abs(b[key] / a[key] - 1) for a, b in zip(expected, found, strict=True)] for key in keys}
     limits = {key: [LIMIT, *[FLIPPED[key] if rounded else LIMIT] * (STEPS - 1)] for key in keys}
+    margins = [margin_rounding(plan, record) for record in expected]
+    limits["grad_norm"] = [max(pair) for pair in zip(limits["grad_norm"], margins, strict=True)]
     pairs = [pair for key in keys for pair in zip(found_by[key], limits[key], strict=True)]
     if not all(difference <= limit for difference, limit in pairs):  # NaN is none either
         return {"passed": False, "problem": f"differs by {json.dumps(found_by)}"}
-    told = {"rounded": True} if rounded else {}
+    told: dict[str, Any] = {"rounded": True} if rounded else {}
+    if max(margins) > LIMIT:
+        told["grad_norm_limit"] = max(limits["grad_norm"])
     return {**{key: max(values) for key, values in found_by.items()}, **told, "passed": True}
+
+
+def margin_rounding(plan: RunPlan, record: Mapping[str, float]) -> float:
+    """How far the rounding of log-probabilities may move the gradient norm of a step, relatively; 0 where no reference
+    is compared with.
+
+    The loss of a pair is -log sigmoid(x), where x is beta times a difference of four log-probabilities: of two answers,
+    by the model and by the reference. Each is a float32, thus off by up to 2**-24 of itself. The gradient of the pair
+    is proportional to sigmoid(-x), whose relative change is at most the change of x. The log-probabilities of the
+    reference are taken to be as large as those of the model, which begins as its equal.
+
+    Args:
+        plan: of the run.
+        record: metrics of the step.
+    """
+    section = plan.section
+    if not isinstance(section, DpoSection) or section.loss != "sigmoid" or section.reference_from == "none":
+        return 0.0
+    sizes = abs(record["logps/chosen"]) + abs(record["logps/rejected"])
+    return section.beta * 2 * ROUNDING * sizes
 
 
 def _planned(runner: Runner, name: str, plan: RunPlan) -> dict[str, Any]:
