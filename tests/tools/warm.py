@@ -77,7 +77,7 @@ def _import_ahead() -> None:
         stage.factory()
     for family in registry.models.values():
         family.factory()
-    for module in ("tokenizers", "llmsuite.train.run", "llmsuite.inference.generate", "tests.parity.worker"):
+    for module in ("tokenizers", "llmsuite.train.trainer", "llmsuite.inference.generate", "tests.parity.worker"):
         importlib.import_module(module)
     assert can_fork(), "a thread is running"
 
