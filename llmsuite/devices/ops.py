@@ -1,5 +1,7 @@
 """The operations a device may have a fused kernel for, and their plain forms, which run anywhere.
 
+Models use devices through this module only: they compute with the `Ops` they are given, and know no device.
+
 Shapes: B batch, L query length, S key length, H query heads, J key-value heads, K head size, D hidden,
 F intermediate.
 """
@@ -28,13 +30,13 @@ def document_mask(document_starts: Tensor, dtype: Any) -> Tensor:
 
 
 def document_spans(document_starts: Tensor) -> Tensor:
-    """What each token of rows of several documents sees, [B, 3, L]: keys from the first number up to the second, which
-    is not one of them, and from the third up to the token itself.
+    """The keys that each token sees in rows of several documents, [B, 3, L]: from the first number up to, but without,
+    the second, and from the third up to the token itself.
 
-    `document_starts` [B, L]: where in the row the document of each token begins: its place less its position.
-    A part of a row that is told another beginning than the part before it is a document of its own when it begins
-    there itself. Else it goes on, at the position it has, from the first tokens of the last document that began before
-    it: it sees those, and nothing of what follows them up to itself. So several answers share one prompt.
+    `document_starts` [B, L] is, for each token, where in the row its document begins: its place less its position.
+    Where this number changes, a new part of the row begins. A part that begins at the number itself is a new document.
+    Any other part continues the first tokens of the last document before it, at the position it has: it sees those
+    tokens and itself, but nothing between. So several answers share one prompt.
     """
     at = paddle.arange(document_starts.shape[1], dtype=document_starts.dtype).expand_as(document_starts)
     is_start = paddle.logical_or(document_starts != document_starts.roll(1, 1), at == 0)
@@ -46,7 +48,7 @@ def document_spans(document_starts: Tensor) -> Tensor:
 
 
 def span_mask(spans: Tensor, dtype: Any) -> Tensor:
-    """What is added to scores, [B, 1, L, L], where tokens see what `document_spans` says."""
+    """The mask to be added to scores, [B, 1, L, L], for the spans of `document_spans`."""
     begin, end, own = (part.unsqueeze(-1) for part in spans.unbind(1))
     at = paddle.arange(spans.shape[2], dtype=spans.dtype)
     of_document = paddle.logical_and(at >= begin, at < end)
@@ -97,21 +99,21 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderWeights:
-    """All parameters of a decoder of layers with grouped-query attention and a gated MLP, in the form of
+    """All parameters of a decoder with grouped-query attention and gated MLPs, in the form of
     `llmsuite.inference.fused`."""
 
     layers: list[Tensor]
-    """Of each: its first norm [D]; queries, keys and values [D, (H + 2 J) K], and with `has_bias` their bias; with
+    """Layer by layer: first norm [D]; queries, keys and values [D, (H + 2 J) K], and with `has_bias` their bias; with
     `has_head_norms` the norms of a query and of a key [K]; output [H K, D], second norm [D], gate and up [D, 2 F], down
     [F, D]."""
     norm: Tensor
-    """The last one, [D]."""
+    """The last norm, [D]."""
     head: Tensor
     """[V, D] with `is_tied`, else [D, V]."""
     eps: float
-    """Of every norm."""
+    """Epsilon of every norm."""
     num_queries: int
-    """Heads."""
+    """Query heads."""
     has_bias: bool
     has_head_norms: bool
     is_tied: bool
@@ -124,38 +126,38 @@ class Ops:
     causal_mask: Callable[[int, int, Any], Tensor | None] = causal_mask
     """Built once a forward pass and handed to every layer; None when `attention` is causal by itself."""
     document_mask: Callable[[Tensor, Any], Tensor] = document_mask
-    """In its place for rows of several documents; in the form that `attention` takes."""
+    """The mask of rows of several documents, in the form that `attention` takes."""
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
     cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
-    """Of logits that nothing else needs."""
+    """The logits are needed for nothing else: their memory may be taken."""
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
-    columns that are padding [B], a cache with room, each tensor [B, J, S, K], and how many of its columns are filled,
-    to logits [B, V]; keys and values are written in place. None: layer by layer, by the operations above."""
+    padding columns [B], a cache with free columns, each tensor [B, J, S, K], and how many columns are filled, to logits
+    [B, V]; keys and values are written in place. None: layer by layer, by the operations above."""
     heads_first: bool = False
-    """Give `attention` keys and values, and keep them in the cache, as [B, J, S, K]: for generation, where turning the
+    """Whether `attention` and the cache have keys and values as [B, J, S, K]: for generation, where transposing the
     whole cache in every pass would take longer than all else."""
 
 
 def describe_ops(ops: Ops) -> Iterator[tuple[str, bool, str]]:
-    """Of each operation its name, whether a kernel has taken the place of the plain form, and what the form that is
-    used says of itself."""
+    """For each operation: its name, whether a kernel replaces the plain form, and the first paragraph of the docstring
+    of the form that is used."""
     for field in dataclasses.fields(Ops):
         form = getattr(ops, field.name)
         if form is None:
             yield field.name, False, "None: the other operations, one after the other."
         elif callable(form):
-            said = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
-            yield field.name, form is not field.default, said
+            summary = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
+            yield field.name, form is not field.default, summary
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Flash attention, causal by itself. A single query sees every key, so it needs no causality.
 
-    A mask is what `document_ends` gives; tiles between documents are skipped (FlashMask, arXiv 2410.01359).
+    A mask is in the form of `document_ends`; tiles between documents are skipped (FlashMask, arXiv 2410.01359).
     """
     if mask is not None:
         assert mask.dtype == paddle.int32, "flash attention is given its causality as a flag"
@@ -181,10 +183,10 @@ def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
 
 
 def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotary` in one kernel, which wants cos and sin for both halves."""
+    """`rotary` in one kernel, which takes cos and sin for both halves."""
     cos, sin = (paddle.concat([t, t], axis=-1).astype(x.dtype) for t in (cos, sin))
     shape = x.shape
-    if cos.shape[0] > 1:  # it takes one rotation for all rows: so all are made one
+    if cos.shape[0] > 1:  # the kernel takes one rotation for all rows: so all rows are made one
         x, cos, sin = (t.reshape([1, -1, *t.shape[2:]]) for t in (x, cos, sin))
     rotated, _, _ = paddle.incubate.nn.functional.fused_rotary_position_embedding(
         x, None, None, sin=sin, cos=cos, use_neox_rotary_style=False

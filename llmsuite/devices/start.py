@@ -1,4 +1,4 @@
-"""Paddle's first import in a process, without the noise that users cannot act on."""
+"""Paddle's first import in a process, without the warnings that users cannot act on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 
 from llmsuite.devices.base import DeviceBackend
 
-# Paddle 3.3.1 says both on every start: it has no use for ccache here, and the thread count is meant.
+# Paddle 3.3.1 prints them, and a warning about ccache, on every start; the number of threads is set on purpose.
 _NOISE = ("OMP_NUM_THREADS set to", "if this PaddlePaddle binary is compiled with OpenBlas", "PLEASE USE OMP_NUM")
 
 
@@ -18,23 +18,23 @@ def start_paddle(backend: DeviceBackend, local_ranks: int, join: bool = False, f
     """Set the backend's environment, then import Paddle. What the user has set wins.
 
     Args:
-        backend: of the device.
-        local_ranks: of the run on this machine.
-        join: this process will be one of several ranks, which some backends have to prepare for.
-        fork: forks of this process will be; each has to call `backend.after_paddle`.
+        backend: backend of the device.
+        local_ranks: number of ranks of the run on this machine.
+        join: whether this process will be one of several ranks, which some backends have to prepare for.
+        fork: whether forks of this process will be ranks; each has to call `backend.after_paddle`.
     """
     for name, value in backend.environment(local_ranks).items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("GLOG_minloglevel", "2")
     if join or fork:
         backend.before_paddle()
-    said = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stderr(said):
+    messages = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stderr(messages):
         warnings.filterwarnings("ignore", message="No ccache found")
         import paddle  # noqa: F401
-    # Paddle 3.3.1 warns of itself while it makes a program
+    # Paddle 3.3.1 triggers it itself while it traces a program
     warnings.filterwarnings("ignore", message="Tensor do not have 'place' interface")
-    for line in said.getvalue().splitlines():
+    for line in messages.getvalue().splitlines():
         if line.strip() and not any(noise in line for noise in _NOISE):
             print(line, file=sys.stderr)
     if join:

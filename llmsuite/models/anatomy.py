@@ -1,6 +1,6 @@
-"""What a decoder layer is made of, as sizes: from it `llmsuite plan` tells what a layer computes, keeps and sends.
+"""Sizes of the parts of a decoder: `llmsuite plan` derives from them what each layer computes, keeps and sends.
 
-A family's `anatomy.py` says it of its shapes, beside `layers.py`, which computes it. Imports no Paddle.
+A family's `anatomy.py` gives them for a shape, beside `layers.py`, which has the code. Imports no Paddle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
-    """`blocks.Attention`, or with `rotary` off GPT's."""
+    """Sizes of `blocks.Attention`; without `rotary`, of GPT's attention."""
 
     heads: int
     kv_heads: int
@@ -26,7 +26,7 @@ class GroupedQuery:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """DeepSeek's attention."""
+    """Sizes of DeepSeek's multi-head latent attention."""
 
     heads: int
     q_rank: int | None
@@ -41,30 +41,31 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedMLP:
-    """`blocks.GatedMLP`."""
+    """Size of `blocks.GatedMLP`."""
 
     width: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeluMLP:
-    """Two matrices with biases and a GELU between them."""
+    """Size of an MLP of two matrices with biases and a GELU between them."""
 
     width: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoE:
-    """Routed experts, and shared ones as one gated MLP."""
+    """Sizes of routed experts, and of shared ones as one gated MLP."""
 
     experts: int
     chosen: int
-    """Experts of a token."""
+    """Routed experts each token goes to."""
     width: int
-    """Of a routed expert."""
+    """Width of a routed expert."""
     shared_width: int
+    """Width of all shared experts together."""
     normed: bool = False
-    """Whether the weights of a token's experts are made to add up to 1."""
+    """Whether the weights of a token's experts are normalized to add up to 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class LayerAnatomy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """A decoder."""
+    """Sizes of a whole decoder."""
 
     hidden: int
     vocabulary: int

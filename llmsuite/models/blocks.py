@@ -1,8 +1,8 @@
-"""What decoders have in common, for one card: no degree, no rank, no mesh.
+"""Building blocks of decoders, for one card: no degree, no rank, no mesh; and of a device only its `Ops`.
 
 Shapes: B batch, L length, D hidden, H query heads, J key-value heads, K head size, V vocabulary.
-A cache is a pair of tensors a layer, its length S their last dim but one with `Ops.heads_first`, else their dim 1, and
-is replaced, not written in place (but see `CausalLM.decode_step`).
+A cache is a pair of tensors for each layer. Its length S is their last dim but one with `Ops.heads_first`, else dim 1.
+It is replaced, not written in place (but see `CausalLM.decode_step`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmsuite.typing import Tensor
 LayerCache = tuple[Tensor, Tensor]
 
 ZEROS = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0))
-"""Matrices start so: `engine.init` or a checkpoint fills them."""
+"""Matrices start as zeros: `llmsuite.train.weights` or a checkpoint fills them."""
 
 
 def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
@@ -55,7 +55,7 @@ class Attention(nn.Layer):
         self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
         self.v_proj = linear(config.hidden_size, kv_width, qkv_bias)
         self.o_proj = linear(width, config.hidden_size)
-        # of each head, before the rotation
+        # norms of each head, before the rotation
         self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
 
@@ -111,13 +111,13 @@ class DecoderLayer(nn.Layer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] and what `CausalLM.layer_inputs` gives to [B, L, D] and the layer's cache."""
+        """x [B, L, D], and what `CausalLM.layer_inputs` returns, to [B, L, D] and the layer's cache."""
         attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), present
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """`forward` without the cache, as a layer is called in training: compiled, or computed again."""
+        """`forward` without the cache, as training calls a layer: compiled, or recomputed."""
         return self(x, cos, sin, mask)[0]
 
 
@@ -132,8 +132,8 @@ class Decoder(nn.Layer):
 
 
 class CausalLM(nn.Layer):
-    """A causal language model, or with a score head a reward model. Parameters start at zero (norms at one):
-    `engine.init` or a checkpoint fills them."""
+    """A causal language model, or with a score head a reward model. Matrices start as zeros, norms as ones:
+    `llmsuite.train.weights` or a checkpoint fills them."""
 
     def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
         """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head`."""
@@ -148,12 +148,12 @@ class CausalLM(nn.Layer):
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """What every layer takes beside its input, made once a pass: such as the rotation and the mask of the
-        positions from `start`, or of those in `document_starts`; see `hidden_states`."""
+        """The further inputs of every layer, made once a pass: such as the rotation and the mask, for the positions
+        from `start` or for those that `document_starts` implies; see `hidden_states`."""
         raise NotImplementedError
 
     def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor | None:
-        """What is to be seen from the positions from `start`, or in `document_starts`, as `ops.attention` takes it."""
+        """The attention mask, in the form that `ops.attention` takes; arguments as in `layer_inputs`."""
         if document_starts is not None:
             return self.ops.document_mask(document_starts, dtype)
         return self.ops.causal_mask(length, start + length, dtype)
@@ -164,31 +164,31 @@ class CausalLM(nn.Layer):
         """Input ids [B, L] to normed hidden states [B, L, D] and the cache for the next call; in training there is
         none.
 
-        Positions go on from the cache. Sequences start at position 0 and are padded on the right, so that no
+        Positions continue from the cache. Sequences start at position 0 and are padded on the right, so that no
         token sees padding and none needs a mask of its own.
 
-        A row may hold several documents. Then `document_starts` [B, L] says of each token where in its row the token's
-        document begins, -1 of padding that is marked: no token sees another document, and each begins at position 0.
-        A document may also go on from the first tokens of one before it, see `devices.ops.document_spans`.
+        A row may hold several documents. Then `document_starts` [B, L] is, for each token, where in its row the
+        token's document begins, or -1 for padding that is marked: no token sees another document, and each begins at
+        position 0. A document may also continue the first tokens of one before it, see `devices.ops.document_spans`.
         """
         x, present = self.decode(self.embed(input_ids, self._length(cache), document_starts), cache, document_starts)
         return self.final_norm(x), present
 
     def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
-        """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
-        [B, L, D]."""
+        """Input ids [B, L] at the positions from `start`, or of their documents, to the input of the first
+        layer, [B, L, D]."""
         return self.model.embed_tokens(input_ids)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """What the last layer gives to normed hidden states, [B, L, D]."""
+        """Output of the last layer to normed hidden states, [B, L, D]."""
         return self.model.norm(x)
 
     def decode(
         self, x: Tensor, cache: list[LayerCache] | None = None, document_starts: Tensor | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
-        """Through the layers that are here, [B, L, D] to [B, L, D]; and the cache for the next call."""
+        """[B, L, D] through the layers of this part of the model to [B, L, D]; and the cache for the next call."""
         assert cache is None or not self.training, "a cache is for evaluation"
-        assert cache is None or document_starts is None, "a cache is of one document a row"
+        assert cache is None or document_starts is None, "a cache has one document a row"
         inputs = self.layer_inputs(self._length(cache), x.shape[1], x.dtype, document_starts)
         present = []
         for i, layer in enumerate(self.model.layers):
@@ -202,12 +202,12 @@ class CausalLM(nn.Layer):
     def decode_step(
         self, input_ids: Tensor, padding: Tensor, cache: Sequence[LayerCache] | None, filled: int | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
-        """One pass of generation over a batch that is padded on the left; shapes may be those of a static program.
+        """One pass of generation over a batch that is padded on the left. Shapes may be those of a static program.
 
         Args:
-            input_ids: [B, L], what follows the cache.
+            input_ids: [B, L], the tokens that follow the cache.
             padding: [B], how many of the first S + L columns of each row are padding, which no token sees.
-            cache: of the columns so far; None at the start.
+            cache: cache of the columns so far; None at the start.
             filled: only where `llmsuite.inference.fused.accepts_buffer`: this many columns of the cache are filled, and
                 the new ones are written in place behind them.
 
@@ -247,7 +247,7 @@ class CausalLM(nn.Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V]."""
-        assert self.score is None, "a reward model says nothing; the stage's spec has to ask for a language model"
+        assert self.score is None, "a reward model has no logits; the stage's spec has to ask for a language model"
         if self.lm_head is None:
             return paddle.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
         return self.lm_head(hidden)
@@ -273,7 +273,7 @@ def dim_size(x: Tensor, dim: int) -> Any:
 
 
 def positions(document_starts: Tensor) -> Tensor:
-    """Of each token in its document, [B, L]; `document_starts` as in `CausalLM.hidden_states`."""
+    """Position of each token in its document, [B, L]; `document_starts` as in `CausalLM.hidden_states`."""
     return paddle.arange(document_starts.shape[1], dtype=document_starts.dtype) - document_starts.clip(min=0)
 
 
@@ -285,10 +285,10 @@ def rotation(
     dtype: Any,
     document_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """scale times cos and sin of the positions from `start`, [1, L, 1, K / 2], or of those in `document_starts`,
-    [B, L, 1, K / 2].
+    """scale times cos and sin for the positions from `start`, [1, L, 1, K / 2], or with `document_starts` for the
+    positions in documents, [B, L, 1, K / 2].
 
-    Angles are made in float64, as positions get large.
+    Angles are computed in float64, as positions get large.
     """
     angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))
     cos, sin = (paddle.to_tensor((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))

@@ -36,7 +36,8 @@ def in_written_order(cls: _Config) -> _Config:
         if name not in order:
             order.insert(place, name)
         place = order.index(name) + 1
-    cls.__dataclass_fields__ = {name: cls.__dataclass_fields__[name] for name in order}
+    shape: Any = cls
+    shape.__dataclass_fields__ = {name: shape.__dataclass_fields__[name] for name in order}
     return cls
 
 
@@ -65,7 +66,7 @@ class DecoderConfig:
     eos_token_id: int | list[int] | None
     """Kept for config.json; generation stops at it."""
     head: Head = "language_model"
-    """What is made of the hidden states."""
+    """Head of the model; the stage decides, see `llmsuite.models.head`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
@@ -154,5 +155,6 @@ class GroupedQueryConfig(RotaryConfig):
         """As `RotaryConfig.hf_fields`; a config.json may leave out the number of key and value heads."""
         values = super().hf_fields(data, default_theta)
         if values.get("num_key_value_heads") is None:
-            values["num_key_value_heads"] = values.get("num_attention_heads", cls.num_attention_heads)
+            defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+            values["num_key_value_heads"] = {**defaults, **values}["num_attention_heads"]
         return values

@@ -1,7 +1,7 @@
-"""Routed experts for one card: each computes the tokens that were sent to it, and no others.
+"""Routed experts for one card: each computes only the tokens that are routed to it.
 
 Shapes: B batch, L length, T tokens (B x L), D hidden, E experts, F width of an expert, k experts of a token. A row is a
-token on its way to one of its experts: there are T x k of them, or N where only some of the experts are here.
+token routed to one of its experts: there are T x k rows, or N where this card has only some of the experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Stacked(nn.Layer):
 
 
 class Experts(nn.Layer):
-    """Gated MLPs. No token is dropped, however many go to one of them."""
+    """Gated MLPs. No token is dropped, however many are routed to one expert."""
 
     def __init__(self, num_experts: int, hidden_size: int, width: int, ops: Ops):
         super().__init__()
@@ -39,47 +39,47 @@ class Experts(nn.Layer):
         self.down_proj = Stacked(num_experts, width, hidden_size)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """x [B, L, D], and weights and numbers of the experts of each token [B, L, k], to [B, L, D]."""
+        """x [B, L, D], and weights and numbers of each token's experts [B, L, k], to [B, L, D]."""
         tokens = x.flatten(0, 1)
         route = sort_rows(chosen.flatten(), self.gate_proj.weight.shape[0])
         rows = self.rows(dispatch(tokens, route), route.counts, self.matrices())
         return combine(rows, weights.flatten(0, 1), route).reshape(x.shape)
 
     def matrices(self) -> list[Tensor]:
-        """The stacks of gate, up and down."""
+        """The stacked weights of gate, up and down."""
         return [self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight]
 
     def rows(self, x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
-        """Rows [N, D] in the order of the experts that are here, so many of each, through them."""
+        """Rows [N, D], sorted by expert with so many `counts` for each, through the experts."""
         gate, up, down = matrices
         return grouped_matmul(self.swiglu(grouped_matmul(x, gate, counts), grouped_matmul(x, up, counts)), down, counts)
 
 
 class Balance:
-    """What a gate has dealt out in a step, and the loss of doing so unevenly."""
+    """How many tokens a gate has routed to each expert in a step, and the auxiliary loss of an uneven load."""
 
     def __init__(self) -> None:
         self.factor = 0.0
-        """What the gradient of the loss is multiplied by; 0 for no loss."""
+        """Factor of the gradient of the loss; 0 for no loss."""
         self.begin()
 
     def begin(self) -> None:
         """Forget what was counted."""
         self.load: Tensor = paddle.zeros([])
-        """[E]: tokens of each expert."""
+        """[E]: tokens routed to each expert."""
         self.loss: Tensor = paddle.zeros([])
-        """Sum over sequences."""
+        """Sum of the loss over sequences."""
 
     def count(self, weights: Tensor, chosen: Tensor, scores: Tensor, counted: Tensor | None) -> Tensor:
-        """Book the choice of a micro-batch. Gradients of what is given back are those of the loss as well.
+        """Count the routing of a micro-batch. Returns `weights`, whose backward pass adds the gradient of the loss.
 
         The loss of a sequence of T tokens is the sum over experts of f P: f is E / (k T) times its tokens, P the mean
         of its part of the scores (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
 
         Args:
-            weights: of the experts of each token, [B, L, k].
-            chosen: their numbers.
-            scores: of all experts, [B, L, E].
+            weights: weights of each token's experts, [B, L, k].
+            chosen: numbers of these experts.
+            scores: scores of all experts, [B, L, E].
             counted: 1 for tokens, 0 for padding, [B, L]; None when there is none.
         """
         num_experts, num_chosen = scores.shape[-1], chosen.shape[-1]
@@ -100,9 +100,10 @@ class Balance:
 
 
 class _WithLoss(PyLayer):
-    """The first argument; behind it the second one is differentiated too, times a factor.
+    """Identity of the first argument; its backward pass differentiates the second one too, times a factor.
 
-    So a layer's own loss needs no way to the end of the model, over other pipeline stages and out of recomputed layers.
+    So a layer's own loss need not be carried to the end of the model, through other pipeline stages and out of
+    recomputed layers.
     """
 
     @staticmethod
@@ -119,12 +120,12 @@ class _WithLoss(PyLayer):
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Which row is where once rows are sorted by expert."""
+    """Where each row is once rows are sorted by expert."""
 
     order: Tensor
     """[N]: the place of each sorted row among all T x k, token by token."""
     places: Tensor
-    """[T x k]: where each row is among the sorted ones; at N or beyond, nowhere here."""
+    """[T x k]: where each row is among the sorted ones; at N or beyond, where its expert is elsewhere."""
     counts: list[int]
     """Rows of each expert."""
 
@@ -133,8 +134,8 @@ def sort_rows(experts: Tensor, num_experts: int) -> Route:
     """Sort rows by expert.
 
     Args:
-        experts: number of the expert of each row, [T x k]; those of rows that are not wanted are `num_experts`.
-        num_experts: that are here.
+        experts: number of each row's expert, [T x k]; `num_experts` for rows whose expert is elsewhere.
+        num_experts: number of experts on this card.
     """
     with paddle.no_grad():
         order = paddle.argsort(experts, stable=True)
@@ -159,7 +160,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 class _Dispatch(PyLayer):
-    """Both ways are gathers: a scatter that adds up depends on the order, and is slow."""
+    """Forward and backward are gathers: a scatter-add depends on the order, and is slow."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, route: Route) -> Tensor:
@@ -172,6 +173,8 @@ class _Dispatch(PyLayer):
 
 
 class _Combine(PyLayer):
+    """Forward and backward are gathers, as in `_Dispatch`."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
@@ -183,7 +186,7 @@ class _Combine(PyLayer):
 
 
 def _in_place(rows: Tensor, route: Route) -> Tensor:
-    """Sorted rows [N, D] where they were before, [T x k, D]; zeros for those that are nowhere here."""
+    """Sorted rows [N, D] in their order before, [T x k, D]; zeros for rows whose expert is elsewhere."""
     num_rows = rows.shape[0]
     if num_rows == route.places.shape[0]:
         return rows.index_select(route.places, 0)
@@ -192,7 +195,7 @@ def _in_place(rows: Tensor, route: Route) -> Tensor:
 
 
 class _GroupedMatmul(PyLayer):
-    """One product an expert. All of the weight has a gradient, also the matrices that no row meets."""
+    """One product an expert. All matrices get a gradient, also those of experts without rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

@@ -1,6 +1,6 @@
-"""What stands behind the decoder: the output projection of a language model, or one score. Imports no Paddle.
+"""The head of a decoder: the output projection of a language model, or one score. Imports no Paddle.
 
-A shape that can have either has a field `head`. Which one it is says the stage, not the recipe.
+A config of a family that can have either has a field `head`. The stage decides which one it is, not the recipe.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _SCORING = "ForSequenceClassification"
 
 
 def head_of(config: Any) -> Head:
-    """The head of a shape."""
+    """The head a config asks for."""
     return getattr(config, "head", "language_model")
 
 
 def is_tied(config: Any) -> bool:
-    """Whether logits are made with the embedding."""
+    """Whether the embedding is the output projection too."""
     return bool(getattr(config, "tie_word_embeddings", False)) and head_of(config) == "language_model"
 
 
 def head_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The head's parameters, by the name that HF gives them too, and their shapes."""
+    """Names of the head's parameters, which are HF's too, and their shapes."""
     if head_of(config) == "score":
         return {SCORE: (config.hidden_size, 1)}
     return {} if is_tied(config) else {"lm_head.weight": (config.hidden_size, config.vocab_size)}
@@ -36,7 +36,7 @@ def read_head(data: Mapping[str, Any]) -> Head:
     """The head of HF's config.json.
 
     Raises:
-        UserError: its model gives several scores.
+        UserError: it is a classifier of several labels.
     """
     architectures = data.get("architectures")
     if not isinstance(architectures, list) or not any(str(name).endswith(_SCORING) for name in architectures):
@@ -49,7 +49,7 @@ def read_head(data: Mapping[str, Any]) -> Head:
 
 
 def with_head(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """HF's config.json of a language model as that of the same with the head of `config`."""
+    """HF's config.json of a language model, changed to have the head of `config`."""
     result = {key: value for key, value in data.items() if key != "head"}
     if head_of(config) == "score":
         name = result["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")

@@ -1,4 +1,4 @@
-"""What families check of a config.json before they believe it. Imports no Paddle."""
+"""Checks that a family makes before it trusts a config.json. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def check_keys(data: Mapping[str, Any], family: str, known: Iterable[str], fixed
     """Refuse a config.json whose model would not be computed as it was meant.
 
     Args:
-        data: its content.
-        family: for the message.
+        data: content of the config.json.
+        family: its name, for the message.
         known: keys the family reads.
-        fixed: keys that may have one value only, or null.
+        fixed: keys that have to have this value, or null.
 
     Raises:
-        UserError: naming the keys that have another value, or that nobody knows.
+        UserError: a key has another value, or is not known; the message names it.
     """
     known = set(known)
     unknown = []

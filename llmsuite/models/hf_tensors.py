@@ -1,4 +1,4 @@
-"""Where a parameter lies among the tensors of an HF model. Imports no Paddle."""
+"""Which tensors of an HF model hold a parameter. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class HfTensors:
-    """One tensor, a part of one, or several that are stacked. Dims are those in memory, matrices [inputs, outputs]."""
+    """A parameter as one tensor, a part of one, or several that are stacked. Dims are those in memory: matrices are
+    [inputs, outputs]."""
 
     names: tuple[str, ...]
     """The tensor; or, with `stacked`, one for each index of the parameter's first dim."""

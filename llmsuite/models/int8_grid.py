@@ -1,4 +1,4 @@
-"""The grid that int8 leaves of a tensor, as NumPy has it; `qat.py` is the same in training. Imports no Paddle."""
+"""The int8 grid of quantised tensors in NumPy; `qat.py` computes the same in training. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 LEVELS = 127
-"""Of either sign."""
+"""Steps on either side of zero."""
 LEAST = 1e-12
-"""A largest magnitude below it counts as this one: an output whose weights are all zero has a scale too."""
+"""Lower bound of a largest magnitude, so that an output whose weights are all zero has a scale too."""
 
 
 def weight_scale(weight: np.ndarray) -> np.ndarray:
@@ -19,14 +19,14 @@ def weight_scale(weight: np.ndarray) -> np.ndarray:
 
 
 def to_int8(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The steps q of a weight: q times the scale is what fake quantisation makes of it. None is beyond 127."""
+    """The int8 values q of a weight, none beyond 127: q times the scale is its fake-quantised value."""
     return np.rint(weight.astype("float32") / scale).astype("int8")
 
 
 def input_scale(observed: Sequence[float]) -> float | None:
-    """The scale, a float32, of inputs whose largest magnitude a / n is on average; None when none was seen.
+    """The scale of inputs, rounded to float32; None when none were observed.
 
-    `observed` has a and n, or nothing where inputs are not rounded.
+    `observed` is (a, n), where a / n is their average largest magnitude, or empty where inputs are not quantised.
     """
     if not observed or observed[0] <= 0:
         return None

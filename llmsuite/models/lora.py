@@ -18,13 +18,13 @@ from llmsuite.typing import Tensor
 
 
 class LoraLinear(nn.Layer):
-    """x W + scale (x A) B, with the parameters of a matrix W that is not trained, and factors A [I, R] and B [R, O]."""
+    """x W + scale (x A) B, with a frozen matrix W, the weight of `linear`, and factors A [I, R] and B [R, O]."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float):
         super().__init__()
         self.scale, self.is_on = scale, True
         self.complete_sum: Callable[[Tensor], Tensor] = identity
-        """What is done to either product with x, should each rank have a part of the sum only."""
+        """Applied to either product with x: adds up the parts of the ranks, where each has only a part of the sum."""
         self.weight, self.bias = linear.weight, linear.bias
         num_inputs, num_outputs = linear.weight.shape
         self.lora_A = self.create_parameter([num_inputs, rank], attr=ZEROS)
@@ -43,7 +43,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 def add_adapters(model: nn.Layer, modules: Sequence[str], rank: int, scale: float) -> None:
-    """Put adapters on these modules, see `adapted_modules`, and freeze what is not trained with them."""
+    """Put adapters on these modules, see `adapted_modules`, and freeze the rest."""
     found = dict(model.named_sublayers(include_self=True))
     for name, parameter in model.named_parameters():
         parameter.stop_gradient = parameter.stop_gradient or not is_trained(name)
@@ -60,6 +60,6 @@ def adapters(model: nn.Layer) -> Iterator[LoraLinear]:
 def adapted_modules(
     model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
 ) -> list[str]:
-    """The matrices of a whole model without adapters that get some; see `pick_modules`."""
+    """Names of the modules of a whole model that get adapters; see `pick_modules`."""
     linear = (name for name, module in model.named_sublayers() if isinstance(module, nn.Linear))
     return pick_modules(list(linear), plan, patterns, key)

@@ -1,12 +1,12 @@
-"""Quantisation-aware training: linear layers that compute with what int8 will leave of their operands, for one card.
+"""Quantisation-aware training: linear layers that round their operands to the int8 grid, for one card.
 
 Values are float32 on a symmetric grid of 255 steps, q s with q from -127 to 127 (Jacob et al. 2018, arXiv 1712.05877,
 section 3; the zero point is 0, as in Krishnamoorthi 2018, arXiv 1806.08342, section 2.2). Weights have a scale for each
-output, the largest magnitude / 127, and so are never cut off. Inputs have one scale a layer, which is given: it is
-frozen while a step, or an evaluation, computes. Rounding is to the nearest, ties to even (IEEE 754, as NumPy's `rint`).
+output, the largest magnitude / 127, and so are never clipped. Inputs have one scale a layer, which is given and does
+not change within a step or an evaluation. Rounding is to the nearest, ties to even (IEEE 754, as NumPy's `rint`).
 
 Gradients pass the rounding as they are (straight-through, Bengio et al. 2013, arXiv 1308.3432), and are zero for inputs
-that are cut off.
+that are clipped.
 
 Shapes: I inputs and O outputs of a matrix.
 """
@@ -58,22 +58,22 @@ class FakeQuantLinear(nn.Layer):
     def __init__(self, linear: nn.Linear, rounds_weight: bool):
         """
         Args:
-            linear: whose place it takes.
-            rounds_weight: False where the weight lies on the grid already.
+            linear: the layer it replaces.
+            rounds_weight: False where the weight is on the grid already.
         """
         super().__init__()
         self.weight, self.bias, self.rounds_weight = linear.weight, linear.bias, rounds_weight
         self.input_scale: float | None = None
-        """Of the inputs; while there is none they stay as they are."""
+        """Scale of the inputs; without one they are not rounded."""
         self.is_observing = False
-        """Whether to take note of the inputs."""
+        """Whether to record the largest magnitude of the inputs."""
         self.counted: Tensor | None = None
-        """Which tokens are no padding, [B, L]; None for all. The others are not taken note of: how many there are
-        depends on what a batch was put together of."""
+        """[B, L]: which tokens are no padding; None for all. Padding is not observed: how much there is depends on how
+        a batch was put together."""
         self.largest: Tensor | None = None
-        """Scalar: the largest magnitude of the inputs that were seen here since it was last taken away."""
+        """Scalar: the largest magnitude of the inputs observed on this rank since it was last reset to None."""
         self.local_part: Callable[[Tensor], Tensor] = identity
-        """What of the inputs is seen here, should each rank have a part only."""
+        """Applied to the inputs before they are observed: this rank's part, where each has only a part of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
@@ -87,7 +87,7 @@ class FakeQuantLinear(nn.Layer):
     @paddle.no_grad()
     def _observe(self, x: Tensor) -> None:
         magnitudes = x.abs()
-        if self.counted is not None and x.ndim == 3:  # behind the layers only tokens that count are left, [N, I]
+        if self.counted is not None and x.ndim == 3:  # after the layers only supervised tokens are left, [N, I]
             magnitudes = paddle.where(self.counted.unsqueeze(-1), magnitudes, paddle.zeros_like(magnitudes))
         largest = magnitudes.max().astype("float32")
         self.largest = largest if self.largest is None else paddle.maximum(self.largest, largest)
@@ -98,7 +98,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 def fake_quantize_layers(model: nn.Layer, modules: Sequence[str], rounds_weight: bool) -> None:
-    """Put `FakeQuantLinear` in the place of these linear layers."""
+    """Replace these linear layers by `FakeQuantLinear`."""
     found = dict(model.named_sublayers(include_self=True))
     for name in modules:
         owner, _, attribute = name.rpartition(".")
@@ -112,7 +112,7 @@ def fake_quantized(model: nn.Layer) -> Iterator[tuple[str, FakeQuantLinear]]:
 
 @contextlib.contextmanager
 def observing(layers: Collection[FakeQuantLinear]) -> Iterator[None]:
-    """While active, these layers take note of their inputs."""
+    """While active, these layers record the largest magnitude of their inputs."""
     for layer in layers:
         layer.is_observing = True
     try:
@@ -127,5 +127,5 @@ def _float32(x: Tensor) -> Tensor:
 
 
 def _exact(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Of 16-bit values the grid is computed in float32 all the same."""
+    """Context without autocast for 16-bit values: the grid is computed in float32 all the same."""
     return contextlib.nullcontext() if x.dtype == paddle.float32 else paddle.amp.auto_cast(enable=False)

@@ -17,7 +17,7 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
         {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"},
     ),
 }
-"""By rope_type: keys it needs, keys it may have."""
+"""rope_type -> keys it needs, further keys it may have."""
 
 
 def read_hf(data: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
@@ -36,7 +36,7 @@ def frequencies(
     """Rotary frequency of each of the size / 2 pairs, in radians a position.
 
     Args:
-        size: of the part of a head that is rotated.
+        size: size of the part of a head that is rotated.
         theta: base of the frequencies.
         scaling: None, or what config.json calls rope_scaling.
         kinds: the rope types the caller's family has.
@@ -91,10 +91,10 @@ def _yarn(plain: list[float], factor: float, theta: float, scaling: Mapping[str,
 
 
 def magnitude(scaling: Mapping[str, Any] | None) -> float:
-    """What cos and sin are multiplied by: 1, except with yarn.
+    """Factor of cos and sin: 1, except with yarn.
 
     Raises:
-        UserError: a number of the scaling is none.
+        UserError: a value of the scaling is not a number above 0.
     """
     if scaling is None or _kind(scaling) != "yarn":
         return 1.0
@@ -107,7 +107,7 @@ def magnitude(scaling: Mapping[str, Any] | None) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """How much larger the logits of attention are to be for a context stretched by `factor`; its root, in fact."""
+    """Root of the factor by which attention logits grow for a context stretched by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

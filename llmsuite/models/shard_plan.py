@@ -1,54 +1,54 @@
-"""How a family of models is cut: a table of parameter names, and the modules where activations change their form."""
+"""How a family of models is cut: a table of parameter names, and the modules at which activations change layout."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
-"""What the factors of an adapter are called, beside the `weight` of their module."""
+"""Names of the factors of an adapter, beside the `weight` of their module."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """One per family. Patterns are those of `fnmatch`, over full parameter or module names."""
+    """The shard plan of a family. Patterns are those of `fnmatch`, over full parameter or module names."""
 
     cut: tuple[tuple[str, int], ...]
-    """(parameter, dim that is cut over tp); parameters that no pattern names are held whole by every rank."""
+    """(parameter, dim that is cut over tp); every rank holds the whole of parameters that no pattern matches."""
     embedding: str
     """The embedding module; its weight is cut along the vocabulary."""
     regions: tuple[str, ...]
-    """Modules that end with a row-parallel matrix: their output is a partial sum on each rank, to be added up. Under
-    sequence parallel their input is gathered along the sequence, and their output cut along it."""
+    """Modules that end with a row-parallel matrix: each rank has a partial sum of their output, which is to be reduced.
+    Under sequence parallel their input is gathered along the sequence, and their output cut along it."""
     layers: str
-    """The list of layers a pipeline is cut in."""
+    """The list of layers that a pipeline is cut in."""
     first: tuple[str, ...]
-    """Modules in front of the layers: on the first pipeline stage."""
+    """Modules before the layers: on the first pipeline stage."""
     last: tuple[str, ...]
-    """Modules behind the layers: on the last pipeline stage. One that is in `first` too is tied."""
+    """Modules after the layers: on the last pipeline stage. One that is in `first` too is tied."""
     last_norm: str
-    """The module behind which activations are whole again under sequence parallel."""
+    """The module after which activations are whole again under sequence parallel."""
     problems: Callable[[Any, int], Iterator[str]]
-    """Why a shape (first argument) cannot be cut into so many parts."""
+    """(config, tp) -> the reasons why the shape cannot be cut into tp parts."""
     experts: str = ""
-    """Modules of routed experts (`models.experts.Experts`); none in most families. Their parameters are stacks, and
-    dim 0 is dealt over the ranks of an expert parallel group, before tp cuts what each of them has."""
+    """Modules of routed experts (`models.experts.Experts`); none in most families. Their parameters are stacks:
+    the ranks of an expert parallel group divide dim 0 among them, before tp cuts what each has."""
     num_experts: str = ""
-    """Key of the shape that says how many there are."""
+    """Field of the config with the number of experts."""
     gates: str = ""
-    """Modules that choose among them. They have `balance`, a `models.experts.Balance` in training."""
+    """Modules that route tokens to experts. They have `balance`, a `models.experts.Balance` in training."""
     gate_bias: str = ""
-    """Parameter of a gate that counts for the choice only, in the shapes whose `has_gate_bias` is true. It lies in
-    float32 whatever the precision: what it is moved by is small."""
+    """Parameter of a gate that affects only which experts are chosen, in shapes whose `has_gate_bias` is true. It is
+    float32 whatever the precision, as its updates are small."""
 
     @functools.cache  # noqa: B019  (there are as many plans as families)
     def dim(self, parameter: str) -> int | None:
         """The dim of a parameter that is cut over tp; None when it is not.
 
-        Of an adapter x A B, a matrix that is cut by its inputs cuts A, one that is cut by its outputs cuts B.
+        In an adapter x A B, A is cut with a matrix that is cut along its inputs, B with one cut along its outputs.
         """
         module, _, kind = parameter.rpartition(".")
         if kind in (FIRST_FACTOR, SECOND_FACTOR):
@@ -67,7 +67,13 @@ class ShardPlan:
         return bool(self.gate_bias) and fnmatch.fnmatchcase(parameter, f"{self.gates}.{self.gate_bias}")
 
     def is_region(self, module: str) -> bool:
+        """Whether a module is one of `regions`."""
         return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.regions)
+
+
+def indivisible(sizes: Mapping[str, int], tp: int) -> Iterator[str]:
+    """`ShardPlan.problems` of a family: its sizes by name that have to be multiples of tp."""
+    return (f"is {tp}, which does not divide {name} = {size}" for name, size in sizes.items() if size % tp)
 
 
 def _cannot_be_cut(config: Any, tp: int) -> Iterator[str]:

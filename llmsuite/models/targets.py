@@ -1,4 +1,4 @@
-"""What of a model is trained with adapters: which matrices get some, which parameters are theirs. No Paddle here."""
+"""Which matrices of a model get adapters, and which parameters are trained with them. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, ShardPlan
 def pick_modules(
     linear: Sequence[str], plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
 ) -> list[str]:
-    """The matrices that get adapters: those a pattern names, without patterns all in the decoder layers.
+    """The matrices that get adapters: those a pattern matches; without patterns, all in the decoder layers.
 
     Args:
         linear: names of all modules that are a matrix.
-        plan: of their family.
-        patterns: of `fnmatch`, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
-        key: of the recipe, that the patterns are from.
+        plan: shard plan of their family.
+        patterns: `fnmatch` patterns, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
+        key: the recipe key the patterns are from, for the message.
 
     Raises:
-        UserError: a pattern matches none.
+        UserError: a pattern matches no matrix.
     """
     known = [name for name in linear if not is_trained(f"{name}.weight")]
     if patterns is None:
@@ -42,14 +42,13 @@ def pick_modules(
 
 
 def linear_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
-    """The modules that are a matrix, told from the shapes of all parameters: no tables in front of the layers, gates or
-    stacks of experts."""
+    """The modules that are a matrix, judged by the shapes of all parameters: no embeddings, gates or experts."""
     found = [name.removesuffix(".weight") for name, s in shapes.items() if len(s) == 2 and name.endswith(".weight")]
     return [name for name in found if name not in plan.first and not fnmatch.fnmatchcase(name, plan.gates)]
 
 
 def with_adapters(shapes: Mapping[str, Sequence[int]], modules: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's parameters with those of the adapters of these modules."""
+    """The shapes of a model's parameters and of the adapters on these modules."""
     result: dict[str, tuple[int, ...]] = {}
     adapted, factors = set(modules), {}
     for name, shape in shapes.items():
@@ -66,7 +65,7 @@ def with_adapters(shapes: Mapping[str, Sequence[int]], modules: Sequence[str], r
 
 
 def is_trained(parameter: str) -> bool:
-    """Whether a parameter of a model with adapters is trained: theirs are, and a score head, which no model brings."""
+    """Whether a parameter of a model with adapters is trained: the adapters are, and a score head, as it is new."""
     return is_factor(parameter) or parameter == SCORE
 
 

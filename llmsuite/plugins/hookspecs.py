@@ -2,9 +2,9 @@
 
 A plugin is a Python package with an entry point in the group `llmsuite` that names a module (or object) with
 some of the functions below, each marked `@llmsuite.hookimpl`. An implementation may leave out arguments it does
-not need, so arguments can be added later without breaking it. Everything here imports without Paddle: a factory
+not need, so that arguments can be added later without breaking it. Everything here imports without Paddle: a factory
 is called only in the process that trains. On cpu the ranks of a run are forks of one process: a module is
-imported once, before there are ranks, and must not start threads by being imported.
+imported once, before there are ranks, and must not start threads when it is imported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 hookspec = pluggy.HookspecMarker("llmsuite")
 hookimpl = pluggy.HookimplMarker("llmsuite")
 
-# Registration: each returns a list; the lists of all plugins are merged.
+# Registration: each hook returns a list; the lists of all plugins are merged.
 
 
 @hookspec

@@ -36,7 +36,7 @@ ALLOW_LIST = "LLMSUITE_PLUGINS"
 BUILTIN = "llmsuite (built in)"
 
 _REGISTRATIONS: dict[str, tuple[str, Any]] = {
-    # what a user calls it: (hook, type of the specs it returns)
+    # kind, as messages call it: (hook, type of the specs it returns)
     "stage": ("llmsuite_register_stages", StageSpec),
     "model": ("llmsuite_register_models", ModelFamily),
     "device": ("llmsuite_register_devices", DeviceSpec),
@@ -55,15 +55,18 @@ class PluginInfo:
     distribution: str
     """Package and version it comes from."""
     value: str
-    """What the entry point names."""
+    """The module or object that the entry point names."""
     plugin: Any = None
+    """That module or object, once imported."""
     error: str | None = None
-    """Why it is not used; None when it works."""
+    """Why it cannot be used; None when it works."""
     load_seconds: float = 0.0
     provides: list[str] = dataclasses.field(default_factory=list)
-    """"stage dpo", "device cpu" …"""
+    """What it registers: "stage dpo", "device cpu" …"""
     hooks: list[str] = dataclasses.field(default_factory=list)
+    """The hooks it implements."""
     events_disabled: bool = False
+    """Whether it failed in an event, and gets no more."""
 
 
 class Registry:
@@ -114,7 +117,7 @@ class Registry:
         return self._owners[kind, name]
 
     def unknown(self, kind: str, name: str) -> str:
-        """Why a name cannot be used, and what would be right."""
+        """The message for a name that is not registered: why, and which names are."""
         if (kind, name) in self._contested:
             return self._contested[kind, name]
         known = sorted(self._specs[kind])
@@ -131,7 +134,7 @@ class Registry:
         return message
 
     def add(self, info: PluginInfo) -> None:
-        """Register a loaded plugin, all of it or, when something is wrong with it, nothing."""
+        """Register a loaded plugin: all of it, or nothing when something is wrong with it."""
         same = next((i for i in self.plugins if i.error is None and i.plugin is info.plugin), None)
         self.plugins.append(info)
         if info.error is None and same is not None:
@@ -141,15 +144,15 @@ class Registry:
         try:
             # two distributions may give their plugins the same name
             self.pm.register(info.plugin, name=f"{info.name} of {info.distribution}")
-            self.pm.check_pending()  # a misspelt hook is an error, not a function nobody calls
+            self.pm.check_pending()  # a misspelt hook is an error, not a function that nobody calls
             hooks = sorted(caller.name for caller in self.pm.get_hookcallers(info.plugin) or [])
             _refuse_unmarked(info.plugin, hooks)
             specs = list(self._specs_of(info))
         except (Exception, SystemExit) as error:  # the plugin's own code ran, which may raise anything
             if self.pm.is_registered(info.plugin):
                 self.pm.unregister(info.plugin)
-            ours = isinstance(error, (pluggy.PluginValidationError, UserError))
-            info.error = str(error) if ours else _tail(error)
+            is_message = isinstance(error, (pluggy.PluginValidationError, UserError))
+            info.error = str(error) if is_message else _tail(error)
             return
         info.hooks = hooks
         for kind, spec in specs:
@@ -186,18 +189,18 @@ class Registry:
         both = f"{kind} {name!r} is registered by both {first.distribution} and {info.distribution}"
         if first.distribution == BUILTIN:
             raise UserError(f"{both}; a plugin cannot replace what is built in, it has to choose another name")
-        # neither of two third parties wins by the order of their names
+        # the order of their names must not decide which of two third parties wins
         self.withdraw(kind, name, f"{both}; uninstall one, or name the plugins to use in {ALLOW_LIST}")
         raise UserError(self._contested[kind, name])
 
     def withdraw(self, kind: str, name: str, reason: str) -> None:
-        """Take back something that is registered; whoever asks for it is told the reason."""
+        """Remove something that is registered; `unknown` gives the reason from then on."""
         del self._specs[kind][name]
         self._owners.pop((kind, name)).provides.remove(f"{kind} {name}")
         self._contested[kind, name] = reason
 
     def disable(self, kind: str, name: str, error: Exception) -> None:
-        """Take back something whose own code failed. What is built in does not fail: there the error is raised."""
+        """Remove something whose own code failed; if it is built in, that is a bug, and the error is raised."""
         info = self.owner(kind, name)
         if info.distribution == BUILTIN:
             raise error
@@ -205,7 +208,7 @@ class Registry:
         self.withdraw(kind, name, f"{kind} {name!r} of {info.distribution} does not work: {_last_line(info.error)}")
 
     def emit(self, event: str, **arguments: Any) -> None:
-        """Call an event on every plugin. A plugin that raises is reported once and hears no more events."""
+        """Call an event on every plugin. A plugin that raises is reported once and gets no more events."""
         for impl in reversed(getattr(self.pm.hook, event).get_hookimpls()):
             info = next(i for i in self.plugins if i.plugin is impl.plugin)
             if info.events_disabled:
@@ -241,7 +244,7 @@ def _allowed(name: str) -> bool:
 
 
 def load_plugins(*builtins: ModuleType) -> Registry:
-    """The built-in plugins given, then those of installed packages in the order of their names."""
+    """A registry of these built-in plugins, then of those of installed packages in the order of their names."""
     result = Registry()
     for module in builtins:
         result.add(PluginInfo(module.__name__.rpartition(".")[2], BUILTIN, module.__name__, plugin=module))
@@ -273,7 +276,7 @@ def _returns(cls: type) -> str:
 
 
 def _check_stage(spec: StageSpec) -> None:
-    """Refuse what would break the schema of every recipe: the name becomes a key there, the class its section."""
+    """Refuse what would break the schema of recipes: the stage's name becomes a key there, its class a section."""
     taken = {field.name for field in dataclasses.fields(Recipe)}
     name = spec.section_name
     if not name.isidentifier() or keyword.iskeyword(name) or name in taken:

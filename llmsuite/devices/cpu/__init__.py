@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 _KERNELS = {
     "causal_mask": "no_mask",
     "document_mask": "spans",
@@ -51,7 +51,7 @@ class CpuBackend(DeviceBackend):
             "PADDLE_DISTRI_BACKEND": self.collectives,
         }
         if is_amd():
-            # the MKL of the wheel (Paddle 3.3.1) takes its slowest path on AMD unless told the CPU has AVX2
+            # the MKL in the wheel of Paddle 3.3.1 takes its slowest path on AMD unless this says that the CPU has AVX2
             variables["MKL_DEBUG_CPU_TYPE"] = "5"
         return variables
 
@@ -105,14 +105,16 @@ class CpuBackend(DeviceBackend):
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep up to 128 MiB of what is freed. By default it keeps little, so a training step gives
-    memory back and takes it again page by page. Whoever tunes malloc by its own variables, or uses another one, is left
-    alone."""
+    """Let the C library keep up to 128 MiB of freed memory.
+
+    By default it keeps little, so every training step returns memory to the system and faults it in again page by page.
+    Nothing is changed where malloc is tuned by its own variables, or replaced by another one.
+    """
     library = ctypes.CDLL(None)
     tuned = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys()
     if hasattr(library, "mallopt") and not tuned:
         library.mallopt(_M_TRIM_THRESHOLD, 128 << 20)
-        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that it chooses itself; set, it stays
+        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value it adapts to by itself; once set, it stays
 
 
 def is_amd() -> bool:

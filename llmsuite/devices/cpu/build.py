@@ -20,20 +20,20 @@ from llmsuite.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """What is built."""
+    """A shared library to be built from C++."""
 
     name: str
-    """Of its directory in the cache."""
+    """Name of its directory in the cache."""
     sources: tuple[Path, ...]
-    """The first one names the library; headers among them are not compiled."""
+    """Source files and headers; the first one names the library."""
     options: tuple[str, ...]
-    """Of the compiler, beside those that all have."""
+    """Compiler options beside those that all libraries have."""
     links: tuple[str, ...]
-    """File names of Paddle's libraries."""
+    """File names of those of Paddle's libraries that it is linked to."""
     is_for_this_cpu: bool
-    """Whether it uses whatever the processor of this machine can do."""
+    """Whether it uses all instructions of this machine's processor."""
     without: tuple[str, str]
-    """What a machine without a compiler is told: what needs one, and how to do without."""
+    """For the error message without a compiler: what needs one, and how to do without."""
 
 
 def library(what: Library) -> Path:
@@ -68,7 +68,7 @@ def _paddle() -> Path:
 
 
 def _processor() -> bytes:
-    """What the processor can do: a home directory may be that of several machines."""
+    """The features of the processor: several machines may share a home directory."""
     with open("/proc/cpuinfo", "rb") as lines:
         return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
 

@@ -1,4 +1,4 @@
-"""What a DeepSeek is made of, see `llmsuite.models.anatomy`. Imports no Paddle."""
+"""The anatomy of a DeepSeek model, see `llmsuite.models.anatomy`. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llmsuite.models.deepseek.config import DeepSeekConfig
 
 
 def anatomy(config: DeepSeekConfig) -> Anatomy:
-    """Of a shape."""
+    """Sizes of the parts of a DeepSeek model of this shape."""
     attention = Latent(
         heads=config.num_attention_heads,
         q_rank=config.q_lora_rank,

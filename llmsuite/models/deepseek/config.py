@@ -19,7 +19,7 @@ from llmsuite.models.hf_config import check_keys
 from llmsuite.models.rope import yarn_mscale
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleave": True, "use_fp8": False}
-# derived from other keys; of a loss that is not computed; of layers for speculation, which are left out
+# derived from other keys; a loss that is not computed; layers for speculative decoding, which are left out
 _WITHOUT_EFFECT = (
     *("num_key_value_heads", "head_dim", "qk_head_dim", "scoring_func", "aux_loss_alpha", "seq_aux"),
     *("ep_size", "num_nextn_predict_layers", "num_nextn_predict_lambda", "speculate_model_type"),
@@ -45,7 +45,7 @@ class DeepSeekConfig(RotaryConfig):
     first_k_dense_replace: NonNegativeInt = 3
     """So many layers at the beginning have no experts."""
     moe_layer_freq: PositiveInt = 1
-    """Of the others, those whose number is a multiple of this have experts."""
+    """Layers after the first ones have experts if their number is a multiple of this."""
     n_routed_experts: PositiveInt = 256
     """Experts a token can be sent to."""
     n_shared_experts: PositiveInt = 1
@@ -61,7 +61,7 @@ class DeepSeekConfig(RotaryConfig):
     norm_topk_prob: bool = True
     """Whether the weights of the chosen experts are made to add up to 1."""
     routed_scaling_factor: PositiveFloat = 2.5
-    """What the weights of the chosen experts are multiplied by."""
+    """Factor of the weights of the chosen experts."""
     num_attention_heads: PositiveInt = 128
     """Heads."""
     q_lora_rank: PositiveInt | None = 1536
@@ -98,14 +98,14 @@ class DeepSeekConfig(RotaryConfig):
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of attention scores."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if self.rope_scaling and self.rope_scaling.get("mscale_all_dim"):
             scale *= yarn_mscale(self.rope_scaling["factor"], self.rope_scaling["mscale_all_dim"]) ** 2
         return scale
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, is a mixture of experts."""
+        """Whether a layer, counted from 0, has experts."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -266,4 +266,4 @@ SMOKE: dict[str, Any] = {
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
 SMOKE_KEEPS = ("model_type", "topk_method", "norm_topk_prob", "q_lora_rank")
-"""What of a recipe's shape says which code runs."""
+"""Fields that decide which code runs: `--smoke` keeps them as the recipe has them."""

@@ -1,7 +1,7 @@
-"""The DeepSeek decoder for one card: latent attention and experts. The way of a pass: `llmsuite.models.blocks`.
+"""The DeepSeek decoder for one card: latent attention and experts. The forward pass: `llmsuite.models.blocks`.
 
-Shapes: B batch, L length, S length with the cache, D hidden, H heads, N and R the parts of a head that are not and that
-are rotated, K value head size, C width of the compressed keys and values, E routed experts, F width of an expert.
+Shapes: B batch, L length, S length with the cache, D hidden, H heads, N and R the parts of a head without and with
+rotary positions (nope and rope), K value head size, C width of compressed keys and values, E routed experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llmsuite.models.rope import magnitude
 from llmsuite.typing import Tensor
 
 _LATENT_EPS = 1e-6
-"""Of the norms of compressed queries, keys and values, whatever rms_norm_eps is."""
+"""Epsilon of the norms of compressed queries, keys and values, whatever rms_norm_eps is."""
 
 
 class Attention(nn.Layer):
@@ -93,7 +93,7 @@ def _halves(x: Tensor) -> Tensor:
 
 
 class Gate(nn.Layer):
-    """Which experts a token goes to, and with what weight."""
+    """The router: which experts a token goes to, and with what weight."""
 
     def __init__(self, config: DeepSeekConfig):
         super().__init__()
@@ -105,12 +105,12 @@ class Gate(nn.Layer):
         self.weight = self.create_parameter([config.hidden_size, self.num_experts], attr=ZEROS)
         self.e_score_correction_bias = None
         if config.model_type == "deepseek_v3":
-            # balances the load by the choice alone: no gradient reaches it, and it is kept as it is
+            # it balances the load by shifting the choice: the trainer updates it, no gradient reaches it
             attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
             self.e_score_correction_bias = self.create_parameter([self.num_experts], attr=attr)
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B, L, D] to weights, in float32, and numbers of the experts that are chosen, both [B, L, k].
+        """x [B, L, D] to weights, in float32, and numbers of the chosen experts, both [B, L, k].
 
         `counted` [B, L] is 1 for tokens and 0 for padding, which the balance does not see.
         """
@@ -129,13 +129,13 @@ class Gate(nn.Layer):
             if self.is_normed:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             weights = weights * self.factor
-            # a layer that is computed again is counted the second time, when there is a graph
+            # a recomputed layer is counted the second time only, when there is a graph
             if self.balance is not None and self.training and paddle.is_grad_enabled():
                 weights = self.balance.count(weights, chosen, scores, counted)
             return weights, chosen
 
     def _in_best_groups(self, selection_score: Tensor) -> Tensor:
-        """[B, L, E] with the selection_score of experts in other groups far below any other."""
+        """[B, L, E] with the scores of experts outside the best groups far below all others."""
         groups = selection_score.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
         num_best = 1 if self.e_score_correction_bias is None else 2
         best = paddle.topk(groups, num_best, -1)[0].sum(-1)
@@ -149,7 +149,7 @@ def _among_best(values: Tensor, count: int) -> Tensor:
 
 
 class MoE(nn.Layer):
-    """Routed experts, and shared ones that every token goes through."""
+    """Mixture of experts: routed ones, and shared ones that every token goes through."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
@@ -172,7 +172,7 @@ class DenseLayer(DecoderLayer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
-        """As `DecoderLayer.forward`; nothing here has to know which tokens count."""
+        """As `DecoderLayer.forward`; a layer without experts ignores `counted`."""
         return super().forward(x, cos, sin, mask, past)
 
     def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any) -> Tensor:
@@ -225,10 +225,11 @@ class DeepSeek(CausalLM):
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Rotation, mask, and which tokens count; the plain mask on every device, as attention is computed here."""
+        """Rotation, mask, and which tokens count. Attention is computed in this file, so the mask is the plain one on
+        every device."""
         counted = None if document_starts is None else (document_starts >= 0).astype("float32")
         if document_starts is not None:
-            # padding that is marked would have positions beyond the row
+            # marked padding would have positions beyond the row
             document_starts = document_starts.clip(min=0) if bool((document_starts > 0).any()) else None
         cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, document_starts)
         packed = document_starts is not None

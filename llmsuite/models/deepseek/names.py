@@ -1,6 +1,6 @@
-"""What a DeepSeek parameter is called in each layout. Imports no Paddle.
+"""Names of DeepSeek's parameters in each file format. Imports no Paddle.
 
-Our own names are HF's, but for the routed experts: HF has a tensor for each, we have them stacked [E, inputs, outputs].
+Our own names are HF's, except for routed experts: HF has a tensor for each, we stack them as [E, inputs, outputs].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def parameter_names(config: DeepSeekConfig) -> Iterator[str]:
 
 
 def parameter_shapes(config: DeepSeekConfig) -> dict[str, tuple[int, ...]]:
-    """The same with their shapes."""
+    """Every parameter of the model, in the order of the layers, with its shape."""
     hidden, heads, latent, rope = (
         config.hidden_size,
         config.num_attention_heads,
@@ -68,12 +68,12 @@ def _mlp(hidden: int, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def is_linear(name: str) -> bool:
-    """Whether HF stores this parameter transposed, as [outputs, inputs]; of stacked ones, each of them."""
+    """Whether HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".mlp.gate.weight", "lm_head.weight", SCORE))
 
 
 def hf_tensors(name: str, config: DeepSeekConfig) -> HfTensors:
-    """Where a parameter lies in an HF model."""
+    """The tensor of an HF model that holds a parameter, or those that are stacked in it."""
     if match := _STACKED.fullmatch(name):
         names = tuple(f"{match[1]}.{expert}.{match[2]}" for expert in range(config.n_routed_experts))
         return HfTensors(names, stacked=True)
@@ -81,7 +81,7 @@ def hf_tensors(name: str, config: DeepSeekConfig) -> HfTensors:
 
 
 def from_hf(name: str, config: DeepSeekConfig) -> str | None:
-    """The full name of a tensor in an HF file; None for one that is derived, or of a layer that predicts further
+    """The full name of a tensor in an HF file; None for one that is computed, or of a layer that predicts further
     tokens."""
     if name.endswith("rotary_emb.inv_freq"):
         return None
@@ -90,5 +90,5 @@ def from_hf(name: str, config: DeepSeekConfig) -> str | None:
 
 
 def paddlenlp_prefix(config: DeepSeekConfig) -> str | None:
-    """What PaddleNLP writes for `model.`."""
+    """The prefix that PaddleNLP writes in place of `model.`."""
     return f"{config.model_type}."

@@ -1,6 +1,7 @@
-"""Where a DeepSeek model is cut for tensor and sequence parallelism. Imports no Paddle.
+"""How a DeepSeek model is cut for tensor and sequence parallelism. Imports no Paddle.
 
-Heads are cut, what is compressed is whole; of the routed experts each rank has some, all others are cut in width.
+Heads are cut, compressed queries, keys and values are whole. Each rank has some of the routed experts; other MLPs are
+cut in width.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.shard_plan import ShardPlan, indivisible
 
 
 def _problems(config: DeepSeekConfig, tp: int) -> Iterator[str]:
-    for what in ("num_attention_heads", "vocab_size", "intermediate_size", "n_routed_experts"):
-        size = getattr(config, what)
-        if size % tp:
-            yield f"is {tp}, which does not divide {what} = {size}"
-    if config.shared_size % tp:
-        yield f"is {tp}, which does not divide n_shared_experts x moe_intermediate_size = {config.shared_size}"
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+        "n_routed_experts": config.n_routed_experts,
+        "n_shared_experts x moe_intermediate_size": config.shared_size,
+    }
+    return indivisible(sizes, tp)
 
 
 PLAN = ShardPlan(

@@ -1,4 +1,4 @@
-"""What a GPT is made of, see `llmsuite.models.anatomy`. Imports no Paddle."""
+"""The anatomy of a GPT model, see `llmsuite.models.anatomy`. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llmsuite.models.gpt.config import GPTConfig
 
 
 def anatomy(config: GPTConfig) -> Anatomy:
-    """Of a shape."""
+    """Sizes of the parts of a GPT model of this shape."""
     heads = config.num_attention_heads
     attention = GroupedQuery(heads=heads, kv_heads=heads, head_size=config.head_size, rotary=False, biased=True)
     layer = LayerAnatomy(attention=attention, mlp=GeluMLP(width=config.mlp_size), norm="layer")

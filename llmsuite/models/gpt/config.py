@@ -21,7 +21,7 @@ _HF_KEYS = {
 }
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
-# dropout, a form of attention that is the same in exact numbers, what was once written, the head of a classifier
+# dropout; an attention kernel with the same result; keys of old versions; the head of a classifier
 _WITHOUT_EFFECT = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn"),
     *("n_special", "predict_special_tokens", "output_past"),
@@ -126,4 +126,4 @@ SMOKE: dict[str, Any] = {
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
 SMOKE_KEEPS = ("tie_word_embeddings",)
-"""What of a recipe's shape says which code runs."""
+"""Fields that decide which code runs: `--smoke` keeps them as the recipe has them."""

@@ -1,4 +1,4 @@
-"""The GPT decoder for one card: learned positions, LayerNorm, biases. The way of a pass: `llmsuite.models.blocks`.
+"""The GPT decoder for one card: learned positions, LayerNorm, biases. The forward pass: `llmsuite.models.blocks`.
 
 Shapes: B batch, L length, S length with the cache, D hidden, H heads, K head size.
 """
@@ -66,7 +66,7 @@ class GPTLayer(nn.Layer):
         return x + self.mlp(self.post_attention_layernorm(x)), present
 
     def forward_train(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """`forward` without the cache, as a layer is called in training: compiled, or computed again."""
+        """`forward` without the cache, as training calls a layer: compiled, or recomputed."""
         return self(x, mask)[0]
 
 
@@ -80,8 +80,8 @@ class GPT(CausalLM):
         self.model.embed_positions = positions
 
     def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
-        """Input ids [B, L] at the positions from `start`, or of their documents, to what the first layer takes,
-        [B, L, D]."""
+        """Input ids [B, L] at the positions from `start`, or of their documents, to the input of the first
+        layer, [B, L, D]."""
         end = start + input_ids.shape[1]
         # a row of several documents may be longer than any of them
         assert document_starts is not None or end <= self.config.max_position_embeddings, f"no positions up to {end}"

@@ -1,4 +1,4 @@
-"""What a GPT parameter is called in an HF model. Imports no Paddle.
+"""Names of GPT's parameters in an HF model. Imports no Paddle.
 
 Our names are those of the other families. HF keeps q, k and v in one matrix, and every matrix but the output
 projection and the score as [inputs, outputs], as we do.
@@ -33,7 +33,7 @@ def parameter_names(config: GPTConfig) -> Iterator[str]:
 
 
 def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """The same with their shapes."""
+    """Every parameter of the model, in the order it has them, with its shape."""
     hidden, width = config.hidden_size, config.mlp_size
     special: dict[str, tuple[int, ...]] = {"mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -52,7 +52,7 @@ def is_linear(name: str) -> bool:
 
 
 def hf_tensors(name: str, config: GPTConfig) -> HfTensors:
-    """Where a parameter lies in an HF model."""
+    """The tensor of an HF model that holds a parameter, or the part of one."""
     base, _, kind = name.rpartition(".")
     if base in _HF_TOP:
         return HfTensors((f"transformer.{_HF_TOP[base]}.{kind}",))
@@ -65,7 +65,7 @@ def hf_tensors(name: str, config: GPTConfig) -> HfTensors:
 
 
 def from_hf(name: str, config: GPTConfig) -> str | None:
-    """The full name of a tensor in an HF file, where `transformer.` may be missing; None for one that is not learnt."""
+    """The full name of a tensor in an HF file, where `transformer.` may be missing; None for one that is a mask."""
     if _IGNORED.fullmatch(name):
         return None
     return name if name.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{name}"

@@ -1,6 +1,6 @@
-"""Where a GPT model is cut for tensor and sequence parallelism, as Llama is. Imports no Paddle.
+"""How a GPT model is cut for tensor and sequence parallelism, as Llama is. Imports no Paddle.
 
-Biases behind a column-parallel matrix are cut with it; those behind a row-parallel one are whole.
+The bias of a column-parallel matrix is cut with it; that of a row-parallel one is whole.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmsuite.models.gpt.config import GPTConfig
-from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.shard_plan import ShardPlan, indivisible
 
 
 def _problems(config: GPTConfig, tp: int) -> Iterator[str]:
-    sizes = {what: getattr(config, what) for what in ("num_attention_heads", "vocab_size")}
-    for what, size in {**sizes, "intermediate_size": config.mlp_size}.items():
-        if size % tp:
-            yield f"is {tp}, which does not divide {what} = {size}"
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.mlp_size,
+    }
+    return indivisible(sizes, tp)
 
 
 PLAN = ShardPlan(

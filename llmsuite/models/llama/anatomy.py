@@ -1,4 +1,4 @@
-"""What a Llama is made of, see `llmsuite.models.anatomy`. Imports no Paddle."""
+"""The anatomy of a Llama model, see `llmsuite.models.anatomy`. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llmsuite.models.llama.config import LlamaConfig
 
 
 def anatomy(config: LlamaConfig) -> Anatomy:
-    """Of a shape."""
+    """Sizes of the parts of a Llama model of this shape."""
     attention = GroupedQuery(
         heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head_size=config.head_size
     )

@@ -153,4 +153,4 @@ SMOKE: dict[str, Any] = {
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
 SMOKE_KEEPS = ("tie_word_embeddings",)
-"""What of a recipe's shape says which code runs."""
+"""Fields that decide which code runs: `--smoke` keeps them as the recipe has them."""

@@ -1,4 +1,4 @@
-"""The Llama decoder for one card. Shapes and the way of a pass: `llmsuite.models.blocks`."""
+"""The Llama decoder for one card. `llmsuite.models.blocks` explains the shapes and the forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Llama parameter is called, and how its matrix lies, in each layout. Imports no Paddle.
+"""Names of Llama's parameters, and the layout of its matrices, in each file format. Imports no Paddle.
 
 Our own names are HF's. In memory a linear weight is [inputs, outputs], as Paddle has it.
 """
@@ -35,7 +35,7 @@ def parameter_names(config: LlamaConfig) -> Iterator[str]:
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The same with their shapes."""
+    """Every parameter of the model, in the order of the layers, with its shape."""
     hidden, width = config.hidden_size, config.intermediate_size
     queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
     layer: dict[str, tuple[int, ...]] = {
@@ -64,22 +64,22 @@ def is_linear(name: str) -> bool:
 
 
 def hf_tensors(name: str, config: LlamaConfig) -> HfTensors:
-    """Where a parameter lies in an HF model: they have the same names."""
+    """The tensor of an HF model that holds a parameter: it has the same name."""
     return HfTensors((name,))
 
 
 def from_hf(name: str, config: LlamaConfig) -> str | None:
-    """The full name of a tensor in an HF file; None for one that is derived, not learnt."""
+    """The full name of a tensor in an HF file; None for one that is computed, not trained."""
     return None if _IGNORED.fullmatch(name) else name
 
 
 def paddlenlp_prefix(config: LlamaConfig) -> str | None:
-    """What PaddleNLP writes for `model.`."""
+    """The prefix that PaddleNLP writes in place of `model.`."""
     return "llama."
 
 
 def from_gguf(name: str) -> str | None:
-    """Our name of a GGUF tensor; None for one that is derived, not learnt."""
+    """Our name of a GGUF tensor; None for one that is computed, not trained."""
     if _IGNORED.fullmatch(name):
         return None
     base, _, suffix = name.rpartition(".")
@@ -90,7 +90,7 @@ def from_gguf(name: str) -> str | None:
 
 
 def gguf_to_hf(name: str, value: np.ndarray, config: LlamaConfig) -> np.ndarray:
-    """Undo the interleaving GGUF applies to the rotary halves of q and k. `name` is ours, [outputs, inputs]."""
+    """A GGUF matrix [outputs, inputs] as HF has it: GGUF interleaves the rotary halves of q and k. `name` is ours."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return value

@@ -1,4 +1,4 @@
-"""Where a Llama model is cut for tensor and sequence parallelism. Imports no Paddle.
+"""How a Llama model is cut for tensor and sequence parallelism. Imports no Paddle.
 
 Column-parallel matrices [inputs, outputs] are cut along their outputs, row-parallel ones along their inputs
 (Shoeybi et al. 2019, arXiv 1909.08053), the embedding along the vocabulary.
@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmsuite.models.llama.config import LlamaConfig
-from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.shard_plan import ShardPlan, indivisible
 
 
 def _problems(config: LlamaConfig, tp: int) -> Iterator[str]:
-    for what in ("num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size"):
-        size = getattr(config, what)
-        if size % tp:
-            yield f"is {tp}, which does not divide {what} = {size}"
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+    }
+    return indivisible(sizes, tp)
 
 
 PLAN = ShardPlan(

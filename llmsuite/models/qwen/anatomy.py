@@ -1,4 +1,4 @@
-"""What a Qwen is made of, see `llmsuite.models.anatomy`. Imports no Paddle."""
+"""The anatomy of a Qwen model, see `llmsuite.models.anatomy`. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llmsuite.models.qwen.config import QwenConfig
 
 
 def anatomy(config: QwenConfig) -> Anatomy:
-    """Of a shape."""
+    """Sizes of the parts of a Qwen model of this shape."""
     attention = GroupedQuery(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,

@@ -1,4 +1,4 @@
-"""What a Qwen parameter is called in each layout. Imports no Paddle.
+"""Names of Qwen's parameters in each file format. Imports no Paddle.
 
 Our own names are HF's. In memory a linear weight is [inputs, outputs], as Paddle has it.
 """
@@ -22,7 +22,7 @@ def parameter_names(config: QwenConfig) -> Iterator[str]:
 
 
 def parameter_shapes(config: QwenConfig) -> dict[str, tuple[int, ...]]:
-    """The same with their shapes."""
+    """Every parameter of the model, in the order of the layers, with its shape."""
     hidden, width = config.hidden_size, config.intermediate_size
     queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
     layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
@@ -47,15 +47,15 @@ def is_linear(name: str) -> bool:
 
 
 def hf_tensors(name: str, config: QwenConfig) -> HfTensors:
-    """Where a parameter lies in an HF model: they have the same names."""
+    """The tensor of an HF model that holds a parameter: it has the same name."""
     return HfTensors((name,))
 
 
 def from_hf(name: str, config: QwenConfig) -> str | None:
-    """The full name of a tensor in an HF file; None for one that is derived, not learnt."""
+    """The full name of a tensor in an HF file; None for one that is computed, not trained."""
     return None if _IGNORED.fullmatch(name) else name
 
 
 def paddlenlp_prefix(config: QwenConfig) -> str | None:
-    """What PaddleNLP writes for `model.`; it has no Qwen3."""
+    """The prefix that PaddleNLP writes in place of `model.`; it has no Qwen3."""
     return "qwen2." if config.model_type == "qwen2" else None

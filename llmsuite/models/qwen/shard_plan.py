@@ -1,18 +1,21 @@
-"""Where a Qwen model is cut for tensor and sequence parallelism, as Llama is. Imports no Paddle."""
+"""How a Qwen model is cut for tensor and sequence parallelism, as Llama is. Imports no Paddle."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from llmsuite.models.qwen.config import QwenConfig
-from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.shard_plan import ShardPlan, indivisible
 
 
 def _problems(config: QwenConfig, tp: int) -> Iterator[str]:
-    for what in ("num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size"):
-        size = getattr(config, what)
-        if size % tp:
-            yield f"is {tp}, which does not divide {what} = {size}"
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+    }
+    return indivisible(sizes, tp)
 
 
 PLAN = ShardPlan(

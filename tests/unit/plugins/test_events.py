@@ -76,7 +76,7 @@ def test_failing_plugin_is_reported_once_and_hears_no_more(capsys: pytest.Captur
     assert out == ""
     assert err.count("plugin failing failed in llmsuite_step_end and gets no more events") == 1
     assert err.count("RuntimeError: server gone at step 1") == 1
-    assert "test_plugin_events.py" in err  # with the traceback its author needs
+    assert "test_events.py" in err  # with the traceback its author needs
 
 
 def test_critical_plugin_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_a_model_does_what_its_head_can() -> None:
     hidden = paddle.randn([3, SCORING.hidden_size])
     expected = (hidden.numpy() @ scoring.score.weight.numpy())[:, 0]
     np.testing.assert_allclose(scoring.scores(hidden).numpy(), expected, rtol=1e-5)
-    with pytest.raises(AssertionError, match="says nothing"):
+    with pytest.raises(AssertionError, match="has no logits"):
         scoring.logits(hidden)
     with pytest.raises(AssertionError, match="no score head"):
         speaking.scores(hidden)

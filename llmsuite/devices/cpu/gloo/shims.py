@@ -1,4 +1,4 @@
-"""What Paddle 3.3.1 gets wrong for several CPU processes over Gloo, put right. One line each on why.
+"""Fixes for what Paddle 3.3.1 gets wrong with several CPU processes over Gloo. One line each on why.
 
 Import order matters: `preload` before `import paddle`, `install` right after it.
 """
@@ -28,34 +28,34 @@ KERNELS = Library(
     without=("several CPU processes need", "set launch.num_devices to 1"),
 )
 FRONT = dataclasses.replace(KERNELS, name="gloo_front", sources=(_HERE / "front.cc", _HERE / "types.h"), links=())
-"""What comes in front of the wheel's stubs. It links nothing of Paddle: see front.cc."""
+"""Definitions that are found before the wheel's stubs. It links nothing of Paddle: see front.cc."""
 
 _STORE_TIMEOUT_SECONDS = 300
-_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+_SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 _stores: list[Any] = []  # a store serves its group as long as the process lives
 _ranks_of_group: list[str] = []
 
 
 def build_kernels() -> None:
-    """Build what is missing, if need be. Raises UserError when it cannot be built."""
+    """Build the missing kernels, if need be. Raises UserError when they cannot be built."""
     for what in (FRONT, KERNELS):
         library(what)
 
 
 def preload() -> None:
-    """Put the missing kernels before those of the wheel. Raises UserError when they cannot be built."""
+    """Load the front, before Paddle, so that its symbols are found first. Raises UserError when it cannot be built."""
     build_kernels()
     ctypes.CDLL(str(library(FRONT)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
 
 
 def load_kernels() -> None:
-    """Load the kernels that come first, once Paddle is there."""
+    """Load the kernels that the front calls, once Paddle is loaded."""
     kernels = ctypes.CDLL(str(library(KERNELS)), mode=ctypes.RTLD_LOCAL | os.RTLD_LAZY)
     ctypes.CDLL(str(library(FRONT))).use_kernels(ctypes.c_void_p(kernels._handle))
 
 
 def install() -> None:
-    """Replace what is wrong in Paddle; once a process."""
+    """Patch Paddle; once a process."""
     import paddle
     import paddle.distributed as dist
     from paddle.base import core
@@ -64,7 +64,7 @@ def install() -> None:
 
     load_kernels()
 
-    # Gloo listens where the host's own name leads, which often is the loopback: other machines cannot reach it.
+    # Gloo listens on the address of the host's own name, often the loopback, which other machines cannot reach.
     if (interface := _interface(_own_address())) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
@@ -134,15 +134,15 @@ def _private_store(shared: Any, name: str, rank: int) -> Any:
 
 
 def _own_address() -> str:
-    """That of this machine towards the master: the one the other machines can reach."""
+    """The address of this machine on the way to the master: one that the other machines can reach."""
     host = os.environ.get("PADDLE_MASTER", "127.0.0.1:0").rpartition(":")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((host, 9))  # sends nothing: only asks which way it would go
+        s.connect((host, 9))  # sends nothing: only finds the route
         return str(s.getsockname()[0])
 
 
 def _interface(address: str) -> str | None:
-    """The network interface that has an address; None when it is the loopback's, or no interface has it."""
+    """The network interface that has an address; None for the loopback, or when no interface has it."""
     if address.startswith("127."):
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:

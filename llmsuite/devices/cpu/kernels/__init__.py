@@ -1,1 +1,1 @@
-"""Training's operations as one pass over memory each, where Paddle's CPU wheel has several: built here, from C++."""
+"""Fused kernels in C++ for training and generation: one pass over memory where Paddle's CPU wheel has several."""

@@ -181,7 +181,7 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
   const Shape s = Read(q, k, v, spans);
   const Tensor d_whole = d_out.contiguous();
   const int64_t group = s.H / s.J;
-  // every query head has keys of its own here, so that heads can be dealt to threads; those of a group are added up
+  // every query head has keys of its own here, so that heads can be assigned to threads; those of a group are summed
   Tensor dq = Like(q), dk = Floats({s.B, s.S, s.H, s.K}, q), dv = Floats({s.B, s.S, s.H, s.K}, q);
   const float *pq = q.data<float>(), *pk = k.data<float>(), *pv = v.data<float>();
   const float *ps = sums.data<float>(), *pd = d_whole.data<float>();

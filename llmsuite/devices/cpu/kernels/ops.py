@@ -1,7 +1,7 @@
-"""The operations of `llmsuite.devices.ops` by the kernels beside this file; equal to the plain forms but for rounding.
+"""The operations of `llmsuite.devices.ops` by the kernels of this directory; equal to the plain forms up to rounding.
 
-A distributed tensor is computed with where it lies. What a kernel cannot do is done by the plain form: numbers that are
-not float32, and distributed tensors inside a static program.
+Each rank computes its local part of distributed tensors. What a kernel cannot take goes to the plain form: numbers that
+are not float32, and distributed tensors inside a static program.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llmsuite.devices.cpu.kernels.source import build_kernels
 from llmsuite.typing import Tensor
 
 
-@functools.cache  # Paddle takes a library once
+@functools.cache  # Paddle loads a library only once
 def load() -> bool:
-    """Build the kernels, if need be, and make them known to Paddle; False when they cannot be built."""
+    """Build the kernels, if need be, and register them with Paddle; False when they cannot be built."""
     library = build_kernels()
     if library is not None:
         paddle.utils.cpp_extension.load_op_meta_info_and_register_op(str(library))
@@ -37,8 +37,8 @@ def spans(document_starts: Tensor, dtype: Any) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention without scores that nobody sees. A mask is what `spans` gives, or is added to the scores, as
-    generation has it."""
+    """Causal attention that computes no score of a key which a token does not see. A mask is in the form of `spans`, or
+    is added to the scores, as in generation."""
     if mask is not None and mask.dtype != paddle.int64:
         return ops.attention(q, k, v, mask)
     parts = _parts(q, k, v)
@@ -51,7 +51,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`ops.rms_norm` in one pass."""
     parts = _parts(x, weight)
-    if parts is None or not parts.are_alike:  # a sequence that is cut gives a gradient of the weight that is partial
+    if parts is None or not parts.are_alike:  # under sequence parallel the gradient of the weight is partial
         return ops.rms_norm(x, weight, eps)
     return parts.whole(_run("rms_norm", *parts.local, eps)[0])
 
@@ -96,7 +96,7 @@ def next_logits(
 
 
 class _Parts:
-    """What of some tensors lies on this rank."""
+    """The local parts of some tensors."""
 
     def __init__(self, tensors: tuple[Tensor, ...]):
         self._mesh, self._placements = None, None
@@ -122,7 +122,7 @@ def _parts(*tensors: Tensor) -> _Parts | None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """`recompute` makes distributed tensors of plain ones."""
+    """The local part of a tensor that every rank has whole: `recompute` (Paddle 3.3.1) makes it a distributed one."""
     return tensor._local_value() if tensor.is_dist() else tensor
 
 

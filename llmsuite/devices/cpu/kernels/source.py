@@ -14,7 +14,7 @@ _HERE = Path(__file__).parent
 KERNELS = Library(
     name="kernels",
     sources=tuple(_HERE / name for name in ("attention.cc", "rows.cc", "decode.cc", "common.h")),
-    # OpenMP's calls are those of Paddle's own libiomp5: with a second runtime beside it each thread would do all work
+    # OpenMP's runtime is Paddle's own libiomp5: with a second one beside it each thread would do all the work
     options=("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wl,--as-needed"),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libmklml_intel.so"),
     is_for_this_cpu=True,
@@ -23,15 +23,15 @@ KERNELS = Library(
 
 
 def can_be_built() -> bool:
-    """Whether this machine has a compiler, and a Paddle with Intel's library of products; that a compiler which is
-    there cannot build them is known once `build_kernels` has tried."""
+    """Whether this machine has a compiler, and a Paddle with Intel's MKL. That the compiler fails to build the kernels
+    is known once `build_kernels` has tried."""
     is_there = platform.machine() == "x86_64" and platform.system() == "Linux" and shutil.which("g++") is not None
     return is_there and not _FAILED
 
 
 def build_kernels() -> Path | None:
     """The kernels for the installed Paddle. None when they cannot be built: plain operations do the same, slower, so
-    that is no error; what the compiler said is told once."""
+    that is a warning and no error."""
     if not can_be_built():
         return None
     try:
