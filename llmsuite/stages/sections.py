@@ -41,17 +41,17 @@ class DpoSection(Section):
     def profile(self) -> StageProfile:
         """Pre-passes: the number of tokens for the term of `sft_weight`, then the reference, then the distance of the
         model from it."""
-        rewards = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
-        sums = (*rewards, "logps/chosen", "logps/rejected")
+        sums = ["rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"]
+        sums += ["logps/chosen", "logps/rejected"]
         prepasses: list[PrePass] = []
         if self.effective_sft_weight:
-            sums = (*sums, "nll/chosen")
+            sums.append("nll/chosen")
             prepasses.append(PrePass(kind="batch", sums=("pairs_per_token",)))
         if self.reference_from == "adapter_off":
             prepasses.append(PrePass(kind="adapters_off"))
         if self.loss == "kto_pair":
             prepasses.append(PrePass(kind="model", sums=("kl/chosen", "kl/rejected")))
-        return StageProfile(sums=sums, prepasses=tuple(prepasses))
+        return StageProfile(sums=tuple(sums), prepasses=tuple(prepasses))
 
     @property
     def reference_from(self) -> str:
@@ -113,12 +113,14 @@ class KtoSection(Section):
     def profile(self) -> StageProfile:
         """Pre-passes: the reference of all answers, then the distance of the model from it on the unrelated ones."""
         estimates_kl = self.loss == "kto"
-        sums, prepasses = ("rewards/desirable", "rewards/undesirable"), []
+        sums = ["rewards/desirable", "rewards/undesirable"]
+        prepasses: list[PrePass] = []
         if self.reference == "adapter_off":
             prepasses.append(PrePass(kind="adapters_off", rows=2 if estimates_kl else 1))
         if estimates_kl:
+            sums.append("kl")
             prepasses.append(PrePass(kind="model", sums=("kl",)))
-        return StageProfile(sums=(*sums, "kl") if estimates_kl else sums, prepasses=tuple(prepasses))
+        return StageProfile(sums=tuple(sums), prepasses=tuple(prepasses))
 
 
 @dataclasses.dataclass(kw_only=True)
