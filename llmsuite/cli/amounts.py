@@ -1,4 +1,4 @@
-"""Numbers with a unit, as options take them."""
+"""Parses option values with a unit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EXAMPLES = {"bytes": "80GiB or 500MB", "bytes/s": "400GB/s (bytes, not bits)", 
 
 
 def parse_amount(option: str, text: str, unit: Unit) -> float:
-    """A number with a prefix and its unit, which may be left out: 80GiB, 400GB/s, 989TFLOPS, 4e11.
+    """A number with an SI or binary prefix and an optional unit: 80GiB, 400GB/s, 989TFLOPS, 4e11.
 
     Raises:
-        UserError: it is none, or of another unit.
+        UserError: it is not a number, or has another unit.
     """
     pattern = rf"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([kKmMgGtTpP]i?|)(?:{_ENDINGS[unit]})?"
     match = re.fullmatch(pattern, text.strip())

@@ -1,4 +1,4 @@
-"""`llmsuite checkpoints list|verify|prune RUN`: what a run has saved, whether it is whole, and away with the old."""
+"""`llmsuite checkpoints list|verify|prune RUN`: list what a run has saved, verify it, or delete old checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmsuite data ACTION …`: text to a corpus, and what a run will make of its data."""
+"""`llmsuite data ACTION …`: prepare data, index text for pretraining, and show what a run makes of its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmsuite doctor`: can this machine run, and if not, what mends it?"""
+"""`llmsuite doctor`: check whether this machine can run llmsuite, and how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _show_ops(name: str, registry: Registry) -> int:
-    """Also of a device that is not here: what it would do."""
+    """Print the kernel of each operation, even of a device that is not in this machine."""
     if name not in registry.devices:
         raise UserError(f"--device: {registry.unknown('device', name)}")
     backend = registry.devices[name].factory()
@@ -159,7 +159,7 @@ def _pins() -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(pin.name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # an extra that is not wanted; what is needed is told by name above
+            continue  # an extra that is not installed; required packages are listed above
         if not extra and not pin.specifier.contains(version, prereleases=True):
             wrong += 1
             yield _WARN, "pins", f"{pin.name} {version} was not tested; pip install '{pin.name}{pin.specifier}'"
@@ -194,7 +194,7 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
 
 
 def _gflops(size: int = 1024) -> float:
-    """Of a product of two square matrices, the fastest of some."""
+    """The speed of a product of two square matrices, the fastest of five."""
     import paddle
 
     x = paddle.ones([size, size])
@@ -207,14 +207,14 @@ def _gflops(size: int = 1024) -> float:
 
 
 def _network(args: Any, registry: Registry) -> Iterator[Finding]:
-    """Starts a rank a device, on all machines, and lets them add up tensors."""
+    """Start a rank for each device, on all machines, and measure all-reduces between them."""
     from llmsuite.launch.launch import launch
     from llmsuite.launch.machines import Machines
 
     backend = registry.devices[args.device].factory()
-    said: list[str] = []
-    told = ("device", "num_devices", "nnodes", "node_rank", *(["master"] if args.master else []))
-    command = [sys.executable, "-m", "llmsuite", "doctor", *(f"--{name}={getattr(args, name)}" for name in told)]
+    output: list[str] = []
+    passed_on = ("device", "num_devices", "nnodes", "node_rank", *(["master"] if args.master else []))
+    command = [sys.executable, "-m", "llmsuite", "doctor", *(f"--{name}={getattr(args, name)}" for name in passed_on)]
     machines = Machines(args.node_rank, args.nnodes, args.master or "", f"doctor {args.num_devices}")
     with tempfile.TemporaryDirectory(prefix="llmsuite-") as logs:
         try:
@@ -224,26 +224,26 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
                 args.num_devices,
                 Path(logs),
                 lambda rank: {**backend.environment(args.num_devices), **backend.rank_environment(rank)},
-                said.append,
+                output.append,
                 machines,
                 _STALL_SECONDS,
             )
         except UserError as error:
             yield _BAD, "network", str(error)
             return
-    lines = "".join(said).splitlines()
+    lines = "".join(output).splitlines()
     if code != 0:
         yield _BAD, "network", f"the ranks ended with exit code {code}:\n" + "\n".join(lines[-20:])
         return
     if args.node_rank:
-        yield _OK, "network", "checked; machine 0 tells what was measured"
+        yield _OK, "network", "checked; machine 0 prints what was measured"
         return
     (result,) = (line.removeprefix(_RESULT) for line in lines if line.startswith(_RESULT))
     yield from judge_network(json.loads(result), args.num_devices * args.nnodes)
 
 
 def judge_network(found: Any, num_ranks: int) -> Iterator[Finding]:
-    """What is told of the fields of `llmsuite.parallel.network.Network`."""
+    """The findings that follow from a measured `llmsuite.parallel.network.Network`."""
     if not found["right"]:
         yield (
             _BAD,
@@ -268,7 +268,7 @@ def judge_network(found: Any, num_ranks: int) -> Iterator[Finding]:
 
 
 def _rank(args: Any, registry: Registry) -> int:
-    """In a rank of the network's check."""
+    """Measure the network, in one of its ranks."""
     from llmsuite.devices.start import start_paddle
 
     backend = registry.devices[args.device].factory()
@@ -289,4 +289,4 @@ def _plugins(registry: Registry) -> Iterator[Finding]:
             yield _WARN, f"plugin {info.name}", f"{info.error.splitlines()[-1]}; see: llmsuite plugins info {info.name}"
 
 
-COMMAND = Command(name="doctor", help="check this machine and say what mends it", add_arguments=add_arguments, run=run)
+COMMAND = Command(name="doctor", help="check this machine and say how to fix it", add_arguments=add_arguments, run=run)

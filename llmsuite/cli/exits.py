@@ -1,4 +1,4 @@
-"""How work ends: errors as exit codes. 0 done, 2 the user's input is wrong, 1 a fault of ours, 130 stopped."""
+"""Exit codes: 0 done, 2 an error in the user's input, 1 a bug in llmsuite, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from llmsuite.errors import UserError
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """Do some work; returns its exit code. A fault of ours is raised."""
+    """Do some work and return its exit code. Errors other than the user's are raised."""
     try:
         try:
             return work()
         finally:
-            sys.stdout.flush()  # a reader that is gone is noticed here rather than when Python exits
+            sys.stdout.flush()  # a closed pipe is noticed here rather than when Python exits
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`llmsuite generate MODEL`: what does a model answer? To prompts, to the rows of a file, or in a conversation."""
+"""`llmsuite generate MODEL`: let a model answer prompts, the rows of a file, or a conversation."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _OUTSIDE = {
     "num_beams": 1,
     "logprobs": None,
 }
-"""What a program with a decoding loop does not do, and the values that ask for none of it."""
+"""Options that a program with a decoding loop does not support, and the values that switch them off."""
 
 
 def add_model_arguments(parser: Any) -> None:
-    """What says which model is used, and on what."""
+    """Add the options that name the model, its device and its precision."""
     from jsonargparse.typing import PositiveInt
 
     parser.add_argument(
@@ -46,7 +46,7 @@ def add_model_arguments(parser: Any) -> None:
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
     parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
     parser.add_argument(
-        "--num_devices", type=PositiveInt, default=1, help="cut the model over so many (tensor parallel)"
+        "--num_devices", type=PositiveInt, default=1, help="shard the model over this many devices (tensor parallel)"
     )
     parser.add_argument("--precision", type=Literal["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument(
@@ -124,7 +124,7 @@ def run(args: Any, registry: Registry) -> int:
         return 0
     target = Path(args.output)
     if not opened.speaks:
-        for _ in answers:  # the other ranks compute, the first one writes
+        for _ in answers:  # all ranks compute, the first one writes
             pass
         return 0
     try:
@@ -140,7 +140,7 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _check(args: Any) -> None:
-    """Raises UserError for words that contradict each other."""
+    """Raise UserError if options contradict each other."""
     if (bool(args.prompt) + bool(args.input) + args.chat) != 1:
         raise UserError("generate: give --prompt TEXT, --input FILE or --chat, one of them")
     if args.output and Path(args.output).exists():
@@ -171,7 +171,7 @@ def _answers(generator: Any, prompts: Any, sampling: Any, args: Any) -> Iterator
 
 
 def _chat(generator: Any, prompter: Any, sampling: Any) -> int:
-    """Read lines from the terminal, answer each with what was said before in mind."""
+    """Hold a conversation: answer each line from the terminal, with the turns before it."""
     from llmsuite.data.rows import Message
 
     turns: list[Message] = []
@@ -186,22 +186,22 @@ def _chat(generator: Any, prompter: Any, sampling: Any) -> int:
             turns = []
         if line.strip() in ("", "/new"):
             continue
-        asked = [*turns, Message("user", line.strip())]
-        said = []
+        question = [*turns, Message("user", line.strip())]
+        answer: list[str] = []
         try:
-            for piece in generator.stream(prompter.turns(asked), sampling):
-                said.append(piece)
+            for piece in generator.stream(prompter.turns(question), sampling):
+                answer.append(piece)
                 print(piece, end="", flush=True)
-        except UserError as error:  # no room left, or not what the template takes: the conversation so far stays
+        except UserError as error:  # no room left, or refused by the template: the conversation so far stays
             print(f"{error}; /new starts again", end="")
-            said = []
+            answer = []
         print(flush=True)
-        if said:
-            turns = [*asked, Message("assistant", "".join(said))]
+        if answer:
+            turns = [*question, Message("assistant", "".join(answer))]
 
 
 def _launch(args: Any, registry: Registry) -> int:
-    """Start the ranks that hold the parts of the model."""
+    """Start the ranks over which the model is sharded."""
     if args.device not in registry.devices:
         raise UserError(registry.unknown("device", args.device))
     backend = registry.devices[args.device].factory()

@@ -1,4 +1,4 @@
-"""`llmsuite COMMAND …`: finds the command, tells its overrides from its options, and runs it."""
+"""`llmsuite COMMAND …`: finds the command, separates its options from overrides of the recipe, and runs it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run(words: list[str], registry: Registry) -> int:
 
 
 def split_overrides(words: Sequence[str], options: set[str]) -> tuple[list[str], list[str]]:
-    """Part the words of a command line into those of the command and `--key=value` overrides of the recipe.
+    """Split the words of a command line into those of the command and `--key=value` overrides of the recipe.
 
     `--key value` is taken as `--key=value`.
 

@@ -19,11 +19,11 @@ class OpenedModel:
 
     generator: Generator
     speaks: bool
-    """Whether this process prints and writes: the first of those a model is cut over."""
+    """Whether this process prints and writes: the first rank does."""
     path: Path
     """Where the model was found."""
     model: Any = None
-    """The live one; None for an exported one."""
+    """The live model; None for an exported one."""
 
 
 def open_generator(args: Any, registry: Registry, cached: bool = True) -> OpenedModel:

@@ -1,4 +1,4 @@
-"""`llmsuite plan RECIPE`: what a run will take, before anything is started. Needs no Paddle and no device."""
+"""`llmsuite plan RECIPE`: the memory, traffic and time a run will take. Needs no Paddle and no device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _devices(count: int | None) -> list[str]:
-    """The overrides that ask for so many devices."""
+    """The overrides that set the number of devices."""
     if count is None:
         return []
     if count < 1:

@@ -1,4 +1,4 @@
-"""`llmsuite plugins list|info`: which plugins there are, what they bring, and why one does not work."""
+"""`llmsuite plugins list|info`: the installed plugins, what they provide, and why one does not work."""
 
 from __future__ import annotations
 

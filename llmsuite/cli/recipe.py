@@ -89,11 +89,11 @@ def _new(args: Any, registry: Registry) -> int:
 
 
 def _chosen(what: str, given: str | None, known: list[str]) -> str:
-    """What was given, else what is answered."""
+    """The given choice, else the answer to a question."""
     names = ", ".join(known)
     while given is None:
         if not sys.stdin.isatty():
-            raise UserError(f"--{what}: is needed where nobody can be asked; one of {names}")
+            raise UserError(f"--{what}: is required without a terminal to ask in; choose one of {names}")
         answer = input(f"{what} ({names}): ").strip()
         given = answer if answer in known else None
     if given not in known:
@@ -106,13 +106,13 @@ def _number(what: str) -> int:
     answer = ""
     while not (answer.isascii() and answer.isdigit() and int(answer) > 0):
         if not sys.stdin.isatty():
-            raise UserError(f"--{what}: is needed where nobody can be asked; a number such as 8")
+            raise UserError(f"--{what}: is required without a terminal to ask in; give a number such as 8")
         answer = input(f"{what}, of all machines: ").strip()
     return int(answer)
 
 
 def _give(recipe: dict[str, Any], output: str | None, registry: Registry) -> list[str]:
-    """Write or print a recipe; returns what has to be put right in it before it is valid."""
+    """Write or print a recipe; returns the problems to fix before it is valid."""
     text = recipe_text(recipe)
     if output is not None and Path(output).exists():
         raise UserError(f"{output} exists; choose another --output, or remove it first")

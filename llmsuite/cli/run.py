@@ -1,4 +1,4 @@
-"""`llmsuite run RECIPE`: train, or what else its stage does."""
+"""`llmsuite run RECIPE`: run the stage of a recipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="tiny shape, embedded data, CPU processes: does this recipe run?"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint of output_dir")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the last complete checkpoint of output_dir"
+    )
     parser.epilog = (
         "Any key of the recipe can be overridden: --train.max_steps=3 --data.train FILE. "
         "`llmsuite list keys --stage dpo` shows them all."
@@ -33,34 +35,20 @@ def add_arguments(parser: Any) -> None:
 
 def run(args: Any, registry: Registry) -> int:
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
-    from llmsuite.launch.launch import is_worker, launch
-    from llmsuite.launch.machines import Machines
-    from llmsuite.launch.ranks import can_fork
-
-    if not is_worker():  # a rank looks for what it reads itself
-        plan.check_files()
-    where = plan.recipe.launch
-    stall_seconds = where.stall_seconds  # read in every rank, or it would be a key without effect
-    if where.nnodes > 1 and where.node_rank is None:
-        raise UserError(fan_out(sys.argv[1:], plan))
-    if where.nnodes > 1 and where.master is None:
-        message = "is required with several machines: host:port of machine 0, where the others find it"
-        raise RecipeError([plan.loaded.problem("launch.master", message)])
-    if not args.resume and not where.node_rank:  # machine 0 looks and writes
-        if args.smoke and not any(word.startswith("--output_dir") for word in args.overrides):
-            shutil.rmtree(plan.output_dir, ignore_errors=True)  # made by --smoke, for nobody to keep
-        plan.check_output()
     from llmsuite.devices.start import start_paddle
+    from llmsuite.launch.launch import is_worker
 
+    _check(args, plan)
+    stall_seconds = plan.recipe.launch.stall_seconds  # read in every rank, or it would be a key without effect
     backend = plan.device.factory()
-    num_ranks, local_ranks = plan.degrees.num_ranks, where.num_devices
-    starts_ranks = num_ranks > 1 and not is_worker()
+    starts_ranks = plan.degrees.num_ranks > 1 and not is_worker()
     if starts_ranks:
         if plan.stage.trains:
             from llmsuite.planning.order import check_order
 
             check_order(plan)
         backend.prepare_ranks()
+    local_ranks = plan.recipe.launch.num_devices
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
     if is_worker():
         return _work(plan, registry, args.resume)
@@ -68,36 +56,61 @@ def run(args: Any, registry: Registry) -> int:
     for info in registry.plugins:
         if info.error:
             print(f"plugin {info.name} does not work; see: llmsuite plugins list", file=sys.stderr)
-    reason = backend.unavailable(plan.recipe.launch.num_devices)
-    if reason is not None:
+    if reason := backend.unavailable(local_ranks):
         raise RecipeError([plan.loaded.problem("device", f"{backend.name}: {reason}")])
     if args.smoke:
-        whole = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
-        mesh = f"mesh {plan.degrees} on cpu{whole}"
+        reduced = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
+        mesh = f"mesh {plan.degrees} on cpu{reduced}"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, {mesh}", flush=True)
     plan.fetched(print)  # once, before ranks wait for each other
-    if num_ranks == 1:
-        return _work(plan, registry, args.resume)
+    return _launch(plan, registry, args.resume, stall_seconds) if starts_ranks else _work(plan, registry, args.resume)
+
+
+def _check(args: Any, plan: RunPlan) -> None:
+    """Raise UserError if files are missing, a machine is not named, or the output directory is in use."""
+    from llmsuite.launch.launch import is_worker
+
+    where = plan.recipe.launch
+    if not is_worker():  # a rank checks the files it reads itself
+        plan.check_files()
+    if where.nnodes > 1 and where.node_rank is None:
+        raise UserError(fan_out(sys.argv[1:], plan))
+    if where.nnodes > 1 and where.master is None:
+        message = "is required with several machines; set it to host:port of machine 0, which the others connect to"
+        raise RecipeError([plan.loaded.problem("launch.master", message)])
+    if not args.resume and not where.node_rank:  # only machine 0 writes there
+        if args.smoke and not any(word.startswith("--output_dir") for word in args.overrides):
+            shutil.rmtree(plan.output_dir, ignore_errors=True)  # left by an earlier --smoke, not worth keeping
+        plan.check_output()
+
+
+def _launch(plan: RunPlan, registry: Registry, resume: bool, stall_seconds: float | None) -> int:
+    """Start the ranks of this machine and wait for them."""
+    from llmsuite.launch.launch import launch
+    from llmsuite.launch.machines import Machines
+    from llmsuite.launch.ranks import can_fork
+
+    backend, where = plan.device.factory(), plan.recipe.launch
 
     def environment(local_rank: int) -> dict[str, str]:
-        return {**backend.environment(local_ranks), **backend.rank_environment(local_rank)}
+        return {**backend.environment(where.num_devices), **backend.rank_environment(local_rank)}
 
     def forked() -> int:
         backend.after_paddle()
-        return exit_code(lambda: _work(plan, registry, args.resume))
+        return exit_code(lambda: _work(plan, registry, resume))
 
     if backend.forks:
         _import_ahead(plan)
     work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
     machines = Machines(where.node_rank or 0, where.nnodes, where.master or "", _shared_part(plan))
     logs = plan.output_dir / "logs"
-    code = launch(work, local_ranks, logs, environment, _write, machines, stall_seconds)
+    code = launch(work, where.num_devices, logs, environment, _write, machines, stall_seconds)
     _note_end(plan.output_dir, code)
     return code
 
 
 def _note_end(run: Path, code: int) -> None:
-    """What rank 0 could not write down itself: that another one has failed, or that all hung."""
+    """Record an end that rank 0 could not record itself: another rank has failed, or the run hung."""
     from llmsuite.launch.hang import STALLED
     from llmsuite.launch.launch import INTERRUPTED
     from llmsuite.observe.events import add_event, read_events
@@ -109,24 +122,24 @@ def _note_end(run: Path, code: int) -> None:
 
 
 def _shared_part(plan: RunPlan) -> str:
-    """What has to be equal on all machines of a run."""
+    """A digest of the part of a recipe that has to be equal on all machines of a run."""
     recipe = as_plain(plan.recipe)
     del recipe["launch"]["node_rank"]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def fan_out(words: Sequence[str], plan: RunPlan) -> str:
-    """What to type to start a run on several machines.
+    """The commands that start a run on several machines.
 
     Args:
-        words: of the command line, without the program.
-        plan: with more than one machine.
+        words: the words of the command line, without the program.
+        plan: a run on more than one machine.
     """
     count, more = plan.recipe.launch.nnodes, [] if plan.recipe.launch.master else ["--launch.master=HOST0:29500"]
     run = f"cd {shlex.quote(str(Path.cwd()))} && llmsuite {shlex.join([*words, *more])} --launch.node_rank="
     lines = [
-        f"launch.node_rank: is required with {count} machines, for each starts its own ranks, in a directory that all",
-        "of them see. HOST0 and so on stand for their names. By ssh, one line a machine:",
+        f"launch.node_rank: is required with {count} machines: each starts its own ranks, in a directory that all of",
+        "them share. HOST0 and so on stand for their names. By ssh, one line for each machine:",
         *(f"  ssh HOST{k} {shlex.quote(run + str(k))}" for k in range(count)),
         "by mpirun:",
         f"  mpirun -np {count} --map-by ppr:1:node bash -c {shlex.quote(run + '$OMPI_COMM_WORLD_RANK')}",
@@ -137,7 +150,7 @@ def fan_out(words: Sequence[str], plan: RunPlan) -> str:
 
 
 def _import_ahead(plan: RunPlan) -> None:
-    """In a process whose forks will be ranks: what each of them would import otherwise, which it does not run yet."""
+    """Import in the parent what every rank would import after the fork; nothing of it runs yet."""
     import tokenizers  # noqa: F401
 
     if plan.stage.trains:
@@ -161,7 +174,7 @@ def _write(text: str) -> None:
 
 COMMAND = Command(
     name="run",
-    help="do what a recipe says: train, or answer prompts",
+    help="run a recipe: train, or answer prompts",
     add_arguments=add_arguments,
     run=run,
     takes_overrides=True,

@@ -48,8 +48,8 @@ def _line(path: Path) -> tuple[str, ...]:
 
 def _show(run: Any) -> int:
     rows = [("directory", str(run.directory)), ("status", run.status), ("stage", str(run.recipe.get("stage", "")))]
-    told = ("started", "host", "mesh", "device")
-    rows += [(name, str(run.environment[name])) for name in told if name in run.environment]
+    shown = ("started", "host", "mesh", "device")
+    rows += [(name, str(run.environment[name])) for name in shown if name in run.environment]
     if run.steps:
         rows += [(name, f"{value:.6g}") for name, value in run.steps[-1].items() if isinstance(value, (int, float))]
     _print((), rows)

@@ -75,7 +75,7 @@ def run(args: Any, registry: Registry) -> int:
     app = make_app(Service(opened.generator, prompter, name, limits, Metrics()), key)
 
     class Server(uvicorn.Server):
-        """Says where it listens, and ends well when it is asked to end."""
+        """Prints where it listens, and shuts down cleanly on a signal."""
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)

@@ -1,4 +1,4 @@
-"""What `llmsuite data explain` and `llmsuite data stats` print."""
+"""The output of `llmsuite data explain` and `llmsuite data stats`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": 
 
 
 def prepare(plan: RunPlan) -> RunPlan:
-    """Check that the files are there, bring those that lie elsewhere, and import Paddle, for which stages are written.
-
-    Always on the CPU.
-    """
+    """Check that the files exist, fetch remote ones, and start Paddle on the CPU, which stages need."""
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
 

@@ -1,4 +1,4 @@
-"""`llmsuite validate RECIPE…`: is everything in it right? Needs no Paddle and no device."""
+"""`llmsuite validate RECIPE…`: check recipes. Needs no Paddle and no device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmsuite.specs import Command
 def add_arguments(parser: Any) -> None:
     parser.add_argument("recipes", type=str, nargs="+", help="recipe files (JSON)")
     parser.add_argument("--smoke", action="store_true", help="check the small run that --smoke makes of it")
-    parser.epilog = "Overrides such as --train.max_steps=3 are laid over every recipe."
+    parser.epilog = "Overrides such as --train.max_steps=3 are applied to every recipe."
 
 
 def run(args: Any, registry: Registry) -> int:
