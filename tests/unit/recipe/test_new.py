@@ -67,7 +67,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert main(["--no-plugins", "validate", str(target)]) == 0
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(words) == 2
-    assert "--preset: is needed where nobody can be asked" in capsys.readouterr().err
+    assert "--preset: is required without a terminal to ask in" in capsys.readouterr().err
     assert main([*words, "--preset", "qwen3-9b"]) == 2
     assert "did you mean qwen3-8b?" in capsys.readouterr().err
 
