@@ -159,6 +159,12 @@ def test_no_modules_import_each_other() -> None:
     assert cycles(house()) == []
 
 
+def test_docstrings_name_their_thing_first() -> None:
+    assert [
+        f"{module}:{line}: {text[:60]}" for module, line, text in docstrings(house()) if text.startswith("Of ")
+    ] == []
+
+
 def test_functions_fit_on_a_screen() -> None:
     assert too_long(house()) == []
 
