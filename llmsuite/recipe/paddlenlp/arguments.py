@@ -22,7 +22,7 @@ class Arguments:
     """What was written."""
 
     values: dict[str, Any]
-    """What the script is given: name -> value, numbers and true or false as such."""
+    """Arguments of the script: name -> value, numbers and true or false as such."""
     script: str = ""
     """The Python file that is started; empty for a JSON file."""
     num_devices: int | None = None
