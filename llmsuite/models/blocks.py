@@ -150,7 +150,7 @@ class CausalLM(nn.Layer):
     ) -> tuple[Tensor | None, ...]:
         """The further inputs of every layer, made once a pass: such as the rotation and the mask, for the positions
         from `start` or for those that `document_starts` implies; see `hidden_states`."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} has to define layer_inputs")
 
     def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor | None:
         """The attention mask, in the form that `ops.attention` takes; arguments as in `layer_inputs`."""
@@ -243,7 +243,7 @@ class CausalLM(nn.Layer):
 
     def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
         """As `layer_inputs`, for positions [B, L] and a mask [B, 1, L, S] that is added to scores."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} has to define layer_inputs_at")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V]."""
