@@ -9,12 +9,29 @@ from pathlib import Path
 
 from llmsuite.errors import UserError
 
+BUILT = "built"
+"""Directory of the cache with what was compiled for this machine."""
+
 
 def cache_root() -> Path:
     """`$LLMSUITE_CACHE`, else llmsuite's directory below `$XDG_CACHE_HOME` or `~/.cache`."""
     if "LLMSUITE_CACHE" in os.environ:
         return Path(os.environ["LLMSUITE_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llmsuite"
+
+
+def private_cache(directory: Path) -> Path:
+    """Make a directory a cache that has nothing of former runs, but shares what was compiled for this machine.
+
+    Returns:
+        The directory, for `$LLMSUITE_CACHE`.
+    """
+    built = cache_root() / BUILT
+    built.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # several ranks may make the same one
+        (directory / BUILT).symlink_to(built.resolve())
+    return directory
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from llmsuite import builtin
+from llmsuite.cache import BUILT
 from llmsuite.cli import commands
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import Problem, RecipeError
@@ -53,10 +54,6 @@ def registry_with(**plugins: Any) -> Registry:
     return result
 
 
-KERNELS = ("gloo", "gloo_front", "kernels")
-"""Directories of a cache that hold what is built for this machine."""
-
-
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing is read from or written to the cache of whoever runs the tests. What is built for this machine is built
@@ -64,9 +61,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     cache, together = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         together = together.parent
-    for name in KERNELS:
-        (together / "built" / name).mkdir(parents=True, exist_ok=True)
-        (cache / name).symlink_to(together / "built" / name)
+    (together / BUILT).mkdir(exist_ok=True)
+    (cache / BUILT).symlink_to(together / BUILT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMSUITE_CACHE", str(cache))
         yield

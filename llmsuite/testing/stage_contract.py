@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite import builtin
+from llmsuite.cache import private_cache
 from llmsuite.cli import commands
 from llmsuite.errors import RecipeError
 from llmsuite.plugins.manager import Registry, load_plugins
@@ -165,7 +166,7 @@ def _run(recipe: Path, output: Path, words: Sequence[str]) -> None:
 
 
 def _python(words: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache")}
+    environment = {**os.environ, "LLMSUITE_CACHE": str(private_cache(directory / "cache"))}
     return subprocess.run(
         [sys.executable, *words],
         env=environment,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from llmsuite.cache import cache_root
-from tests.conftest import KERNELS, PluginSite
+from llmsuite.cache import private_cache
+from tests.conftest import PluginSite
 from tests.paths import ROOT
 from tests.tools.warm import warm
 
@@ -40,11 +40,8 @@ class Runner:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        (directory / "cache").mkdir()
-        for kernels in (cache_root() / name for name in KERNELS):
-            kernels.mkdir(parents=True, exist_ok=True)
-            (directory / "cache" / kernels.name).symlink_to(kernels)
-        self.environment = {**os.environ, "LLMSUITE_CACHE": str(directory / "cache"), "LLMSUITE_PLUGINS": ""}
+        cache = private_cache(directory / "cache")
+        self.environment = {**os.environ, "LLMSUITE_CACHE": str(cache), "LLMSUITE_PLUGINS": ""}
         self._site = directory / "site"
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:

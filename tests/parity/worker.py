@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 from llmsuite import builtin
+from llmsuite.cache import private_cache
 from llmsuite.cli import commands
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.plugins.manager import PluginInfo, load_plugins
@@ -53,7 +54,9 @@ def main(file: str) -> int:
     for case in cases:
         print(f"== {case['name']}", flush=True)
         directory = path.parent / case["name"]
-        os.environ["LLMSUITE_CACHE"] = str(directory / "cache")  # what is computed before the first step counts too
+        os.environ["LLMSUITE_CACHE"] = str(
+            private_cache(directory / "cache")
+        )  # what is computed before the first step counts too
         plan = plan_run(case["recipe"], [*case["words"], f"--output_dir={directory}"], registry, smoke=True)
         dist.new_group = reused(new_group, groups)
         with contextlib.ExitStack() as during:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmsuite.cache import cache_root
+from llmsuite.cache import BUILT, cache_root
 from llmsuite.errors import UserError
 
 
@@ -46,7 +46,7 @@ def library(what: Library) -> Path:
     # the library is linked to this very installation, so its place is part of the name
     content = b"".join(source.read_bytes() for source in what.sources) + str(paddle).encode()
     content += _processor() if what.is_for_this_cpu else b""
-    directory = cache_root() / what.name
+    directory = cache_root() / BUILT / what.name
     version = importlib.metadata.version("paddlepaddle")
     target = directory / f"{what.sources[0].stem}-{version}-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if target.is_file():

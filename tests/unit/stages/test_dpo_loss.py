@@ -10,6 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.cache import private_cache
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.stages.answers import answer_logps
@@ -24,7 +25,7 @@ LN2 = 0.6931472
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
 
 
 def some_pairs(stage: DpoStage, count: int = 6) -> list[Pair]:

@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.cache import private_cache
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.stages.answers import answer_logps
@@ -32,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[DpoStage, list[Pair]]:
     """A stage and pairs; where it has a reference, that thinks somewhat less of the answers than the policy."""
-    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     stage = dpo_case.stage(**VARIANTS[name])
     pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
     stage.before_training(dpo_case.model(), pairs)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.cache import private_cache
 from llmsuite.data.rows import Message, Unpaired
 from llmsuite.stages.answers import Answer, answer_logps
 from llmsuite.stages.kto import KtoStage, LabelledAnswer, unrelated_answers
@@ -100,7 +101,7 @@ def step(
 def test_a_step_is_the_published_one_however_it_is_cut(
     loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     stage, samples, _ = made(loss=loss, beta=0.5, desirable_weight=1.5)
     stage.before_training(dpo_case.model(), samples)
     random = np.random.default_rng(1)
@@ -133,7 +134,7 @@ def test_a_step_is_the_published_one_however_it_is_cut(
 
 
 def test_a_z_of_each_micro_batch_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     stage, samples, _ = made(beta=0.5)
     stage.before_training(dpo_case.model(), samples)
     random = np.random.default_rng(1)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.cache import private_cache
 from llmsuite.stages.answers import answer_logps, num_tokens
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected, pack
@@ -183,7 +184,7 @@ def test_the_stages_pack_the_pairs_of_a_file(made_of: Any) -> None:
 
 def test_answers_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each log-probability is subtracted the reference of the same answer."""
-    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     stage = dpo_case.stage()
     pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
     packs = pack(pairs, stage.row_lengths(pairs), 200)

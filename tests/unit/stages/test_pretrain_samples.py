@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.cache import private_cache
 from llmsuite.cli.main import main
 from llmsuite.data.corpus import CorpusMixture, TokenWindows, split_bounds
 from llmsuite.data.indexed import CorpusWriter
@@ -179,7 +180,7 @@ def test_split_is_by_documents(corpus: Path) -> None:
 
 
 def test_a_mixture_of_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path / "cache")))
     (tmp_path / "a.txt").write_text("Something else.\n\n" * 30)
     said: list[str] = []
     mixed = stage(mix={str(tmp_path / "a.txt"): 0.25}, split="9,1", report=said.append)

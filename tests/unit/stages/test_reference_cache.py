@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.cache import private_cache
 from llmsuite.errors import UserError
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.schema.degrees import Degrees
@@ -177,7 +178,7 @@ def test_what_is_not_finite_is_refused_and_not_stored(tmp_path: Path) -> None:
 
 
 def test_the_stage_computes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     pairs, _ = dpo_case.pairs(dpo_case.stage(), dpo_case.rows(5))
 
     def fill(seed: int, some: Sequence[Any], **keys: Any) -> tuple[dict[str, float], str]:

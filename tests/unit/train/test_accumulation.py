@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.cache import private_cache
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.stages.dpo import DpoStage
@@ -49,7 +50,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[DpoStage, list[Pair]
     assert len({len(pair.prompt) for pair in pairs}) > 3
     assert len({len(pair.rejected) for pair in pairs}) > 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LLMSUITE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path_factory.mktemp("cache"))))
         stage.before_training(dpo_case.model(seed=1), pairs)
     return stage, pairs
 
