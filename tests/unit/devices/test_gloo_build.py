@@ -53,7 +53,7 @@ def test_it_is_built_once(cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     install(tmp_path, COMPILER, monkeypatch)
     library = build.library(KERNELS)
     assert library.read_text() == "built\n"
-    assert library.parent == cache / "gloo"
+    assert library.parent == cache / "built" / "gloo"
     assert {path.name for path in library.parent.iterdir()} == {library.name, "build.lock"}
     (words,) = calls(tmp_path)
     assert "kernels.cc" in words
@@ -91,7 +91,7 @@ def test_a_failure_keeps_what_the_compiler_said(cache: Path, tmp_path: Path, mon
     with pytest.raises(UserError, match=r"building the CPU kernels failed; .* are in \S+\.log$") as caught:
         build.library(KERNELS)
     log = Path(str(caught.value).rpartition(" are in ")[2])
-    assert log.parent == cache / "gloo"
+    assert log.parent == cache / "built" / "gloo"
     text = log.read_text()
     assert "g++ -std=c++17" in text, "the command, to try it by hand"
     assert "a note" in text
