@@ -97,6 +97,9 @@ def _become(request: dict[str, str], words: list[str], environment: dict[str, st
     sys.path[:] = [*(place for place in places if place not in sys.path), *sys.path]
     importlib.invalidate_caches()
     sys.argv = [request["module"], *words]
+    from llmsuite.devices.cpu.gloo.shims import load_kernels
+
+    load_kernels()  # a run of one rank does not, for without a fork it has no front that needs them either
 
 
 def serve() -> int:
