@@ -60,6 +60,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     """Build this rank's part of the model with its initial weights."""
     recipe, shard_plan = plan.recipe, plan.family.shard_plan or WHOLE
     lora = recipe.lora
+    # every rank reads these keys, also one whose layers have no use for them: an unread key is an error
+    second_factor_rate, moving_rate = lora.lora_plus_ratio, recipe.qat.moving_rate
     chunks, adapted, rounded = _build_chunks(plan, backend)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
@@ -71,7 +73,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         shards += parallelize(chunk, strategy, weights.read)
     for shard in shards:
         if shard.name.endswith(f".{SECOND_FACTOR}"):
-            shard.master_or_shard.optimize_attr["learning_rate"] = lora.lora_plus_ratio
+            shard.master_or_shard.optimize_attr["learning_rate"] = second_factor_rate
     adapters = None
     if lora.rank is not None:
         beside = [name for name in trained if not is_factor(name)]
@@ -86,7 +88,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         train = recipe.train
         balance = ExpertBalance(chunks, shard_plan, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
         part.marks_padding = True
-    scales = InputScales(rounded, part, recipe.qat.moving_rate) if recipe.qat.activation_bits is not None else None
+    scales = InputScales(rounded, part, moving_rate) if recipe.qat.activation_bits is not None else None
     own = [shard for shard in shards if shard.name in trained]
     return BuiltModel(part, own, trained, bounds, weights.digest, adapters, balance, rounded, scales)
 
