@@ -403,7 +403,7 @@ def test_a_key_without_effect_is_named(keys: dict[str, Any], key: str, message: 
 @pytest.mark.parametrize(
     ("changes", "key", "message"),
     [
-        ({"stage": "dpo"}, "qat.weight_bits", "use it with pretrain or sft"),
+        ({"stage": "dpo"}, "qat.weight_bits", "use pretrain or sft"),
         ({"lora.rank": 4}, "qat.weight_bits", "set one of the two to null"),
         ({"stage": "lora", "lora.rank": 4}, "qat.weight_bits", "set one of the two to null"),
         ({"qat.activation_bits": 8, "engine.mode": "to_static"}, "qat.activation_bits", "or engine.mode to dynamic"),

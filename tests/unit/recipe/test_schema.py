@@ -92,7 +92,7 @@ def test_every_field_is_documented(registry: Registry) -> None:
             assert "\n" not in info.doc
         for key, section in sections(cls).items():
             assert len(section_doc(section)) > 5, key
-    assert field_docs(Recipe)["seed"].startswith("Initial parameters")
+    assert field_docs(Recipe)["seed"].startswith("Seed of the initial parameters")
 
 
 @pytest.fixture(scope="module")
