@@ -11,7 +11,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
 from typing_extensions import is_typeddict
@@ -38,9 +38,15 @@ class KeyInfo:
         return describe(self.annotation)
 
 
+@functools.lru_cache(maxsize=1024)
+def type_hints(cls: type) -> Mapping[str, Any]:
+    """The annotations of a section or a TypedDict, evaluated once: with postponed annotations that takes long."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
 def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
     """Every leaf key below a section, in the order it is declared."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = type_hints(cls)
     docs = field_docs(cls)
     for field in dataclasses.fields(cls):
         annotation = hints[field.name]
@@ -52,7 +58,7 @@ def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
             default = field.default_factory()
         yield KeyInfo((*prefix, field.name), annotation, default, docs.get(field.name, ""))
         if is_typeddict(annotation):
-            for name, hint in typing.get_type_hints(annotation, include_extras=True).items():
+            for name, hint in type_hints(annotation).items():
                 doc = getattr(annotation, "docs", {}).get(name, "")
                 yield KeyInfo((*prefix, field.name, name), hint, None, doc)
 
@@ -60,7 +66,7 @@ def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
 def sections(cls: type, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[Section]]:
     """The keys that hold a section rather than a value, and its type."""
     found: dict[tuple[str, ...], type[Section]] = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in type_hints(cls).items():
         if isinstance(hint, type) and issubclass(hint, Section):
             key = (*prefix, name)
             found |= {key: hint, **sections(hint, key)}
