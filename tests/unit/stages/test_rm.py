@@ -152,7 +152,7 @@ def test_a_language_model_gets_a_new_head(
         open_model(weights("on"), registry.models).read("score.weight"), after.read("score.weight")
     )
 
-    with pytest.raises(RecipeError, match=r"is a reward model, and dpo trains a language model"):
+    with pytest.raises(RecipeError, match=r"is a reward model, but dpo trains a language model"):
         plan_run(ROOT / "recipes" / "llama" / "dpo.json", words[:1], registry, smoke=True)
     with pytest.raises(UserError, match="is a reward model, which scores answers and gives none"):
         load_model(after, CpuBackend())
