@@ -101,7 +101,7 @@ class StepLine:
 
     def _text(self, metrics: Mapping[str, float]) -> str:
         parts = [f"{name.split('/')[-1]} {metrics[name]:.4g}" for name in self._shown if name in metrics]
-        return "  ".join([*parts, f"{metrics['ips_total']:.0f} tokens/s"])
+        return "  ".join([*parts, f"{metrics['speed']:.3g} step/s", f"{metrics['ips_total']:.0f} tokens/s"])
 
     def close(self) -> None:
         if self._bar is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -39,8 +40,12 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.launch.launch import is_worker
 
     _check(args, plan)
-    stall_seconds = plan.recipe.launch.stall_seconds  # read in every rank, or it would be a key without effect
+    where = plan.recipe.launch
+    # read in every rank, or they would be keys without effect
+    stall_seconds, logs = where.stall_seconds, Path(where.log_dir) if where.log_dir else plan.output_dir / "logs"
     backend = plan.device.factory()
+    if (numbers := where.device_numbers) is not None:
+        os.environ.update(backend.select(numbers))
     starts_ranks = plan.degrees.num_ranks > 1 and not is_worker()
     if starts_ranks:
         if plan.stage.trains:
@@ -48,7 +53,7 @@ def run(args: Any, registry: Registry) -> int:
 
             check_order(plan)
         backend.prepare_ranks()
-    local_ranks = plan.recipe.launch.num_devices
+    local_ranks = where.num_devices
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
     if is_worker():
         return _work(plan, registry, args.resume)
@@ -63,7 +68,9 @@ def run(args: Any, registry: Registry) -> int:
         mesh = f"mesh {plan.degrees} on cpu{reduced}"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, {mesh}", flush=True)
     plan.fetched(print)  # once, before ranks wait for each other
-    return _launch(plan, registry, args.resume, stall_seconds) if starts_ranks else _work(plan, registry, args.resume)
+    if not starts_ranks:
+        return _work(plan, registry, args.resume)
+    return _launch(plan, registry, args.resume, logs, stall_seconds)
 
 
 def _check(args: Any, plan: RunPlan) -> None:
@@ -84,8 +91,8 @@ def _check(args: Any, plan: RunPlan) -> None:
         plan.check_output()
 
 
-def _launch(plan: RunPlan, registry: Registry, resume: bool, stall_seconds: float | None) -> int:
-    """Start the ranks of this machine and wait for them."""
+def _launch(plan: RunPlan, registry: Registry, resume: bool, logs: Path, stall_seconds: float | None) -> int:
+    """Start the ranks of this machine and wait for them; `logs` is where their output goes."""
     from llmsuite.launch.launch import launch
     from llmsuite.launch.machines import Machines
     from llmsuite.launch.ranks import can_fork
@@ -103,7 +110,6 @@ def _launch(plan: RunPlan, registry: Registry, resume: bool, stall_seconds: floa
         _import_ahead(plan)
     work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
     machines = Machines(where.node_rank or 0, where.nnodes, where.master or "", _shared_part(plan))
-    logs = plan.output_dir / "logs"
     code = launch(work, where.num_devices, logs, environment, _write, machines, stall_seconds)
     _note_end(plan.output_dir, code)
     return code
@@ -124,7 +130,8 @@ def _note_end(run: Path, code: int) -> None:
 def _shared_part(plan: RunPlan) -> str:
     """A digest of the part of a recipe that has to be equal on all machines of a run."""
     recipe = as_plain(plan.recipe)
-    del recipe["launch"]["node_rank"]
+    for of_machine in ("node_rank", "devices"):
+        del recipe["launch"][of_machine]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from llmsuite.errors import UserError
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
@@ -30,6 +33,9 @@ class DeviceBackend(abc.ABC):
     """The values of `engine.precision` it has."""
     install: ClassVar[str]
     """How to get a Paddle for it."""
+    visible_devices: ClassVar[tuple[str, ...]] = ()
+    """Variables that its runtime reads the numbers of the devices to use from, the first one that is set before the
+    others; none where devices have no numbers."""
     forks: ClassVar[bool] = False
     """Whether a rank may be a fork of a process that has imported Paddle and done nothing with it."""
 
@@ -79,6 +85,19 @@ class DeviceBackend(abc.ABC):
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         """Variables that differ from rank to rank, for a launcher."""
         return {}
+
+    def select(self, numbers: Sequence[int]) -> dict[str, str]:
+        """Variables that let this machine's ranks have these devices; set before Paddle is imported.
+
+        Raises:
+            UserError: one of them is hidden by a variable that the user has set.
+        """
+        assert self.visible_devices, "resolve refuses device numbers here"
+        name = next((name for name in self.visible_devices if name in os.environ), self.visible_devices[0])
+        visible = os.environ.get(name, "").split(",") if os.environ.get(name) else None
+        if visible is not None and (hidden := [n for n in numbers if str(n) not in visible]):
+            raise UserError(f"launch.devices: {hidden[0]} is not among {name}={os.environ[name]}; unset {name}")
+        return {name: ",".join(map(str, numbers))}
 
     def prepare_ranks(self) -> None:  # noqa: B027  (most backends have nothing to do)
         """Called once before several ranks are started.

@@ -12,6 +12,7 @@ _KERNELS = {"rms_norm": "fused_rms_norm", "rotary": "fused_rotary", "swiglu": "f
 class GpuBackend(DeviceBackend):
     name = "gpu"
     collectives = "nccl"
+    visible_devices = ("CUDA_VISIBLE_DEVICES",)
     precisions = ("fp32", "bf16", "fp16")
     install = (
         "pip uninstall -y paddlepaddle && "

@@ -13,6 +13,7 @@ _KERNELS = {"rotary": "fused_rotary", "swiglu": "fused_swiglu"}
 class XpuBackend(DeviceBackend):
     name = "xpu"
     collectives = "bkcl"
+    visible_devices = ("XPULINK_VISIBLE_DEVICES", "XPU_VISIBLE_DEVICES")
     precisions = ("fp32", "bf16", "fp16")
     install = (
         "pip uninstall -y paddlepaddle && "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,6 +54,22 @@ def _step(line: str) -> float:
         return float("inf")
 
 
+def place(samples: int, batch_size: int, epoch_size: int) -> dict[str, float]:
+    """Place of a step in its epoch.
+
+    Args:
+        samples: taken so far, with those of the step.
+        batch_size: samples of a step.
+        epoch_size: samples of an epoch. The stream knows no gap: a batch belongs to the epoch that it begins in.
+
+    Returns:
+        "epoch", how many are over, and "batch", the number of the step's batch in its epoch, from 0.
+    """
+    before = samples - batch_size
+    first = math.ceil(before // epoch_size * epoch_size / batch_size)
+    return {"epoch": samples / epoch_size, "batch": before // batch_size - first}
+
+
 class Window:
     """Times and tokens since the last record, for averages."""
 
@@ -83,7 +100,7 @@ class Window:
         return {
             "avg_reader_cost": self._reader / self.steps,
             "avg_batch_cost": elapsed / self.steps,
-            "steps_per_second": self.steps / elapsed,
+            "speed": self.steps / elapsed,
             "ips_total": self._tokens / elapsed,
             "ips": self._tokens / elapsed / self._num_ranks,
         }

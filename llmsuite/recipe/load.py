@@ -5,6 +5,7 @@ All problems are collected and raised together, each with the position of what c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -22,7 +23,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.source import Key, parse_json, read_json
 from llmsuite.recipe.untrained import SECTIONS
 from llmsuite.schema import keys as recipe_keys
-from llmsuite.schema.recipe import ModelSection, Recipe
+from llmsuite.schema.recipe import ModelSection, Recipe, device_numbers
 from llmsuite.schema.section import Section, forget_reads, unread
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
@@ -92,6 +93,7 @@ def load(
         for dotted, value in layer.items():
             _put(tree, origins, tuple(dotted.split(".")), value, origin)
     problems = _apply_overrides(tree, origins, overrides, registry)
+    _count_devices(tree, origins)
 
     cls, name_problems = recipe_type(tree, registry)
     loaded = LoadedRecipe(None, _leaves(tree), origins, str(path))  # type: ignore[arg-type]
@@ -105,6 +107,20 @@ def load(
         raise RecipeError(in_order(problems))
     forget_reads(loaded.recipe)
     return loaded
+
+
+def _count_devices(tree: dict[str, Any], origins: dict[Key, str]) -> None:
+    """Let num_devices follow from a list of devices: where it is not given, or only in a file whose devices the command
+    line chooses."""
+    launch, key = tree.get("launch"), ("launch", "num_devices")
+    if not isinstance(launch, dict):
+        return
+    with contextlib.suppress(ValueError, TypeError):  # of another type: that is reported with all others
+        numbers = device_numbers(launch.get("devices"))
+        origin = origins.get(("launch", "devices"), "")
+        chosen_later = origin.startswith("--") and not origins.get(key, "--").startswith("--")
+        if numbers is not None and ("num_devices" not in launch or chosen_later):
+            _put(tree, origins, key, len(numbers), origin or origins[("launch",)])
 
 
 REMOVE = object()

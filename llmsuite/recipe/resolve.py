@@ -179,6 +179,8 @@ def _data_file(given: str) -> Path:
 def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
     if recipe.device not in registry.devices:
         yield "device", registry.unknown("device", recipe.device)
+    elif recipe.launch.devices is not None and not registry.devices[recipe.device].factory().visible_devices:
+        yield "launch.devices", f"{recipe.device} has no numbered devices; set launch.num_devices instead"
     if recipe.data.format != "auto" and recipe.data.format not in registry.data_formats:
         yield "data.format", registry.unknown("data format", recipe.data.format)
     for name in recipe.loggers:

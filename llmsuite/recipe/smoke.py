@@ -76,6 +76,8 @@ def _model(shape: dict[str, Any]) -> dict[str, Any]:
 def _place(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     return {
         "launch.num_devices": num_ranks,
+        "launch.devices": REMOVE,
+        "launch.log_dir": REMOVE,
         "launch.nnodes": 1,
         "launch.master": REMOVE,
         "launch.node_rank": REMOVE,

@@ -223,6 +223,9 @@ class LaunchSection(Section):
 
     num_devices: PositiveInt = 1
     """Devices per machine; on cpu, processes."""
+    devices: str | list[NonNegativeInt] | None = None
+    """Numbers of the devices to use on each machine, such as "4,5,6,7"; num_devices follows from it. Default: the first
+    num_devices. Not for cpu."""
     nnodes: PositiveInt = 1
     """Machines, with num_devices each and a shared output_dir."""
     master: str | None = None
@@ -232,12 +235,41 @@ class LaunchSection(Section):
     stall_seconds: PositiveFloat | None = 600.0
     """End the run (exit code 3) and report which ranks wait for which, once nothing has happened on any rank for this
     long; three times as long until each rank is in its second step. null: never."""
+    log_dir: str | None = None
+    """Directory for what each rank prints, `workerlog.N`, when there are several. Default: `logs` in output_dir."""
+
+    @property
+    def device_numbers(self) -> list[int] | None:
+        """`devices` as numbers. Raises ValueError when it is not a list of them."""
+        return device_numbers(self.devices)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.master is not None and not re.fullmatch(r"[^:\s]+:[0-9]{1,5}", self.master):
             yield "master", f"is {self.master!r}; it has to be host:port"
         if self.node_rank is not None and self.node_rank >= self.nnodes:
             yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes} it is at most {self.nnodes - 1}"
+        try:
+            numbers = self.device_numbers
+        except ValueError:
+            yield "devices", f"is {self.devices!r}; it has to be different numbers, such as 4,5,6,7"
+            return
+        if numbers is not None and len(numbers) != self.num_devices:
+            message = f"names {len(numbers)} devices, but num_devices is {self.num_devices}; leave that out"
+            yield "devices", message
+
+
+def device_numbers(devices: Any) -> list[int] | None:
+    """Device numbers of a text such as "4,5,6,7" or of a list; None of None.
+
+    Raises:
+        ValueError: they are none, or one is named twice.
+    """
+    if devices is None:
+        return None
+    numbers = [int(part) for part in devices.split(",")] if isinstance(devices, str) else list(devices)
+    if not numbers or len(set(numbers)) < len(numbers) or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(devices)
+    return numbers
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from llmsuite.errors import RecipeError
 from llmsuite.files import lock_directory
 from llmsuite.launch import calls
 from llmsuite.launch.launch import INTERRUPTED
-from llmsuite.observe.metrics import Window
+from llmsuite.observe.metrics import Window, place
 from llmsuite.parallel import collective
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.plugins.manager import Registry
@@ -205,9 +205,10 @@ class Trainer:
             seconds, bytes_ = ([numbers[i] for numbers in of_ranks] for i in (0, 1))
             slow = stragglers(self.mesh, seconds)
             self.output.rank_numbers(self.step, {"busy_seconds": seconds, "peak_memory_bytes": bytes_})
-        epoch, rates = self.samples / len(self.data.train), self.window.rates()
+        at = place(self.samples, self.cadence.global_batch_size, len(self.data.train))
+        rates = self.window.rates()
         self.saver.check()
-        self.output.logged(self.step, {"epoch": epoch, **metrics, **rates, "peak_memory_bytes": memory, **slow})
+        self.output.logged(self.step, {**at, **metrics, **rates, "peak_memory_bytes": memory, **slow})
         self.window.reset()
 
     def evaluate(self) -> None:

@@ -209,9 +209,11 @@ def llmsuite_run_end(run, step):
 def test_a_message_that_cannot_be_sent_ends_the_run(runner: Runner, tmp_path: Path) -> None:
     """The ranks that wait for it would wait for ever."""
     PluginSite(tmp_path).install("lost", LOST)
-    words = runner.smoke("lost", "--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}')
+    logs = runner.directory / "logs of lost"
+    strategy = ("--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}')
+    words = runner.smoke("lost", *strategy, f"--launch.log_dir={logs}")
     output = runner.run(*words, expect=1, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", LLMSUITE_PLUGINS="lost")
-    log = (runner.directory / "lost" / "logs" / "workerlog.1").read_text()
+    log = (logs / "workerlog.1").read_text()
     assert "RuntimeError: the cable is out" in log
     assert "could not be sent; the run ends" in output
     assert "ended with exit code 1" in output  # of rank 1, or of its neighbour, which cannot send to it any more

@@ -10,7 +10,14 @@ import pytest
 from llmsuite import progress
 from llmsuite.progress import StepLine, report, track
 
-METRICS = {"loss": 0.693147, "rewards/accuracy": 0.5, "learning_rate": 1e-5, "ips_total": 1234.5, "unshown": 1.0}
+METRICS = {
+    "loss": 0.693147,
+    "rewards/accuracy": 0.5,
+    "learning_rate": 1e-5,
+    "speed": 0.5,
+    "ips_total": 1234.5,
+    "unshown": 1.0,
+}
 SHOWN = ("loss", "learning_rate", "rewards/accuracy", "absent")
 
 
@@ -33,7 +40,7 @@ def test_a_logged_step_is_a_plain_line(capsys: pytest.CaptureFixture[str], clock
     line.step(2, METRICS)
     line.close()
     assert capsys.readouterr().out == (
-        "step 2/10  loss 0.6931  learning_rate 1e-05  accuracy 0.5  1234 tokens/s  left 00:00:24\n"
+        "step 2/10  loss 0.6931  learning_rate 1e-05  accuracy 0.5  0.5 step/s  1234 tokens/s  left 00:00:24\n"
     )
 
 

@@ -23,6 +23,7 @@ from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.start import start_paddle
 from llmsuite.devices.xpu import XpuBackend
+from llmsuite.errors import UserError
 
 BACKENDS: dict[str, DeviceBackend] = {b.name: b for b in (CpuBackend(), GpuBackend(), XpuBackend())}
 
@@ -216,6 +217,31 @@ def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     start_paddle(GpuBackend(), 1)
     assert os.environ["NVIDIA_TF32_OVERRIDE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "user", "expected"),
+    [
+        ("gpu", {}, {"CUDA_VISIBLE_DEVICES": "6,4"}),
+        ("gpu", {"CUDA_VISIBLE_DEVICES": "4,5,6"}, {"CUDA_VISIBLE_DEVICES": "6,4"}),
+        ("xpu", {}, {"XPULINK_VISIBLE_DEVICES": "6,4"}),
+        ("xpu", {"XPU_VISIBLE_DEVICES": "4,6"}, {"XPU_VISIBLE_DEVICES": "6,4"}),
+    ],
+)
+def test_ranks_get_the_devices_that_are_named(
+    name: str, user: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in BACKENDS[name].visible_devices:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in user.items():
+        monkeypatch.setenv(variable, value)
+    assert BACKENDS[name].select([6, 4]) == expected
+
+
+def test_a_hidden_device_cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError, match=r"launch\.devices: 4 is not among CUDA_VISIBLE_DEVICES=0,1; unset"):
+        BACKENDS["gpu"].select([0, 4])
 
 
 def test_paddle_starts_silently_in_a_fresh_process() -> None:

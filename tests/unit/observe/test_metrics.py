@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmsuite.observe import metrics
-from llmsuite.observe.metrics import MetricsFile, Window
+from llmsuite.observe.metrics import MetricsFile, Window, place
 
 
 def run(path: Path, resume_step: int, steps: list[int], **more: Any) -> None:
@@ -100,7 +100,7 @@ def test_the_rates_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert window.rates() == {
         "avg_reader_cost": pytest.approx(0.4),
         "avg_batch_cost": 2.0,
-        "steps_per_second": 0.5,
+        "speed": 0.5,
         "ips_total": 200.0,
         "ips": 50.0,
     }
@@ -109,3 +109,10 @@ def test_the_rates_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 2.0
     assert window.rates()["ips_total"] == 5.0
     assert window.rates()["avg_reader_cost"] == 0.0
+
+
+def test_batches_are_counted_in_the_epoch_they_begin_in() -> None:
+    found = [place(8 * step, 8, 20) for step in range(1, 8)]
+    assert [at["batch"] for at in found] == [0, 1, 2, 0, 1, 0, 1]  # the third ends in the second epoch
+    assert [at["epoch"] for at in found] == [0.4, 0.8, 1.2, 1.6, 2.0, 2.4, 2.8]
+    assert [place(50 * step, 50, 20)["batch"] for step in (1, 2, 3)] == [0, 0, 0]

@@ -183,3 +183,43 @@ def test_override_below_a_value_in_the_file(problems: Problems, tmp_path: Path) 
         Problem(position(tmp_path / "recipe.json", '"model"'), "model", "expected a section: {...}, found 5"),
         Problem("--model.family=llama", "model.family", "model is a value, not a section"),
     ]
+
+
+ON_GPU = {"device": "gpu", "launch": {"num_devices": 8}}
+
+
+@pytest.mark.parametrize("given", ["4,5", "[4,5]", '"4,5"', "4, 5"])
+def test_devices_of_the_command_line_are_counted(overridden: Callable[..., LoadedRecipe], given: str) -> None:
+    launch = overridden(f"--launch.devices={given}", changes=ON_GPU).recipe.launch
+    assert (launch.device_numbers, launch.num_devices) == ([4, 5], 2)
+
+
+def test_devices_of_the_file_are_counted(overridden: Callable[..., LoadedRecipe]) -> None:
+    assert overridden(changes={"launch": {"devices": [0, 3, 5]}}).recipe.launch.num_devices == 3
+    both = {"launch": {"devices": "0,3", "num_devices": 2}}
+    assert overridden(changes=both).recipe.launch.num_devices == 2, "as a resolved recipe has it"
+
+
+@pytest.mark.parametrize(
+    ("launch", "words", "key", "message"),
+    [
+        ({"devices": "1,2", "num_devices": 4}, [], "launch.devices", "names 2 devices, but num_devices is 4"),
+        ({}, ["--launch.devices=1,2", "--launch.num_devices=4"], "launch.devices", "names 2 devices, but num_devices"),
+        ({"devices": "1,1"}, [], "launch.devices", "is '1,1'; it has to be different numbers, such as 4,5,6,7"),
+        ({"devices": "a"}, [], "launch.devices", "it has to be different numbers"),
+        ({"devices": ""}, [], "launch.devices", "it has to be different numbers"),
+        ({"devices": []}, [], "launch.devices", "it has to be different numbers"),
+        ({"devices": 4}, [], "launch.devices", "expected text or list of integer >= 0 or null, found 4"),
+    ],
+)
+def test_devices_that_are_none(
+    problems: Problems, launch: dict[str, Any], words: list[str], key: str, message: str
+) -> None:
+    (problem,) = problems({"device": "gpu", "launch": launch}, *words)
+    assert problem.key == key
+    assert message in problem.message
+
+
+def test_processes_have_no_numbers(problems: Problems) -> None:
+    (problem,) = problems(None, "--launch.devices=0,1")
+    assert problem.message == "cpu has no numbered devices; set launch.num_devices instead"
