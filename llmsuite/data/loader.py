@@ -24,18 +24,29 @@ _ROUNDS = 6
 
 
 class SampleOrder:
-    """An endless stream of sample indices: every epoch is a fresh permutation of all samples.
+    """An endless stream of sample indices: every epoch is a fresh permutation of all samples, or their own order.
 
     The position is the number of samples taken, so a run resumes by that number alone, on any mesh.
     """
 
-    def __init__(self, num_samples: int, seed: int):
-        assert num_samples > 0, num_samples
-        self.num_samples, self.seed = num_samples, seed
+    def __init__(self, num_samples: int, seed: int, shuffle: bool = True, multiple: int = 1):
+        """
+        Args:
+            num_samples: of an epoch, before the last ones are left out.
+            seed: of the permutations.
+            shuffle: false to keep the order that the samples have.
+            multiple: leave out the last samples of each epoch that do not fill so many; at most `num_samples`.
+        """
+        assert 0 < multiple <= num_samples, (multiple, num_samples)
+        self.num_samples, self.seed, self._shuffle = num_samples, seed, shuffle
+        self.epoch_length = num_samples // multiple * multiple
+        """Samples of an epoch."""
 
     def at(self, position: int) -> int:
         """Index of the sample at a position of the stream."""
-        epoch, offset = divmod(position, self.num_samples)
+        epoch, offset = divmod(position, self.epoch_length)
+        if not self._shuffle:
+            return offset
         if self.num_samples > _MOST_LISTED:
             return shuffled(offset, self.num_samples, f"order:{self.seed}:{epoch}")
         return int(_permutation(self.num_samples, self.seed, epoch)[offset])

@@ -13,6 +13,7 @@ import paddle
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.parallel import collective
+from llmsuite.parallel.learning_rate import LearningRate
 from llmsuite.parallel.partition import OPTIMIZER_SLOTS
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.recipe import TrainSection
@@ -39,10 +40,7 @@ class Optimizer:
         self.shards, self._host = list(shards), host
         self._finished: list[tuple[ParameterShard, Tensor]] = []
         owned = [shard.master_or_shard for shard in self.shards if not shard.is_empty]
-        self._peak, self._schedule = train.learning_rate, train.lr_schedule
-        # rounded first: 0.07 * 100 is a little more than 7
-        self._warmup_steps = math.ceil(round(train.warmup_ratio * total_steps, 6))
-        self._floor, self._total_steps = train.min_lr_ratio, total_steps
+        self.learning_rate = LearningRate(train, total_steps).at
         self._max_norm = train.max_grad_norm
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
         if train.optimizer == "adamw":
@@ -64,17 +62,6 @@ class Optimizer:
         self.slots = [*OPTIMIZER_SLOTS[train.optimizer], *(["master"] if has_master else [])]
         for shard in self.shards:
             self.to_host(shard)
-
-    def learning_rate(self, step: int) -> float:
-        """Rate of a step, counted from 1: linear warm-up, then constant, linear or cosine towards the floor."""
-        if step <= self._warmup_steps:
-            return self._peak * step / self._warmup_steps
-        if self._schedule == "constant":
-            return self._peak
-        # the first step after warm-up has the full rate; the floor is where the step after the last would be
-        done = (step - self._warmup_steps - 1) / (self._total_steps - self._warmup_steps)
-        fall = (1 - done) if self._schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return self._peak * (self._floor + (1 - self._floor) * fall)
 
     def begin_backward(self, is_last: bool) -> None:
         """Called before each backward pass. `is_last`: no further pass of the step adds to these gradients, so they are

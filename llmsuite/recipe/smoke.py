@@ -12,7 +12,8 @@ from llmsuite.schema.degrees import Degrees, degrees_of
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import ModelFamily, StageSpec
 
-SMOKE_LENGTH = {"train.max_steps": 8, "train.num_epochs": REMOVE}
+SMOKE_STEPS = 8
+SMOKE_LENGTH = {"train.max_steps": SMOKE_STEPS, "train.num_epochs": REMOVE}
 """The length of a small run."""
 
 
@@ -54,11 +55,18 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.micro_batch_size": micro,
         "train.global_batch_size": 8 * micro,  # the same on any mesh, so that meshes can be compared
         "train.learning_rate": 1e-3,
+        **_warmup(recipe),
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
         **_place(recipe, tp * pp * data),
         **stage.smoke,
     }
+
+
+def _warmup(recipe: Recipe) -> dict[str, Any]:
+    """At most a quarter of the steps."""
+    steps = recipe.train.warmup_steps
+    return {} if steps is None else {"train.warmup_steps": min(steps, SMOKE_STEPS // 4)}
 
 
 def _model(shape: dict[str, Any]) -> dict[str, Any]:

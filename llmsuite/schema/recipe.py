@@ -64,6 +64,12 @@ class DataSection(Section):
     """best_fit: pack rows into samples of up to max_length tokens, which leaves little padding. No token attends to
     another row, and positions restart with each row. Batch sizes and epochs then count packed samples. For the stages
     sft, dpo and rm."""
+    shuffle: bool = True
+    """true: every epoch has an order of its own, a function of `seed`. false: the order of the file; with packing, of
+    the packs."""
+    drop_last: bool = False
+    """false: a batch takes its last samples from the next epoch where one ends. true: leave out the samples at the end
+    of each epoch that do not fill a global batch; with shuffle they are others each time."""
     group_by_length: bool = True
     """Assign the samples of a global batch to micro-batches by length, which leaves less padding. The result of a step
     stays the same."""
@@ -90,10 +96,21 @@ class TrainSection(Section):
     """sgd serves to compare runs: it shows errors in the scale of gradients, which adamw hides."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate decays after the warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """How the learning rate decays after the warm-up. wsd: constant, until it falls in the last steps (warm-up, stable,
+    decay: Hu et al. 2024, arXiv 2404.06395)."""
+    decay_ratio: Fraction | None = None
+    """With wsd: fraction of all steps, the last ones, in which the learning rate falls. Default: 0.1."""
+    decay_type: Literal["linear", "cosine", "sqrt"] | None = None
+    """With wsd: how it falls in them. sqrt: by 1 - sqrt(done) (Haegele et al. 2024, arXiv 2405.18392). Default:
+    linear."""
     warmup_ratio: Fraction = 0.0
-    """Fraction of all steps in which the learning rate rises from 0 to its peak."""
+    """Fraction of all steps in which the learning rate rises to its peak."""
+    warmup_steps: PositiveInt | None = None
+    """The same as a number of steps. Give this or warmup_ratio."""
+    warmup_from_zero: bool = False
+    """true: step n of W warm-up steps has (n - 1) / W of the peak, as with transformers and PaddleNLP, so that the
+    first step changes nothing. false: n / W."""
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end of training, as a fraction of the peak."""
     weight_decay: NonNegativeFloat = 0.0
@@ -123,8 +140,9 @@ class TrainSection(Section):
     expert_bias_rate: NonNegativeFloat = 0.0
     """Step size by which the gate's bias of each expert moves towards an even load after a step (DeepSeek-V3:
     0.001)."""
-    eval_steps: PositiveInt | None = None
-    """Evaluate every this many steps, and after the last one. Default: only after the last."""
+    eval_steps: PositiveInt | Literal["epoch"] | None = None
+    """Evaluate every this many steps, or "epoch" for the step that ends an epoch; and after the last one. Default: only
+    after the last."""
     log_steps: PositiveInt = 1
     """Print and record metrics every this many steps."""
 
@@ -133,7 +151,16 @@ class TrainSection(Section):
             state = "neither is given" if self.max_steps is None else "both are given"
             yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
         if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
-            yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear or cosine"
+            yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear, cosine or wsd"
+        for key in ("decay_ratio", "decay_type") if self.lr_schedule != "wsd" else ():
+            if getattr(self, key) is not None:
+                yield key, f"has no effect with lr_schedule {self.lr_schedule}; remove it or choose wsd"
+        if self.warmup_steps is not None and self.warmup_ratio > 0:
+            yield "warmup_steps", "and warmup_ratio are both given; remove one of them"
+        if self.lr_schedule == "wsd" and self.warmup_ratio + (self.decay_ratio or 0.0) > 1:
+            yield "decay_ratio", "and warmup_ratio together are above 1; lower one of them"
+        if self.warmup_from_zero and self.warmup_steps is None and self.warmup_ratio == 0:
+            yield "warmup_from_zero", "has no effect without a warm-up; set warmup_steps or warmup_ratio, or remove it"
         if self.on_spike != "skip" and self.spike_factor is None:
             yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
 
@@ -203,8 +230,8 @@ class CheckpointSection(Section):
     """When to save checkpoints: always after the last step and when a file `save-now` appears in output_dir, otherwise
     as these keys say."""
 
-    save_steps: PositiveInt | None = None
-    """Save every this many steps."""
+    save_steps: PositiveInt | Literal["epoch"] | None = None
+    """Save every this many steps, or "epoch" for the step that ends an epoch."""
     keep_last: Annotated[int, Ge(2)] = 2
     """Number of newest checkpoints to keep. At least 2, because a crash may interrupt the newest."""
     async_save: bool = True

@@ -85,7 +85,7 @@ def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> Fil
 def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]], padding_free: bool) -> float:
     """Share of padding over the whole steps of one epoch, with the micro-batches of the run."""
     recipe, multiple = stage.context.recipe, stage.context.length_multiple
-    train, order = recipe.train, SampleOrder(len(sizes), recipe.seed)
+    train, order = recipe.train, SampleOrder(len(sizes), recipe.seed, recipe.data.shuffle)
     by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
     lengths = stage.row_lengths(samples) if by_length else None
     # one data rank: the amount of padding hardly depends on their number

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from llmsuite.recipe.resolve import RunPlan
 
 
 @dataclasses.dataclass(frozen=True)
 class Cadence:
-    """Counts of optimizer steps; None for never before the last one."""
+    """Counts of optimizer steps; None for never before the last one, "epoch" for those that end an epoch."""
 
     total_steps: int
     global_batch_size: int
     log_steps: int
-    eval_steps: int | None
-    save_steps: int | None
+    eval_steps: int | Literal["epoch"] | None
+    save_steps: int | Literal["epoch"] | None
+    num_samples: int
 
     @classmethod
     def of(cls, plan: RunPlan, num_samples: int) -> Cadence:
@@ -24,7 +26,8 @@ class Cadence:
         train = plan.recipe.train
         # the stream of samples knows no gap between epochs, so only the last step may go beyond the last one
         total = train.max_steps or math.ceil((train.num_epochs or 1) * num_samples / train.global_batch_size)
-        return cls(total, train.global_batch_size, train.log_steps, train.eval_steps, plan.recipe.checkpoint.save_steps)
+        save = plan.recipe.checkpoint.save_steps
+        return cls(total, train.global_batch_size, train.log_steps, train.eval_steps, save, num_samples)
 
     def logs(self, step: int) -> bool:
         """Whether the metrics of a step are recorded."""
@@ -32,8 +35,14 @@ class Cadence:
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after a step."""
-        return step == self.total_steps or bool(self.save_steps and step % self.save_steps == 0)
+        return step == self.total_steps or self._is_due(step, self.save_steps)
 
     def evaluates(self, step: int) -> bool:
         """Whether there is an evaluation after a step."""
-        return step == self.total_steps or bool(self.eval_steps and step % self.eval_steps == 0)
+        return step == self.total_steps or self._is_due(step, self.eval_steps)
+
+    def _is_due(self, step: int, every: int | Literal["epoch"] | None) -> bool:
+        if every == "epoch":  # the stream of samples knows no gap, so a step may end one epoch and begin the next
+            taken = step * self.global_batch_size
+            return taken // self.num_samples > (taken - self.global_batch_size) // self.num_samples
+        return every is not None and step % every == 0

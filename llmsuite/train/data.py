@@ -87,8 +87,19 @@ def read_data(
     counts = collective.from_first_rank([len(train), len(evaluation)])
     if stage is None:
         train, evaluation = (range(int(count)) for count in counts)
-    order = SampleOrder(len(train), plan.recipe.seed)
+    order = _order(plan, len(train))
     return TrainingData(stage, train, evaluation, order, _sampler(plan, order, lengths))
+
+
+def _order(plan: RunPlan, num_samples: int) -> SampleOrder:
+    """The stream of training samples."""
+    data, size = plan.recipe.data, plan.recipe.train.global_batch_size
+    if data.drop_last and num_samples < size:
+        raise UserError(
+            f"data.drop_last: leaves nothing of {num_samples} samples, which fill no batch of train.global_batch_size "
+            f"{size}; set it to false, or lower that"
+        )
+    return SampleOrder(num_samples, plan.recipe.seed, data.shuffle, size if data.drop_last else 1)
 
 
 def load_tokenizer(plan: RunPlan) -> TextTokenizer:

@@ -79,7 +79,7 @@ class Trainer:
             report(f"numbers from {recipe.source}")
         digests: dict[str, str] = {}
         self.data = data = read_data(plan, registry, backend, mesh, lambda: digests["model"])
-        self.cadence = Cadence.of(plan, len(data.train))
+        self.cadence = Cadence.of(plan, data.order.epoch_length)
         self._num_workers = recipe.data.num_workers
         self._eval_batches = data.eval_micro_batches(mesh, train.micro_batch_size)
 
@@ -205,7 +205,7 @@ class Trainer:
             seconds, bytes_ = ([numbers[i] for numbers in of_ranks] for i in (0, 1))
             slow = stragglers(self.mesh, seconds)
             self.output.rank_numbers(self.step, {"busy_seconds": seconds, "peak_memory_bytes": bytes_})
-        at = place(self.samples, self.cadence.global_batch_size, len(self.data.train))
+        at = place(self.samples, self.cadence.global_batch_size, self.data.order.epoch_length)
         rates = self.window.rates()
         self.saver.check()
         self.output.logged(self.step, {**at, **metrics, **rates, "peak_memory_bytes": memory, **slow})

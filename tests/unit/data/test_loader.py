@@ -26,6 +26,25 @@ def test_a_position_continues_exactly(num_samples: int, seed: int, position: int
     assert stream(num_samples, seed, position, count) == whole[position:]
 
 
+@given(num_samples=st.integers(1, 60), seed=SEEDS, position=st.integers(0, 200))
+def test_without_shuffling_the_order_is_that_of_the_file(num_samples: int, seed: int, position: int) -> None:
+    assert SampleOrder(num_samples, seed, shuffle=False).at(position) == position % num_samples
+
+
+@given(data=st.data(), num_samples=st.integers(1, 60), seed=SEEDS, shuffle=st.booleans())
+def test_last_samples_are_left_out(data: st.DataObject, num_samples: int, seed: int, shuffle: bool) -> None:
+    """Every epoch is whole batches, without a repetition, and begins like one of which nothing is left out."""
+    size = data.draw(st.integers(1, num_samples))
+    order, whole = SampleOrder(num_samples, seed, shuffle, size), SampleOrder(num_samples, seed, shuffle)
+    length = order.epoch_length
+    assert length % size == 0
+    assert num_samples - size < length <= num_samples
+    for epoch in range(3):
+        taken = [order.at(epoch * length + i) for i in range(length)]
+        assert len(set(taken)) == length
+        assert taken == [whole.at(epoch * num_samples + i) for i in range(length)]
+
+
 def factorisations(size: int) -> list[tuple[int, int, int]]:
     """Every (accumulated micro-batches, ranks, micro-batch size) that makes up a global batch."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]

@@ -52,6 +52,27 @@ def rates(total_steps: int, **keys: Any) -> list[float]:
         ({"lr_schedule": "cosine", "warmup_ratio": 1.0}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]),
         ({"lr_schedule": "linear", "min_lr_ratio": 1.0}, [1.0] * 10),
         ({"lr_schedule": "constant", "learning_rate": 3e-4}, [3e-4] * 10),
+        ({"lr_schedule": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75] + [1.0] * 7),
+        (
+            {"lr_schedule": "linear", "warmup_steps": 2, "warmup_from_zero": True},
+            [0.0, 0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125],
+        ),
+        ({"lr_schedule": "wsd"}, [1.0] * 10),  # the only falling step is the first one, which has the full rate
+        ({"lr_schedule": "wsd", "decay_ratio": 0.4}, [1.0] * 7 + [0.75, 0.5, 0.25]),
+        (
+            {"lr_schedule": "wsd", "decay_ratio": 0.4, "warmup_steps": 2, "min_lr_ratio": 0.2},
+            [0.5] + [1.0] * 6 + [0.8, 0.6, 0.4],
+        ),
+        ({"lr_schedule": "wsd", "decay_ratio": 0.4, "decay_type": "sqrt"}, [1.0] * 7 + [0.5, 0.2928932, 0.1339746]),
+        (
+            {"lr_schedule": "wsd", "decay_ratio": 0.8, "decay_type": "cosine", "warmup_ratio": 0.2},
+            [0.5, 1.0, *COSINE_EIGHTHS],
+        ),
+        (
+            {"lr_schedule": "wsd", "decay_ratio": 1.0, "warmup_steps": 2},
+            [0.5, 1.0, 1.0, *(k / 8 for k in range(7, 0, -1))],
+        ),
+        ({"lr_schedule": "wsd", "warmup_steps": 20}, [k / 20 for k in range(1, 11)]),
     ],
 )
 def test_ten_steps(keys: dict[str, Any], expected: list[float]) -> None:

@@ -114,6 +114,11 @@ def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(problems: Pro
         ({"train.num_epochs": 1}, "train.max_steps"),
         ({"train.max_steps": None}, "train.max_steps"),
         ({"train.lr_schedule": "constant", "train.min_lr_ratio": 0.1}, "train.min_lr_ratio"),
+        ({"train.lr_schedule": "linear", "train.decay_ratio": 0.1}, "train.decay_ratio"),
+        ({"train.lr_schedule": "cosine", "train.decay_type": "sqrt"}, "train.decay_type"),
+        ({"train.lr_schedule": "wsd", "train.warmup_ratio": 0.6, "train.decay_ratio": 0.5}, "train.decay_ratio"),
+        ({"train.warmup_ratio": 0.1, "train.warmup_steps": 5}, "train.warmup_steps"),
+        ({"train.warmup_ratio": 0.0, "train.warmup_from_zero": True}, "train.warmup_from_zero"),
         ({"dpo.loss": "ipo", "dpo.label_smoothing": 0.1}, "dpo.label_smoothing"),
     ],
 )

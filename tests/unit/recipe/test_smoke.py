@@ -59,6 +59,12 @@ def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
         assert as_plain(small.parallel)[key] == as_plain(whole.parallel)[key]
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(30, 2), (2, 2), (1, 1)])
+def test_steps_of_the_warm_up_fit_the_run(plan: Plan, steps: int, expected: int) -> None:
+    found = plan({"train.warmup_ratio": 0.0, "train.warmup_steps": steps}, smoke=True)
+    assert found.recipe.train.warmup_steps == expected
+
+
 def test_size(recipe: Path, registry: Registry) -> None:
     whole, small = (plan_run(recipe, [], registry, smoke) for smoke in (False, True))
     assert small.smoke_of == whole.degrees
