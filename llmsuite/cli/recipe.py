@@ -32,6 +32,9 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--stage", type=str | None, default=None, help="see: llmsuite list stages")
     parser.add_argument("--family", type=str | None, default=None, help="see: llmsuite list models")
     parser.add_argument("--num_devices", type=PositiveInt | None, default=None, help="of all machines together")
+    parser.add_argument(
+        "--leave_out", type=str | None, default=None, help="with from-paddlenlp: arguments to do without, as A,B"
+    )
     parser.add_argument("--preset", type=str | None, default=None, help="with new: which model of the family")
     parser.add_argument("--device", type=str | None, default=None, help="with new: gpu (the default), xpu or cpu")
     parser.add_argument("--weights", type=str | None, default=None, help="with new: directory of the model")
@@ -51,14 +54,19 @@ def _from_paddlenlp(args: Any, registry: Registry) -> int:
     from llmsuite.recipe.paddlenlp.convert import convert
 
     path = Path(args.file)
-    found = convert(read_arguments(path), path.name, registry, args.stage, args.family, args.num_devices)
+    leave_out = [key.strip() for key in (args.leave_out or "").split(",") if key.strip()]
+    found = convert(read_arguments(path), path.name, registry, args.stage, args.family, args.num_devices, leave_out)
     problems = _give(found.recipe, args.output, registry)
     tell = sys.stderr if args.output is None else sys.stdout
     for note in found.notes:
         print(f"note: {note}", file=tell)
     if found.left_out:
-        print(f"{len(found.left_out)} arguments have no counterpart:", file=tell)
+        print(f"{len(found.left_out)} arguments have no counterpart, and change nothing of what is trained:", file=tell)
     for key, value, why in found.left_out:
+        print(f"  {key} = {value}: {why}", file=tell)
+    if found.refused:
+        print(f"{len(found.refused)} arguments are left out, so it is another job:", file=tell)
+    for key, value, why in found.refused:
         print(f"  {key} = {value}: {why}", file=tell)
     for problem in problems:
         print(f"to do: {problem}", file=tell)
@@ -66,6 +74,8 @@ def _from_paddlenlp(args: Any, registry: Registry) -> int:
 
 
 def _new(args: Any, registry: Registry) -> int:
+    if args.leave_out is not None:
+        raise UserError("--leave_out: belongs to `llmsuite recipe from-paddlenlp`")
     if args.file is not None:
         raise UserError(f"recipe new: takes no file; to write to {args.file} add -o {args.file}")
     stage = _chosen("stage", args.stage, [name for name, spec in registry.stages.items() if spec.trains])

@@ -23,6 +23,9 @@ class Converted:
     """Arguments without counterpart: name, value, why and what is nearest."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """What was decided that the arguments do not say."""
+    refused: list[tuple[str, Any, str]] = dataclasses.field(default_factory=list)
+    """Arguments that make it another job than any recipe: name, value and why. `convert` raises unless its caller
+    leaves them out."""
 
 
 class Conversion:
@@ -45,7 +48,9 @@ class Conversion:
         self.keys = {info.dotted for info in walk(recipe_type(tree, registry)[0])}
         self.told_devices = num_devices
         self.result = Converted({})
-        self.evaluates = self.offload = False
+        self.evaluates = self.evaluates_epochs = self.offload = False
+        self.data_ranks = 1
+        self.preset: str | None = None
 
     def take(self, key: str) -> Any:
         value = self.left.pop(key, None)
@@ -63,7 +68,12 @@ class Conversion:
         return is_true(self.take(key))
 
     def left_out(self, key: str, value: Any, why: str) -> None:
+        """An argument that changes nothing of what is trained."""
         self.result.left_out.append((key, value, why))
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        """An argument without which it would be another job."""
+        self.result.refused.append((key, value, why))
 
     def note(self, text: str) -> None:
         self.result.notes.append(text)

@@ -10,21 +10,26 @@ from typing import Any
 from llmsuite.recipe.paddlenlp.conversion import Conversion
 
 _PER_MACHINE = 8
+_BALANCE = 0.001
+"""`aux_loss_alpha` in the config.json of DeepSeek-V2 and V3, which PaddleNLP trains with."""
 
 
 def parallel(run: Conversion) -> dict[str, Any]:
     parallel: dict[str, Any] = {}
     tp, pp = (run.number(f"{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline"))
     tp, pp = max(tp, 1), max(pp, 1)
-    chunks = run.number("virtual_pp_degree", 1)
+    chunks, schedule = run.number("virtual_pp_degree", 1), str(run.take("pipeline_schedule_mode") or "1F1B")
     if tp > 1:
         parallel["tensor_parallel_degree"] = tp
     if pp > 1:
         parallel["pipeline_parallel_degree"] = pp
-        parallel["pipeline_schedule"] = "interleaved" if chunks > 1 else "1F1B"
+        known = schedule if schedule in ("FThenB", "1F1B") else "1F1B"
+        parallel["pipeline_schedule"] = "interleaved" if chunks > 1 else known
         parallel |= {"virtual_pipeline_degree": chunks} if chunks > 1 else {}
+        if schedule not in ("FThenB", "1F1B", "VPP"):
+            run.left_out("pipeline_schedule_mode", schedule, f"nearest: parallel.pipeline_schedule {known}")
     words = str(run.take("sharding") or "").split()
-    run.offload = "offload" in words
+    run.offload = "offload" in words or run.flag("sharding_offload")
     stages = [word for word in words if re.fullmatch(r"stage[123]", word)]
     degree = max(run.number("sharding_parallel_degree", 1), run.number("sharding_degree", 1), 1)
     if stages:
@@ -64,7 +69,7 @@ def launch(run: Conversion, parallel: Mapping[str, Any]) -> dict[str, Any]:
     fixed = math.prod(
         parallel.get(key, 1)
         for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "sharding_parallel_degree")
-    )
+    ) * max(1, run.number("data_parallel_degree", 1))
     told, nodes = run.arguments.num_devices, run.arguments.nnodes or 1
     total = run.told_devices or (told * nodes if told else None)
     if total is None:
@@ -79,50 +84,57 @@ def launch(run: Conversion, parallel: Mapping[str, Any]) -> dict[str, Any]:
 def train(run: Conversion, launch: Mapping[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
     total = launch["num_devices"] * launch.get("nnodes", 1)
     fixed = parallel.get("tensor_parallel_degree", 1) * parallel.get("pipeline_parallel_degree", 1)
-    ranks = max(1, total // fixed)
+    ranks = run.data_ranks = max(1, total // fixed)
     degree = parallel.get("sharding_parallel_degree", 1)
     if ranks == 1 and "sharding" in parallel:
         run.left_out("sharding", parallel.pop("sharding"), f"there is one data rank on {total} devices")
     elif degree == ranks:
         parallel.pop("sharding_parallel_degree", None)  # all data ranks take part, which is the default
     micro, accumulate = (run.number(key, 1) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
-    steps, epochs = run.number("max_steps", -1), run.number("num_train_epochs", 3)
+    steps, epochs = run.number("max_steps", -1), run.number("num_train_epochs", 1)
     length = {"max_steps": steps} if steps > 0 else {"num_epochs": max(1, math.ceil(epochs))}
     if steps <= 0 and epochs != length["num_epochs"]:
-        run.note(f"train.num_epochs: {length['num_epochs']}, for {epochs}; train.max_steps can be any number")
+        run.refuse("num_train_epochs", epochs, "train.num_epochs is whole; max_steps can be any number")
     train: dict[str, Any] = {**length, "global_batch_size": micro * accumulate * ranks, "micro_batch_size": micro}
     train["learning_rate"] = run.number("learning_rate", 5e-5)
     kind = str(run.take("lr_scheduler_type") or "linear")
     schedule = {"constant_with_warmup": "constant"}.get(kind, kind)
     if schedule not in ("constant", "linear", "cosine"):
-        run.left_out("lr_scheduler_type", kind, "train.lr_schedule has constant, linear, cosine; linear is taken")
+        run.refuse("lr_scheduler_type", kind, "train.lr_schedule has constant, linear, cosine and wsd")
         schedule = "linear"
     train["lr_schedule"] = schedule
-    train |= _warmup(run, steps)
+    train |= _warmup(run, kind, steps)
+    decays = run.number("decay_steps", None)
+    if decays is not None and decays != steps and schedule != "constant":
+        run.refuse("decay_steps", decays, "the learning rate comes down until the last step")
     least = run.number("min_learning_rate", 0)
     if least and schedule != "constant":
         train["min_lr_ratio"] = float(f"{least / train['learning_rate']:.6g}")
     for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
         value = run.number(key, None)
         train |= {key: float(value)} if value is not None else {}
+    if run.family.name == "deepseek" and (balance := run.number("aux_loss_alpha", _BALANCE)):
+        train["expert_balance_loss"] = float(balance)
     norm = run.number("max_grad_norm", 1.0)
     train["max_grad_norm"] = float(norm) if norm > 0 else None
-    every = run.number("eval_steps", None)
-    if every and run.evaluates:
-        train["eval_steps"] = every
+    every = run.number("eval_steps", None) or run.left.get("logging_steps", 1)
+    if run.evaluates:
+        train["eval_steps"] = "epoch" if run.evaluates_epochs else every
     if (log := run.number("logging_steps", 1)) > 1:
         train["log_steps"] = log
     optimizer = run.take("optim")
     if optimizer not in (None, "adamw"):
-        run.left_out("optim", optimizer, "nearest key: train.optimizer, adamw")
+        run.refuse("optim", optimizer, "train.optimizer has adamw")
     return train
 
 
-def _warmup(run: Conversion, steps: int) -> dict[str, Any]:
-    """`warmup_steps` counts before `warmup_ratio`, as with PaddleNLP."""
+def _warmup(run: Conversion, kind: str, steps: int) -> dict[str, Any]:
+    """The steps of `get_warmup_steps`: `warmup_steps` counts before `warmup_ratio`; the first one has rate 0."""
     ratio, count = run.number("warmup_ratio", 0.0), run.number("warmup_steps", 0)
-    if count > 0 and steps > 0:
-        ratio = min(1.0, float(f"{count / steps:.6g}"))
-    elif count > 0:
-        run.left_out("warmup_steps", count, "how many steps there are is not known; set train.warmup_ratio")
-    return {"warmup_ratio": float(ratio)} if ratio else {}
+    if kind == "constant" or (count <= 0 and ratio <= 0):
+        if count > 0 or ratio > 0:
+            run.left_out("warmup_steps", count or ratio, "lr_scheduler_type constant has no warm-up")
+        return {}
+    if count <= 0 and steps > 0:
+        count = math.ceil(ratio * steps)
+    return ({"warmup_steps": count} if count > 0 else {"warmup_ratio": float(ratio)}) | {"warmup_from_zero": True}

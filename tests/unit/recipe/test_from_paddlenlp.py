@@ -14,6 +14,7 @@ from llmsuite.errors import UserError
 from llmsuite.plugins.manager import ALLOW_LIST, Registry
 from llmsuite.recipe.paddlenlp.arguments import Arguments, read_arguments
 from llmsuite.recipe.paddlenlp.convert import Converted, convert
+from llmsuite.recipe.paddlenlp.family import family_of
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
 
@@ -37,7 +38,7 @@ PRETRAIN: dict[str, Any] = {
 SFT: dict[str, Any] = {
     **COMMON, "model_name_or_path": "meta-llama/Meta-Llama-3.1-8B-Instruct", "dataset_name_or_path": "./data",
     "num_train_epochs": 3, "learning_rate": 3e-05, "warmup_steps": 30, "evaluation_strategy": "epoch",
-    "save_strategy": "epoch", "src_length": 1024, "max_length": 2048, "load_best_model_at_end": True,
+    "save_strategy": "epoch", "src_length": 1024, "max_length": 3072, "load_best_model_at_end": True,
     "eval_with_do_generation": False, "metric_for_best_model": "accuracy", "recompute": True, "save_total_limit": 1,
     "tensor_parallel_degree": 2, "sharding": "stage2", "zero_padding": True, "eval_accumulation_steps": 16,
 }  # fmt: skip
@@ -53,7 +54,7 @@ DPO: dict[str, Any] = {
     **COMMON, "model_name_or_path": "deepseek-ai/DeepSeek-V2-Lite", "train_dataset_path": "./data/train.jsonl",
     "dev_dataset_path": "./data/dev.jsonl", "num_train_epochs": 1, "max_steps": 100, "learning_rate": 1e-06,
     "warmup_steps": 10, "evaluation_strategy": "steps", "save_strategy": "steps", "eval_steps": 50, "save_steps": 500,
-    "max_seq_len": 4096, "max_prompt_len": 2048, "load_best_model_at_end": True, "tensor_parallel_degree": 4,
+    "max_seq_len": 3072, "max_prompt_len": 2048, "load_best_model_at_end": True, "tensor_parallel_degree": 4,
     "sharding": "stage1 offload", "recompute": False, "beta": 0.2, "loss_type": "hinge", "label_smoothing": 0.0,
     "flash_mask": True, "lora": True, "lora_rank": 64, "rslora_plus": True, "expert_parallel_degree": 2,
 }  # fmt: skip
@@ -75,7 +76,7 @@ def test_pretrain(converted: Convert) -> None:
         "family": "llama", "tokenizer": "facebook/llama-13b", "preset": "llama-13b",
         "config": {"num_hidden_layers": 10},
     }  # fmt: skip
-    assert recipe["pretrain"] == {"split": "949,50,1"}
+    assert recipe["pretrain"] == {"split": "949,50,1", "max_eval_samples": 10 * 8 * 2}  # of two data ranks
     assert recipe["parallel"] == {
         "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "pipeline_schedule": "1F1B", "sharding": "stage1",
         "sequence_parallel": True,
@@ -83,8 +84,8 @@ def test_pretrain(converted: Convert) -> None:
     assert recipe["engine"] == {"mode": "dynamic", "precision": "bf16", "recompute": "selective"}
     assert recipe["train"] == {
         "max_steps": 1000, "global_batch_size": 16, "micro_batch_size": 2, "learning_rate": 3e-5,
-        "lr_schedule": "cosine", "warmup_ratio": 0.03, "min_lr_ratio": 0.1, "weight_decay": 0.01, "adam_beta2": 0.95,
-        "max_grad_norm": 1.0, "eval_steps": 250,
+        "lr_schedule": "cosine", "warmup_steps": 30, "warmup_from_zero": True, "min_lr_ratio": 0.1,
+        "weight_decay": 0.01, "adam_beta2": 0.95, "max_grad_norm": 1.0, "eval_steps": 250,
     }  # fmt: skip
     assert recipe["checkpoint"] == {"save_steps": 500, "keep_last": 3}
     assert (recipe["launch"], recipe["device"], recipe["seed"]) == ({"num_devices": 8}, "gpu", 1234)
@@ -116,13 +117,15 @@ def test_sft(converted: Convert) -> None:
     assert recipe["model"]["weights"] == "meta-llama/Meta-Llama-3.1-8B-Instruct"
     assert recipe["model"]["preset"] == "llama-3.1-8b"
     assert recipe["data"] == {
-        "train": "./data/train.json", "eval": "./data/dev.json", "max_length": 2048, "packing": "best_fit",
+        "train": "./data/train.json", "eval": "./data/dev.json", "max_length": 3072, "packing": "best_fit",
     }  # fmt: skip
     assert recipe["train"]["num_epochs"] == 3
     assert recipe["train"]["global_batch_size"] == 2 * 4 * 4
-    assert recipe["checkpoint"] == {"keep_last": 2}
-    assert "train.warmup_ratio" in left["warmup_steps"]
-    assert "eval/loss" in left["load_best_model_at_end"]
+    assert recipe["sft"] == {"truncate": True}
+    assert recipe["train"]["eval_steps"] == recipe["checkpoint"]["save_steps"] == "epoch"
+    assert recipe["checkpoint"] == {"save_steps": "epoch", "keep_last": 2, "best_metric": "eval/loss"}
+    assert (recipe["train"]["warmup_steps"], recipe["train"]["warmup_from_zero"]) == (30, True)
+    assert any("eval/loss, for accuracy" in note for note in found.notes)
     assert "data.max_length" in left["src_length"]
 
 
@@ -137,14 +140,63 @@ def test_dpo_with_adapters(converted: Convert) -> None:
     recipe = converted(DPO, num_devices=16).recipe
     assert recipe["stage"] == "dpo"
     assert recipe["dpo"] == {"loss": "hinge", "beta": 0.2}
-    assert recipe["lora"] == {"rank": 64, "alpha": 4.0, "rslora": True}
-    assert recipe["data"]["train"], recipe["data"]["eval"] == ("./data/train.jsonl", "./data/dev.jsonl")
+    assert recipe["lora"] == {
+        "rank": 64, "alpha": 4.0, "rslora": True, "lora_plus_ratio": 4.0,
+        "target_modules": [
+            "q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+        ],
+    }  # fmt: skip
+    assert (recipe["data"]["train"], recipe["data"]["eval"]) == ("./data/train.jsonl", "./data/dev.jsonl")
+    assert recipe["data"]["packing"] == "best_fit"  # run_dpo.py packs always
+    assert recipe["train"]["expert_balance_loss"] == 0.001  # aux_loss_alpha of its config.json
     assert recipe["engine"]["offload_optimizer"] is True
     assert recipe["launch"] == {"num_devices": 8, "nnodes": 2}
     assert recipe["parallel"] == {"tensor_parallel_degree": 4, "sharding": "stage1", "expert_parallel_degree": 2}
     assert recipe["checkpoint"]["best_metric"] == "eval/loss"
     assert recipe["train"]["max_steps"] == 100
-    assert recipe["train"]["warmup_ratio"] == 0.1
+    assert recipe["train"]["warmup_steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"warmup_steps": 30, "warmup_ratio": 0.1}, {"warmup_steps": 30, "warmup_from_zero": True}),
+        ({"warmup_steps": 0, "warmup_ratio": 0.07}, {"warmup_steps": 8, "warmup_from_zero": True}),  # ceil, unrounded
+        ({"warmup_steps": 0, "warmup_ratio": 0.07, "max_steps": -1}, {"warmup_ratio": 0.07, "warmup_from_zero": True}),
+        ({"warmup_steps": 0}, {}),
+        ({"lr_scheduler_type": "constant"}, {}),
+        ({"lr_scheduler_type": "constant_with_warmup"}, {"warmup_steps": 10, "warmup_from_zero": True}),
+    ],
+)
+def test_warm_up(values: dict[str, Any], expected: dict[str, Any], converted: Convert) -> None:
+    train = converted({**DPO, **values}).recipe["train"]
+    assert {key: value for key, value in train.items() if key.startswith("warmup")} == expected
+
+
+def test_what_their_scripts_do_by_default(converted: Convert) -> None:
+    """`warmup_ratio` aside, an argument that is not given has PaddleNLP's value, not ours."""
+    simpo = converted({**DPO, "loss_type": "simpo"}).recipe["dpo"]
+    assert simpo == {"loss": "simpo", "beta": 0.2, "gamma": 0.5}
+    without = {key: value for key, value in PRETRAIN.items() if key not in ("split", "save_steps", "max_seq_length")}
+    recipe = converted(without).recipe
+    assert (recipe["pretrain"]["split"], recipe["checkpoint"]["save_steps"]) == ("949,50,1", 500)
+    assert recipe["data"]["max_length"] == 1024
+    epochs = {key: value for key, value in SFT.items() if key not in ("num_train_epochs", "evaluation_strategy")}
+    assert converted(epochs).recipe["train"]["num_epochs"] == 1
+    assert converted(epochs).recipe["train"]["eval_steps"] == 1  # logging_steps, as do_eval means steps
+    longer = converted({**PRETRAIN, "model_name_or_path": "facebook/llama-7b", "max_seq_length": 4096}).recipe
+    assert longer["model"]["config"]["max_position_embeddings"] == 4096
+
+
+def test_strategy(converted: Convert) -> None:
+    names = {"pipeline_schedule_mode": "FThenB", "sharding_offload": True, "enable_auto_parallel": 1}
+    found = converted({**PRETRAIN, **names, "data_parallel_degree": 4})
+    assert found.recipe["parallel"]["pipeline_schedule"] == "FThenB"
+    assert found.recipe["engine"]["offload_optimizer"] is True
+    assert found.recipe["launch"] == {"num_devices": 8, "nnodes": 4}
+    left = {key: why for key, _, why in found.left_out}
+    assert "section parallel" in left["enable_auto_parallel"]
+    assert not {"pipeline_schedule_mode", "sharding_offload", "data_parallel_degree"} & left.keys()
 
 
 @pytest.mark.parametrize("values", [PRETRAIN, SFT, DPO], ids=["pretrain", "sft", "dpo"])
@@ -163,7 +215,8 @@ def test_no_argument_is_lost(values: dict[str, Any], converted: Convert) -> None
     anyway = {"logging_steps", "virtual_pp_degree", "seed", "eval_steps", "fp16_opt_level", "device", "lora_rank"}
     anyway |= {"sharding_parallel_degree", "recompute_granularity", "to_static", "max_grad_norm", "label_smoothing"}
     anyway |= {"continue_training", "warmup_ratio", "do_eval", "save_strategy", "evaluation_strategy", "recompute"}
-    anyway |= {"num_train_epochs", "save_steps", "lora", "tokenizer_name_or_path"}
+    anyway |= {"num_train_epochs", "save_steps", "lora", "tokenizer_name_or_path", "do_train", "split"}
+    anyway |= {"per_device_eval_batch_size"}
     whole = converted(values)
     for key in values.keys() - anyway - {"model_name_or_path", "input_dir", "train_dataset_path", "learning_rate"}:
         if key == "dataset_name_or_path":
@@ -171,34 +224,120 @@ def test_no_argument_is_lost(values: dict[str, Any], converted: Convert) -> None
         assert converted({k: v for k, v in values.items() if k != key}, stage=whole.recipe["stage"]) != whole, key
 
 
-def test_what_is_not_known_is_told_with_the_nearest_key(converted: Convert) -> None:
-    left = {key: (value, why) for key, value, why in converted({**SFT, "learning_rat": 5, "zzz": [1]}).left_out}
-    assert left["learning_rat"] == (5, "is not known; nearest key: train.learning_rate")
-    assert left["zzz"] == ([1], "is not known")
+NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
+    ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; nearest key: train.learning_rate"),
+    ({**SFT, "zzz": [1]}, r"zzz = \[1\]: is not known"),
+    ({**SFT, "prefix_tuning": True}, "prefix_tuning = True: there is no such adapter"),
+    ({**SFT, "reft": True, "intervention_type": "x"}, "reft = True: there is no such adapter"),
+    ({**LORA, "lokr": True}, "lokr = True"),
+    ({**LORA, "vera": 1}, "vera = 1"),
+    ({**LORA, "pissa": True}, "pissa = True"),
+    ({**LORA, "use_mora": True}, "use_mora = True"),
+    ({**LORA, "weight_quantize_algo": "nf4"}, "weight_quantize_algo = nf4: weights are trained in bf16"),
+    ({**SFT, "hidden_dropout_prob": 0.1}, "hidden_dropout_prob = 0.1: models are trained without dropout"),
+    ({**PRETRAIN, "model_name_or_path": "gpt2-medium-en"}, "hidden_dropout_prob = not given: with GPT it is 0.1"),
+    ({**PRETRAIN, "model_name_or_path": "deepseek-ai/DeepSeek-V3"}, "num_nextn_predict_layers = not given"),
+    ({**DPO, "loss_type": "sppo_hard"}, "loss_type = sppo_hard: dpo.loss has sigmoid"),
+    ({**DPO, "ref_model_update_steps": 10}, "the reference is the initial model"),
+    ({**DPO, "pref_loss_ratio": 0.5}, "the preference loss has weight 1"),
+    ({**DPO, "process_reward": True}, "scores whole answers"),
+    ({**SFT, "lr_scheduler_type": "polynomial"}, "lr_scheduler_type = polynomial"),
+    ({**SFT, "num_train_epochs": 0.5}, "num_train_epochs = 0.5: train.num_epochs is whole"),
+    ({**SFT, "optim": "adafactor"}, "optim = adafactor"),
+    ({**PRETRAIN, "decay_steps": 500}, "decay_steps = 500: the learning rate comes down until the last step"),
+    ({"actor_model_name_or_path": "x", "rl_algorithm": "grpo", "do_train": 1}, "rl_algorithm = grpo: reinforcement"),
+    ({**SFT, "max_query_len": 512, "loss_type": "contrastive"}, "embedding models are no stage"),
+    ({**SFT, "do_train": False, "do_ptq": True}, "do_ptq quantises a trained model"),
+    ({**SFT, "do_train": False, "do_gptq": True}, "do_gptq quantises a trained model"),
+    ({"do_ptq": True, "do_eval": True, "model_name_or_path": "x"}, "do_ptq quantises a trained model"),
+    ({**SFT, "do_train": False}, "do_eval without do_train evaluates only"),
+    ({**SFT, "do_train": 0, "do_eval": 0, "do_predict": 1}, "generates only"),
+    ({**SFT, "do_train": None, "do_eval": False}, "do_train is not true"),
+    ({**SFT, "model_name_or_path": "baichuan-inc/Baichuan2-7B-Base"}, "of type baichuan, which no family has"),
+    ({**SFT, "model_name_or_path": "qwen/qwen-14b"}, "of type qwen, which no family has"),
+    ({**SFT, "model_name_or_path": "THUDM/chatglm2-6b"}, "of type chatglm, which"),
+    ({**SFT, "model_name_or_path": "google/gemma-2b"}, "of type gemma, which"),
+]
+"""Jobs no recipe can be, and the reason."""
+
+
+@pytest.mark.parametrize(("values", "message"), NOT_THE_SAME)
+def test_what_cannot_be_the_same_job_is_refused(values: dict[str, Any], message: str, converted: Convert) -> None:
+    with pytest.raises(UserError, match=message):
+        converted(values)
+
+
+def test_all_reasons_come_at_once_and_can_be_waived(converted: Convert) -> None:
+    values = {**SFT, "prefix_tuning": True, "num_prefix_tokens": 8, "learning_rat": 5, "loraga": False}
+    with pytest.raises(UserError) as refused:
+        converted(values)
+    assert "prefix_tuning = True" in str(refused.value)
+    with pytest.raises(UserError, match="--leave_out learning_rat"):
+        converted(values, leave_out=["prefix_tuning"])
+    found = converted(values, leave_out=["prefix_tuning", "learning_rat"])
+    assert [key for key, _, _ in found.refused] == ["prefix_tuning", "learning_rat"]
+    assert found.recipe["source"] == "PaddleNLP x_argument.json, without prefix_tuning, learning_rat"
+    told = {key: why for key, _, why in found.left_out}
+    assert (told["num_prefix_tokens"], told["loraga"]) == ("belongs to prefix_tuning", "it says no")
+    with pytest.raises(UserError, match=r"--leave_out: x_argument\.json has no lokr"):
+        converted(values, leave_out=["lokr"])
+
+
+def test_packs(converted: Convert) -> None:
+    """A sample of theirs is a pack with zero_padding, which flash_mask sets, and always for preferences."""
+    plain = {**SFT, "zero_padding": False}
+    assert "packing" not in converted(plain).recipe["data"]
+    assert converted({**plain, "flash_mask": True}).recipe["data"]["packing"] == "best_fit"
+    assert "packing" not in converted({**plain, "greedy_zero_padding": True}).recipe["data"]
+    found = converted({**DPO, "expert_parallel_degree": 1})
+    assert found.recipe["data"]["packing"] == "best_fit"
+    assert any("twice as many pairs" in note for note in found.notes)
+    with pytest.raises(UserError, match="counts packs of rows there; rows are not packed in stage kto"):
+        converted({**DPO, "loss_type": None}, stage="kto")
+    rows = converted({**DPO, "loss_type": None}, stage="kto", leave_out=["per_device_train_batch_size"])
+    assert rows.recipe["train"]["micro_batch_size"] == 2
+    assert "packing" not in rows.recipe["data"]
 
 
 def test_what_has_no_choice_here_is_told(converted: Convert) -> None:
     for values, key in (
-        ({**DPO, "loss_type": "sppo_hard"}, "loss_type"),
-        ({**SFT, "lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
         ({**SFT, "tensor_parallel_degree": 1, "sequence_parallel": True}, "sequence_parallel"),
         ({**PRETRAIN, "recompute_granularity": "odd"}, "recompute_granularity"),
+        ({**PRETRAIN, "pipeline_schedule_mode": "ZBH1"}, "pipeline_schedule_mode"),
+        ({**SFT, "do_eval": False, "evaluation_strategy": "no"}, "load_best_model_at_end"),
     ):
         found = converted(values)
         assert key in {name for name, _, _ in found.left_out}, key
     found = converted({**SFT, "tensor_parallel_degree": 8})
     assert ("sharding", "stage2", "there is one data rank on 8 devices") in found.left_out
     assert "sharding" not in found.recipe["parallel"]
-    packed, unpacked = (converted({**DPO, "zero_padding": True}, stage=stage) for stage in ("dpo", "kto"))
-    assert packed.recipe["data"]["packing"] == "best_fit"
-    assert ("zero_padding", True, "rows are not packed in stage kto") in unpacked.left_out
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "llama"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen"),
+        ("deepseek-ai/deepseek-llm-7b-base", "llama"),
+        ("Qwen/Qwen1.5-7B", "qwen"),
+        ("Qwen/Qwen2.5-72B-Instruct", "qwen"),
+        ("Qwen/QwQ-32B", "qwen"),
+        ("Qwen/Qwen3-8B", "qwen"),
+        ("deepseek-ai/DeepSeek-V2-Lite", "deepseek"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek"),
+        ("gpt2-medium-en", "gpt"),
+    ],
+)
+def test_family(name: str, family: str, registry: Registry) -> None:
+    assert family_of(name, registry).name == family
 
 
 @pytest.mark.parametrize(
     ("values", "options", "message"),
     [
-        ({"learning_rate": 1}, {}, "tells no stage; add --stage"),
-        ({**SFT, "model_name_or_path": "mistral-7b"}, {}, "tells no family; add --family"),
+        ({"learning_rate": 1, "do_train": True}, {}, "tells no stage; add --stage"),
+        ({**SFT, "model_name_or_path": "mymodel-7b"}, {}, "tells no family; if `llmsuite list models` has"),
         ({**SFT, "model_name_or_path": None}, {"family": "llama"}, "has no model_name_or_path"),
         ({**SFT, "learning_rate": "fast"}, {}, "learning_rate is 'fast'; a number is wanted"),
         ({**PRETRAIN, "input_dir": ""}, {}, "has no input_dir"),
@@ -232,7 +371,7 @@ def test_shell(converted: Convert, registry: Registry, tmp_path: Path) -> None:
     arguments = read_arguments(path)
     assert (arguments.num_devices, arguments.nnodes, arguments.device) == (4, 2, "xpu")
     assert arguments.values["odd"] == "a b"
-    found = convert(arguments, path.name, registry)
+    found = convert(arguments, path.name, registry, leave_out=["odd"])
     recipe = found.recipe
     assert recipe["stage"] == "pretrain"
     assert recipe["output_dir"] == "output/llama2-13b"
@@ -280,5 +419,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     path.write_text(json.dumps({**SFT, "max_length": 10**6}))
     assert main(["--no-plugins", "recipe", "from-paddlenlp", str(path)]) == 0
     assert "to do: data.max_length: is 1000000" in capsys.readouterr().err
-    for words in (["recipe", "from-paddlenlp"], ["recipe", "from-paddlenlp", str(path), "--preset", "x"]):
-        assert main(["--no-plugins", *words]) == 2
+    for words in (
+        ["from-paddlenlp"],
+        ["from-paddlenlp", str(path), "--preset", "x"],
+        ["new", "--leave_out", "x"],
+    ):
+        assert main(["--no-plugins", "recipe", *words]) == 2
+    path.write_text(json.dumps({**SFT, "prefix_tuning": True}))
+    assert main(["--no-plugins", "recipe", "from-paddlenlp", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, "add --leave_out prefix_tuning" in captured.err) == ("", True)
+    assert main(["--no-plugins", "recipe", "from-paddlenlp", str(path), "--leave_out", "prefix_tuning"]) == 0
+    assert "so it is another job:\n  prefix_tuning = True" in capsys.readouterr().err

@@ -1,0 +1,246 @@
+"""What is trained on what: sections model, data, checkpoint, lora and that of the stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from llmsuite.errors import UserError
+from llmsuite.recipe.paddlenlp.conversion import Conversion, is_true
+from llmsuite.recipe.paddlenlp.refused import DROPOUT
+from llmsuite.specs import ModelFamily
+
+_SUFFIXES = re.compile(r"^meta-|-(instruct|chat|hf|base|en|bf16)\b", re.IGNORECASE)
+_SIMPO_GAMMA = 0.5
+"""`simpo_gamma`, `split`, `max_length` (by stage) where they are not given, as in PaddleNLP's scripts."""
+_SPLIT = "949,50,1"
+_LENGTHS = {"pretrain": 1024, "sft": 2048, "dpo": 4096, "kto": 4096, "rm": 4096}
+_EVAL_ITERS, _EVAL_BATCH = 10, 8
+"""run_pretrain.py evaluates on so many batches; and the samples of a batch, where they are not given."""
+
+
+def model(run: Conversion) -> dict[str, Any]:
+    name, tokenizer = run.take("model_name_or_path"), run.take("tokenizer_name_or_path")
+    if name is None:
+        raise UserError(f"{run.name}: has no model_name_or_path")
+    fresh = run.stage == "pretrain" and not run.flag("continue_training")
+    run.left.pop("continue_training", None)
+    model: dict[str, Any] = {"family": run.family.name}
+    if fresh:
+        model["tokenizer"] = tokenizer or name
+    else:
+        model["weights"] = name
+        if tokenizer not in (None, name):
+            model["tokenizer"] = tokenizer
+    preset = run.preset = _preset(str(name), run.family)
+    if preset is not None:
+        model["preset"] = preset
+    elif fresh:
+        run.note(f"model.preset: none is known of {name}; set model.config to the sizes of its config.json")
+    else:
+        run.note(f"model.preset: none is known of {name}; checks need its config.json, in model.weights")
+    _extend_positions(run, preset, fresh)
+    shape = {f.name for f in dataclasses.fields(run.family.config_cls)} - {"model_type"}
+    config = {key: run.take(key) for key in list(run.left) if key in shape}
+    if config:
+        model["config"] = config
+    _refuse_what_models_add(run, preset)
+    return model
+
+
+def _extend_positions(run: Conversion, preset: str | None, fresh: bool) -> None:
+    """run_pretrain.py gives a fresh model as many positions as a sample has tokens."""
+    length = run.left.get("max_seq_length", _LENGTHS["pretrain"])
+    if fresh and preset is not None and isinstance(length, int):
+        positions = run.family.config_cls(**run.family.presets[preset]).max_position_embeddings
+        if length > positions:
+            run.left.setdefault("max_position_embeddings", length)
+
+
+def _refuse_what_models_add(run: Conversion, preset: str | None) -> None:
+    """What PaddleNLP's models do by their own defaults, which no argument says."""
+    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    if run.family.name == "gpt" and any(key not in run.left for key in dropouts):
+        run.refuse(dropouts[0], "not given", f"with GPT it is 0.1, and {DROPOUT}; set {' and '.join(dropouts)} to 0")
+    model_type = run.family.presets[preset].get("model_type", "deepseek_v3") if preset else None
+    if run.family.name == "deepseek" and model_type != "deepseek_v2":
+        key = "num_nextn_predict_layers"
+        if run.left.pop(key, None) != 0:
+            run.refuse(
+                key, "not given", f"with DeepSeek-V3 it is 1, and layers of that kind are not trained; set {key} to 0"
+            )
+
+
+def family_targets(run: Conversion) -> dict[str, Any]:
+    """`lora.target_modules`, where PaddleNLP's `get_lora_target_modules` names fewer than every matrix."""
+    if run.family.name != "deepseek":
+        return {}
+    shape = run.family.presets[run.preset] if run.preset is not None else {}
+    direct = run.family.config_cls(**shape).q_lora_rank is None
+    queries = ["q_proj"] if direct else ["q_a_proj", "q_b_proj"]
+    dense = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    return {"target_modules": [*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *dense]}
+
+
+def data(run: Conversion, own: dict[str, Any]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    strategy = str(run.take("evaluation_strategy") or "no")
+    run.evaluates = run.flag("do_eval") or strategy != "no"
+    # training_args.py: with do_eval "no" is as good as "steps"
+    run.evaluates_epochs = run.evaluates and strategy == "epoch"
+    if run.stage == "pretrain":
+        data["train"] = _corpora(run, own)
+        own["split"] = str(run.take("split") or _SPLIT)
+    elif (rows := run.take("dataset_name_or_path")) is not None:
+        data["train"] = f"{rows}/train.json"
+        data |= {"eval": f"{rows}/dev.json"} if run.evaluates else {}
+    else:
+        train = run.take("train_dataset_path") or run.take("train_datasets")
+        held_out = run.take("dev_dataset_path") or run.take("eval_datasets")
+        if train is None:
+            raise UserError(f"{run.name}: has no dataset_name_or_path and no train_dataset_path")
+        data["train"] = str(train)
+        data |= {"eval": str(held_out)} if run.evaluates and held_out else {}
+    lengths = [run.number(key, None) for key in ("max_seq_length", "max_seq_len", "max_length")]
+    data["max_length"] = next((value for value in lengths if value is not None), None) or _LENGTHS.get(
+        run.section, 2048
+    )
+    if _is_packed(run):
+        data["packing"] = "best_fit"
+    if run.flag("dataloader_drop_last"):
+        data["drop_last"] = True
+    if workers := run.number("dataloader_num_workers", 0):
+        data["num_workers"] = workers
+    return data
+
+
+def _is_packed(run: Conversion) -> bool:
+    """Whether a sample is a pack of rows, of `max_length` tokens in all: always with run_dpo.py and run_kto.py, in
+    run_finetune.py and run_reward.py with `zero_padding`, which `flash_mask` sets."""
+    asked = [run.flag(key) for key in ("zero_padding", "greedy_zero_padding")]
+    packed = asked[0] or run.section in ("dpo", "kto") or is_true(run.left.get("flash_mask"))
+    if not packed:
+        if asked[1]:
+            run.left_out("greedy_zero_padding", True, "says how zero_padding packs, and that is not set")
+        return False
+    if run.section in ("dpo", "rm"):
+        run.note(
+            "data.packing: a sample is two rows of data.max_length, where PaddleNLP fills one with prompt and both "
+            "answers; it has up to twice as many pairs"
+        )
+    if run.section in ("sft", "dpo", "rm"):
+        return True
+    size = run.left.get("per_device_train_batch_size", 1)
+    run.refuse(
+        "per_device_train_batch_size",
+        size,
+        f"counts packs of rows there; rows are not packed in stage {run.stage}, so a step would have fewer",
+    )
+    return False
+
+
+def _corpora(run: Conversion, own: dict[str, Any]) -> str:
+    """`input_dir`: a directory or prefix, or weights and prefixes in turn."""
+    given = str(run.take("input_dir") or "")
+    words = given.split()
+    if not words:
+        raise UserError(f"{run.name}: has no input_dir")
+    if len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2]):
+        first = float(words[0])
+        own["mix"] = {path: float(weight) / first for weight, path in zip(words[2::2], words[3::2])}
+        words = words[1:2]
+    path = Path(words[0])
+    prefixes = sorted(file.with_suffix("") for file in path.glob("*.idx")) if path.is_dir() else []
+    if len(prefixes) == 1:
+        return str(prefixes[0])
+    if path.suffix != "" or len(prefixes) != 0 or not path.with_suffix(".idx").is_file():
+        run.note(f"data.train: is {path}; it has to be the prefix of one corpus, {path}/NAME for NAME.bin and .idx")
+    return str(path)
+
+
+def stage_section(run: Conversion) -> dict[str, Any]:
+    names = {"loss_type": "loss", "simpo_gamma": "gamma", "sft_loss_ratio": "sft_weight"}
+    hints = get_type_hints(run.section_cls)
+    own: dict[str, Any] = {}
+    for theirs in ("loss_type", "beta", "label_smoothing", "simpo_gamma", "sft_loss_ratio", "desirable_weight",
+                   "undesirable_weight"):  # fmt: skip
+        ours = names.get(theirs, theirs)
+        if theirs not in run.left or f"{run.section}.{ours}" not in run.keys:
+            continue
+        value = run.take(theirs)
+        if value is None:
+            continue
+        if ours == "loss" and value not in get_args(hints["loss"]):
+            run.refuse(theirs, value, f"{run.section}.loss has {', '.join(get_args(hints['loss']))}")
+        elif ours == "loss" or value:  # zeros are what is so anyway
+            own[ours] = value
+    if own.get("loss") == "simpo":
+        own.setdefault("gamma", _SIMPO_GAMMA)
+    elif "gamma" in own:
+        run.left_out("simpo_gamma", own.pop("gamma"), f"is the margin of simpo, and loss_type is {own.get('loss')}")
+    if run.section == "sft":
+        own["truncate"] = True  # PaddleNLP cuts what is too long
+    return own
+
+
+def lora(run: Conversion) -> dict[str, Any]:
+    wanted, rank = run.flag("lora"), run.number("lora_rank", 8)
+    plus, rslora = run.flag("rslora_plus"), run.flag("rslora")
+    ratio, alpha = run.number("lora_plus_scale", 1.0), run.number("lora_alpha", 0)
+    if plus:  # run_dpo.py sets these three
+        rslora, ratio, alpha = True, 4.0, 4
+    if not wanted and run.stage != "lora":
+        return {}
+    # run_finetune.py: 4 with rsLoRA, else twice the rank
+    lora: dict[str, Any] = {"rank": rank, "alpha": float(alpha if alpha > 0 else 4 if rslora else 2 * rank)}
+    lora |= {"rslora": True} if rslora else {}
+    lora |= {"lora_plus_ratio": float(ratio)} if ratio != 1 else {}
+    return lora | family_targets(run)
+
+
+def checkpoint(run: Conversion, data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    strategy, every = str(run.take("save_strategy") or "steps"), run.number("save_steps", 500)
+    checkpoint: dict[str, Any] = {}
+    if strategy == "epoch":
+        checkpoint["save_steps"] = "epoch"
+    elif strategy == "steps":
+        checkpoint["save_steps"] = every
+    keep = run.number("save_total_limit", None)
+    if keep is not None:
+        checkpoint["keep_last"] = max(2, keep)
+        if keep < 2:
+            run.note("checkpoint.keep_last: 2, the least, because the newest may be the one a crash interrupts")
+    best, metric = run.flag("load_best_model_at_end"), run.take("metric_for_best_model")
+    if best and ("eval" in data or (run.stage == "pretrain" and run.evaluates)):
+        checkpoint["best_metric"] = "eval/loss"
+        if metric not in (None, "loss", "eval_loss"):
+            run.note(
+                f"checkpoint.best_metric: eval/loss, for {metric}: the best checkpoint may be that of another step"
+            )
+    elif best:
+        run.left_out("load_best_model_at_end", True, "there is no evaluation to tell the best by")
+    if run.take("use_async_save") in (False, 0):
+        checkpoint["async_save"] = False
+    return checkpoint
+
+
+def evaluation(run: Conversion, own: dict[str, Any]) -> None:
+    """What run_pretrain.py evaluates on, for the stage's section."""
+    size = run.number("per_device_eval_batch_size", _EVAL_BATCH)
+    if run.stage == "pretrain" and run.evaluates:
+        own["max_eval_samples"] = _EVAL_ITERS * size * run.data_ranks
+    else:
+        run.left_out("per_device_eval_batch_size", size, "evaluation takes train.micro_batch_size samples at a time")
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[0-9.]+([eE][-+]?[0-9]+)?", text) is not None
+
+
+def _preset(name: str, family: ModelFamily) -> str | None:
+    """The shape the family has under a model's name, without what says how it was tuned."""
+    plain = _SUFFIXES.sub("", name.rstrip("/").rpartition("/")[2]).lower()
+    return plain if plain in family.presets else None

@@ -1,0 +1,56 @@
+"""Which family of models a name of PaddleNLP or Hugging Face is of."""
+
+from __future__ import annotations
+
+import re
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.manager import Registry
+from llmsuite.specs import ModelFamily
+
+# what a name contains, and the model_type of its config.json; the first that fits counts
+_MODEL_TYPES = (
+    (r"baichuan", "baichuan"),
+    (r"chatglm|glm-?\d", "chatglm"),
+    (r"mixtral", "mixtral"),
+    (r"mistral", "mistral"),
+    (r"yuan", "yuan"),
+    (r"gemma", "gemma"),
+    (r"bloom", "bloom"),
+    (r"\bopt-\d", "opt"),
+    (r"\bbge-|roberta|\bbert", "xlm-roberta"),
+    (r"ernie-?4\.5.*a\d", "ernie4_5_moe"),
+    (r"ernie-?4\.5", "ernie4_5"),
+    (r"distill-qwen", "qwen2"),
+    (r"qwen-?3.*a[\d.]+b", "qwen3_moe"),
+    (r"qwen-?[12].*a[\d.]+b", "qwen2_moe"),
+    (r"qwen-?3", "qwen3"),
+    (r"qwen-?(1\.5|2)|qwq", "qwen2"),
+    (r"qwen", "qwen"),
+    (r"distill-llama|llama|vicuna|alpaca|smollm|deepseek-(llm|coder|math)", "llama"),
+    (r"deepseek-?(v3|r1)", "deepseek_v3"),
+    (r"deepseek", "deepseek_v2"),
+    (r"gpt", "gpt2"),
+)
+
+
+def family_of(model: str, registry: Registry) -> ModelFamily:
+    """The family that has the model of a name.
+
+    Raises:
+        UserError: no family has it, or its name tells nothing.
+    """
+    kind = next((kind for words, kind in _MODEL_TYPES if re.search(words, model, re.IGNORECASE)), None)
+    if kind is None:
+        raise UserError(
+            f"model_name_or_path is {model!r}, which tells no family; if `llmsuite list models` has the model_type of "
+            "its config.json, add --family"
+        )
+    found = next((family for family in registry.models.values() if kind in family.hf_model_types), None)
+    if found is None:
+        known = ", ".join(sorted({kind for family in registry.models.values() for kind in family.hf_model_types}))
+        raise UserError(
+            f"no recipe is this job: model_name_or_path is {model!r}, of type {kind}, which no family has; the types "
+            f"there are: {known}"
+        )
+    return found

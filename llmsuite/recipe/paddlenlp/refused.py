@@ -1,0 +1,111 @@
+"""Arguments of PaddleNLP that make it a job no recipe can be, and why. A job is refused rather than replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.recipe.paddlenlp.conversion import is_true
+
+_ADAPTERS = "there is no such adapter; of adapters there is LoRA, with rsLoRA and LoRA+: section lora"
+_QUANTISED = "weights are trained in bf16, fp16 or fp32, also below adapters"
+DROPOUT = "models are trained without dropout"
+"""Why dropout is refused."""
+_RL = "reinforcement learning is no stage; for preferences there are dpo, kto and rm"
+_EMBEDDING = "embedding models are no stage"
+_STEPS = "is a score for each step of an answer; stage rm scores whole answers"
+_LONG = "positions are those of the model's config: model.config.rope_scaling"
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a value says more than no."""
+    return value not in (None, False, 0, "", "0", "false", "False", "no", "No", "none", "None", "null", [], {})
+
+
+def _is_not_one(value: Any) -> bool:
+    return value not in (1, None)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    why: str
+    applies: Callable[[Any], bool] = _is_on
+
+
+REFUSED: Mapping[str, _Refusal] = {
+    "prefix_tuning": _Refusal(_ADAPTERS),
+    "lokr": _Refusal(_ADAPTERS),
+    "vera": _Refusal(_ADAPTERS),
+    "reft": _Refusal(_ADAPTERS),
+    "pissa": _Refusal(_ADAPTERS),
+    "loraga": _Refusal(_ADAPTERS),
+    "use_mora": _Refusal(_ADAPTERS),
+    "lora_use_mixer": _Refusal(_ADAPTERS),
+    "use_dora": _Refusal(_ADAPTERS),
+    "lora_dropout": _Refusal("adapters are trained without dropout"),
+    "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
+    "prefix_path": _Refusal(_ADAPTERS),
+    "weight_quantize_algo": _Refusal(_QUANTISED),
+    "neftune": _Refusal("embeddings are trained without noise"),
+    "hidden_dropout_prob": _Refusal(DROPOUT),
+    "attention_probs_dropout_prob": _Refusal(DROPOUT),
+    "process_reward": _Refusal(_STEPS),
+    "max_query_len": _Refusal(_EMBEDDING),
+    "max_passage_len": _Refusal(_EMBEDDING),
+    "actor_model_name_or_path": _Refusal(_RL),
+    "rl_algorithm": _Refusal(_RL),
+    "critic_*": _Refusal(_RL),
+    "kl_coeff": _Refusal(_RL),
+    "reference_free": _Refusal("nearest key: dpo.loss, simpo or orpo"),
+    "ref_model_update_steps": _Refusal("the reference is the initial model", _is_positive),
+    "pref_loss_ratio": _Refusal("the preference loss has weight 1; nearest key: dpo.sft_weight", _is_not_one),
+    "regularization": _Refusal("nearest key: rm.center_rewards"),
+    "normalize_score_during_training": _Refusal("scores of a reward model are not normalised"),
+    "use_ssa": _Refusal("attention is over the whole sequence"),
+    "use_long_sequence_strategies": _Refusal(_LONG),
+    "rope_scaling_factor": _Refusal(_LONG, _is_not_one),
+    "autotuner_benchmark": _Refusal("it replaces the job by five steps without saving; see: llmsuite plan --search"),
+    "using_fake_gate": _Refusal("it is for benchmarks: tokens go where the gate sends them"),
+}
+"""Patterns of `fnmatch` over names; the first that fits counts."""
+
+_INSTEAD_OF_TRAINING = {
+    "do_ptq": "quantises a trained model (PTQ)",
+    "do_gptq": "quantises a trained model (GPTQ)",
+    "do_awq": "quantises a trained model (AWQ)",
+}
+
+
+def refuse_without_training(name: str, values: Mapping[str, Any]) -> None:
+    """Raise UserError for arguments with which PaddleNLP trains nothing."""
+    for key, what in _INSTEAD_OF_TRAINING.items():
+        if is_true(values.get(key)):
+            raise UserError(
+                f"{name}: {key} {what}, which is no recipe; `llmsuite export --precision int8` rounds weights to int8, "
+                "and section qat of a recipe trains with rounded weights"
+            )
+    if is_true(values.get("do_train")):
+        return
+    if is_true(values.get("do_eval")):
+        raise UserError(f"{name}: do_eval without do_train evaluates only; that is `llmsuite eval`, not a recipe")
+    if is_true(values.get("do_predict")):
+        raise UserError(f"{name}: do_predict without do_train generates only; that is `llmsuite generate`")
+    raise UserError(f"{name}: do_train is not true, and without it PaddleNLP trains nothing; set it in the file")
+
+
+def refusal(key: str, value: Any) -> str | None:
+    """Why an argument makes it another job; None where it does not."""
+    found = next((item for pattern, item in REFUSED.items() if fnmatch.fnmatchcase(key, pattern)), None)
+    return found.why if found is not None and found.applies(value) else None
+
+
+def is_off(key: str, value: Any) -> bool:
+    """Whether an argument that could make it another job, or that is not known, says no."""
+    return not _is_on(value) or any(fnmatch.fnmatchcase(key, pattern) for pattern in REFUSED)
