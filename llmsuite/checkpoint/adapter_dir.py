@@ -22,6 +22,7 @@ from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
+from llmsuite.models.paddlenlp_peft import lora_config
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 from llmsuite.specs import ModelFamily
 
@@ -50,10 +51,8 @@ class Adapters:
 
     modules: Sequence[str]
     """Our names of the matrices that have one."""
-    rank: int
-    alpha: float
-    is_stabilised: bool
-    """Whether they are scaled by alpha / sqrt(rank), not alpha / rank."""
+    config: Any
+    """Rank and scale: a `paddlenlp.peft.LoRAConfig`."""
     base: Base
     beside: Sequence[str] = ()
     """Our names of parameters that are trained whole beside them: the score head of a reward model."""
@@ -109,7 +108,7 @@ class SavedAdapters:
     def __init__(self, directory: Path, adapters: Adapters, family: ModelFamily, config: Any, layout: Layout = "hf"):
         """Raises UserError when the directory has other adapters."""
         self._pairs, self._layout = factor_pairs(adapters, family, config, layout), layout
-        self._files, self._rank = TensorFiles(directory, STEMS[layout]), adapters.rank
+        self._files, self._rank = TensorFiles(directory, STEMS[layout]), adapters.config.r
         self._beside = set(adapters.beside)
         wanted = {
             stored_factor(p.module, factor, layout)
@@ -172,9 +171,7 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     base, stabilised = read_base(directory), "use_rslora" if layout == "hf" else "rslora"
     whole = Adapters(
         modules=modules,
-        rank=data["r"],
-        alpha=data["lora_alpha"],
-        is_stabilised=bool(data.get(stabilised)),
+        config=lora_config(r=data["r"], lora_alpha=data["lora_alpha"], rslora=bool(data.get(stabilised))),
         base=base or Base(data.get("base_model_name_or_path"), ""),
     )
     pairs = factor_pairs(whole, family, config, layout)

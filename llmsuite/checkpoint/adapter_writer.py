@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -127,35 +128,29 @@ def _config(
     adapters: Adapters, pairs: Sequence[FactorPair], family: ModelFamily, config: Any, layout: Layout
 ) -> dict[str, Any]:
     """The content of adapter_config.json or lora_config.json."""
-    targets = _targets([pair.module for pair in pairs], family, config, layout)
+    targets, lora = _targets([pair.module for pair in pairs], family, config, layout), adapters.config
     if layout == "paddlenlp":
-        return {
-            "r": adapters.rank,
-            "lora_alpha": adapters.alpha,
-            "rslora": adapters.is_stabilised,
-            "target_modules": [rf"(.*\.)?{re.escape(target)}" for target in targets],
-            "lora_dropout": 0.0,
-            "tensor_parallel_degree": -1,
-            "base_model_name_or_path": adapters.base.path,
-        }
+        patterns = [rf"(.*\.)?{re.escape(target)}" for target in targets]
+        said = dataclasses.replace(lora, target_modules=patterns, base_model_name_or_path=adapters.base.path)
+        return {**said.to_dict(), "scaling": said.scaling}  # as its `save_pretrained`
     # several in one: a larger rank, and as much larger an alpha that the scale is the same
     wide = {pair.module: len(pair.members) for pair in pairs if len(pair.members) > 1}
-    grown = math.sqrt if adapters.is_stabilised else float
+    grown = math.sqrt if lora.rslora else float
     linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules}
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",
         "modules_to_save": [name.removesuffix(".weight") for name in adapters.beside] or None,
         "base_model_name_or_path": adapters.base.path,
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
-        "use_rslora": adapters.is_stabilised,
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": linears == {False},
         "target_modules": targets,
-        "rank_pattern": {re.escape(module): count * adapters.rank for module, count in wide.items()},
-        "alpha_pattern": {re.escape(module): grown(count) * adapters.alpha for module, count in wide.items()},
+        "rank_pattern": {re.escape(module): count * lora.r for module, count in wide.items()},
+        "alpha_pattern": {re.escape(module): grown(count) * lora.lora_alpha for module, count in wide.items()},
         "inference_mode": True,
     }
 

@@ -124,6 +124,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_dir import base_path, open_adapters
     from llmsuite.checkpoint.adapter_writer import write_adapters
     from llmsuite.checkpoint.model_dir import read_config
+    from llmsuite.devices.start import start_paddle
     from llmsuite.files import committed_directory
     from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 
@@ -132,6 +133,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     target = Path(args.output)
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
+    start_paddle(registry.devices["cpu"].factory(), 1)  # before paddlenlp, whose configuration they have
     family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)
     adapters, saved = open_adapters(source, family, config)
     specs = [saved.spec(f"{m}.{factor}") for m in adapters.modules for factor in (FIRST_FACTOR, SECOND_FACTOR)]

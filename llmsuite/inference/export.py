@@ -29,6 +29,7 @@ from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model
 from llmsuite.inference.loop import SPEC, GreedyLoop
 from llmsuite.inference.static_experts import make_static
+from llmsuite.models.adapter import is_plain_linear
 from llmsuite.typing import Tensor
 
 FORMAT = 2
@@ -173,7 +174,7 @@ def _quantise(model: Any) -> None:
     from paddle.nn.quant import weight_only_linear, weight_quantize
 
     for layer in model.sublayers():
-        if isinstance(layer, nn.Linear):
+        if is_plain_linear(layer):
             weight, scale = weight_quantize(layer.weight, algo="weight_only_int8")
             bias = layer.bias
 

@@ -67,6 +67,7 @@ class ParameterShard:
         shard = local.flatten()[self._range].clone() if self._num_shards > 1 else local
         # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
         self.master_or_shard = _leaf(name, shard.astype("float32") if self.has_master else shard)
+        self.master_or_shard.optimize_attr = dict(parameter.optimize_attr)  # a learning rate of its own, as of LoRA+
 
         self._sum: Tensor | None = None
         """The gradient accumulated so far, in float32; where every pass reduces it, the padded own shard."""

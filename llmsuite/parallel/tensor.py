@@ -18,7 +18,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.launch import calls
-from llmsuite.models.lora import LoraLinear
+from llmsuite.models.adapter import Adapter
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.typing import Tensor
@@ -56,7 +56,7 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
 
 def _is_last_of_region(name: str, module: Any, plan: ShardPlan) -> bool:
     """Whether a module is the row-parallel matrix at the end of a region, with an adapter."""
-    if not isinstance(module, LoraLinear):
+    if not isinstance(module, Adapter):
         return False
     return plan.dim(f"{name}.weight") == 0 and plan.is_region(name.rpartition(".")[0])
 

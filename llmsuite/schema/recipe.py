@@ -6,7 +6,6 @@ Only data lives here: no class paths, no callables, nothing that a recipe could 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -192,12 +191,6 @@ class LoraSection(Section):
         for field in dataclasses.fields(self) if self.rank is None else ():
             if getattr(self, field.name) != field.default:
                 yield field.name, "has no effect while rank is null; set that too, or remove it"
-
-    @property
-    def scale(self) -> float:
-        """The factor that the outputs of the adapters are multiplied by."""
-        assert self.rank is not None
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.qat import fake_quantize_layers
-from llmsuite.models.shard_plan import SECOND_FACTOR, WHOLE
+from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import is_factor, is_trained
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
@@ -27,6 +27,7 @@ from llmsuite.parallel.tensor import between_layers
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.train.adapters import adapter_config
 from llmsuite.train.expert_balance import ExpertBalance
 from llmsuite.train.input_scales import InputScales
 from llmsuite.train.weights import initial_weights
@@ -60,9 +61,9 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     """Build this rank's part of the model with its initial weights."""
     recipe, shard_plan = plan.recipe, plan.family.shard_plan or WHOLE
     lora = recipe.lora
-    # every rank reads these keys, also one whose layers have no use for them: an unread key is an error
-    second_factor_rate, moving_rate = lora.lora_plus_ratio, recipe.qat.moving_rate
-    chunks, adapted, rounded = _build_chunks(plan, backend)
+    moving_rate = recipe.qat.moving_rate  # read by every rank, also one whose layers have no use for it
+    config = None if lora.rank is None else adapter_config(lora)
+    chunks, adapted, rounded = _build_chunks(plan, backend, config)
     shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
     bounds = _cut_pipeline(chunks, plan, mesh, shapes)
@@ -71,13 +72,10 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     shards: list[ParameterShard] = []
     for chunk in chunks:
         shards += parallelize(chunk, strategy, weights.read)
-    for shard in shards:
-        if shard.name.endswith(f".{SECOND_FACTOR}"):
-            shard.master_or_shard.optimize_attr["learning_rate"] = second_factor_rate
     adapters = None
-    if lora.rank is not None:
+    if config is not None:
         beside = [name for name in trained if not is_factor(name)]
-        adapters = Adapters(adapted, lora.rank, lora.alpha, lora.rslora, weights.base, beside)
+        adapters = Adapters(adapted, config, weights.base, beside)
     _report_size(plan, backend, shapes, trained)
 
     channels = P2PChannels(mesh, ring=len(chunks) > 1) if mesh.degrees.pp > 1 else None
@@ -93,8 +91,13 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     return BuiltModel(part, own, trained, bounds, weights.digest, adapters, balance, rounded, scales)
 
 
-def _build_chunks(plan: RunPlan, backend: DeviceBackend) -> tuple[list[Any], list[str], list[str]]:
+def _build_chunks(plan: RunPlan, backend: DeviceBackend, config: Any | None) -> tuple[list[Any], list[str], list[str]]:
     """The whole model once for every chunk of this rank, without memory, with its adapters and fake-quantised layers.
+
+    Args:
+        plan: of the run.
+        backend: of the device.
+        config: of the adapters; None for none.
 
     Returns:
         The chunks, the names of the modules with adapters, and those of the fake-quantised layers.
@@ -106,9 +109,9 @@ def _build_chunks(plan: RunPlan, backend: DeviceBackend) -> tuple[list[Any], lis
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
             model = plan.family.factory()(plan.model_config, backend.ops(plan.recipe.engine.precision))
-            if lora.rank is not None:
+            if config is not None:
                 adapted = adapted_modules(model, shard_plan, lora.target_modules)
-                add_adapters(model, adapted, lora.rank, lora.scale)
+                add_adapters(model, adapted, config)
             if qat.weight_bits is not None:
                 rounded = adapted_modules(model, shard_plan, qat.target_modules, "qat.target_modules")
                 fake_quantize_layers(model, rounded, rounds_weight=True)

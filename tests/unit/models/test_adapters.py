@@ -27,12 +27,15 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import Problem, UserError
 from llmsuite.inference.load import load_model
 from llmsuite.models.head import SCORE
-from llmsuite.models.lora import LoraLinear, adapted_modules, adapters, add_adapters
+from llmsuite.models.lora import adapted_modules, adapters, add_adapters
+from llmsuite.models.lora_layers import LoraLinear
+from llmsuite.models.paddlenlp_peft import lora_config
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.recipe import LoraSection, TrainSection
+from llmsuite.train.adapters import adapter_config
 from llmsuite.train.initial_values import initial_values
 from tests.unit import alone
 from tests.unit.families import FAMILIES, tiny
@@ -61,10 +64,9 @@ def base_of(family: str, directory: Path) -> None:
 
 def adapted(family: str, directory: Path, lora: LoraSection) -> tuple[Any, list[str]]:
     """The live model of a directory with random adapters, and the modules that have one."""
-    assert lora.rank is not None
     model = load_model(open_model(directory, FAMILIES), CpuBackend())
     modules = adapted_modules(model, FAMILIES[family].shard_plan or WHOLE, lora.target_modules)
-    add_adapters(model, modules, lora.rank, lora.scale)
+    add_adapters(model, modules, adapter_config(lora))
     for name, parameter in model.named_parameters():
         if is_factor(name):
             parameter.set_value(initial_values(1, name, parameter.shape, 0.2))
@@ -77,9 +79,8 @@ def factors_of(model: Any) -> dict[str, np.ndarray]:
 
 
 def write(directory: Path, model: Any, modules: list[str], lora: LoraSection, base: Path, **options: Any) -> Adapters:
-    assert lora.rank is not None
     opened, values = open_model(base, FAMILIES), factors_of(model)
-    told = Adapters(modules, lora.rank, lora.alpha, lora.rslora, Base(str(base), opened.digest()))
+    told = Adapters(modules, adapter_config(lora), Base(str(base), opened.digest()))
     specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
     directory.mkdir()
     write_adapters(directory, told, opened.family, opened.config, values.__getitem__, specs, **options)
@@ -140,7 +141,7 @@ def test_one_adapter_by_hand() -> None:
     linear = paddle.nn.Linear(2, 2)
     linear.weight.set_value(np.array([[1, 0], [0, 1]], "f4"))
     linear.bias.set_value(np.array([10, 20], "f4"))
-    adapter = LoraLinear(linear, 1, 0.5)
+    adapter = LoraLinear(linear, lora_config(r=1, lora_alpha=0.5))
     adapter.lora_A.set_value(np.array([[1], [2]], "f4"))
     adapter.lora_B.set_value(np.array([[4, 6]], "f4"))
     x = paddle.to_tensor([[1.0, 1.0]])
@@ -150,8 +151,8 @@ def test_one_adapter_by_hand() -> None:
 
 
 def test_scale() -> None:
-    assert section().scale == ALPHA / RANK
-    assert section(rslora=True).scale == ALPHA / math.sqrt(RANK)
+    assert adapter_config(section()).scaling == ALPHA / RANK
+    assert adapter_config(section(rslora=True)).scaling == ALPHA / math.sqrt(RANK)
 
 
 def test_adapters_off_is_the_base(made: Any) -> None:
@@ -245,7 +246,7 @@ def test_several_in_one_are_the_same_sum(
     random = np.random.default_rng(seed)
     shapes = {f"{m}.{factor}": s for m in modules for factor, s in (("lora_A", (4, rank)), ("lora_B", (rank, 4)))}
     values = {name: random.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
-    told = Adapters(modules, rank, ALPHA, rslora, Base(None, ""))
+    told = Adapters(modules, lora_config(r=rank, lora_alpha=ALPHA, rslora=rslora), Base(None, ""))
     directory = tmp_path_factory.mktemp("gpt")
     specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
     write_adapters(directory, told, spec, config, values.__getitem__, specs)
@@ -293,7 +294,7 @@ def test_a_score_head_is_trained_and_saved_beside_the_adapters(family: str, tmp_
     model = spec.factory()(config, CpuBackend().ops("fp32"))
     modules = adapted_modules(model, spec.shard_plan or WHOLE, None)
     assert "score" not in modules
-    add_adapters(model, modules, RANK, section().scale)
+    add_adapters(model, modules, adapter_config(section()))
     learnt = {n: p for n, p in model.named_parameters() if not p.stop_gradient}
     assert {n for n in learnt if not is_factor(n)} == {SCORE}
     for name, parameter in model.named_parameters():
@@ -301,7 +302,7 @@ def test_a_score_head_is_trained_and_saved_beside_the_adapters(family: str, tmp_
         parameter.set_value(base.read(name) if kept else initial_values(1, name, parameter.shape, 0.2))
     values = {name: parameter.numpy() for name, parameter in learnt.items()}
     specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
-    told = Adapters(modules, RANK, ALPHA, False, Base(None, ""), [SCORE])
+    told = Adapters(modules, adapter_config(section()), Base(None, ""), [SCORE])
     (tmp_path / "adapter").mkdir()
     write_adapters(tmp_path / "adapter", told, spec, config, values.__getitem__, specs)
     saved = SavedAdapters(tmp_path / "adapter", told, spec, config)

@@ -23,6 +23,7 @@ from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.xpu import XpuBackend
 from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.paddlenlp_peft import lora_config
 from llmsuite.models.qat import fake_quantize_layers, fake_quantized
 from llmsuite.models.targets import linear_modules, pick_modules, with_adapters
 from llmsuite.parallel.cut import keep_part, part_bounds, parts_with
@@ -86,7 +87,7 @@ def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any
         expected = adapted_modules(model, cuts, patterns)
         assert pick_modules(linear_modules(shapes, cuts), cuts, patterns) == expected
     with paddle.LazyGuard():
-        add_adapters(model, expected, 3, 1.0)
+        add_adapters(model, expected, lora_config(r=3))
     assert with_adapters(shapes, expected, 3) == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 

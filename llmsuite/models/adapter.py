@@ -1,0 +1,43 @@
+"""What adapters of all kinds have in common, for one card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import paddle.nn.functional as F
+from paddle import nn
+
+from llmsuite.typing import Tensor
+
+
+class Adapter(nn.Layer):
+    """A linear layer with an adapter beside its matrix W, which is frozen.
+
+    A base class beside one of paddlenlp's layers. W and the bias are those of an existing layer: the parameters
+    themselves, not copies.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    is_on: bool
+    """False: the layer computes what it did without its adapter."""
+    complete_sum: Callable[[Tensor], Tensor]
+    """Applied to each product with x: adds up the parts of the ranks, where each has only a part of the sum."""
+
+    def take(self, linear: nn.Linear) -> None:
+        """Take over W and bias of a layer."""
+        self.complete_sum = identity
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def base(self, x: Tensor) -> Tensor:
+        """x W + bias: all that an adapter knows of how W is stored. To be overridden for a base that is quantised."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def is_plain_linear(module: nn.Layer) -> bool:
+    """Whether a module is a linear layer without an adapter. paddlenlp's layers with one are `nn.Linear` too."""
+    return isinstance(module, nn.Linear) and not isinstance(module, Adapter)
