@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.anatomy import Anatomy
+from llmsuite.models.head import NO_KEYS
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.schema.section import Section
 
@@ -110,7 +111,8 @@ class ModelFamily:
     config_cls: Any
     """Frozen dataclass of the shape; every field has a docstring. It has `from_hf(dict)` and `to_hf() -> dict`
     for config.json, and `problems()` for rules between its fields. A field `head` is no key of recipes but
-    what `StageSpec.head` says; without one the family has no score head (`llmsuite.models.head`)."""
+    what `StageSpec.head` says; without one the family has no score head (`llmsuite.models.head`). Nor is a field
+    `kept`: keys of config.json that are for others."""
     presets: Mapping[str, Mapping[str, Any]]
     """Published shapes by name."""
     smoke: Mapping[str, Any]
@@ -147,7 +149,7 @@ class ModelFamily:
         from llmsuite.schema.keys import field_docs
 
         hints = typing.get_type_hints(self.config_cls, include_extras=True)
-        fields = {f.name: hints[f.name] for f in dataclasses.fields(self.config_cls) if f.name != "head"}
+        fields = {f.name: hints[f.name] for f in dataclasses.fields(self.config_cls) if f.name not in NO_KEYS}
         make_typed_dict: Any = TypedDict  # a type checker knows it with literal fields only
         keys = make_typed_dict("ModelConfig", fields, total=False)
         keys.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}

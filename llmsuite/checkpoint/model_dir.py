@@ -19,6 +19,7 @@ from llmsuite.checkpoint.stored import INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of
+from llmsuite.models.head import NO_KEYS
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.specs import ModelFamily
 
@@ -146,7 +147,7 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
         if model_type in family.hf_model_types:
             try:
                 config = family.config_cls.from_hf(data)
-                shape = {key: value for key, value in dataclasses.asdict(config).items() if key != "head"}
+                shape = {key: value for key, value in dataclasses.asdict(config).items() if key not in NO_KEYS}
                 TypeAdapter(family.config_keys()).validate_python(shape)
             except ValidationError as error:
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())

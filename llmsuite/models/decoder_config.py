@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le
 
 from llmsuite.errors import UserError
 from llmsuite.models.head import Head, read_head
+from llmsuite.models.hf_config import kept_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf
 
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
@@ -65,8 +66,12 @@ class DecoderConfig:
     """Kept for config.json."""
     eos_token_id: int | list[int] | None
     """Kept for config.json; generation stops at it."""
+    pad_token_id: int | None = None
+    """Kept for config.json: without it, HF's reward models take one row at a time."""
     head: Head = "language_model"
     """Head of the model; the stage decides, see `llmsuite.models.head`."""
+    kept: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
+    """Keys of the config.json it was read from that mean something to others only; written as they were."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
@@ -120,7 +125,7 @@ class RotaryConfig(DecoderConfig):
         """
         values = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
         values["rope_theta"], values["rope_scaling"] = read_hf(data, default_theta)
-        return {**values, "head": read_head(data)}
+        return {**values, "head": read_head(data), "kept": kept_keys(data)}
 
 
 @in_written_order

@@ -12,6 +12,8 @@ from llmsuite.errors import UserError
 
 Head = Literal["language_model", "score"]
 SCORE = "score.weight"
+NO_KEYS = ("head", "kept")
+"""Fields of a config that are no keys of recipes."""
 _SCORING = "ForSequenceClassification"
 
 
@@ -49,8 +51,9 @@ def read_head(data: Mapping[str, Any]) -> Head:
 
 
 def with_head(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """HF's config.json of a language model, changed to have the head of `config`."""
-    result = {key: value for key, value in data.items() if key != "head"}
+    """HF's config.json of a language model, changed to have the head of `config`, and what it was read with besides."""
+    kept: Mapping[str, Any] = getattr(config, "kept", None) or {}
+    result = {**kept, **{key: value for key, value in data.items() if key not in NO_KEYS}}
     if head_of(config) == "score":
         name = result["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         result |= {"architectures": [name + _SCORING], "id2label": {"0": "score"}, "label2id": {"score": 0}}

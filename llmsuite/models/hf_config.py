@@ -28,7 +28,6 @@ _WITHOUT_EFFECT = frozenset(
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "pad_token_id",
         "paddlenlp_version",
         "pretraining_tp",
         "problem_type",
@@ -47,6 +46,22 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Keys that change no logit: where a model comes from, how it is stored and run, what another task's head would need.
 Dropout is among them: nothing is dropped here."""
+
+
+_KEPT = frozenset(
+    (
+        *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
+        *("output_router_logits", "router_aux_loss_coef"),
+        *("pretraining_tp", "sep_token_id", "task_specific_params", "tokenizer_class", "unk_token_id", "use_cache"),
+    )
+)
+"""Those of them that another reader of the trained model goes by. The others say where the source came from, how it was
+stored, or what our own writing says anew."""
+
+
+def kept_keys(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What of a config.json is written again as it is; None for nothing."""
+    return {key: value for key, value in data.items() if key in _KEPT} or None
 
 
 def check_keys(data: Mapping[str, Any], family: str, known: Iterable[str], fixed: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.models.decoder_config import DecoderConfig, PositiveFloat, PositiveInt, in_written_order
 from llmsuite.models.head import read_head, with_head
-from llmsuite.models.hf_config import check_keys
+from llmsuite.models.hf_config import check_keys, kept_keys
 
 _HF_KEYS = {
     "hidden_size": "n_embd",
@@ -75,7 +75,8 @@ class GPTConfig(DecoderConfig):
         activation = data.get("activation_function", _ACTIVATIONS[0])
         if activation not in _ACTIVATIONS:
             raise UserError(f"config.json: activation_function is {activation!r}; the gpt family has gelu_new only")
-        return cls(**{**{ours: data[key] for ours, key in theirs.items() if key in data}, "head": read_head(data)})
+        values = {ours: data[key] for ours, key in theirs.items() if key in data}
+        return cls(**{**values, "head": read_head(data), "kept": kept_keys(data)})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers reads."""
@@ -120,6 +121,7 @@ SMOKE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
     "initializer_range": 0.1,
     "bos_token_id": 1,
     "eos_token_id": 2,
