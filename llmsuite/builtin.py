@@ -125,7 +125,9 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
 @hookimpl
 def llmsuite_register_models() -> list[ModelFamily]:
     return [
-        _family("llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama", ("llama",), gguf=("llama",)),
+        _family(
+            "llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama, Mistral", ("llama", "mistral"), gguf=("llama",)
+        ),
         _family("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3")),
         _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2",)),
         _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3", ("deepseek_v2", "deepseek_v3")),

@@ -88,6 +88,8 @@ def _weights(model: CausalLM) -> DecoderWeights | None:
             return None
         if type(layer).forward is not DecoderLayer.forward or not _is_plain(attention.o_proj, mlp.down_proj):
             return None
+        if any(matrix.bias is not None for matrix in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
+            return None
         heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
         norms += heads
         bias = [attention.qkv_proj.bias] if attention.qkv_proj.bias is not None else []

@@ -22,6 +22,8 @@ class GroupedQuery:
     """Whether queries and keys are normed, each head by itself."""
     biased: bool = False
     """Whether queries, keys and values have biases."""
+    output_biased: bool = False
+    """Whether the output has a bias."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class GatedMLP:
     """Size of `blocks.GatedMLP`."""
 
     width: int
+    biased: bool = False
+    """Whether its matrices have biases."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

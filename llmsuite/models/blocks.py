@@ -45,7 +45,7 @@ class RMSNorm(nn.Layer):
 class Attention(nn.Layer):
     """Grouped-query self-attention with rotary positions."""
 
-    def __init__(self, config: Any, ops: Ops, qkv_bias: bool = False, qk_norm: bool = False):
+    def __init__(self, config: Any, ops: Ops, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False):
         """`config` has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps."""
         super().__init__()
         self.head_size, self.rotary, self.core = config.head_size, ops.rotary, ops.attention
@@ -54,7 +54,7 @@ class Attention(nn.Layer):
         self.q_proj = linear(config.hidden_size, width, qkv_bias)
         self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
         self.v_proj = linear(config.hidden_size, kv_width, qkv_bias)
-        self.o_proj = linear(width, config.hidden_size)
+        self.o_proj = linear(width, config.hidden_size, o_bias)
         # norms of each head, before the rotation
         self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
@@ -86,12 +86,12 @@ def extend_cache(k: Tensor, v: Tensor, past: LayerCache | None, heads_first: boo
 class GatedMLP(nn.Layer):
     """Gated MLP with SwiGLU."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops):
+    def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops, bias: bool = False):
         super().__init__()
         self.swiglu = ops.swiglu
-        self.gate_proj = linear(hidden_size, intermediate_size)
-        self.up_proj = linear(hidden_size, intermediate_size)
-        self.down_proj = linear(intermediate_size, hidden_size)
+        self.gate_proj = linear(hidden_size, intermediate_size, bias)
+        self.up_proj = linear(hidden_size, intermediate_size, bias)
+        self.down_proj = linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -136,8 +137,11 @@ def _shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts
     shape = dict(family.smoke)
     weights = weights_of(recipe.model.weights) if recipe.model.weights else None
     config, _ = model_config(recipe, family, weights, stage)
+    defaults = {field.name: field.default for field in dataclasses.fields(family.config_cls)}
     for key in family.smoke_keeps if config is not None else ():
         value = getattr(config, key)
+        if key not in shape and value == defaults[key]:
+            continue  # the run need not say it
         if value is None or isinstance(value, (str, bool)):  # of a size, only keep that it is not set
             shape[key] = value
     for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):

@@ -1,7 +1,7 @@
 """Writes tests/reference/FAMILY/CASE/: tiny models as HF transformers saves them, and the logits it gets from them.
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
-transformers 5.23. (Those of Llama: make_llama_reference.py.) Run it from anywhere; a second run writes the same values:
+transformers 5.23. (Some of Llama: make_llama_reference.py.) Run it from anywhere; a second run writes the same values:
 
     python tests/reference/make_references.py [FAMILY ...]
 """
@@ -51,6 +51,12 @@ GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 MSCALE = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9}
 
 CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "llama": {
+        "biases": ("llama", {**QWEN, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5}),
+        "attention_bias_tied": ("llama", {**QWEN, "attention_bias": True, "tie_word_embeddings": True}),
+        "yarn": ("llama", {**QWEN, "num_attention_heads": 2, "rope_parameters": YARN}),
+        "mistral": ("mistral", {**QWEN, "sliding_window": None, "head_dim": 10, "pad_token_id": 3}),
+    },
     "qwen": {
         "qwen2": ("qwen2", QWEN),
         "qwen2_tied_one_kv_head": (
@@ -89,7 +95,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
     },
 }
-SHAPES = {"qwen2_yarn": (1, 56), "v2_lite": (1, 56)}
+SHAPES = {"yarn": (1, 56), "qwen2_yarn": (1, 56), "v2_lite": (1, 56)}
 """Rows and length of the input, where they are not (2, 12)."""
 
 

@@ -253,6 +253,8 @@ SMOKE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "n_group": 4,
     "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
     "num_attention_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from llmsuite.errors import UserError
 from llmsuite.models.decoder_config import GroupedQueryConfig, PositiveFloat, PositiveInt, in_written_order
@@ -14,8 +14,13 @@ from llmsuite.models.head import with_head
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(GroupedQueryConfig):
-    """Llama 1, 2, 3.x and what shares their code (SmolLM2, TinyLlama …). Names are those of HF's config.json."""
+    """Llama 1, 2, 3.x and what shares their code (SmolLM2, TinyLlama, Mistral …). Names are those of HF's
+    config.json."""
 
+    rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3", "yarn")
+
+    model_type: Literal["llama", "mistral"] = "llama"
+    """mistral: the same by another name, with attention to all tokens."""
     vocab_size: PositiveInt = 32000
     hidden_size: PositiveInt = 4096
     intermediate_size: PositiveInt = 11008
@@ -26,7 +31,11 @@ class LlamaConfig(GroupedQueryConfig):
     rms_norm_eps: PositiveFloat = 1e-5
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
-    "original_max_position_embeddings"} as in Llama 3.1."""
+    "original_max_position_embeddings"} as in Llama 3.1, or one of type "linear" or "yarn"."""
+    attention_bias: bool = False
+    """Whether queries, keys, values and the output of attention have biases."""
+    mlp_bias: bool = False
+    """Whether the matrices of the MLP have biases."""
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
 
@@ -40,6 +49,9 @@ class LlamaConfig(GroupedQueryConfig):
             yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
         elif self.head_size % 2:
             yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
+        for key in ("attention_bias", "mlp_bias"):
+            if self.model_type == "mistral" and getattr(self, key):
+                yield key, "is true; a mistral has no biases"
         yield from super().problems()
 
     @classmethod
@@ -49,28 +61,51 @@ class LlamaConfig(GroupedQueryConfig):
         Raises:
             UserError: it switches something on that this family does not have.
         """
-        if data.get("attention_bias") or data.get("mlp_bias"):
-            raise UserError("config.json: attention_bias and mlp_bias are not part of the llama family")
         activation = data.get("hidden_act", "silu")
         if activation != "silu":
             raise UserError(f"config.json: hidden_act is {activation!r}; the llama family has silu")
+        if data.get("model_type") == "mistral":
+            data = {**_OF_MISTRAL, **data}
+            _check_window(data)
         return cls(**cls.hf_fields(data, cls.rope_theta))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
+        shape = dataclasses.asdict(self)
+        if self.model_type == "mistral":
+            shape = {key: value for key, value in shape.items() if not key.endswith("_bias")} | {"sliding_window": None}
         return with_head(
             self,
             {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
+                "architectures": [f"{self.model_type.title()}ForCausalLM"],
                 "hidden_act": "silu",
-                "attention_bias": False,
-                "mlp_bias": False,
-                **dataclasses.asdict(self),
+                **shape,
                 "head_dim": self.head_size,
                 "torch_dtype": "float32",
             },
         )
+
+
+# of HF's MistralConfig, where they are not Llama's
+_OF_MISTRAL: dict[str, Any] = {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
+
+
+def _check_window(data: Mapping[str, Any]) -> None:
+    window = data["sliding_window"]
+    if window is not None:
+        raise UserError(
+            f"config.json: sliding_window is {window}; the llama family attends to all tokens. Sequences of at most "
+            f"{window} tokens are not changed by it: if yours are, set sliding_window to null and "
+            f"max_position_embeddings to {window}"
+        )
+    if set(data.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError("config.json: layer_types is not full_attention only, as the llama family is")
 
 
 _LLAMA_3_1 = {
@@ -97,9 +132,16 @@ _13B = {
     "num_key_value_heads": 40,
 }
 
+_MISTRAL = {
+    "model_type": "mistral",
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+}
+
 # config.json of huggingface.co/huggyllama/llama-7b and llama-13b (facebook/llama-7b and 13b with PaddleNLP),
 # meta-llama/Llama-2-7b-hf, Llama-2-13b-hf, Meta-Llama-3-8B, Llama-3.1-8B-Instruct, Llama-3.1-405B,
-# HuggingFaceTB/SmolLM2-135M-Instruct
+# mistralai/Mistral-7B-Instruct-v0.3, Mistral-Nemo-Instruct-2407, HuggingFaceTB/SmolLM2-135M-Instruct
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "llama-13b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, **_13B},
@@ -113,6 +155,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "intermediate_size": 53248,
         "num_hidden_layers": 126,
         "num_attention_heads": 128,
+    },
+    "mistral-7b-v0.3": {**_MISTRAL, "vocab_size": 32768, "hidden_size": 4096, "max_position_embeddings": 32768},
+    "mistral-nemo-12b": {
+        **_MISTRAL,
+        "vocab_size": 131072,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
     },
     "smollm2-135m": {
         "vocab_size": 49152,
@@ -147,10 +198,11 @@ SMOKE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
     "initializer_range": 0.1,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 """Small enough for a laptop; its vocabulary is that of data/tokenizer."""
-SMOKE_KEEPS = ("tie_word_embeddings",)
+SMOKE_KEEPS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias")
 """Fields that decide which code runs: `--smoke` keeps them as the recipe has them."""

@@ -38,22 +38,24 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model, in the order of the layers, with its shape."""
     hidden, width = config.hidden_size, config.intermediate_size
     queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
+    matrices = {
         "self_attn.q_proj": (hidden, queries),
         "self_attn.k_proj": (hidden, keys),
         "self_attn.v_proj": (hidden, keys),
         "self_attn.o_proj": (queries, hidden),
-        "post_attention_layernorm": (hidden,),
         "mlp.gate_proj": (hidden, width),
         "mlp.up_proj": (hidden, width),
         "mlp.down_proj": (width, hidden),
     }
-    layers = (
-        (f"model.layers.{i}.{part}.weight", shape)
-        for i in range(config.num_hidden_layers)
-        for part, shape in layer.items()
-    )
+    biased = ("self_attn.",) * config.attention_bias + ("mlp.",) * config.mlp_bias
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for part, shape in matrices.items():
+        if part == "mlp.gate_proj":
+            layer["post_attention_layernorm.weight"] = (hidden,)
+        layer[f"{part}.weight"] = shape
+        if part.startswith(biased):
+            layer[f"{part}.bias"] = shape[1:]
+    layers = ((f"model.layers.{i}.{part}", s) for i in range(config.num_hidden_layers) for part, s in layer.items())
     top = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     return {**top, **dict(layers), "model.norm.weight": (hidden,), **head_shapes(config)}
 
@@ -74,8 +76,8 @@ def from_hf(name: str, config: LlamaConfig) -> str | None:
 
 
 def paddlenlp_prefix(config: LlamaConfig) -> str | None:
-    """The prefix that PaddleNLP writes in place of `model.`."""
-    return "llama."
+    """The prefix that PaddleNLP writes in place of `model.`; its Llama has no biases."""
+    return None if config.attention_bias or config.mlp_bias else f"{config.model_type}."
 
 
 def from_gguf(name: str) -> str | None:
@@ -90,9 +92,10 @@ def from_gguf(name: str) -> str | None:
 
 
 def gguf_to_hf(name: str, value: np.ndarray, config: LlamaConfig) -> np.ndarray:
-    """A GGUF matrix [outputs, inputs] as HF has it: GGUF interleaves the rotary halves of q and k. `name` is ours."""
+    """A GGUF matrix [outputs, inputs], or a bias, as HF has it: GGUF interleaves the rotary halves of q and k. `name`
+    is ours."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return value
-    outputs, inputs = value.shape
-    return value.reshape(heads, outputs // heads // 2, 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
+    pairs = value.reshape(heads, value.shape[0] // heads // 2, 2, *value.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(value.shape)

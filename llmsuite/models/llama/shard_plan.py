@@ -1,7 +1,8 @@
 """How a Llama model is cut for tensor and sequence parallelism. Imports no Paddle.
 
 Column-parallel matrices [inputs, outputs] are cut along their outputs, row-parallel ones along their inputs
-(Shoeybi et al. 2019, arXiv 1909.08053), the embedding along the vocabulary.
+(Shoeybi et al. 2019, arXiv 1909.08053), the embedding along the vocabulary. The bias of a column-parallel matrix is
+cut with it; that of a row-parallel one is whole.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ PLAN = ShardPlan(
     cut=(
         ("model.embed_tokens.weight", 0),
         ("model.layers.*.self_attn.[qkv]_proj.weight", 1),
+        ("model.layers.*.self_attn.[qkv]_proj.bias", 0),
         ("model.layers.*.self_attn.o_proj.weight", 0),
         ("model.layers.*.mlp.gate_proj.weight", 1),
+        ("model.layers.*.mlp.gate_proj.bias", 0),
         ("model.layers.*.mlp.up_proj.weight", 1),
+        ("model.layers.*.mlp.up_proj.bias", 0),
         ("model.layers.*.mlp.down_proj.weight", 0),
         ("lm_head.weight", 1),
     ),

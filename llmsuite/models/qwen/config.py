@@ -93,7 +93,7 @@ class QwenConfig(GroupedQueryConfig):
         )
 
 
-def _qwen2_5(
+def _qwen2(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool = False
 ) -> dict[str, Any]:
     return {
@@ -122,15 +122,19 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool =
     }
 
 
-# Qwen2.5: huggingface.co/Qwen/Qwen2.5-SIZE-Instruct, config.json; Qwen3: huggingface.co/Qwen/Qwen3-SIZE, config.json
+# huggingface.co/Qwen/Qwen2-SIZE-Instruct, Qwen2.5-SIZE-Instruct, Qwen3-SIZE, config.json
 PRESETS: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": _qwen2_5(896, 4864, 24, 14, 2, 151936, tied=True),
-    "qwen2.5-1.5b": _qwen2_5(1536, 8960, 28, 12, 2, 151936, tied=True),
-    "qwen2.5-3b": _qwen2_5(2048, 11008, 36, 16, 2, 151936, tied=True),
-    "qwen2.5-7b": _qwen2_5(3584, 18944, 28, 28, 4, 152064),
-    "qwen2.5-14b": _qwen2_5(5120, 13824, 48, 40, 8, 152064),
-    "qwen2.5-32b": _qwen2_5(5120, 27648, 64, 40, 8, 152064),
-    "qwen2.5-72b": _qwen2_5(8192, 29568, 80, 64, 8, 152064),
+    "qwen2-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
+    "qwen2-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2-7b": _qwen2(3584, 18944, 28, 28, 4, 152064),
+    "qwen2-72b": _qwen2(8192, 29568, 80, 64, 8, 152064),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 152064),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
@@ -150,6 +154,7 @@ SMOKE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
     "initializer_range": 0.1,
     "bos_token_id": 1,
     "eos_token_id": 2,

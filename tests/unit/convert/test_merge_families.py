@@ -25,7 +25,7 @@ from llmsuite.inference.load import parameter_shapes
 from tests.paths import REFERENCE
 from tests.unit.families import CASES, FAMILIES, config_of, reference
 
-FUSED_BY_PADDLENLP = ("llama", "mistral", "qwen2")
+FUSED_BY_PADDLENLP = ("llama", "qwen2")
 EXPERTS = next(case for case in CASES if case.startswith("deepseek/v3"))
 C_ATTN = next(case for case in CASES if case.startswith("gpt/"))
 

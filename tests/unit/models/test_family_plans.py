@@ -21,6 +21,10 @@ from tests.unit.families import FAMILIES, PRESETS, tiny
 
 # number of parameters as the model cards say
 PUBLISHED = {
+    "qwen2-0.5b": 0.494e9,
+    "qwen2-1.5b": 1.544e9,
+    "qwen2-7b": 7.616e9,
+    "qwen2-72b": 72.71e9,
     "qwen2.5-0.5b": 0.494e9,
     "qwen2.5-1.5b": 1.544e9,
     "qwen2.5-3b": 3.086e9,
@@ -52,6 +56,8 @@ PUBLISHED = {
     "llama-3-8b": 8.030e9,
     "llama-3.1-8b": 8.030e9,
     "llama-3.1-405b": 405.85e9,
+    "mistral-7b-v0.3": 7.248e9,
+    "mistral-nemo-12b": 12.25e9,
     "smollm2-135m": 0.1345e9,
     "digits": 431e3,  # ours
 }
@@ -59,6 +65,8 @@ PUBLISHED = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("llama", {"model_type": "mistral"}),
     "qwen2": ("qwen", {"model_type": "qwen2"}),
     "qwen3 tied": ("qwen", {"tie_word_embeddings": True}),
     "deepseek v3": ("deepseek", {}),

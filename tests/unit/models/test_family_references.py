@@ -48,6 +48,8 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("llama/yarn", {"rope_scaling": None}),
+    ("llama/mistral", {"rope_theta": 12000.0}),
     ("qwen/qwen2", {"rms_norm_eps": 1e-4}),
     ("qwen/qwen2", {"rope_theta": 12000.0}),
     ("qwen/qwen2_yarn", {"rope_scaling": None}),
@@ -211,6 +213,35 @@ def test_config_json_comes_back(case: str) -> None:
         assert written[key] == theirs[key], key
 
 
+HARMLESS = {
+    "pad_token_id": 3, "use_cache": False, "attention_dropout": 0.1, "tokenizer_class": "PreTrainedTokenizerFast",
+    "task_specific_params": {"text-generation": {"do_sample": True}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_keys_for_others_are_written_as_they_were_read(case: str, tmp_path: Path) -> None:
+    """A reward model that could be batched before the training can be after it: HF looks for `pad_token_id`."""
+    source = copy_with(case, tmp_path / "source", {}, **HARMLESS, auto_map={"AutoConfig": "code.Config"})
+    written = tmp_path / "written"
+    written.mkdir()
+    model = open_model(source, FAMILIES)
+    rewritten = dataclasses.replace(model, config=dataclasses.replace(model.config, head="score"))
+    specs = [model.spec(name) for name in model.names if name != "lm_head.weight"]
+    write_model(written, model.family, rewritten.config, model.read, specs)
+    found = json.loads((written / "config.json").read_text())
+    assert {key: found[key] for key in HARMLESS} == HARMLESS
+    assert found["architectures"][0].endswith("ForSequenceClassification")
+    assert "auto_map" not in found, "the code is not there"
+    assert "kept" not in found
+
+
+def test_a_mistral_without_the_key_has_the_window_of_its_default() -> None:
+    data = {key: value for key, value in read_config("llama/mistral").items() if key != "sliding_window"}
+    with pytest.raises(UserError, match="sliding_window is 4096"):
+        FAMILIES["llama"].config_cls.from_hf(data)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("llama/")])
 def test_a_config_json_that_asks_for_more_is_refused(case: str, tmp_path: Path) -> None:
     for key, value, message in (
@@ -239,6 +270,7 @@ def test_gpt_of_the_first_days_lacks_a_prefix_and_has_masks(tmp_path: Path) -> N
 def copy_with(case: str, directory: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
     """The case with some tensors added and keys of config.json changed."""
     theirs = TensorFiles(REFERENCE / case, "model")
+    directory.mkdir(exist_ok=True)
     all_tensors = {**{name: theirs.read(name) for name in theirs.names}, **tensors}
     safetensors.numpy.save_file(all_tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({**read_config(case), **config}))
@@ -297,6 +329,13 @@ def test_the_bias_of_the_choice_is_kept_and_gets_no_gradient() -> None:
 
 
 REFUSED = [
+    (
+        "llama/mistral",
+        {"sliding_window": 4096},
+        "sliding_window is 4096; .* set sliding_window to null and max_position",
+    ),
+    ("llama/mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not full_attention"),
+    ("llama/biases", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the llama family has silu"),
     ("qwen/qwen2", {"use_sliding_window": True}, "use_sliding_window is True; the qwen family has False only"),
     ("qwen/qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not full_attention only"),
     ("qwen/qwen3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the qwen family has 'silu' only"),
@@ -312,6 +351,9 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("case", "change", "field"),
     [
+        ("llama/biases", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
+        ("llama/mistral", {"attention_bias": True}, "attention_bias"),
+        ("llama/mistral", {"mlp_bias": True}, "mlp_bias"),
         ("qwen/qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ("qwen/qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
         ("qwen/qwen2", {"hidden_size": 26}, "hidden_size"),
