@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Case:
     words: Sequence[str]
     """Overrides of the recipe, on top of `--smoke`."""
     mutation: str | None = None
-    """Of `tests.parity.mutations`: an error that is put in."""
+    """A name in `tests.parity.mutations`: what is changed in the engine while the case runs."""
     recipe: str = RECIPE
     trace: bool = False
     """Whether each rank writes down what it has sent in the last step, as `traffic-RANK.json`."""
@@ -164,12 +165,13 @@ def compare(
     limit: float = LIMIT,
     falls: bool = True,
     gradient_limit: float = GRADIENT_LIMIT,
+    gradient_limits: Mapping[str, float] = MappingProxyType({}),
 ) -> Comparison:
     """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state.
 
     `stem` is that of the parameters' files, `limit` how far what has changed in one of them may be off, `falls` whether
-    the loss of the last step has to be lower than that of the first, whose samples are others, `gradient_limit` how far
-    the gradient of a parameter may be off.
+    the loss of the last step has to be lower than that of the first, whose samples are others; for `gradient_limit` and
+    `gradient_limits` see `compare_gradients`.
     """
     result = Comparison()
     ours, theirs = runner.metrics(one), runner.metrics(many)
@@ -187,15 +189,15 @@ def compare(
                 far = abs(b[key] - a[key]) if key == "kl" else abs(b[key] / a[key] - 1)
                 difference = result.check(f"step {a['step']}: {key}", far, KL_LIMIT if key == "kl" else LIMIT)
                 result.metrics = max(result.metrics, difference)
-    gradients = compare_gradients(runner, one, many, gradient_limit)
+    gradients = compare_gradients(runner, one, many, gradient_limit, gradient_limits)
     result.gradients = gradients.gradients
     result.problems += gradients.problems
     first, last, found = (runner.weights(n, s, stem) for n, s in ((one, 1), (one, STEPS), (many, STEPS)))
     assert last.keys() == found.keys()
     for name, value in last.items():
-        rounding, change = STEPS * ROUNDING * _norm(value), _norm(value - first[name])
-        difference = _norm(found[name] - value) - rounding
-        difference = difference / change if change else _norm(found[name] - value)  # as it was: exactly
+        rounding, change = STEPS * ROUNDING * norm(value), norm(value - first[name])
+        difference = norm(found[name] - value) - rounding
+        difference = difference / change if change else norm(found[name] - value)  # as it was: exactly
         result.change = max(result.change, result.check(name, difference, limit))
     slots, found = runner.weights(one, STEPS, "optimizer"), runner.weights(many, STEPS, "optimizer")
     assert slots.keys() == found.keys()
@@ -205,28 +207,39 @@ def compare(
     return result
 
 
-def compare_gradients(runner: Runner, one: str, many: str, limit: float = GRADIENT_LIMIT) -> Comparison:
-    """Compare the first step's gradients alone."""
+def compare_gradients(
+    runner: Runner,
+    one: str,
+    many: str,
+    limit: float = GRADIENT_LIMIT,
+    limits: Mapping[str, float] = MappingProxyType({}),
+) -> Comparison:
+    """Compare the first step's gradients alone.
+
+    That of a parameter may be off by `limit`, or by its entry in `limits` where that is more.
+    """
     result = Comparison()
-    (gradients,), stages = _gradients(runner, one), _gradients(runner, many)
+    (gradients,), stages = first_gradients(runner, one), first_gradients(runner, many)
     assert gradients.keys() == set().union(*stages)
     for stage in stages:  # of which two may have a tied parameter
         for name, value in stage.items():
-            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), limit)
+            allowed = max(limit, limits.get(name, 0.0))
+            difference = result.check(f"gradient of {name}", _difference(value, gradients[name]), allowed)
             result.gradients = max(result.gradients, difference)
     return result
 
 
-def _gradients(runner: Runner, name: str) -> list[dict[str, np.ndarray]]:
-    """Of each pipeline stage."""
+def first_gradients(runner: Runner, name: str) -> list[dict[str, np.ndarray]]:
+    """The first step's gradients by parameter, of each pipeline stage."""
     return [dict(np.load(path)) for path in sorted((runner.directory / name).glob("gradients-*.npz"))]
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
     if not expected.any():  # as the first gradient of a factor is whose other one is zero
-        return _norm(found)
-    return _norm(found - expected) / _norm(expected)
+        return norm(found)
+    return norm(found - expected) / norm(expected)
 
 
-def _norm(values: np.ndarray) -> float:
+def norm(values: np.ndarray) -> float:
+    """Euclidean norm, summed in float64."""
     return float(np.linalg.norm(values.astype("float64")))

@@ -6,10 +6,15 @@ They are laid over the engine from here, in the rank processes of `tests.parity.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
+
+NUDGE = 2.0**-16
+"""Relative; large beside the rounding of float32, 2**-24, and small beside what it changes."""
 
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
@@ -132,6 +137,21 @@ def weight_scale_of_own_part(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(qat, "weight_scale", own_scale)
 
 
+def weights_nudged(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Every weight that is drawn is off by `NUDGE` of itself (rms): no error, but a measure of how sensitive results
+    are to rounding."""
+    from llmsuite.train import weights
+
+    initial_values = weights.initial_values
+
+    def nudged(seed: int, name: str, *args: Any) -> Any:
+        values = initial_values(seed, name, *args)
+        noise = np.random.default_rng([number, *name.encode()]).standard_normal(values.shape)
+        return (values * (1 + NUDGE * noise)).astype("float32")
+
+    patch.setattr(weights, "initial_values", nudged)
+
+
 def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:
     from llmsuite.parallel.mesh import Mesh
 
@@ -153,6 +173,9 @@ OF_ADAPTERS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {"factor_of_fi
 OF_ROUNDING: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     mutation.__name__: mutation for mutation in (scale_of_own_rank, weight_scale_of_own_part)
 }
+NUDGES: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
+    f"weights_nudged_{number}": functools.partial(weights_nudged, number=number) for number in range(3)
+}
 
 
 @contextlib.contextmanager
@@ -160,5 +183,5 @@ def mutated(name: str | None) -> Iterator[None]:
     """While active, an error is in; none for None."""
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
-            {**MUTATIONS, **OF_ADAPTERS, **OF_ROUNDING}[name](patch)
+            {**MUTATIONS, **OF_ADAPTERS, **OF_ROUNDING, **NUDGES}[name](patch)
         yield
