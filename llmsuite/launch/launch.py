@@ -8,6 +8,7 @@ notices a dead rank only every five seconds.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -78,6 +79,7 @@ def launch(
     previous = {number: signal.signal(number, forward) for number in FORWARDED}
     calls = tempfile.TemporaryDirectory(prefix="llmsuite-")
     watch = hang.Watch(Path(calls.name), range(first, first + num_ranks), stall_seconds)
+    gc.freeze()  # a collection in a fork would write to every object, and so copy the memory it shares with this one
     try:
         for local in range(num_ranks):
             rank = first + local
@@ -99,6 +101,7 @@ def launch(
         machines.announce(end)
         return end.code
     finally:
+        gc.unfreeze()
         _stop(ranks)
         machines.close()
         calls.cleanup()
