@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import json
 import os
@@ -42,6 +43,12 @@ VALID: dict[str, Any] = {
     "train": {"max_steps": 10, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3},
     "output_dir": "runs/test",
 }
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the tests import stays: no collection looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def registry_with(**plugins: Any) -> Registry:

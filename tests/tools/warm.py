@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -17,8 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.paths import ROOT
 
@@ -40,17 +43,72 @@ class Warm:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with tempfile.NamedTemporaryFile() as output:
-            request = {"module": module, "words": words, "environment": dict(environment), "output": output.name}
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            answered, _, _ = select.select([self._process.stdout], [], [], timeout)
-            answer = self._process.stdout.readline() if answered else b""
+            pid = self._fork(module, words, environment, output.name)
+            code = self.ask({"wait": pid}, timeout)
             printed = Path(output.name).read_text(encoding="utf-8", errors="replace")
-        if not answer:
+        if code is None:
             self._process.kill()  # its forks of ranks end with it
             warm.cache_clear()
             raise AssertionError(f"no end of {module} {' '.join(words)}\n{printed}")
-        return int(answer), printed
+        return code, printed
+
+    def start(self, module: str, words: list[str], environment: Mapping[str, str]) -> Started:
+        """Start `main()` of a module likewise, and return at once."""
+        with tempfile.NamedTemporaryFile(delete=False) as output:
+            return Started(self, self._fork(module, words, environment, output.name), Path(output.name))
+
+    def _fork(self, module: str, words: list[str], environment: Mapping[str, str], output: str) -> int:
+        pid = self.ask({"module": module, "words": words, "environment": dict(environment), "output": output})
+        assert pid is not None, "the process that runs commands has ended, or is not there yet"
+        return pid
+
+    def ask(self, request: Mapping[str, Any], timeout: float = 600) -> int | None:
+        """The process's answer to a request; None when there is none, or none in time."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        answered, _, _ = select.select([self._process.stdout], [], [], timeout)
+        answer = json.loads(self._process.stdout.readline() or b"null") if answered else None
+        return None if answer is None else int(answer)
+
+
+class Started:
+    """A fork that runs a command, with the methods of `subprocess.Popen[str]` that tests call."""
+
+    returncode: int | None = None
+
+    def __init__(self, parent: Warm, pid: int, output: Path):
+        self.pid, self._parent, self._output = pid, parent, output
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._parent.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float = 300) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.02)
+        return code
+
+    def communicate(self, timeout: float = 300) -> tuple[str, None]:
+        """What it has printed by its end. Raises subprocess.TimeoutExpired."""
+        self.wait(timeout)
+        return self._output.read_text(encoding="utf-8", errors="replace"), None
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:  # it stays a child of the parent until that is asked again
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send it SIGKILL, if it still runs."""
+        self.send_signal(signal.SIGKILL)
 
 
 @functools.cache
@@ -103,19 +161,27 @@ def _become(request: dict[str, str], words: list[str], environment: dict[str, st
 
 
 def serve() -> int:
-    """Read a command a line, run it in a fork, and answer with its exit code."""
+    """Answer requests, one a line: a command with the pid of the fork that runs it, a pid with its exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
     _import_ahead()
+    gc.collect()
+    gc.freeze()  # forks do not walk through all that was imported, nor copy the memory it lies in
     for line in sys.stdin:
         request = json.loads(line)
-        words, environment = request.pop("words"), request.pop("environment")
-        pid = os.fork()
-        if pid == 0:
-            _become(request, words, environment)
-            return int(importlib.import_module(request["module"]).main())
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            answer: int | None = os.waitstatus_to_exitcode(status)
+        elif "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            words, environment = request.pop("words"), request.pop("environment")
+            answer = os.fork()
+            if answer == 0:
+                _become(request, words, environment)
+                return int(importlib.import_module(request["module"]).main())
+        print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 
