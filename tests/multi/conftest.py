@@ -18,7 +18,7 @@ import safetensors.numpy
 from llmsuite.cache import private_cache
 from tests.conftest import PluginSite
 from tests.paths import ROOT
-from tests.tools.warm import warm
+from tests.tools.warm import Started, warm
 
 RECIPE = "recipes/llama/dpo.json"
 
@@ -35,6 +35,9 @@ def llmsuite_step_end(run, step, metrics):
 """
 
 
+Process = subprocess.Popen[str] | Started
+
+
 class Runner:
     """Starts `llmsuite` from the repository root, with a cache of its own but for the kernels, which are built once."""
 
@@ -45,7 +48,7 @@ class Runner:
         self._site = directory / "site"
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start it and return at once."""
+        """Start it in a process of its own, as users do, and return at once."""
         return subprocess.Popen(
             [sys.executable, "-m", "llmsuite", *arguments],
             cwd=ROOT,
@@ -55,12 +58,16 @@ class Runner:
             text=True,
         )
 
-    def start_and_hold(self, name: str, step: int, *arguments: str) -> subprocess.Popen[str]:
-        """Start it and wait until its step is recorded; there it stays until `let_go`."""
+    def start_fork(self, *arguments: str, **environment: str) -> Started:
+        """Start it as a fork of a process that has imported Paddle, and return at once."""
+        return warm().start("llmsuite.cli.main", [*arguments], {**self.environment, **environment})
+
+    def start_and_hold(self, name: str, step: int, *arguments: str, fresh: bool = False) -> Process:
+        """Start it, as a fork or `fresh`, and wait until its step is recorded; there it stays until `let_go`."""
         if not self._site.exists():
             self._site.mkdir()
             PluginSite(self._site).install("hold", _HOLD)
-        process = self.start(
+        process = (self.start if fresh else self.start_fork)(
             *arguments,
             LLMSUITE_PLUGINS="hold",
             PYTHONPATH=os.pathsep.join([str(self._site), str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -74,7 +81,7 @@ class Runner:
         """Let a run that is held go on."""
         (self.directory / f"{name}-goes-on").touch()
 
-    def wait_for_step(self, name: str, step: int, process: subprocess.Popen[str]) -> None:
+    def wait_for_step(self, name: str, step: int, process: Process) -> None:
         """Return as soon as a step is recorded."""
         metrics, deadline = self.directory / name / "metrics.jsonl", time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:
@@ -118,6 +125,14 @@ class Runner:
     def smoke(self, name: str, *overrides: str) -> list[str]:
         """The words of a smoke run of the DPO recipe into a directory of this test."""
         return ["run", RECIPE, "--smoke", f"--output_dir={self.directory / name}", *overrides]
+
+    def few_rows(self, count: int) -> str:
+        """The override by which the DPO recipe is trained on its first rows only: an epoch has fewer steps."""
+        path = self.directory / f"{count}-rows.jsonl"
+        if not path.exists():
+            rows = (ROOT / "data" / "preference" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+            path.write_text("".join(rows[:count]), encoding="utf-8")
+        return f"--data.train={path}"
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
         """The records of a run, without those of evaluations."""

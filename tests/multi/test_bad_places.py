@@ -12,11 +12,11 @@ import pytest
 
 from llmsuite.files import broken_file
 from tests.multi.conftest import Runner, learnt
-from tests.multi.test_interrupted import MESHES
+from tests.multi.test_interrupted import MESHES, SMALL
 from tests.paths import ROOT
 
 STEPS = 8
-COMMON = (f"--train.max_steps={STEPS}", "--train.micro_batch_size=4", "--checkpoint.save_steps=2", *MESHES[1])
+COMMON = (f"--train.max_steps={STEPS}", *SMALL, "--checkpoint.save_steps=2", *MESHES[1])
 KEEP = "--checkpoint.keep_last=9"
 
 
@@ -100,7 +100,7 @@ def test_a_place_that_cannot_be_written_to(runner: Runner, whole: Path, tmp_path
 
 
 def test_a_second_run_in_the_directory_of_one_that_is_running(runner: Runner) -> None:
-    words = runner.smoke("shared", *MESHES[1], "--train.max_steps=20000", "--train.micro_batch_size=4")
+    words = runner.smoke("shared", *MESHES[1], "--train.max_steps=20000", *SMALL)
     first = runner.start(*words)
     runner.wait_for_step("shared", 1, first)
     output = runner.run(*words, "--resume", expect=2)

@@ -13,7 +13,9 @@ import pytest
 from tests.multi.conftest import Runner, learnt
 
 STEPS = 16
-COMMON = (f"--train.max_steps={STEPS}", "--checkpoint.save_steps=4", "--train.micro_batch_size=4")
+ROWS = 70  # an epoch ends within step 9
+SMALL = ("--train.global_batch_size=8", "--train.micro_batch_size=2")
+COMMON = (f"--train.max_steps={STEPS}", "--checkpoint.save_steps=4", *SMALL)
 
 MESHES = {
     1: ("--launch.num_devices=1", "--parallel={}"),
@@ -22,10 +24,14 @@ MESHES = {
 }
 
 
+def _words(runner: Runner, name: str, ranks: int, *more: str) -> list[str]:
+    return runner.smoke(name, *COMMON, runner.few_rows(ROWS), *MESHES[ranks], *more)
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two pipeline stages"])
 def ranks(request: pytest.FixtureRequest, runner: Runner) -> int:
     """Runs the uninterrupted run once, as `whole-N`."""
-    runner.run(*runner.smoke(f"whole-{request.param}", *COMMON, *MESHES[request.param]))
+    runner.run(*_words(runner, f"whole-{request.param}", request.param))
     return int(request.param)
 
 
@@ -51,7 +57,7 @@ def _assert_same_as_whole(runner: Runner, name: str, ranks: int) -> None:
 
 def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
     name = f"killed-{ranks}"
-    words = runner.smoke(name, *COMMON, *MESHES[ranks])
+    words = _words(runner, name, ranks)
     process = runner.start_and_hold(name, 6, *words)
     left = _children(process.pid)
     process.kill()
@@ -68,8 +74,8 @@ def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_run_saves_and_resumes_bit_exactly(runner: Runner, ranks: int, number: signal.Signals) -> None:
     name = f"stopped-{ranks}-{number.name}"
-    words = runner.smoke(name, *COMMON, *MESHES[ranks])
-    process = runner.start_and_hold(name, 5, *words)
+    words = _words(runner, name, ranks)
+    process = runner.start_and_hold(name, 5, *words, fresh=True)
     process.send_signal(number)
     runner.let_go(name)
     output, _ = process.communicate(timeout=60)
@@ -86,7 +92,7 @@ def test_stopped_run_saves_and_resumes_bit_exactly(runner: Runner, ranks: int, n
 def test_dead_rank_ends_the_run_and_is_named(runner: Runner, stages: int, victim: int) -> None:
     """The neighbours of a pipeline stage wait for what it would have sent, the others for them."""
     name = f"dead-rank-{stages}-{victim}"
-    process = runner.start_and_hold(name, 3, *runner.smoke(name, *COMMON, *MESHES[stages]))
+    process = runner.start_and_hold(name, 3, *_words(runner, name, stages))
     children = _children(process.pid)
     assert len(children) == stages
     os.kill(children[victim], signal.SIGKILL)
@@ -100,7 +106,7 @@ def test_dead_rank_ends_the_run_and_is_named(runner: Runner, stages: int, victim
 
 def test_resume_falls_back_from_a_damaged_checkpoint(runner: Runner) -> None:
     name = "damaged"
-    words = runner.smoke(name, *COMMON, *MESHES[1])
+    words = _words(runner, name, 1)
     runner.run(*words)
     newest = runner.directory / name / "checkpoints" / f"step-{STEPS}"
     victim = next(newest.glob("model-*.safetensors"))
@@ -113,6 +119,6 @@ def test_resume_falls_back_from_a_damaged_checkpoint(runner: Runner) -> None:
 
 
 def test_resume_with_another_recipe_is_refused(runner: Runner, ranks: int) -> None:
-    words = runner.smoke(f"whole-{ranks}", *COMMON, *MESHES[ranks], "--train.learning_rate=0.5")
+    words = _words(runner, f"whole-{ranks}", ranks, "--train.learning_rate=0.5")
     output = runner.run(*words, "--resume", expect=2)
     assert "differs" in output

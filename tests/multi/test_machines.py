@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.multi.conftest import Runner
+from tests.multi.conftest import Process, Runner
 
 STEPS = 4
 COMMON = (
@@ -33,19 +32,20 @@ def master() -> str:
 
 
 def _start(
-    runner: Runner, name: str, master: str, machine: int, *more: str, steps: int = STEPS
-) -> subprocess.Popen[str]:
+    runner: Runner, name: str, master: str, machine: int, *more: str, steps: int = STEPS, fresh: bool = False
+) -> Process:
     steps_word = f"--train.max_steps={steps}"
     where = (f"--launch.master={master}", f"--launch.node_rank={machine}")
-    return runner.start(*runner.smoke(name, *COMMON, *TWO, *where, steps_word, *more))
+    start = runner.start if fresh else runner.start_fork
+    return start(*runner.smoke(name, *COMMON, *TWO, *where, steps_word, *more))
 
 
-def _end(process: subprocess.Popen[str]) -> tuple[int, str]:
+def _end(process: Process) -> tuple[int, str]:
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
 
-def _ranks(process: subprocess.Popen[str]) -> list[int]:
+def _ranks(process: Process) -> list[int]:
     return [int(c) for c in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
@@ -87,7 +87,7 @@ def test_a_failure_on_one_machine_ends_the_other(runner: Runner, master: str, ma
 
 
 def test_ctrl_c_on_one_machine_stops_all_with_a_checkpoint(runner: Runner, master: str) -> None:
-    machines = [_start(runner, "stopped", master, index, steps=20000) for index in (0, 1)]
+    machines = [_start(runner, "stopped", master, index, steps=20000, fresh=True) for index in (0, 1)]
     runner.wait_for_step("stopped", 2, machines[0])
     machines[1].send_signal(signal.SIGINT)
     assert [_end(process)[0] for process in machines] == [130, 130]

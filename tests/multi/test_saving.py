@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner, learnt
-from tests.multi.test_interrupted import MESHES
+from tests.multi.test_interrupted import MESHES, SMALL
 
-COMMON = ("--train.max_steps=8", "--checkpoint.save_steps=2", "--train.micro_batch_size=4")
+COMMON = ("--train.max_steps=8", "--checkpoint.save_steps=2", *SMALL)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -36,7 +36,7 @@ def test_in_the_background_the_same_bytes_are_written(runner: Runner, ranks: int
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_touching_save_now_saves_at_the_next_step(runner: Runner, ranks: int) -> None:
     name = f"touched-{ranks}"
-    steps = "--train.max_steps=20000", "--checkpoint.save_steps=1000", "--train.micro_batch_size=4"
+    steps = "--train.max_steps=20000", "--checkpoint.save_steps=1000", *SMALL
     process = runner.start(*runner.smoke(name, *MESHES[ranks], *steps))
     run = runner.directory / name
     runner.wait_for_step(name, 2, process)
@@ -77,7 +77,7 @@ def test_the_best_checkpoint_is_kept_on_every_mesh(runner: Runner) -> None:
 def test_a_run_starts_from_the_weights_of_another(runner: Runner, tmp_path: Path) -> None:
     runner.run(*runner.smoke("first", *COMMON, *MESHES[1]))
     weights = runner.directory / "first"
-    step = "--train.max_steps=1", "--train.micro_batch_size=4", "--train.optimizer=sgd", "--train.learning_rate=1e-30"
+    step = "--train.max_steps=1", *SMALL, "--train.optimizer=sgd", "--train.learning_rate=1e-30"
     for name, source in (("of-run", weights), ("of-step", weights / "checkpoints/step-8")):
         given = f"--model.weights={source}", "--model.config={}", "--model.tokenizer=data/tokenizer"
         plain = "run", "recipes/llama/dpo.json", "--smoke", f"--output_dir={runner.directory / name}"
