@@ -27,6 +27,7 @@ from llmsuite.schema.recipe import ModelSection, Recipe, device_numbers
 from llmsuite.schema.section import Section, forget_reads, unread
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 
 
 @dataclasses.dataclass
@@ -209,7 +210,9 @@ def _apply_overrides(
 def _override_value(text: str, annotation: Any, word: str, key: Key) -> tuple[Any, Problem | None]:
     quoted = len(text) >= 2 and text[0] == text[-1] == '"'
     listed = text.startswith("[") and recipe_keys.accepts_list(annotation)
-    if annotation is not None and recipe_keys.accepts_text(annotation) and text != "null" and not (quoted or listed):
+    counted = _NUMBER.fullmatch(text) and recipe_keys.accepts_number(annotation)
+    is_json = quoted or listed or counted or text == "null"
+    if annotation is not None and recipe_keys.accepts_text(annotation) and not is_json:
         return text, None
     try:
         return parse_json(text, word).value, None

@@ -140,6 +140,14 @@ def accepts_text(annotation: Any) -> bool:
     return annotation is str or (origin is Literal and any(isinstance(a, str) for a in typing.get_args(annotation)))
 
 
+def accepts_number(annotation: Any) -> bool:
+    """Whether a number is a value of this type."""
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType, Annotated):
+        return any(accepts_number(a) for a in typing.get_args(annotation))
+    return annotation in (int, float)
+
+
 def accepts_list(annotation: Any) -> bool:
     """Whether a list is a value of this type."""
     origin = typing.get_origin(annotation)

@@ -31,6 +31,8 @@ def overridden(write_recipe: Callable[..., Path], registry: Registry) -> Callabl
         ("--train.max_steps=3", "train.max_steps", 3),
         ("--train.learning_rate=1", "train.learning_rate", 1.0),
         ("--train.learning_rate=2e-5", "train.learning_rate", 2e-5),
+        ("--checkpoint.save_steps=5", "checkpoint.save_steps", 5),
+        ("--checkpoint.save_steps=epoch", "checkpoint.save_steps", "epoch"),
         ("--train.max_grad_norm=null", "train.max_grad_norm", None),
         ("--parallel.sequence_parallel=false", "parallel.sequence_parallel", False),
         ("--seed= 7 ", "seed", 7),
