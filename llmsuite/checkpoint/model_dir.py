@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
-from llmsuite.checkpoint.stored import INT8, StoredTensor
+from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of
@@ -55,11 +56,18 @@ class ModelDirectory:
     """Whether linear weights lie [outputs, inputs] in the files."""
     left_out: list[str] = dataclasses.field(default_factory=list)
     """Tensors in the files that the model does not have; only where `Load` allows them."""
+    is_fp8: bool = False
+    """Whether matrices are stored in FP8; they are read as float32."""
 
     @property
     def names(self) -> list[str]:
-        """The parameters, by our names."""
+        """The parameters, by our names, and what is carried along with them."""
         return list(self.tensors)
+
+    @property
+    def carried(self) -> list[str]:
+        """Tensors that are no parameters, and go along to all that is made of the model; by HF's names."""
+        return [name for name in self.tensors if _is_carried(self.family, name, self.config)]
 
     @property
     def description(self) -> str:
@@ -73,11 +81,7 @@ class ModelDirectory:
         place, transposed = self.tensors[name], self._is_transposed(name)
         if place.stacked:
             first, rest = (index[0], index[1:]) if index else (slice(None), None)
-            parts = [self._read(theirs, rest, transposed) for theirs in place.names[first]]
-            for theirs, part in zip(place.names[first], parts):
-                if part.shape != parts[0].shape:
-                    raise UserError(f"{self.path}: {theirs!r} has another shape than {place.names[first][0]!r}")
-            return np.stack(parts)
+            return self._read_stack(place.names[first], rest, transposed)
         if place.num_parts > 1:
             *shape, size = self.spec(name).shape
             *outer, last = index or [*map(slice, shape), slice(size)]
@@ -85,16 +89,42 @@ class ModelDirectory:
             index = [*outer, slice(place.part * size + start, place.part * size + stop)]
         return self._read(place.names[0], index, transposed)
 
+    def _read_stack(self, names: Sequence[str], index: Sequence[slice] | None, transposed: bool) -> np.ndarray:
+        result = None
+        for number, theirs in enumerate(names):  # one after the other: they may be most of the model
+            part = self._read(theirs, index, transposed)
+            if result is None:
+                result = np.empty((len(names), *part.shape), part.dtype)
+            if (part.shape, part.dtype) != (result.shape[1:], result.dtype):
+                raise UserError(f"{self.path}: {theirs!r} has another shape or dtype than {names[0]!r}")
+            result[number] = part
+        assert result is not None, "a stack has at least one tensor"
+        return result
+
     def _read(self, theirs: str, index: Sequence[slice] | None, transposed: bool) -> np.ndarray:
         value = self.files.read(theirs, index[::-1] if index and transposed else index)
         return value.T if transposed else value
 
-    def stored(self, name: str, transposed: bool) -> StoredTensor | None:
-        """A parameter to be copied as it is stored; None unless it is one whole tensor of the wanted orientation."""
-        place, is_linear = self.tensors[name], self.family.names().is_linear(name)
-        if place.stacked or place.num_parts > 1 or not isinstance(self.files, TensorFiles):
+    def stored(self, name: str, transposed: bool, index: int | None = None) -> StoredTensor | None:
+        """A parameter, or of a stacked one the matrix `index`, to be copied as it is stored; None unless it is one
+        whole tensor of the wanted orientation."""
+        found, is_linear = self._stored_name(name, index), self.family.names().is_linear(name)
+        if found is None or not isinstance(self.files, TensorFiles | Fp8Tensors):
             return None
-        return self.files.stored(place.names[0]) if not is_linear or transposed == self.linears_transposed else None
+        return self.files.stored(found) if not is_linear or transposed == self.linears_transposed else None
+
+    def stored_scales(self, name: str, transposed: bool, index: int | None = None) -> StoredTensor | None:
+        """The scales of a matrix in FP8, where `stored` is that matrix; else None."""
+        found = self._stored_name(name, index)
+        if found is None or not isinstance(self.files, Fp8Tensors) or not self.files.is_quantised(found):
+            return None
+        return self.files.stored_scales(found) if transposed == self.linears_transposed else None
+
+    def _stored_name(self, name: str, index: int | None) -> str | None:
+        place = self.tensors[name]
+        if place.num_parts > 1 or place.stacked != (index is not None):
+            return None
+        return place.names[index or 0]
 
     def _is_transposed(self, name: str) -> bool:
         return self.linears_transposed and self.family.names().is_linear(name)
@@ -113,6 +143,13 @@ class ModelDirectory:
                 )
             shape = (*shape[:-1], shape[-1] // place.num_parts)
         return TensorSpec(name, shape, stored.dtype)
+
+    def spec_to_write(self, name: str) -> TensorSpec:
+        """As `spec`, with the dtype that a copy gets unless another one is asked for: of what is FP8, bfloat16."""
+        spec = self.spec(name)
+        if self.is_fp8 and len(spec.shape) > 1 and spec.dtype == "float32":
+            return dataclasses.replace(spec, dtype="bfloat16")
+        return spec
 
     def stack_mismatches(self) -> list[str]:
         """Tensors that are stacked to a parameter, and have another shape or dtype than the first of them."""
@@ -133,6 +170,20 @@ class ModelDirectory:
         return digest.hexdigest()
 
 
+def _is_carried(family: ModelFamily, name: str, config: Any) -> bool:
+    is_carried = getattr(family.names(), "is_carried", None)
+    return is_carried is not None and bool(is_carried(name, config))
+
+
+def without_carried(config: Any) -> Any:
+    """The config of a model without tensors that are carried along."""
+    return dataclasses.replace(config, num_nextn_predict_layers=0) if _carries(config) else config
+
+
+def _carries(config: Any) -> bool:
+    return bool(getattr(config, "num_nextn_predict_layers", 0))
+
+
 def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelFamily, Any]:
     """The family and config that a config.json describes.
 
@@ -141,8 +192,8 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     """
     data = read_json_file(path / "config.json")
     model_type = data.get("model_type") if isinstance(data, dict) else None
-    if has_scales(path) and isinstance(data, dict):
-        data.pop("quantization_config", None)  # for other readers: the scales are there
+    if isinstance(data, dict) and (has_scales(path) or Fp8Format.of(data) is not None):
+        data.pop("quantization_config", None)  # the tensors are read as what they stand for
     for family in families.values():
         if model_type in family.hf_model_types:
             try:
@@ -177,15 +228,22 @@ def open_model(
         UserError: naming every missing or unexpected tensor.
     """
     family, config = read_config(path, families)
-    return describe_model(path, family, config, _open_tensors(path, check), load=load)
+    files = _open_tensors(path, check)
+    model = describe_model(path, family, config, files, load=load)
+    return dataclasses.replace(model, is_fp8=isinstance(files, Fp8Tensors))
 
 
 def _open_tensors(path: Path, check: bool) -> TensorSource:
     files = TensorFiles(path, "model", check)
     if has_scales(path):
         return Dequantised(files, TensorFiles(path, Dequantised.STEM, check))
-    if alone := next((name for name in files.names if files.spec(name).dtype == INT8), None):
-        raise UserError(f"{path}: {alone!r} is int8, and there is no {Dequantised.STEM}{SUFFIX} with its scale")
+    if form := Fp8Format.of(read_json_file(path / "config.json")):
+        return Fp8Tensors(files, form)
+    alone = {files.spec(name).dtype: name for name in files.names}
+    if INT8 in alone:
+        raise UserError(f"{path}: {alone[INT8]!r} is int8, and there is no {Dequantised.STEM}{SUFFIX} with its scale")
+    if FP8 in alone:
+        raise UserError(f"{path}: {alone[FP8]!r} is in FP8, and config.json has no quantization_config of it")
     return files
 
 
@@ -228,7 +286,8 @@ def describe_model(
     if getattr(config, "tie_word_embeddings", False):
         found.pop("lm_head.weight", None)  # some writers store the tied copy
     missing = [name for name in wanted if name not in found]
-    unexpected = [found[name] for name in found if name not in wanted]
+    carried = [name for name in found if name not in wanted and _is_carried(family, name, config)]
+    unexpected = [found[name] for name in found if name not in wanted and name not in carried]
     if (missing and load != "any") or (unexpected and load == "exact"):
         raise _other_tensors(path, missing, unexpected)
     tensors = {
@@ -236,6 +295,9 @@ def describe_model(
         for name, place in tensors.items()
         if all(theirs in found for theirs in place.names)
     }
+    tensors |= {name: HfTensors((found[name],)) for name in carried}
+    if not carried:
+        config = without_carried(config)
     return ModelDirectory(path, family, config, layout, tensors, files, ignored, transposed, unexpected)
 
 

@@ -10,14 +10,14 @@ import collections
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
-from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, write_tensors
+from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, in_parts, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
@@ -151,6 +151,11 @@ class Arrangement:
         """Our names of the parameters that a tensor is made of."""
         return [piece.spec.name for piece in self._pieces[name]]
 
+    def stack_index(self, name: str) -> int | None:
+        """Which matrix of a stacked parameter a tensor is; None for others."""
+        pieces = self._pieces[name]
+        return pieces[0].index if len(pieces) == 1 else None
+
     def is_transposed(self, name: str) -> bool:
         """Whether a matrix lies [outputs, inputs]."""
         return self._is_transposed and name in self.linears
@@ -245,5 +250,15 @@ def write_paddlenlp(model: ModelDirectory, directory: Path) -> None:
 
 
 def _rewrite(model: ModelDirectory, directory: Path, layout: Layout) -> None:
-    specs = [model.spec(name) for name in model.family.names().parameter_names(model.config)]
-    write_model(directory, model.family, model.config, model.read, specs, layout, model.path)
+    specs = [model.spec_to_write(name) for name in model.names]
+    arrangement = Arrangement(model.family, model.config, specs, layout)
+
+    def read(theirs: str) -> Iterator[np.ndarray]:
+        spec = arrangement.spec(theirs)
+        parts = in_parts(spec, lambda index: arrangement.read(theirs, model.read, index))
+        return (part.astype(spec.dtype, copy=False) for part in parts)
+
+    metadata = {"format": "pt" if layout == "hf" else "np"}
+    write_tensors(directory, "model", arrangement.specs, read, metadata)
+    write_json(directory / "config.json", {**model.config.to_hf(), "torch_dtype": specs[0].dtype})
+    copy_tokenizer(model.path, directory)

@@ -21,14 +21,13 @@ import numpy as np
 
 from llmsuite.errors import UserError
 
-INT8 = "int8"
+INT8, FP8 = "int8", "float8_e4m3fn"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
-DTYPES["I8"] = INT8  # matrices with scales beside them, see `int8.py`
+DTYPES |= {"I8": INT8, "F8_E4M3": FP8}  # matrices with scales beside them, see `int8.py` and `fp8.py`
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _OTHER_SIZES = {
     "U8": 1,
     "BOOL": 1,
-    "F8_E4M3": 1,
     "F8_E5M2": 1,
     "U16": 2,
     "I16": 2,

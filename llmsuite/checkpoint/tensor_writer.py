@@ -69,19 +69,24 @@ def _by_writer(specs: Sequence[TensorSpec], options: WriteOptions) -> list[tuple
 
 
 def in_parts(spec: TensorSpec, read: Callable[[Sequence[slice] | None], np.ndarray]) -> Iterator[np.ndarray]:
-    """A tensor as parts along its first dim, each read when its turn comes: about 4 MB, or a 32nd of a large tensor.
+    """A tensor as `parts_of` it, each read when its turn comes."""
+    return (read(index) for index in parts_of(spec))
+
+
+def parts_of(spec: TensorSpec) -> Iterator[list[slice] | None]:
+    """The parts of a tensor along its first dim: about 4 MB, or a 32nd of a large tensor; None for all of a small one.
 
     The first dim may be the last one in the source (transposed matrices), where a small part would be scattered over
     the whole tensor.
     """
     size = max(_PART_BYTES, spec.num_bytes // _MOST_PARTS)
     if spec.num_bytes <= size or not spec.shape:
-        yield read(None)
+        yield None
         return
     num_rows = max(1, size * spec.shape[0] // spec.num_bytes)
     rest = [slice(0, size) for size in spec.shape[1:]]
     for first in range(0, spec.shape[0], num_rows):
-        yield read([slice(first, min(first + num_rows, spec.shape[0])), *rest])
+        yield [slice(first, min(first + num_rows, spec.shape[0])), *rest]
 
 
 Values = np.ndarray | Iterable[np.ndarray] | StoredTensor

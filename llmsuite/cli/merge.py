@@ -18,9 +18,10 @@ def _common_arguments(parser: Any) -> None:
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
     parser.add_argument(
         "--dtype",
-        type=Literal["fp32", "bf16", "fp16", "int8"] | None,
+        type=Literal["fp32", "bf16", "fp16", "fp8", "int8"] | None,
         default=None,
-        help="default: as it is; int8, with scales, of a run that has trained for it (qat.weight_bits)",
+        help="default: as it is, of FP8 bf16; fp8 with a scale for each block of 128 x 128; int8, with scales, of a "
+        "run that has trained for it (qat.weight_bits)",
     )
     parser.add_argument(
         "--max-shard-size", type=str, default=None, help="largest file, such as 5GB (the default is 4GiB)"

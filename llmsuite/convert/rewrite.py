@@ -16,19 +16,21 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors, Fp8Writing, is_fp8_matrix
 from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
 from llmsuite.checkpoint.int8 import Int8Weights, quantization_config
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
 from llmsuite.checkpoint.model_writer import Arrangement, copy_tokenizer
-from llmsuite.checkpoint.stored import INT8, StoredTensor
-from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES, WriteOptions, in_parts, write_tensors
+from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
+from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES, WriteOptions, in_parts, parts_of, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import resumable_directory, write_json
+from llmsuite.models.shard_plan import WHOLE
 from llmsuite.threads import num_threads
 
 FORMAT = 1
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": FP8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class OutputFormat:
 
     layout: Layout
     dtype: str | None = None
-    """NumPy's name; None keeps each tensor's own."""
+    """NumPy's name; None keeps each tensor's own, and writes bfloat16 for what is FP8. FP8 is for the matrices of the
+    layers, all others become bfloat16."""
     max_file_bytes: int = MAX_FILE_BYTES
     num_files: int | None = None
     """Instead of max_file_bytes: this many files of about equal size, fewer where single tensors are larger."""
@@ -50,11 +53,14 @@ class Rewrite:
 
     def __init__(self, model: ModelDirectory, form: OutputFormat):
         self.model, self.form = model, form
-        specs = [model.spec(name) for name in model.names]
+        specs = [model.spec_to_write(name) for name in model.names]
         if form.dtype:
-            specs = [dataclasses.replace(spec, dtype=form.dtype) for spec in specs]
+            specs = [dataclasses.replace(spec, dtype=_dtype_of(spec, form, model)) for spec in specs]
         self._arrangement = Arrangement(model.family, model.config, specs, form.layout)
         self.specs = self._arrangement.specs
+        self._fp8 = self._fp8_writing() if form.dtype == FP8 else None
+        if self._fp8 is not None:
+            self.specs = self._fp8.specs
         self._parts: dict[str, list[str]] = {}
         if form.fused:
             self.specs, self._parts = fuse_specs(self.specs)
@@ -64,6 +70,17 @@ class Rewrite:
                 )
         self._by_name = {spec.name: spec for spec in self.specs}
         self._heads = Heads.of(model.config)
+
+    def _fp8_writing(self) -> Fp8Writing:
+        arrangement, family = self._arrangement, self.model.family
+        matrices = {
+            name for name in arrangement.names if all(is_fp8_matrix(p, family) for p in arrangement.parameters(name))
+        }
+        if self.form.layout != "hf" or not matrices:
+            why = "PaddleNLP has no layout of it" if matrices else f"a {family.name} has no matrices that it is for"
+            raise UserError(f"--dtype fp8: {why}; choose bf16{', or layout hf' * bool(matrices)}")
+        form = self.model.files.form if isinstance(self.model.files, Fp8Tensors) else Fp8Format()
+        return Fp8Writing(arrangement.specs, matrices, self._stored, form)
 
     @property
     def num_bytes(self) -> int:
@@ -95,13 +112,15 @@ class Rewrite:
             metadata = {"format": "pt" if form.layout == "hf" else "np"}
             options = WriteOptions(limit, resumable=True, progress=progress, threads=num_threads())
             written = write_tensors(directory, "model", self.specs, self._read, metadata, options)
-            dtype = next((spec.dtype for spec in self.specs if spec.dtype != INT8), "float32")
+            dtype = next((spec.dtype for spec in self.specs if spec.dtype not in (INT8, FP8)), "float32")
             config = {**model.config.to_hf(), "torch_dtype": dtype}
             if form.layout == "paddlenlp":
                 config["dtype"] = dtype
             if isinstance(model.files, Int8Weights):
                 written.add(model.files.write_scales(directory, self._arrangement))
                 config["quantization_config"] = quantization_config()
+            if self._fp8 is not None:
+                config["quantization_config"] = self._fp8.form.to_hf()
             kinds = {FLAGS[kind] for kind in FLAGS for name in self._parts if f".{kind}." in name}
             write_json(directory / "config.json", {**config, **dict.fromkeys(sorted(kinds), True)})
             copy_tokenizer(model.path, directory)
@@ -109,13 +128,25 @@ class Rewrite:
 
     def _read(self, theirs: str) -> StoredTensor | Iterator[np.ndarray]:
         spec = self._by_name[theirs]
-        if theirs not in self._parts and len(pieces := self._arrangement.parameters(theirs)) == 1:
-            found = self.model.stored(pieces[0], transposed=self.form.layout == "hf")
-            if found is not None and (found.shape, found.dtype) == (spec.shape, spec.dtype):
-                return found
+        matrix = self._fp8.matrix_of(theirs) if self._fp8 is not None else None
+        found = self._as_stored(matrix or theirs, is_scale=matrix is not None)
+        if found is not None and (found.shape, found.dtype) == (spec.shape, spec.dtype):
+            return found
+        if self._fp8 is not None:
+            if matrix is not None:
+                return iter([self._fp8.scales(matrix)])
+            if spec.dtype == FP8:
+                return (self._fp8.codes(theirs, index) for index in parts_of(spec))
         return (
             self._cast(theirs, part, spec.dtype) for part in in_parts(spec, lambda index: self._stored(theirs, index))
         )
+
+    def _as_stored(self, theirs: str, is_scale: bool) -> StoredTensor | None:
+        """The tensor of the source that is to be copied as it is, or its scales; None when there is none."""
+        if theirs in self._parts or len(pieces := self._arrangement.parameters(theirs)) != 1:
+            return None
+        find = self.model.stored_scales if is_scale else self.model.stored
+        return find(pieces[0], self.form.layout == "hf", self._arrangement.stack_index(theirs))
 
     def _stored(self, theirs: str, index: Sequence[slice] | None) -> np.ndarray:
         """Values in the layout of the file, in their present dtype."""
@@ -167,6 +198,13 @@ class Rewrite:
             [dataclasses.astuple(s) for s in self.specs],
         ]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _dtype_of(spec: TensorSpec, form: OutputFormat, model: ModelDirectory) -> str:
+    """The dtype that a parameter is written in; that of matrices in FP8 is decided tensor by tensor."""
+    if form.dtype != FP8:
+        return str(form.dtype)
+    return "float32" if (model.family.shard_plan or WHOLE).is_gate_bias(spec.name) else "bfloat16"
 
 
 def _unfinished(target: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import paddle
 
 from llmsuite.checkpoint.adapter_dir import Adapters
+from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
@@ -55,6 +56,8 @@ class BuiltModel:
     """Names of the fake-quantised layers of the whole model, in order."""
     input_scales: InputScales | None
     """Input scales of those layers, where their inputs are rounded too."""
+    carried: ModelDirectory | None
+    """The files whose `carried` tensors are saved with the model, where there are any."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
@@ -88,7 +91,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         part.marks_padding = True
     scales = InputScales(rounded, part, moving_rate) if recipe.qat.activation_bits is not None else None
     own = [shard for shard in shards if shard.name in trained]
-    return BuiltModel(part, own, trained, bounds, weights.digest, adapters, balance, rounded, scales)
+    carried = weights.source if weights.source is not None and weights.source.carried else None
+    return BuiltModel(part, own, trained, bounds, weights.digest, adapters, balance, rounded, scales, carried)
 
 
 def _build_chunks(plan: RunPlan, backend: DeviceBackend, config: Any | None) -> tuple[list[Any], list[str], list[str]]:

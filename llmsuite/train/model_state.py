@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 
 from llmsuite.checkpoint.adapter_dir import SavedAdapters
-from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.save import GatheredTensor, assign_writers
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.checkpoint.tensors import TensorFiles
@@ -56,10 +56,27 @@ class WholeModel:
         if built.adapters is None:
             names = plan.family.names()
             together = {name: names.hf_tensors(name, plan.model_config).names for name in shapes}
-            self.parameters = _with_writers(parameters, owners, mesh, together)
+            if built.carried is not None:
+                parameters += [_from_file(built.carried, name, dtype) for name in built.carried.carried]
+                owners = {**dict.fromkeys(built.carried.carried, mesh.degrees.pp - 1), **owners}
+            self.parameters = [
+                dataclasses.replace(tensor, gather=None)
+                if tensor.name not in shapes and tensor.writer != mesh.rank
+                else tensor
+                for tensor in _with_writers(parameters, owners, mesh, together)
+            ]
         else:  # they go into one file
             self.parameters = [_on_every_stage(tensor, owners[tensor.name]) for tensor in parameters]
         self.state = _optimizer_state(shapes, owners, optimizer, mesh)
+
+
+def _from_file(source: ModelDirectory, name: str, dtype: str) -> GatheredTensor:
+    """A tensor that no rank has in its model: its writer reads it."""
+
+    def read() -> Any:
+        return paddle.to_tensor(source.read(name).astype("float32"), place=paddle.CPUPlace()).astype(dtype)
+
+    return GatheredTensor(name, source.spec(name).shape, dtype, read)
 
 
 def _optimizer_state(

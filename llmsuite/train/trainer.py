@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import time
 
+from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.errors import RecipeError
 from llmsuite.files import lock_directory
@@ -101,9 +102,8 @@ class Trainer:
         # checkpointer
         dtype = backend.parameter_dtype(precision)
         whole_model = functools.partial(WholeModel, plan, built, self.optimizer, dtype, mesh)
-        contents = CheckpointContents(
-            plan.family, plan.model_config, tokenizer_to_save(plan), whole_model, built.adapters
-        )
+        config = plan.model_config if built.carried is not None else without_carried(plan.model_config)
+        contents = CheckpointContents(plan.family, config, tokenizer_to_save(plan), whole_model, built.adapters)
         self.saver = Saver(plan.output_dir, recipe.checkpoint, contents, recipe.launch.nnodes)
         self.output: Silence = Silence()
 

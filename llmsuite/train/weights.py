@@ -32,6 +32,8 @@ class InitialWeights:
     """The model without adapters."""
     digest: str
     """Changes with anything that decides the values; adapters change none, as they begin at zero."""
+    source: ModelDirectory | None = None
+    """The files they are from."""
 
 
 def initial_weights(
@@ -49,23 +51,23 @@ def initial_weights(
     if plan.weights is None:
         digest.update(f"seed {plan.recipe.seed}".encode())
         read = draw(chunks, plan.recipe.seed, plan.model_config.initializer_range)
-        base = Base(None, digest.hexdigest())
+        source, base = None, Base(None, digest.hexdigest())
     else:
-        read, base, decided_by = _from_files(plan, registry, chunks, shapes)
+        source = open_model(plan.weights, registry.models, load=plan.recipe.model.load)
+        read, base, decided_by = _from_files(plan, source, chunks, shapes)
         for text in decided_by:
             digest.update(text.encode())
     if plan.recipe.lora.rank is not None:
         read = _with_factors(read, plan.recipe.seed)
-    return InitialWeights(read, base, digest.hexdigest())
+    return InitialWeights(read, base, digest.hexdigest(), source)
 
 
 def _from_files(
-    plan: RunPlan, registry: Registry, chunks: Sequence[Any], shapes: Mapping[str, Sequence[int]]
+    plan: RunPlan, source: ModelDirectory, chunks: Sequence[Any], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[ReadSlice, Base, list[str]]:
     """Values from `model.weights`, from the seed where its files have none; with the texts that decide the digest."""
     assert plan.weights is not None
     seed, std, load = plan.recipe.seed, plan.model_config.initializer_range, plan.recipe.model.load
-    source = open_model(plan.weights, registry.models, load=load)
     report(f"loading {plan.weights} ({source.description})")
     base = Base(str(plan.weights.resolve()), source.digest())
     read, decided_by = read_from(source), [base.digest]

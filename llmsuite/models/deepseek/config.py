@@ -19,10 +19,10 @@ from llmsuite.models.hf_config import check_keys
 from llmsuite.models.rope import yarn_mscale
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleave": True, "use_fp8": False}
-# derived from other keys; a loss that is not computed; layers for speculative decoding, which are left out
+# derived from other keys; a loss that is not computed; how others train and serve the layers of speculative decoding
 _WITHOUT_EFFECT = (
     *("num_key_value_heads", "head_dim", "qk_head_dim", "scoring_func", "aux_loss_alpha", "seq_aux"),
-    *("ep_size", "num_nextn_predict_layers", "num_nextn_predict_lambda", "speculate_model_type"),
+    *("ep_size", "num_nextn_predict_lambda", "speculate_model_type"),
 )
 
 
@@ -75,6 +75,9 @@ class DeepSeekConfig(RotaryConfig):
     v_head_dim: PositiveInt = 128
     """Size of a value head."""
     max_position_embeddings: PositiveInt = 163840
+    num_nextn_predict_layers: NonNegativeInt = 0
+    """Layers behind the others that predict further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2). They are kept
+    as the weights have them, and not trained."""
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim"}."""
@@ -155,6 +158,7 @@ class DeepSeekConfig(RotaryConfig):
             scaling = {"rope_type": kind, **{k: v for k, v in scaling.items() if k not in ("type", "rope_type")}}
         values["rope_scaling"] = scaling
         values.setdefault("topk_method", "noaux_tc" if is_v3 else "greedy")
+        values["num_nextn_predict_layers"] = data.get("num_nextn_predict_layers") or 0
         for key in ("n_group", "topk_group"):
             if values.get(key) is None:
                 values[key] = 1
@@ -174,7 +178,6 @@ class DeepSeekConfig(RotaryConfig):
                 "attention_bias": False,
                 "num_key_value_heads": self.num_attention_heads,
                 "scoring_func": "sigmoid" if is_v3 else "softmax",
-                "num_nextn_predict_layers": 0,
                 **dataclasses.asdict(self),
                 "rope_scaling": scaling,
                 "torch_dtype": "float32",

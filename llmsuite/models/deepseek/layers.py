@@ -215,7 +215,7 @@ class MoELayer(DecoderLayer):
 
 
 class DeepSeek(CausalLM):
-    """DeepSeek-V2 and V3, without the layers that predict further tokens."""
+    """DeepSeek-V2 and V3; the layers that predict further tokens are no part of it."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         kinds = [MoELayer if config.has_experts(i) else DenseLayer for i in range(config.num_hidden_layers)]

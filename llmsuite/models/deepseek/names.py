@@ -81,12 +81,17 @@ def hf_tensors(name: str, config: DeepSeekConfig) -> HfTensors:
 
 
 def from_hf(name: str, config: DeepSeekConfig) -> str | None:
-    """The full name of a tensor in an HF file; None for one that is computed, or of a layer that predicts further
-    tokens."""
+    """The full name of a tensor in an HF file; None for one that is computed, or of a layer behind the last."""
     if name.endswith("rotary_emb.inv_freq"):
         return None
     match = _LAYER.fullmatch(name)
-    return None if match and int(match[1]) >= config.num_hidden_layers else name
+    return None if match and int(match[1]) >= config.num_hidden_layers + config.num_nextn_predict_layers else name
+
+
+def is_carried(name: str, config: DeepSeekConfig) -> bool:
+    """Whether a tensor of an HF file belongs to a layer that predicts further tokens."""
+    match = _LAYER.fullmatch(name)
+    return match is not None and int(match[1]) >= config.num_hidden_layers
 
 
 def paddlenlp_prefix(config: DeepSeekConfig) -> str | None:

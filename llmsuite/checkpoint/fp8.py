@@ -1,0 +1,272 @@
+"""Models with FP8 matrices, as DeepSeek-V3 and Qwen3-FP8 are published: read a slice at a time, and written.
+
+config.json               `quantization_config` {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
+                          "activation_scheme": "dynamic"}
+NAME.weight               the codes, e4m3 without infinities (Micikevicius et al. 2022, arXiv 2209.05433)
+NAME.weight_scale_inv     float32, one for each block of NAME.weight, blocks at the edges are smaller: the weight is
+                          code times this (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), whatever the name says
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.stored import FP8, StoredTensor
+from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
+from llmsuite.errors import UserError
+from llmsuite.specs import ModelFamily
+
+_SCALE = "_scale_inv"
+_KEPT = ("eh_proj",)
+"""Matrices of layers that are published in bfloat16."""
+_LARGEST = np.float32(448)
+_VALUES = np.arange(256, dtype="uint8").view(FP8).astype("float32")
+"""Value of each code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Format:
+    """Blocks of a matrix that have a scale each."""
+
+    rows: int = 128
+    columns: int = 128
+    """Of the matrix as it is stored, [outputs, inputs]."""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Fp8Format | None:
+        """The format that a config.json names; None for a model without FP8.
+
+        Raises:
+            UserError: it is FP8 of another kind.
+        """
+        found = data.get("quantization_config")
+        if not isinstance(found, Mapping) or found.get("quant_method") != "fp8":
+            return None
+        block = found.get("weight_block_size")
+        if found.get("fmt", "e4m3") != "e4m3":
+            raise UserError(f"config.json: quantization_config.fmt is {found['fmt']!r}; of FP8 formats, e4m3 is read")
+        if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+            raise UserError(
+                f"config.json: quantization_config.weight_block_size is {block!r}; FP8 is read with a scale for each "
+                "block of [rows, columns], such as [128, 128]"
+            )
+        return cls(*block)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `quantization_config` of a config.json."""
+        return {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [self.rows, self.columns],
+        }
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of the scales of a matrix."""
+        return -(-shape[0] // self.rows), -(-shape[1] // self.columns)
+
+    def numbers(self, dim: int, first: int, last: int) -> np.ndarray:
+        """The block that each row (dim 0) or column (dim 1) from `first` to `last` lies in."""
+        return np.arange(first, last) // (self.rows, self.columns)[dim]
+
+
+class Fp8Tensors:
+    """The tensors of a directory, of which those in FP8 are read as float32."""
+
+    def __init__(self, files: TensorFiles, form: Fp8Format):
+        """Raises UserError when a matrix in FP8 has no scales, or they do not fit."""
+        self._files, self.form = files, form
+        known = set(files.names)
+        self._quantised = {name for name in known if f"{name}{_SCALE}" in known}
+        scales = {f"{name}{_SCALE}" for name in self._quantised}
+        self._names = [name for name in files.names if name not in scales]
+        for name in self._names:
+            matrix = files.stored(name)
+            if name not in self._quantised:
+                if matrix.dtype == FP8:
+                    raise UserError(f"{matrix.path}: {name!r} is in FP8, and there is no {name}{_SCALE}")
+                continue
+            scale = files.spec(f"{name}{_SCALE}")
+            if matrix.dtype != FP8 or len(matrix.shape) != 2:
+                raise UserError(f"{matrix.path}: {name!r} has scales, but is no matrix in FP8")
+            if scale.shape != form.scale_shape(matrix.shape):
+                raise UserError(
+                    f"{matrix.path}: {scale.name!r} is {list(scale.shape)}; a matrix of {list(matrix.shape)} has "
+                    f"{list(form.scale_shape(matrix.shape))} blocks of {form.rows} x {form.columns}"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        return self._names
+
+    @property
+    def paths(self) -> list[Path]:
+        return self._files.paths
+
+    def spec(self, name: str) -> TensorSpec:
+        spec = self._files.spec(name)
+        return dataclasses.replace(spec, dtype="float32") if name in self._quantised else spec
+
+    def is_quantised(self, name: str) -> bool:
+        return name in self._quantised
+
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor as it lies in its file."""
+        return self._files.stored(name)
+
+    def stored_scales(self, name: str) -> StoredTensor:
+        """The scales of a matrix in FP8 as they lie in their file."""
+        return self._files.stored(scale_name(name))
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        """As `TensorFiles.read`. Of a matrix in FP8, no more than the slice is ever there as float32."""
+        value = self._files.read(name, index)
+        if name not in self._quantised:
+            return value
+        shape = self._files.spec(name).shape
+        bounds = [s.indices(size)[:2] for s, size in zip(index or [slice(None)] * 2, shape)]
+        rows, columns = (self.form.numbers(dim, *bound) for dim, bound in enumerate(bounds))
+        blocks = [slice(int(numbers[0]), int(numbers[-1]) + 1) for numbers in (rows, columns)]
+        scales = self._files.read(scale_name(name), blocks).astype("float32", copy=False)
+        return dequantise(value, scales, rows - rows[0], columns - columns[0])
+
+
+def scale_name(name: str) -> str:
+    """The tensor with the scales of a matrix."""
+    return f"{name}{_SCALE}"
+
+
+def dequantise(codes: np.ndarray, scales: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Codes to float32, a row of blocks at a time.
+
+    Args:
+        codes: [rows, columns].
+        scales: of the blocks that they lie in.
+        rows, columns: which of these blocks each row and column lies in.
+    """
+    result = np.empty(codes.shape, "float32")
+    for first, last in _runs(rows):
+        band = result[first:last]
+        np.take(_VALUES, codes[first:last].view("uint8"), out=band, mode="clip")
+        band *= scales[rows[first]][columns]
+    return result
+
+
+def quantise(value: np.ndarray, scales: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """The codes of float32 values, to nearest; arguments as in `dequantise`."""
+    result = np.empty(value.shape, FP8)
+    for first, last in _runs(rows):
+        result[first:last] = (value[first:last] / scales[rows[first]][columns]).astype(FP8)
+    return result
+
+
+def block_scales(value: np.ndarray, form: Fp8Format) -> np.ndarray:
+    """The scales of a matrix of float32: the largest magnitude of a block becomes the largest code, 448.
+
+    Values that come from FP8 with such scales get the very scale they had, though the division may round to its
+    neighbour: it is the one by which no value of the block changes.
+    """
+    rows, columns = (form.numbers(dim, 0, size) for dim, size in enumerate(value.shape))
+    edges = np.arange(0, value.shape[1], form.columns)
+    result = np.empty(form.scale_shape(value.shape), "float32")
+    for number, (first, last) in enumerate(_runs(rows)):
+        band = value[first:last]
+        largest = np.maximum.reduceat(np.abs(band).max(0), edges)
+        scales = np.where(largest > 0, largest / _LARGEST, np.float32(1)).astype("float32")
+        neighbours = [scales, np.nextafter(scales, np.float32(np.inf)), np.nextafter(scales, np.float32(0))]
+        # one row tells that a block does not come from FP8, as most do not
+        likely = [scale for scale in neighbours if _unchanged(band[:1], scale, columns, edges).any()]
+        exact = np.zeros(len(edges), bool)
+        for scale in likely:
+            fits = _unchanged(band, scale, columns, edges) & ~exact
+            scales, exact = np.where(fits, scale, scales), exact | fits
+        result[number] = scales
+    return result
+
+
+def _unchanged(band: np.ndarray, scales: np.ndarray, columns: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Which blocks of a row of blocks FP8 with these scales leaves as they are."""
+    scale = scales[columns]
+    found = (band / scale).astype(FP8).astype("float32") * scale
+    return np.logical_and.reduceat((found == band).all(0), edges)
+
+
+def _runs(numbers: np.ndarray) -> list[tuple[int, int]]:
+    """First and last of the equal neighbours in ascending numbers."""
+    edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    return list(itertools.pairwise(edges))
+
+
+class Fp8Writing:
+    """The tensors of an HF layout, with the matrices of the decoder layers in FP8 and all others in bfloat16."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        matrices: set[str],
+        read: Callable[[str, Sequence[slice] | None], np.ndarray],
+        form: Fp8Format,
+    ):
+        """
+        Args:
+            specs: every tensor as it lies in the file, in order.
+            matrices: those that become FP8.
+            read: values as they lie in the file.
+            form: the blocks.
+        """
+        self.form, self._read, self._matrices = form, read, matrices
+        self._shapes = {spec.name: spec.shape for spec in specs if spec.name in matrices}
+        self._scales: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
+        self.specs: list[TensorSpec] = []
+        for spec in specs:
+            if spec.name in matrices:
+                self.specs.append(dataclasses.replace(spec, dtype=FP8))
+                self.specs.append(TensorSpec(scale_name(spec.name), form.scale_shape(spec.shape), "float32"))
+            else:
+                self.specs.append(spec)
+
+    def matrix_of(self, name: str) -> str | None:
+        """The matrix whose scales a tensor has; None for other tensors."""
+        matrix = name.removesuffix(_SCALE)
+        return matrix if matrix != name and matrix in self._matrices else None
+
+    def scales(self, matrix: str) -> np.ndarray:
+        """The scales of a matrix; some rows of it are read at a time."""
+        with self._lock:
+            found = self._scales.get(matrix)
+        if found is None:
+            num_rows, num_columns = self._shapes[matrix]
+            step = self.form.rows * max(1, (1 << 20) // (self.form.rows * num_columns))
+            bands = [slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
+            found = np.concatenate([self._scales_of(matrix, [band, slice(0, num_columns)]) for band in bands])
+            with self._lock:
+                self._scales[matrix] = found
+        return found
+
+    def _scales_of(self, matrix: str, index: Sequence[slice]) -> np.ndarray:
+        return block_scales(self._read(matrix, index).astype("float32", copy=False), self.form)
+
+    def codes(self, matrix: str, index: Sequence[slice] | None) -> np.ndarray:
+        """The codes of some rows of a matrix, or of all."""
+        num_rows, num_columns = self._shapes[matrix]
+        first, last, _ = index[0].indices(num_rows) if index else (0, num_rows, 1)
+        rows, columns = self.form.numbers(0, first, last), self.form.numbers(1, 0, num_columns)
+        value = self._read(matrix, index).astype("float32", copy=False)
+        return quantise(value, self.scales(matrix), rows, columns)
+
+
+def is_fp8_matrix(parameter: str, family: ModelFamily) -> bool:
+    """Whether a parameter is one of the matrices that are published in FP8: those of the layers, but no gate."""
+    plan, module = family.shard_plan, parameter.rpartition(".")[0]
+    if plan is None or not plan.layers or not parameter.startswith(f"{plan.layers}.") or module.endswith(_KEPT):
+        return False
+    return bool(family.names().is_linear(parameter)) and not (plan.gates and fnmatch.fnmatchcase(module, plan.gates))
