@@ -129,7 +129,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
             "llama", "Llama", "Llama 1, 2, 3.x, SmolLM2, TinyLlama, Mistral", ("llama", "mistral"), gguf=("llama",)
         ),
         _family("qwen", "Qwen", "Qwen2, Qwen2.5, dense Qwen3", ("qwen2", "qwen3")),
-        _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2",)),
+        _family("gpt", "GPT", "GPT-2, GPT-3", ("gpt2", "gpt")),
         _family("deepseek", "DeepSeek", "DeepSeek-V2, V2-Lite, V3", ("deepseek_v2", "deepseek_v3")),
     ]
 

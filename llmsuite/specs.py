@@ -128,8 +128,9 @@ class ModelFamily:
     the order the model has them; `is_linear(name)`, whether HF stores it transposed; `hf_tensors(name, config)`, where
     it lies among HF's tensors (`llmsuite.models.hf_tensors`); `from_hf(name, config)`, the full name of a tensor in
     an HF file, None to ignore it; `paddlenlp_prefix(config)`, what PaddleNLP writes for `model.`, None without such a
-    layout. It may have `is_carried(name, config)`: whether a tensor of an HF file, which is no parameter, goes along
-    from the weights to all that is made of them; `num_nextn_predict_layers` of the config says that there are some.
+    layout. It may have `from_paddlenlp(name, config)`, our name of a tensor in files of PaddleNLP that have names of
+    their own, None for others; and `is_carried(name, config)`: whether a tensor of an HF file, which is no parameter,
+    goes along from the weights to all that is made of them; `num_nextn_predict_layers` says that there are some.
     With `gguf_architectures` also `from_gguf(name)` and `gguf_to_hf(name, value, config)`."""
     shard_plan: ShardPlan | None = None
     """How its parameters are cut for tensor parallelism; None for a family that cannot be."""

@@ -38,7 +38,7 @@ class Fp8Format:
 
     rows: int = 128
     columns: int = 128
-    """Of the matrix as it is stored, [outputs, inputs]."""
+    """Size of a block along the inputs: a matrix is stored as [outputs, inputs]."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Fp8Format | None:

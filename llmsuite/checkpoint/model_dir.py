@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
-from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, Renamed, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of
 from llmsuite.models.head import NO_KEYS
@@ -267,12 +267,16 @@ def describe_model(
     Raises:
         UserError: naming every missing or unexpected tensor.
     """
-    names, stored = family.names(), set(files.names)
+    names, renamed = family.names(), rename(family, config, files)
+    if renamed is not None:
+        files, from_paddle = renamed, True
+    stored = set(files.names)
     prefix = names.paddlenlp_prefix(config)
     layout: Layout = "paddlenlp" if prefix and any(n.startswith(prefix) for n in stored) else "hf"
     tensors = {name: names.hf_tensors(name, config) for name in names.parameter_names(config)}
     wanted = _names_in(tensors)
-    by_our_names = from_paddle and stored.issuperset(tensors) and not stored.issuperset(wanted)
+    by_our_names = renamed is not None
+    by_our_names |= from_paddle and stored.issuperset(tensors) and not stored.issuperset(wanted)
     if by_our_names:
         tensors = {name: HfTensors((name,)) for name in tensors}
         wanted = _names_in(tensors)
@@ -280,7 +284,7 @@ def describe_model(
     transposed = layout == "hf" and not from_paddle
     if not transposed and any(is_fused(theirs) and full not in wanted for theirs, full in full_names.items()):
         files = Unfused(files, Heads.of(config))
-        full_names = {theirs: hf_name(family, config, theirs) for theirs in files.names}
+        full_names = {theirs: theirs if by_our_names else hf_name(family, config, theirs) for theirs in files.names}
     found = {full: theirs for theirs, full in full_names.items() if full is not None}
     ignored = [theirs for theirs, full in full_names.items() if full is None]
     if getattr(config, "tie_word_embeddings", False):
@@ -299,6 +303,14 @@ def describe_model(
     if not carried:
         config = without_carried(config)
     return ModelDirectory(path, family, config, layout, tensors, files, ignored, transposed, unexpected)
+
+
+def rename(family: ModelFamily, config: Any, files: TensorSource) -> Renamed | None:
+    """The tensors of a model by our names, where the files have names of PaddleNLP that are its own; else None."""
+    from_paddlenlp = getattr(family.names(), "from_paddlenlp", None)
+    ours = {theirs: from_paddlenlp(theirs, config) for theirs in files.names} if from_paddlenlp else {}
+    known = [name for name in ours.values() if name is not None and name != "lm_head.weight"]
+    return Renamed(files, {theirs: name or theirs for theirs, name in ours.items()}) if known else None
 
 
 def _other_tensors(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:

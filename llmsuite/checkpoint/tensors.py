@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -85,7 +85,10 @@ class TensorFiles:
         elif single.is_file():
             self._file_of = dict.fromkeys(self._header(single.name), single.name)
         else:
-            raise UserError(f"{directory}: has neither {index.name} nor {single.name}")
+            found = f"{directory}: has neither {index.name} nor {single.name}"
+            if next(directory.glob("**/*.pdparams"), None) is not None:
+                found += f"; make them of its .pdparams: llmsuite import {directory} -o DIR --allow-pickle"
+            raise UserError(found)
 
     @property
     def names(self) -> list[str]:
@@ -130,6 +133,31 @@ class TensorFiles:
                     found = _with_sha256(path, found, self._manifest.get(path))
                 self._headers[file_name] = found
             return self._headers[file_name]
+
+
+class Renamed:
+    """Tensors by other names than those in their files."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]):
+        """`names`: the new name of each tensor. Raises UserError when two get the same."""
+        self._source, self._theirs = source, {ours: theirs for theirs, ours in names.items()}
+        if len(self._theirs) < len(names):
+            twice = next(theirs for theirs, ours in names.items() if self._theirs[ours] != theirs)
+            raise UserError(f"{source.paths[0]}: {twice!r} and {self._theirs[names[twice]]!r} are the same parameter")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._theirs)
+
+    @property
+    def paths(self) -> list[Path]:
+        return self._source.paths
+
+    def spec(self, name: str) -> TensorSpec:
+        return dataclasses.replace(self._source.spec(self._theirs[name]), name=name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        return self._source.read(self._theirs[name], index)
 
 
 class Dequantised:

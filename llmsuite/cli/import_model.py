@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
+
+if TYPE_CHECKING:
+    from llmsuite.checkpoint.model_dir import ModelDirectory
 
 _PACKAGE = "package:"
 
@@ -17,11 +20,17 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "source",
         type=str,
-        help="a .gguf file, a directory with safetensors in the HF or PaddleNLP layout, or package:NAME for an "
-        "installed Python package that ships a .gguf file",
+        help="a .gguf file, a directory with safetensors in the HF or PaddleNLP layout or with .pdparams, or "
+        "package:NAME for an installed Python package that ships a .gguf file",
     )
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
     parser.add_argument("--layout", type=str, default="hf", help="layout to write; see: llmsuite list layouts")
+    parser.add_argument(
+        "--config", type=str | None, default=None, help="directory of config.json, if not beside SOURCE"
+    )
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="read .pdparams, by a reader that runs nothing of what is in them"
+    )
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -41,7 +50,7 @@ def run(args: Any, registry: Registry) -> int:
                 raise UserError(f"a GGUF file is imported as hf or paddlenlp; convert that to {args.layout} afterwards")
             import_gguf(source, directory, registry.models, args.layout)
         else:
-            found = open_model(source, registry.models)
+            found = _open(source, Path(args.config) if args.config else None, args.allow_pickle, registry)
             if found.ignored:
                 print(f"{source}: {found.description}")
             registry.exporters[args.layout].write(found, directory)
@@ -51,6 +60,22 @@ def run(args: Any, registry: Registry) -> int:
         f"wrote {target}: {model.family.name}, {len(model.names)} tensors, {size / 1e6:,.0f} MB, {model.layout} layout"
     )
     return 0
+
+
+def _open(source: Path, config: Path | None, allow_pickle: bool, registry: Registry) -> ModelDirectory:
+    from llmsuite.checkpoint.model_dir import open_model
+    from llmsuite.convert.pdparams import pdparams_files
+
+    if not pdparams_files(source):
+        if config is not None:
+            raise UserError(f"--config: {source} has its own config.json; it is for .pdparams")
+        return open_model(source, registry.models)
+    from llmsuite.convert.sources import open_source
+    from llmsuite.devices.start import start_paddle
+    from llmsuite.inference.load import parameter_shapes
+
+    start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
+    return open_source(source, registry.models, parameter_shapes, config, allow_pickle)
 
 
 def _find_source(source: str) -> Path:

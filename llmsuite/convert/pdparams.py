@@ -1,4 +1,5 @@
-"""Reads PaddleNLP's `model_state*.pdparams`: one file, numbered files, or a file per rank (`.tp00_pp01.pdparams`).
+"""Reads PaddleNLP's `model_state*.pdparams`: one file, numbered files, or a file per rank (`.tp00_pp01.pdparams`), and
+the directories of ranks of PaddleFleetX (`mp_00_sharding_00_pp_01/model.pdparams`).
 
 They are pickles, and are read without running them. The file of a rank holds the layers of its pipeline stage, and of
 each matrix that is sharded over tensor parallel ranks its shard. The dim that is sharded is not in the file; it follows
@@ -21,6 +22,10 @@ from llmsuite.convert.pickled import StoredArray, read_pickle
 from llmsuite.errors import UserError
 
 _FILE = re.compile(r"model_state(?:-(\d+)-of-(\d+))?(?:\.((?:[a-z]+\d+_?)+))?\.pdparams")
+_RANK_DIRECTORY = re.compile(r"mp_(\d+)_sharding_(\d+)_pp_(\d+)")
+_IN_RANK_DIRECTORY = ("model.pdparams", "model_state.pdparams")
+_NOT_SHARED = re.compile(r".*shared_layers\.\w+\.position_embeddings\.weight")
+"""The last stage of PaddleFleetX's pipeline has the whole embedding for its output, of which the words are shared."""
 _AXES = ("tp", "pp", "shard")
 _NAMES_OF_PADDLE = "StructuredToParameterName@@"
 
@@ -28,9 +33,16 @@ _NAMES_OF_PADDLE = "StructuredToParameterName@@"
 class PickledTensors:
     """The tensors of one or more .pdparams files that together hold each name once."""
 
-    def __init__(self, paths: Sequence[Path]):
-        """Raises UserError when a file is damaged, asks for code, or two files disagree about a tensor."""
-        self._paths = sorted(paths)
+    def __init__(self, paths: Sequence[Path], first_counts: re.Pattern[str] | None = None):
+        """
+        Args:
+            paths: the files.
+            first_counts: tensors of which the first file is right where files disagree.
+
+        Raises:
+            UserError: a file is damaged, asks for code, or two files disagree about a tensor.
+        """
+        self._paths, self._first_counts = sorted(paths), first_counts
         self._arrays: dict[str, StoredArray] = {}
         for path in self._paths:
             content = read_pickle(path)
@@ -46,6 +58,8 @@ class PickledTensors:
         if not isinstance(array, StoredArray):
             raise UserError(f"{path}: {name!r} is no tensor")
         before = self._arrays.setdefault(name, array)
+        if before is not array and self._first_counts is not None and self._first_counts.fullmatch(name):
+            return
         # tied weights are on the first and the last pipeline stage
         if before is not array and (before.spec(name) != array.spec(name) or before.digest() != array.digest()):
             raise UserError(f"{path}: {name!r} is another one than in {before.path.name}")
@@ -67,7 +81,37 @@ class PickledTensors:
 
 def pdparams_files(directory: Path) -> list[Path]:
     """The files of a model, of all ranks."""
+    if of_ranks := [path for rank in _rank_directories(directory) if (path := _file_of_rank(rank)) is not None]:
+        return of_ranks
+    if _RANK_DIRECTORY.fullmatch(directory.absolute().name):
+        found = _file_of_rank(directory)
+        return [found] if found is not None else []
     return sorted(path for path in directory.glob("model_state*.pdparams") if _FILE.fullmatch(path.name))
+
+
+def _rank_directories(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("mp_*_sharding_*_pp_*") if _RANK_DIRECTORY.fullmatch(path.name))
+
+
+def _file_of_rank(directory: Path) -> Path | None:
+    return next((directory / name for name in _IN_RANK_DIRECTORY if (directory / name).is_file()), None)
+
+
+def _open_rank_directories(directories: Sequence[Path]) -> list[PickledTensors]:
+    """As `open_pdparams`. Ranks of the sharding axis have the same parameters, and the first of them is read."""
+    files: dict[tuple[int, int], Path] = {}
+    for path in directories:
+        match = _RANK_DIRECTORY.fullmatch(path.absolute().name)
+        assert match is not None
+        found = _file_of_rank(path)
+        if int(match[2]) == 0 and found is not None:
+            files[int(match[1]), int(match[3])] = found
+    mp, pp = (max((rank[axis] for rank in files), default=0) + 1 for axis in (0, 1))
+    grid = itertools.product(range(mp), range(pp))
+    if missing := [f"mp_{a:02d}_sharding_00_pp_{b:02d}" for a, b in grid if (a, b) not in files]:
+        where = directories[0].absolute().parent
+        raise UserError(f"{where}: {_IN_RANK_DIRECTORY[0]} of {len(missing)} ranks are missing: {'; '.join(missing)}")
+    return [PickledTensors([files[a, b] for b in range(pp)], _NOT_SHARED) for a in range(mp)]
 
 
 def open_pdparams(directory: Path) -> list[PickledTensors]:
@@ -76,6 +120,12 @@ def open_pdparams(directory: Path) -> list[PickledTensors]:
     Raises:
         UserError: a rank's file is missing, or one cannot be read.
     """
+    if of_ranks := _rank_directories(directory):
+        return _open_rank_directories(of_ranks)
+    if _RANK_DIRECTORY.fullmatch(directory.absolute().name):
+        if len(beside := _rank_directories(directory.absolute().parent)) > 1:
+            raise UserError(f"{directory}: is one of {len(beside)} ranks; name the directory above, which has them all")
+        return _open_rank_directories([directory])
     by_rank: dict[tuple[int, ...], list[Path]] = {}
     numbered: dict[int, tuple[int, Path]] = {}
     paths = pdparams_files(directory)

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmsuite.checkpoint.directory import find_model, is_run
 from llmsuite.checkpoint.fused import Heads, Unfused
-from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, hf_name, open_model, read_config
+from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, hf_name, open_model, read_config, rename
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.shapes import Shapes, check_shapes
 from llmsuite.checkpoint.tensors import TensorSpec
@@ -59,7 +59,7 @@ def open_source(
     else:
         raise UserError(
             f"{path}: holds no model; looked for {_SAFETENSORS[0]} and its index, checkpoints/latest, *.metadata of "
-            "dist.save_state_dict, and model_state*.pdparams"
+            "dist.save_state_dict, model_state*.pdparams, and mp_00_sharding_00_pp_00/model.pdparams"
         )
     check_shapes(model, shapes_of(model.family, model.config))
     return model
@@ -81,21 +81,25 @@ def _open_pdparams(
     shapes_of: Callable[[ModelFamily, Any], Shapes],
 ) -> ModelDirectory:
     family, config = read_config(place, families)
-    if family.names().paddlenlp_prefix(config) is None:
+    has_own_names = hasattr(family.names(), "from_paddlenlp")
+    if family.names().paddlenlp_prefix(config) is None and not has_own_names:
         model_type = config.to_hf()["model_type"]
         raise UserError(f"{path}: PaddleNLP's layout of a {model_type} is none that we know; merge it from HF's files")
     ranks = open_pdparams(path)
     if len(ranks) == 1:
         return describe_model(place, family, config, ranks[0], from_paddle=True)
     heads = Heads.of(config, len(ranks))
-    parts = [Unfused(rank, heads) for rank in ranks]
+    parts = [Unfused(rename(family, config, rank) or rank, heads) for rank in ranks]
     stored = list(dict.fromkeys(name for part in parts for name in part.names))
     specs = [TensorSpec(name, tuple(shape), "float32") for name, shape in shapes_of(family, config).items()]
-    whole = {spec.name: spec.shape for spec in Arrangement(family, config, specs, "paddlenlp").specs}
+    stored_specs = specs if has_own_names else Arrangement(family, config, specs, "paddlenlp").specs
+    whole = {spec.name: spec.shape for spec in stored_specs}
     known = {name: whole[name] for name in stored if name in whole}
     copy_of_tied = ["lm_head.weight"] if getattr(config, "tie_word_embeddings", False) else []
     unexpected = [
-        n for n in stored if n not in whole and n not in copy_of_tied and hf_name(family, config, n) is not None
+        n
+        for n in stored
+        if n not in whole and n not in copy_of_tied and (has_own_names or hf_name(family, config, n) is not None)
     ]
     if unexpected:
         raise UserError(f"{path}: has {len(unexpected)} tensors a {family.name} has not: {', '.join(unexpected[:5])}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.models.decoder_config import DecoderConfig, PositiveFloat, PositiveInt, in_written_order
-from llmsuite.models.head import read_head, with_head
+from llmsuite.models.head import NO_KEYS, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
 
 _HF_KEYS = {
@@ -18,6 +18,24 @@ _HF_KEYS = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
     "layer_norm_eps": "layer_norm_epsilon",
+}
+_PADDLENLP_FIXED = {
+    "hidden_activation": "gelu",
+    "normalize_before": True,
+    "scale_qk_coeff": 1.0,
+}  # gelu is tanh's there
+# dropout; how it is computed; what PaddleNLP's code does not read: its epsilon is 1e-5 and its output tied, always
+_PADDLENLP_WITHOUT_EFFECT = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size", "num_partitions", "eol_token_id"),
+    *("ignore_index", "use_fast_layer_norm", "fused_softmax_with_triangular", "use_dualpipev", "layer_norm_eps"),
+    *("tie_word_embeddings", "output_attentions"),
+)
+_PADDLENLP_DEFAULTS = {
+    "vocab_size": 50304,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 7,
 }
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
@@ -65,11 +83,13 @@ class GPTConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> GPTConfig:
-        """From the content of HF's config.json.
+        """From the content of a config.json, HF's (gpt2) or PaddleNLP's (gpt).
 
         Raises:
             UserError: it asks for something this family does not have, or has keys it does not know.
         """
+        if data.get("model_type") == "gpt":
+            return cls._from_paddlenlp(data)
         theirs = {f.name: _HF_KEYS.get(f.name, f.name) for f in dataclasses.fields(cls)}
         check_keys(data, "gpt", {*theirs.values(), "activation_function", *_WITHOUT_EFFECT}, _FIXED)
         activation = data.get("activation_function", _ACTIVATIONS[0])
@@ -77,6 +97,13 @@ class GPTConfig(DecoderConfig):
             raise UserError(f"config.json: activation_function is {activation!r}; the gpt family has gelu_new only")
         values = {ours: data[key] for ours, key in theirs.items() if key in data}
         return cls(**{**values, "head": read_head(data), "kept": kept_keys(data)})
+
+    @classmethod
+    def _from_paddlenlp(cls, data: Mapping[str, Any]) -> GPTConfig:
+        fields = {f.name for f in dataclasses.fields(cls)} - {*NO_KEYS, "layer_norm_eps", "tie_word_embeddings"}
+        check_keys(data, "gpt", {*fields, *_PADDLENLP_WITHOUT_EFFECT}, _PADDLENLP_FIXED)
+        given = {key: data[key] for key in fields if key in data}
+        return cls(**{**_PADDLENLP_DEFAULTS, **given, "head": read_head(data), "kept": kept_keys(data)})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers reads."""

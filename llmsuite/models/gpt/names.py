@@ -1,4 +1,4 @@
-"""Names of GPT's parameters in an HF model. Imports no Paddle.
+"""Names of GPT's parameters in an HF model, and in one of PaddleNLP. Imports no Paddle.
 
 Our names are those of the other families. HF keeps q, k and v in one matrix, and every matrix but the output
 projection and the score as [inputs, outputs], as we do.
@@ -24,6 +24,25 @@ _HF_LAYER = {
     "mlp.up_proj": "mlp.c_fc",
     "mlp.down_proj": "mlp.c_proj",
 }
+_PADDLENLP_LAYER = {
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "self_attn.q_proj": "self_attn.q_proj",
+    "self_attn.k_proj": "self_attn.k_proj",
+    "self_attn.v_proj": "self_attn.v_proj",
+    "self_attn.qkv_proj": "self_attn.qkv_proj",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "linear1": "mlp.up_proj",
+    "linear2": "mlp.down_proj",
+}
+_PADDLENLP_TOP = {
+    "embeddings.word_embeddings": "model.embed_tokens",
+    "embeddings.position_embeddings": "model.embed_positions",
+    "decoder.norm": "model.norm",
+    "lm_head": "lm_head",
+}
+# what Fleet puts around a model that is trained in parallel, and the embedding of its pipelines
+_WRAPPED = re.compile(r"(?:_layers?\.)*(?:gpt\.|shared_layers\.\w+\.(?=\w+_embeddings$))?")
 _IGNORED = re.compile(r".*\.attn\.(masked_)?bias")  # masks
 
 
@@ -71,6 +90,28 @@ def from_hf(name: str, config: GPTConfig) -> str | None:
     return name if name.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{name}"
 
 
+def from_paddlenlp(name: str, config: GPTConfig) -> str | None:
+    """Our name of a tensor in a file of PaddleNLP (`gpt.decoder.layers.0.linear1.weight`) or PaddleFleetX, where the
+    layers of a pipeline are numbers (`1.linear1.weight`); that of q, k and v in one is `qkv_proj`. None for others.
+
+    Sources: paddlenlp/transformers/gpt/modeling.py and, in PaddleFleetX,
+    ppfleetx/models/language_model/gpt/dygraph/hybrid_model.py.
+    """
+    module, _, kind = name.rpartition(".")
+    module = module[match.end() :] if (match := _WRAPPED.match(module)) else module
+    if re.match(r"(word|position)_embeddings$", module):
+        module = f"embeddings.{module}"
+    if module in _PADDLENLP_TOP:
+        return f"{_PADDLENLP_TOP[module]}.{kind}"
+    if module == f"{config.num_hidden_layers + 1}.norm":
+        return f"model.norm.{kind}"
+    layer = re.fullmatch(r"(?:decoder\.layers\.)?(\d+)\.(.+)", module)
+    if layer is None or layer[2] not in _PADDLENLP_LAYER:
+        return None
+    number = int(layer[1]) - (0 if module.startswith("decoder.") else 1)
+    return f"model.layers.{number}.{_PADDLENLP_LAYER[layer[2]]}.{kind}"
+
+
 def paddlenlp_prefix(config: GPTConfig) -> str | None:
-    """None: PaddleNLP arranges GPT's matrices in other ways, which are not read or written."""
+    """None: PaddleNLP's names are others altogether, see `from_paddlenlp`; they are not written."""
     return None

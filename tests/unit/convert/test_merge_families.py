@@ -188,9 +188,9 @@ def test_files_of_ranks(case: str, tmp_path: Path) -> None:
 
 
 def test_paddlenlps_files_of_a_layout_we_do_not_know(tmp_path: Path) -> None:
-    shutil.copyfile(REFERENCE / C_ATTN / "config.json", tmp_path / "config.json")
-    paddle.save({"gpt.decoder.norm.weight": paddle.ones([3])}, str(tmp_path / "model_state.pdparams"))
-    with pytest.raises(UserError, match="PaddleNLP's layout of a gpt2 is none that we know"):
+    shutil.copyfile(REFERENCE / "qwen/qwen3/config.json", tmp_path / "config.json")
+    paddle.save({"qwen3.norm.weight": paddle.ones([3])}, str(tmp_path / "model_state.pdparams"))
+    with pytest.raises(UserError, match="PaddleNLP's layout of a qwen3 is none that we know"):
         open_(tmp_path)
 
 

@@ -286,13 +286,17 @@ def test_the_kind_of_a_rope_scaling_has_the_name_that_each_reader_looks_for() ->
     assert type(config).from_hf({**config.to_hf(), "rope_scaling": older}) == config
 
 
-def test_layers_that_predict_further_tokens_are_left_out_and_told_of(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_carried_or_left_out_and_told_of(tmp_path: Path) -> None:
     extra = {
         name: np.ones([2, 2], "float32") for name in ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight")
     }
     model = open_model(copy_with("deepseek/v3", tmp_path, extra, num_nextn_predict_layers=1), FAMILIES)
-    assert model.description == "hf layout; 2 tensors are ignored, such as model.layers.3.eh_proj.weight"
+    assert model.carried == sorted(extra)
     assert difference(load(tmp_path), "deepseek/v3") <= TOLERANCE
+    assert model.config.to_hf()["num_nextn_predict_layers"] == 1
+    model = open_model(copy_with("deepseek/v3", tmp_path, extra, num_nextn_predict_layers=0), FAMILIES)
+    assert model.carried == []
+    assert model.description == "hf layout; 2 tensors are ignored, such as model.layers.3.eh_proj.weight"
     assert model.config.to_hf()["num_nextn_predict_layers"] == 0
 
 
