@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmsuite.cli import (
+    align,
     checkpoints,
     data,
     doctor,
@@ -32,6 +33,7 @@ def llmsuite_register_commands() -> list[Command]:
         run.COMMAND,
         validate.COMMAND,
         plan.COMMAND,
+        align.COMMAND,
         show.COMMAND,
         list_things.COMMAND,
         recipe.COMMAND,

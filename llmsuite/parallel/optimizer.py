@@ -94,6 +94,11 @@ class Optimizer:
         self._finished = finished
         return norm
 
+    @property
+    def finished(self) -> Sequence[tuple[ParameterShard, Tensor]]:
+        """The finished gradients of a step, before it updates the parameters."""
+        return tuple(self._finished)
+
     def drop_gradients(self) -> None:
         """Drop the finished gradients, in place of a step."""
         self._finished = []

@@ -188,17 +188,30 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
             yield "loggers", registry.unknown("logger", name)
 
 
-def plan_run(path: str | Path, overrides: Sequence[str], registry: Registry, smoke: bool = False) -> RunPlan:
+def plan_run(
+    path: str | Path,
+    overrides: Sequence[str],
+    registry: Registry,
+    smoke: bool = False,
+    layers: Sequence[tuple[str, dict[str, Any]]] = (),
+) -> RunPlan:
     """Load, check and resolve a recipe; with `smoke`, as a small run for a laptop.
+
+    Args:
+        path: the JSON file.
+        overrides: `--a.b=c` words.
+        registry: the known stages, model families, devices …
+        smoke: whether to make it small.
+        layers: as `load` takes them, over those of `smoke`.
 
     Raises:
         UserError: with everything that is wrong.
     """
     if not smoke:
-        return resolve(load(path, overrides, registry), registry)
+        return resolve(load(path, overrides, registry, layers), registry)
     # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
     written = read_json(path).value
     trains = isinstance(written, dict) and written.get("train")
-    loaded = load(path, overrides, registry, layers=[("--smoke", SMOKE_LENGTH)] if trains else ())
-    small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry))])
+    loaded = load(path, overrides, registry, layers=[*([("--smoke", SMOKE_LENGTH)] if trains else ()), *layers])
+    small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry)), *layers])
     return dataclasses.replace(resolve(small, registry), smoke_of=degrees_of(loaded.recipe))

@@ -32,6 +32,7 @@ LAYERS = (
     ("inference",),
     ("train",),
     ("stages",),
+    ("align",),
     ("serving",),
     ("builtin",),
     ("cli",),

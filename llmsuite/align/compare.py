@@ -1,0 +1,227 @@
+"""Two sides, module by module, and the first thing that differs. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from llmsuite.align.merge import Rows, Side
+from llmsuite.align.values import Sample
+
+TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+"""Relative difference that rounding and another order of sums explain, by precision: of two vectors, by their Euclidean
+norms."""
+Kind = Literal["tokens", "parameter", "output", "loss", "output gradient", "parameter gradient"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Something that differs by more than rounding."""
+
+    kind: Kind
+    name: str
+    """The module or parameter; "" of tokens and the loss."""
+    relative: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """How far one module is apart: relative differences; None where a side has nothing to compare."""
+
+    module: str
+    output: float | None
+    gradient: float | None
+    parameters: Mapping[str, float]
+    parameter_gradients: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Two sides beside each other."""
+
+    names: tuple[str, str]
+    tolerance: float
+    rows: Sequence[Row]
+    """In the order of the forward pass."""
+    metrics: Mapping[str, tuple[float, float]]
+    num_tokens: tuple[int, int, int]
+    """Different contexts that both sides see, and that only the first or the second does."""
+    num_compared: int
+    """Contexts at which activations are compared."""
+    first_forward: Difference | None
+    """The first difference from the ids to the loss."""
+    first_backward: Difference | None
+    """The first difference from the loss back to the first layer."""
+    scale: float | None
+    """The factor that explains all differences of parameters' gradients, if one does."""
+    missing: Sequence[str]
+    """Parameters that one side does not have, or has in another shape."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs by more than the tolerance."""
+        return self.first_forward is None and self.first_backward is None and not self.missing
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON data; a difference that is no number is null."""
+        plain = dataclasses.asdict(self) | {"is_equal": self.is_equal}
+        result: dict[str, Any] = _finite(plain)
+        return result
+
+
+def compare(a: Side, b: Side, names: tuple[str, str], tolerance: float | None = None) -> Report:
+    """Put two sides beside each other.
+
+    Args:
+        a: the first side, whose order of modules counts.
+        b: the second side.
+        names: what they are called in the report.
+        tolerance: relative difference that is none; default: `TOLERANCE` of the lower precision.
+    """
+    limit = tolerance if tolerance is not None else max(TOLERANCE[side.precision] for side in (a, b))
+    modules = [*a.modules, *(owner for owner in _owners(a) if owner not in set(a.modules))]
+    rows = [_row(a, b, module) for module in modules]
+    missing = sorted((set(a.parameters) ^ set(b.parameters)) | _other_shapes(a, b))
+    common = np.intersect1d(a.tokens, b.tokens)
+    apart = (len(np.setdiff1d(a.tokens, common)), len(np.setdiff1d(b.tokens, common)))
+    metrics = {name: (a.metrics[name], b.metrics[name]) for name in a.metrics if name in b.metrics}
+    backward = next(_backward(rows, limit), None)
+    compared = [np.intersect1d(a.outputs[m].names, b.outputs[m].names).size for m in a.outputs if m in b.outputs]
+    return Report(
+        names=names,
+        tolerance=limit,
+        rows=rows,
+        metrics=metrics,
+        num_tokens=(len(common), *apart),
+        num_compared=max(compared, default=0),
+        first_forward=next(_forward(rows, metrics, limit, _tokens_apart(a, b)), None),
+        first_backward=backward,
+        scale=None if backward is None else _scale(a, b, limit),
+        missing=missing,
+    )
+
+
+def _row(a: Side, b: Side, module: str) -> Row:
+    def between(ours: Mapping[str, Rows], theirs: Mapping[str, Rows]) -> float | None:
+        return _rows_apart(ours[module], theirs[module]) if module in ours and module in theirs else None
+
+    def of_parameters(ours: Mapping[str, Sample], theirs: Mapping[str, Sample], floor: float) -> dict[str, float]:
+        own = (name for name in ours if name.rpartition(".")[0] == module and name in theirs)
+        same = (name for name in own if ours[name].shape == theirs[name].shape)
+        return {name: _samples_apart(ours[name], theirs[name], floor) for name in same}
+
+    return Row(
+        module,
+        between(a.outputs, b.outputs),
+        between(a.gradients, b.gradients),
+        of_parameters(a.parameters, b.parameters, 0.0),
+        of_parameters(a.parameter_gradients, b.parameter_gradients, _floor(a)),
+    )
+
+
+def _owners(side: Side) -> list[str]:
+    """Modules that own parameters, in their order."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in side.parameters))
+
+
+def _other_shapes(a: Side, b: Side) -> set[str]:
+    both = (name for name in a.parameters if name in b.parameters)
+    return {name for name in both if a.parameters[name].shape != b.parameters[name].shape}
+
+
+# differences
+
+
+def _apart(ours: np.ndarray, theirs: np.ndarray, floor: float = 0.0) -> float:
+    """Norm of the difference by the larger norm, or by `floor` where both are smaller; infinite if it is no number."""
+    x, y = ours.astype("float64").reshape(-1), theirs.astype("float64").reshape(-1)
+    sizes = float(np.linalg.norm(x)), float(np.linalg.norm(y)), floor
+    size, difference = max(sizes), float(np.linalg.norm(x - y))
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else 0.0
+
+
+def _rows_apart(ours: Rows, theirs: Rows) -> float | None:
+    common, of_ours, of_theirs = np.intersect1d(ours.names, theirs.names, return_indices=True)
+    if not len(common) or ours.values.shape[1] != theirs.values.shape[1]:
+        return None
+    return _apart(ours.values[of_ours], theirs.values[of_theirs])
+
+
+def _samples_apart(ours: Sample, theirs: Sample, floor: float) -> float:
+    share = math.sqrt(ours.values.size / max(1, math.prod(ours.shape)))
+    norms = np.array([ours.norm]), np.array([theirs.norm])
+    found = _apart(ours.values, theirs.values, floor * share * math.sqrt(math.prod(ours.shape)))
+    return max(found, _apart(*norms, floor * math.sqrt(math.prod(ours.shape))))
+
+
+def _floor(side: Side) -> float:
+    """Size of an element of a gradient by which smaller ones are measured, a hundredth of the largest: some gradients
+    are zero but for rounding, such as that of the bias of keys."""
+    sizes = [found.norm / math.sqrt(max(1, math.prod(found.shape))) for found in side.parameter_gradients.values()]
+    return 1e-2 * max((size for size in sizes if math.isfinite(size)), default=0.0)
+
+
+def _tokens_apart(a: Side, b: Side) -> float:
+    """Share of the tokens that only one side sees; 0 where padding is not known and may be the reason."""
+    if not (a.is_exact and b.is_exact):
+        return 0.0 if np.intersect1d(a.tokens, b.tokens).size else 1.0
+    ours, theirs = np.unique(a.tokens), np.unique(b.tokens)
+    apart = len(np.setxor1d(ours, theirs, assume_unique=True))
+    return apart / max(1, len(np.union1d(ours, theirs)))
+
+
+def _forward(
+    rows: Sequence[Row], metrics: Mapping[str, tuple[float, float]], limit: float, tokens: float
+) -> Iterator[Difference]:
+    """What differs, from the ids to the loss."""
+    if tokens:
+        yield Difference("tokens", "", tokens)
+    for row in rows:
+        for name, apart in row.parameters.items():
+            if apart > limit:
+                yield Difference("parameter", name, apart)
+        if row.output is not None and row.output > limit:
+            yield Difference("output", row.module, row.output)
+    if "loss" in metrics:
+        ours, theirs = (np.array([value]) for value in metrics["loss"])
+        if (apart := _apart(ours, theirs)) > limit:
+            yield Difference("loss", "", apart)
+
+
+def _backward(rows: Sequence[Row], limit: float) -> Iterator[Difference]:
+    """What differs, from the loss back to the first layer."""
+    for row in reversed(rows):
+        if row.gradient is not None and row.gradient > limit:
+            yield Difference("output gradient", row.module, row.gradient)
+        for name, apart in row.parameter_gradients.items():
+            if apart > limit:
+                yield Difference("parameter gradient", name, apart)
+
+
+def _scale(a: Side, b: Side, limit: float) -> float | None:
+    """The factor by which every gradient of the second side is that of the first."""
+    names = [n for n, found in a.parameter_gradients.items() if n in b.parameter_gradients and found.norm > 0]
+    pairs = [(a.parameter_gradients[name], b.parameter_gradients[name]) for name in names]
+    pairs = [(x, y) for x, y in pairs if x.shape == y.shape and math.isfinite(x.norm) and math.isfinite(y.norm)]
+    if not pairs:
+        return None
+    squares = sum(float(x.values.astype("float64") @ x.values.astype("float64")) for x, _ in pairs)
+    products = sum(float(x.values.astype("float64") @ y.values.astype("float64")) for x, y in pairs)
+    factor = products / squares if squares else 0.0
+    floor = _floor(a)
+    alike = all(_apart(x.values * factor, y.values, floor * math.sqrt(x.values.size)) <= limit for x, y in pairs)
+    return factor if alike and abs(factor - 1) > limit else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

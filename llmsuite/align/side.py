@@ -1,0 +1,125 @@
+"""Makes one side of a comparison: one training step in each rank of a run, or one pass of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from llmsuite.align.contexts import PADDING
+from llmsuite.align.merge import Rows, Side, rows_of
+from llmsuite.align.record import Activations, Piece, StepRecording, Tokens
+from llmsuite.align.values import sample_of
+from llmsuite.checkpoint.int8 import input_scales
+from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.shapes import check_shapes
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.errors import UserError
+from llmsuite.models.head import head_of
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.parallel import collective
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.parallelize import parallelize_inference
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.schema.degrees import Degrees
+from llmsuite.train.reader import StepReader
+from llmsuite.train.step import train_step
+from llmsuite.train.trainer import Trainer
+
+
+def record_step(plan: RunPlan, registry: Registry, directory: Path, every: int) -> int:
+    """Run the first step of a recipe in this rank and record it; `merge.read_side` reads it. Returns the exit code.
+
+    Args:
+        plan: of the run.
+        registry: of stages and families.
+        directory: to write into, which exists.
+        every: activations are kept at about one token in so many.
+    """
+    trainer = Trainer(plan, registry)
+    built, mesh = trainer.built, trainer.mesh
+    recording = StepRecording(built.part, trainer.optimizer, mesh, directory, every)
+    rules = dataclasses.replace(trainer.rules, parts=[*trainer.rules.parts, recording])
+    built.part.train()
+    with StepReader(trainer.data, mesh.data_rank, 0, 1, num_workers=0) as reader:
+        passes = dataclasses.replace(trainer.passes, objective=reader.objective)
+        metrics = train_step(1, next(reader), passes, trainer.optimizer, rules, votes={})
+    if collective.rank() == 0:
+        del metrics["reader_seconds"]
+        (directory / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+    return 0
+
+
+ROWS, LENGTH = 4, 64
+
+
+def random_ids(vocab_size: int, max_length: int, seed: int = 0) -> np.ndarray:
+    """[B, L], int64: the same ids for two models that have so many in common."""
+    return np.random.default_rng(seed).integers(0, vocab_size, [ROWS, min(LENGTH, max_length)])
+
+
+def record_model(source: ModelDirectory, backend: DeviceBackend, precision: str, ids: np.ndarray) -> Side:
+    """Passes of a model on one device, forward and backward: of the mean negative log-probability of the ids, or of the
+    mean score of a reward model.
+
+    Args:
+        source: the values.
+        backend: of the device, which is current.
+        precision: of parameters and activations.
+        ids: [B, L], int64.
+
+    Raises:
+        UserError: the model cannot be trained, so it has no gradients.
+    """
+    if input_scales(source):
+        raise UserError(f"{source.path}: rounds its inputs, and cannot be compared so; name the model it was made of")
+    if precision not in backend.precisions:
+        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
+    with paddle.LazyGuard():
+        model = source.family.factory()(source.config, backend.ops(precision))
+    check_shapes(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    alone, plan = Mesh(Degrees(1, 1, 1, 1), 0), source.family.shard_plan or WHOLE
+    dtype = backend.parameter_dtype(precision)
+    parallelize_inference(model, plan, alone, lambda name, shape, index: source.read(name, index), dtype)
+    model.train()
+
+    tokens = Tokens.of(0, ids, None, None, every=1)
+    activations = Activations(lambda: tokens)
+    activations.watch(model)
+    with backend.autocast(precision):
+        loss = _loss(model, paddle.to_tensor(ids))
+    loss.backward()
+    parameters = dict(model.named_parameters())
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return Side(
+        modules=list(activations.order),
+        outputs=_rows(activations.outputs, adds_up=False),
+        gradients=_rows(activations.gradients, adds_up=True),
+        parameters={name: sample_of(_array(parameter)) for name, parameter in parameters.items()},
+        parameter_gradients={name: sample_of(_array(gradient)) for name, gradient in gradients.items()},
+        metrics={"loss": float(loss)},
+        tokens=np.sort(tokens.every_name[tokens.every_name != PADDING]),
+        is_exact=True,
+        precision=precision,
+    )
+
+
+def _loss(model: Any, ids: Any) -> Any:
+    hidden, _ = model.hidden_states(ids)
+    if head_of(model.config) == "score":
+        return model.scores(hidden.flatten(0, 1)).mean()
+    return model.token_nll(hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).mean()
+
+
+def _array(tensor: Any) -> np.ndarray:
+    found: np.ndarray = tensor.detach().astype("float32").numpy()
+    return found
+
+
+def _rows(noted: dict[str, dict[int, Piece]], adds_up: bool) -> dict[str, Rows]:
+    return {name: rows_of(pieces[0].names, pieces[0].values, adds_up) for name, pieces in noted.items()}
