@@ -18,7 +18,7 @@ from tests.parity.cases import Case as Run
 from tests.parity.cases import run_cases
 from tests.paths import ROOT
 
-STEPS = 4
+STEPS = 3
 SGD = ("--train.optimizer=sgd", "--train.learning_rate=0.05", "--train.max_grad_norm=0.5")
 # an epsilon of the size of the gradients: the usual one magnifies their last bit from step to step
 ADAMW = ("--train.learning_rate=1e-2", "--train.weight_decay=0.1", "--train.adam_epsilon=1e-2")
@@ -171,13 +171,13 @@ def test_a_checkpoint_of_an_interleaved_pipeline_goes_on_in_one_process(runs: Ru
 def test_a_run_with_ranks_in_the_middle_goes_on_bit_for_bit(runs: Runner) -> None:
     name, again = "four, interleaved, tied", "four, resumed"
     shutil.copytree(runs.directory / name, runs.directory / again)
-    shutil.rmtree(runs.directory / again / "checkpoints" / "step-4")
+    shutil.rmtree(runs.directory / again / "checkpoints" / f"step-{STEPS}")
     evaluate = f"--data.eval={_resolved(runs, name)['data']['eval']}"
     output = runs.run(*runs.smoke(again, *CASES[name].words(), evaluate, "--resume"))
     assert "resuming from" in output
-    assert "step 3/4" in output
+    assert f"step {STEPS}/{STEPS}" in output
     assert learnt(runs.metrics(again)) == learnt(runs.metrics(name))
-    first, second = (runs.directory / n / "checkpoints" / "step-4" / "manifest.json" for n in (name, again))
+    first, second = (runs.directory / n / "checkpoints" / f"step-{STEPS}" / "manifest.json" for n in (name, again))
     assert json.loads(first.read_text())["files"] == json.loads(second.read_text())["files"]
 
 

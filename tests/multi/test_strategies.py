@@ -59,7 +59,8 @@ def _assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.nda
 
 # a run on four ranks, looked into and resumed
 
-SCHEDULE = ("--train.max_steps=8", "--checkpoint.save_steps=4", "--checkpoint.keep_last=2")
+STEPS = 4
+SCHEDULE = (f"--train.max_steps={STEPS}", "--checkpoint.save_steps=2", "--checkpoint.keep_last=2")
 
 
 SPY = '''
@@ -112,7 +113,7 @@ def llmsuite_run_end(run, step):
 
 @pytest.fixture(scope="module")
 def cut_run(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 4 and 8, and what the plugin has seen. The same in one process is `whole`."""
+    """A run with checkpoints of steps 2 and 4, and what the plugin has seen. The same in one process is `whole`."""
     site = tmp_path_factory.mktemp("site")
     PluginSite(site).install("spy", SPY)
     runner.run(*_words(runner, "whole", "one", "adamw", *SCHEDULE))
@@ -242,11 +243,11 @@ def _goes_on(runner: Runner, run: Path, mesh: str) -> None:
     name = f"{run.name} resumed on {mesh}"
     target = runner.directory / name
     shutil.copytree(run, target)
-    shutil.rmtree(target / "checkpoints" / "step-8")
+    shutil.rmtree(target / "checkpoints" / f"step-{STEPS}")
     output = runner.run(*_words(runner, name, mesh, "adamw", *SCHEDULE), "--resume")
-    assert f"resuming from {target / 'checkpoints' / 'step-4'}" in output
+    assert f"resuming from {target / 'checkpoints' / 'step-2'}" in output
     expected = runner.metrics("whole")
-    assert len(expected) == 8
+    assert len(expected) == STEPS
     _assert_same_metrics(runner.metrics(name), expected)
-    _assert_close(runner.weights(name, 8), runner.weights("whole", 8), 1e-5)
-    _assert_close(runner.weights(name, 8, "optimizer"), runner.weights("whole", 8, "optimizer"), 1e-5)
+    _assert_close(runner.weights(name, STEPS), runner.weights("whole", STEPS), 1e-5)
+    _assert_close(runner.weights(name, STEPS, "optimizer"), runner.weights("whole", STEPS, "optimizer"), 1e-5)

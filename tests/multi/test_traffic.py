@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import Case, many_processes, run_cases
+from tests.parity.cases import Case, many_processes, once, run_cases
 from tests.parity.points import point
 from tests.parity.traffic import Traffic
 from tests.unit.families import tiny
@@ -55,18 +55,18 @@ EXPERTS = "deepseek, expert parallel"
 
 
 def _case(name: str) -> Case:
-    """One micro-batch a step."""
+    """One micro-batch a step. What is sent in the second step is sent in all that follow."""
     strategy = point(data_ranks=2) if name == EXPERTS else RUNS[name][0]
     case = many_processes(strategy.but(micro_batch_size=2, stage="tokens"))
     size = 2 * strategy["data_ranks"]
     words = [word.replace("global_batch_size=8", f"global_batch_size={size}") for word in case.words]
-    words.append(f"--model.config.hidden_size={HIDDEN}")
+    words += [f"--model.config.hidden_size={HIDDEN}", "--train.max_steps=2"]
     if name == EXPERTS:
         words.append("--parallel.expert_parallel_degree=2")
     family = name.partition(",")[0]
     if family in PARTS:
         words.append(f"--model.family={family}")
-    return dataclasses.replace(case, name=name, words=words, trace=True)
+    return dataclasses.replace(case, name=name, words=once(words), trace=True)
 
 
 @pytest.fixture(scope="module")
