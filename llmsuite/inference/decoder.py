@@ -113,7 +113,7 @@ class ModelDecoder:
             import paddle.distributed as dist
 
             logits = dist.reshard(logits, self._tensor_mesh, [dist.Replicate()])._local_value()
-        return np.asarray(logits.astype("float32").numpy())
+        return np.asarray(logits.astype("float32").numpy())[..., : self.vocab_size]  # behind it is padding
 
 
 def _pairs(cache: Cache) -> list[tuple[Tensor, Tensor]]:

@@ -73,6 +73,7 @@ def load_model(
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.checkpoint.shapes import check_shapes
     from llmsuite.models.qat import fake_quantize_layers, fake_quantized
+    from llmsuite.parallel.vocabulary import is_padded
 
     if head_of(source.config) == "score":
         raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
@@ -80,7 +81,9 @@ def load_model(
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
 
     def values(model: Any) -> ReadSlice:
-        check_shapes(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+        padded = mesh is not None and is_padded(source.config, mesh.degrees.tp)
+        found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        check_shapes(source, parameter_shapes(source.family, source.config) if padded else found)
         scales = input_scales(source)
         fake_quantize_layers(model, list(scales), rounds_weight=False)
         for name, layer in fake_quantized(model):
@@ -118,6 +121,7 @@ def build_model(
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.parallel.mesh import Mesh
     from llmsuite.parallel.parallelize import parallelize_inference
+    from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
     from llmsuite.schema.degrees import Degrees
 
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
@@ -133,8 +137,11 @@ def build_model(
         heads_first=True,
     )
     with paddle.LazyGuard():
-        model = family.factory()(config, plain)
-    parallelize_inference(model, plan, mesh, values(model), backend.parameter_dtype(precision))
+        model = build_padded(family, config, plain, mesh.degrees.tp)
+    read = values(model)
+    if is_padded(config, mesh.degrees.tp):
+        read = pad_values(read, parameter_shapes(family, config))
+    parallelize_inference(model, plan, mesh, read, backend.parameter_dtype(precision))
     model.eval()
     return model
 

@@ -32,7 +32,8 @@ class ShardPlan:
     last_norm: str
     """The module after which activations are whole again under sequence parallel."""
     problems: Callable[[Any, int], Iterator[str]]
-    """(config, tp) -> the reasons why the shape cannot be cut into tp parts."""
+    """(config, tp) -> the reasons why the shape cannot be cut into tp parts. A vocabulary can in any case, see
+    `llmsuite.parallel.vocabulary`."""
     experts: str = ""
     """Modules of routed experts (`models.experts.Experts`); none in most families. Their parameters are stacks:
     the ranks of an expert parallel group divide dim 0 among them, before tp cuts what each has."""

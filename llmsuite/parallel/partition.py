@@ -18,13 +18,16 @@ OPTIMIZER_SLOTS = {"adamw": ("beta1_pow_acc", "beta2_pow_acc", "moment1", "momen
 
 
 def local_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:
-    """The slice of a parameter that this rank holds before sharding, one `slice` a dim."""
+    """The slice of a parameter that this rank holds before sharding, one `slice` a dim.
+
+    Slices of a dim that the parts do not divide reach beyond it: a vocabulary is padded, see `vocabulary.py`.
+    """
     index = [slice(0, size) for size in shape]
     dim, parts, part = plan.dim(name), mesh.degrees.tp, mesh.coordinate["tp"]
     if plan.is_expert(name):
         dim, parts, part = 0, mesh.degrees.ep * parts, mesh.of_experts.coordinate["ep"] * parts + part
     if dim is not None and parts > 1:
-        size = shape[dim] // parts
+        size = -(-shape[dim] // parts)
         index[dim] = slice(part * size, (part + 1) * size)
     return index
 

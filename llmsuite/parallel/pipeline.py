@@ -33,6 +33,7 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.tensor import local_value, reshard
+from llmsuite.parallel.vocabulary import without_padding
 from llmsuite.typing import Tensor
 
 T = TypeVar("T")
@@ -160,7 +161,8 @@ class PipelineStage:
         """
         if not self.is_last:
             return paddle.zeros([*hidden.shape[:-1], self.model.config.vocab_size])
-        return self._whole(self.model.logits(hidden))
+        logits = self._whole(self.model.logits(hidden))
+        return without_padding(logits, [*logits.shape[:-1], self.model.config.vocab_size])
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """The plain tensor, the same on every rank of the tensor parallel group."""

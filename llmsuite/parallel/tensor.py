@@ -40,7 +40,8 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
     if plan.embedding in modules:  # not on every pipeline stage
         embedding = modules[plan.embedding]
         embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
-    model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh, vocabulary)
     complete_sum = _to(mesh, outside)  # one for all, or compiled layers would differ
     for name, module in model.named_sublayers():
         if _is_last_of_region(name, module, plan):
@@ -151,20 +152,24 @@ class _Masked(PyLayer):
         return gradient * ctx.mask
 
 
-def _vocabulary_parallel_cross_entropy(mesh: Mesh) -> Callable[[Tensor, Tensor], Tensor]:
+def _vocabulary_parallel_cross_entropy(mesh: Mesh, vocabulary: int | None) -> Callable[[Tensor, Tensor], Tensor]:
     """`cross_entropy` of logits that are cut along the vocabulary: only maxima, sums and picked logits are exchanged.
 
-    `F.cross_entropy` would gather the logits, and logsumexp over a dim that is cut is wrong (Paddle 3.3.1).
+    `F.cross_entropy` would gather the logits, and logsumexp over a dim that is cut is wrong (Paddle 3.3.1). Logits
+    behind the vocabulary are padding and get a probability of 0.
     """
 
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets = _replicated(targets, mesh)
-        shifted = logits - logits.detach().max(-1, keepdim=True)
         here = logits.shape[-1] // mesh.degrees.tp
         first = mesh.coordinate["tp"] * here
         # cut as the logits: else each rank would keep a tensor as long as the whole vocabulary
         ids = paddle.arange(first, first + here, dtype=targets.dtype)
+        if vocabulary is not None and logits.shape[-1] > vocabulary:
+            lowest = (ids >= vocabulary).astype(logits.dtype) * -1e30
+            logits = logits + dtensor_from_local(lowest, mesh.tensor, [dist.Shard(0)])
         ids = dtensor_from_local(ids, mesh.tensor, [dist.Shard(0)])
+        shifted = logits - logits.detach().max(-1, keepdim=True)
         is_target = (ids == targets.unsqueeze(-1)).astype(shifted.dtype)
         nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)
         # from here on every rank has the same plain numbers

@@ -25,6 +25,7 @@ from llmsuite.parallel.partition import SHARDING_STAGES
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import between_layers
+from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
@@ -66,15 +67,17 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     lora = recipe.lora
     moving_rate = recipe.qat.moving_rate  # read by every rank, also one whose layers have no use for it
     config = None if lora.rank is None else adapter_config(lora)
-    chunks, adapted, rounded = _build_chunks(plan, backend, config)
-    shapes = {name: list(p.shape) for name, p in chunks[0].named_parameters()}
+    chunks, adapted, rounded = _build_chunks(plan, backend, config, mesh.degrees.tp)
+    padded = is_padded(plan.model_config, mesh.degrees.tp)
+    whole = _build_chunks(plan, backend, config, tp=1)[0][0] if padded else chunks[0]
+    shapes = {name: list(p.shape) for name, p in whole.named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
     bounds = _cut_pipeline(chunks, plan, mesh, shapes)
     weights = initial_weights(plan, registry, chunks, shapes)
     strategy = _strategy(plan, backend, mesh, trained)
     shards: list[ParameterShard] = []
     for chunk in chunks:
-        shards += parallelize(chunk, strategy, weights.read)
+        shards += parallelize(chunk, strategy, pad_values(weights.read, shapes) if padded else weights.read)
     adapters = None
     if config is not None:
         beside = [name for name in trained if not is_factor(name)]
@@ -95,13 +98,16 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     return BuiltModel(part, own, trained, bounds, weights.digest, adapters, balance, rounded, scales, carried)
 
 
-def _build_chunks(plan: RunPlan, backend: DeviceBackend, config: Any | None) -> tuple[list[Any], list[str], list[str]]:
+def _build_chunks(
+    plan: RunPlan, backend: DeviceBackend, config: Any | None, tp: int
+) -> tuple[list[Any], list[str], list[str]]:
     """The whole model once for every chunk of this rank, without memory, with its adapters and fake-quantised layers.
 
     Args:
         plan: of the run.
         backend: of the device.
         config: of the adapters; None for none.
+        tp: tensor parallel degree that the vocabulary is padded for.
 
     Returns:
         The chunks, the names of the modules with adapters, and those of the fake-quantised layers.
@@ -112,7 +118,7 @@ def _build_chunks(plan: RunPlan, backend: DeviceBackend, config: Any | None) -> 
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
-            model = plan.family.factory()(plan.model_config, backend.ops(plan.recipe.engine.precision))
+            model = build_padded(plan.family, plan.model_config, backend.ops(plan.recipe.engine.precision), tp)
             if config is not None:
                 adapted = adapted_modules(model, shard_plan, lora.target_modules)
                 add_adapters(model, adapted, config)

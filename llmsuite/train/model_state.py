@@ -23,6 +23,7 @@ from llmsuite.parallel.fill import read_local
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer, StateTensor
 from llmsuite.parallel.partition import local_slice
+from llmsuite.parallel.vocabulary import pad_values, read_padded, without_padding
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.build import BuiltModel
@@ -51,7 +52,7 @@ class WholeModel:
         parameters = []
         for name, shape in shapes.items():
             of_parameter = "float32" if shard_plan.is_gate_bias(name) else dtype
-            gather = here[name].gather_parameter if name in here else None
+            gather = _cut(here[name].gather_parameter, shape) if name in here else None
             parameters.append(GatheredTensor(name, shape, of_parameter, gather))
         if built.adapters is None:
             names = plan.family.names()
@@ -68,6 +69,11 @@ class WholeModel:
         else:  # they go into one file
             self.parameters = [_on_every_stage(tensor, owners[tensor.name]) for tensor in parameters]
         self.state = _optimizer_state(shapes, owners, optimizer, mesh)
+
+
+def _cut(gather: Callable[[], Any], shape: Sequence[int]) -> Callable[[], Any]:
+    """The same without what is padding."""
+    return lambda: without_padding(gather(), shape)
 
 
 def _from_file(source: ModelDirectory, name: str, dtype: str) -> GatheredTensor:
@@ -88,6 +94,8 @@ def _optimizer_state(
         for slot in optimizer.slots:
             full_name, is_scalar = f"{name}/{slot}", StateTensor.slot_is_scalar(slot)
             gather = _gather(held[full_name]) if owners[name] == mesh.coordinate["pp"] else None
+            if gather is not None and not is_scalar:
+                gather = _cut(gather, shape)
             slots.append(GatheredTensor(full_name, [1] if is_scalar else shape, "float32", gather))
             slot_owners[full_name] = owners[name]
             if is_scalar:  # not up to date where a rank owns nothing of the parameter: the first one owns some
@@ -134,6 +142,7 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
         saved = open_model(path, registry.models)
         check_shapes(saved, {name: tuple(shape) for name, shape in built.shapes.items()})
         values = read_from(saved)
+    values = pad_values(values, built.shapes)
     for shard in optimizer.shards:
         shard.load(read_local(shard.name, shard.shape, shard_plan, mesh, values))
         optimizer.to_host(shard)
@@ -148,6 +157,9 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
         if entry.is_scalar:
             return files.read(entry.name)
         shard = entry.shard
-        return shard.own_shard(files.read(entry.name, local_slice(shard.name, shard.shape, shard_plan, mesh)))
+        index = local_slice(shard.name, shard.shape, shard_plan, mesh)
+        return shard.own_shard(
+            read_padded(lambda inside: files.read(entry.name, inside), built.shapes[shard.name], index)
+        )
 
     optimizer.load_state(read)

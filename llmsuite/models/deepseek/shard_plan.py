@@ -15,7 +15,6 @@ from llmsuite.models.shard_plan import ShardPlan, indivisible
 def _problems(config: DeepSeekConfig, tp: int) -> Iterator[str]:
     sizes = {
         "num_attention_heads": config.num_attention_heads,
-        "vocab_size": config.vocab_size,
         "intermediate_size": config.intermediate_size,
         "n_routed_experts": config.n_routed_experts,
         "n_shared_experts x moe_intermediate_size": config.shared_size,

@@ -14,7 +14,6 @@ from llmsuite.models.shard_plan import ShardPlan, indivisible
 def _problems(config: GPTConfig, tp: int) -> Iterator[str]:
     sizes = {
         "num_attention_heads": config.num_attention_heads,
-        "vocab_size": config.vocab_size,
         "intermediate_size": config.mlp_size,
     }
     return indivisible(sizes, tp)

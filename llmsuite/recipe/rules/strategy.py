@@ -148,7 +148,7 @@ STRATEGY_RULES = (
         _no_grid,
     ),
     Rule(
-        "a tensor parallel degree that does not divide heads, key-value heads, vocabulary, MLP width or experts",
+        "a tensor parallel degree that does not divide heads, key-value heads, MLP width or experts",
         "a matrix would be sharded unevenly",
         ("--parallel.tensor_parallel_degree=16", "--launch.num_devices=64"),
         _uneven_shards,

@@ -96,7 +96,6 @@ def test_what_it_lets_pass_can_be_cut(heads: int, groups: int, vocabulary: int, 
     odd = {
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
-        "vocab_size": vocabulary,
         "intermediate_size": width,
     }
     expected = [f"is {tp}, which does not divide {key} = {size}" for key, size in odd.items() if size % tp]
@@ -104,7 +103,7 @@ def test_what_it_lets_pass_can_be_cut(heads: int, groups: int, vocabulary: int, 
     if not expected:
         for name, value in tiny_llama.values(config).items():
             dim = PLAN.dim(name)
-            assert dim is None or value.shape[dim] % tp == 0, name
+            assert dim is None or value.shape[dim] % tp == 0 or value.shape[dim] == vocabulary, name
 
 
 @pytest.mark.parametrize("preset", PRESETS)

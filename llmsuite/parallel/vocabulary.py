@@ -1,0 +1,65 @@
+"""A vocabulary that tensor parallel does not divide, such as the 50,257 of GPT-2: the ranks hold some rows more.
+
+The embedding and the output projection are padded with zeros to the next multiple, as in Megatron-LM (Shoeybi et al.
+2019, arXiv 1909.08053). The padding gets no probability and no gradient, and no user sees it: values are read and
+saved, and logits given out, without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.devices.ops import Ops
+from llmsuite.parallel.fill import ReadSlice
+from llmsuite.specs import ModelFamily
+from llmsuite.typing import Tensor
+
+
+def is_padded(config: Any, tp: int) -> bool:
+    """Whether the vocabulary of a model is padded for this tensor parallel degree."""
+    return bool(getattr(config, "vocab_size", 0) % tp)
+
+
+def build_padded(family: ModelFamily, config: Any, ops: Ops, tp: int) -> Any:
+    """A model whose vocabulary `tp` ranks can share; its `config` has the true one."""
+    build = family.factory()
+    if not is_padded(config, tp):
+        return build(config, ops)
+    model = build(dataclasses.replace(config, vocab_size=config.vocab_size + -config.vocab_size % tp), ops)
+    model.config = config
+    return model
+
+
+def pad_values(read: ReadSlice, shapes: Mapping[str, Sequence[int]]) -> ReadSlice:
+    """The values of padded parameters from those of the true ones, which have these shapes."""
+
+    def padded(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        true = shapes.get(name, shape)
+        return read_padded(lambda inside: read(name, true, inside), true, index)
+
+    return padded
+
+
+def read_padded(
+    read: Callable[[Sequence[slice]], np.ndarray], shape: Sequence[int], index: Sequence[slice]
+) -> np.ndarray:
+    """A slice that may reach beyond a tensor of this shape, where it has zeros; `read` gets a slice of the tensor."""
+    inside = [slice(min(part.start, size), min(part.stop, size)) for part, size in zip(index, shape)]
+    if inside == list(index):
+        return read(index)
+    sizes = [part.stop - part.start for part in index]
+    if any(part.start == part.stop for part in inside):
+        return np.zeros(sizes, "float32")
+    values = read(inside)
+    return np.pad(values, [(0, size - found) for size, found in zip(sizes, values.shape)])
+
+
+def without_padding(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The part of a tensor that has this shape, from its beginning on."""
+    if list(tensor.shape) == list(shape):
+        return tensor
+    return tensor[tuple(slice(0, size) for size in shape)]
