@@ -44,7 +44,13 @@ def test_no_pattern_is_left_over(model: Llama) -> None:
     names = shapes_of(model)
     for pattern, _ in PLAN.cut:
         tied_away = pattern == "lm_head.weight" and model.lm_head is None
-        assert bool(fnmatch.filter(names, pattern)) != tied_away, pattern
+        is_without = tied_away or pattern.endswith(".bias")
+        assert bool(fnmatch.filter(names, pattern)) != is_without, pattern
+
+
+def test_no_pattern_of_a_bias_is_left_over() -> None:
+    names = shapes_of(Llama(LlamaConfig(**{**SMOKE, "attention_bias": True, "mlp_bias": True}), Ops()))
+    assert all(fnmatch.filter(names, pattern) for pattern, _ in PLAN.cut)
 
 
 def test_matrices_that_follow_each_other_are_cut_so_that_nothing_is_exchanged_between_them(model: Llama) -> None:
