@@ -82,8 +82,9 @@ _COMMANDS = f"""# Commands
 {GENERATED.format(source="llmsuite/cli")}
 
 `llmsuite COMMAND --help` says the same. Commands that take a recipe also take its keys as options:
-`--train.max_steps=3`. Exit codes: 0 done, 2 the input is wrong, 1 a fault of ours, 3 the ranks of a run hung, a plan
-does not fit or two sides of `align` differ, 130 stopped by Ctrl-C or SIGTERM.
+`--train.max_steps=3`. `--plugin FILE` and `--no-plugins` go with every command. Exit codes: 0 done, 2 the input is
+wrong, 1 a fault of ours, 3 the ranks of a run hung, a plan does not fit or two sides of `align` differ, 130 stopped by
+Ctrl-C or SIGTERM.
 """
 
 

@@ -1,16 +1,25 @@
 """llmsuite: pretrain, fine-tune, align and deploy large language models on PaddlePaddle, one JSON recipe a run."""
 
+import importlib
 from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "hookimpl"]
+_LIVES_IN = {
+    "Run": "llmsuite.api",
+    "generate": "llmsuite.api",
+    "load_recipe": "llmsuite.api",
+    "RecipeError": "llmsuite.errors",
+    "UserError": "llmsuite.errors",
+    "hookimpl": "llmsuite.plugins.hookspecs",
+}
+__all__ = ["__version__", "train", *_LIVES_IN]
 
 
 def __getattr__(name: str) -> Any:
-    # pluggy is only loaded when a plugin asks for the marker
-    if name == "hookimpl":
-        from llmsuite.plugins.hookspecs import hookimpl
-
-        return hookimpl
+    # everything is imported when it is first asked for: `import llmsuite` is fast, and plugins need nothing of it
+    if name == "train":  # a package that can be called, see there
+        return importlib.import_module("llmsuite.train")
+    if name in _LIVES_IN:
+        return getattr(importlib.import_module(_LIVES_IN[name]), name)
     raise AttributeError(f"module 'llmsuite' has no attribute {name!r}")

@@ -13,11 +13,12 @@ from llmsuite import __version__, builtin
 from llmsuite.cli import commands
 from llmsuite.cli.exits import exit_code
 from llmsuite.errors import UserError
+from llmsuite.plugins.given import add_files, plugin_files
 from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
 from llmsuite.specs import Command
 
 _DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe a run."
-_NO_PLUGINS = "--no-plugins"
+_NO_PLUGINS, _PLUGIN = "--no-plugins", "--plugin"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,12 +27,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _NO_PLUGINS in words:
         words.remove(_NO_PLUGINS)
         os.environ[ALLOW_LIST] = ""  # the ranks of a run inherit it
-    return exit_code(lambda: _run(words, load_plugins(builtin, commands)))
+
+    def work() -> int:
+        with plugin_files(take_plugins(words)):
+            return _run(words, add_files(load_plugins(builtin, commands)))
+
+    return exit_code(work)
+
+
+def take_plugins(words: list[str]) -> list[str]:
+    """Take `--plugin FILE` out of the words of a command line; returns the files.
+
+    Raises:
+        UserError: the last word is `--plugin`.
+    """
+    files = []
+    while (at := next((i for i, word in enumerate(words) if word.partition("=")[0] == _PLUGIN), None)) is not None:
+        word = words.pop(at)
+        if "=" not in word and at == len(words):
+            raise UserError(f"{_PLUGIN}: is the last word; give the Python file behind it")
+        files.append(word.partition("=")[2] if "=" in word else words.pop(at))
+    return files
 
 
 def _run(words: list[str], registry: Registry) -> int:
     parser = ArgumentParser(prog="llmsuite", description=_DESCRIPTION, version=__version__)
     parser.add_argument(_NO_PLUGINS, action="store_true", help="use what comes with llmsuite only")
+    parser.add_argument(_PLUGIN, type=str, help="a Python file that is a plugin; with any command, also several times")
     subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
     options: dict[str, set[str]] = {}
     for command in list(registry.commands.values()):

@@ -35,8 +35,7 @@ GROUP = "llmsuite"
 ALLOW_LIST = "LLMSUITE_PLUGINS"
 BUILTIN = "llmsuite (built in)"
 
-_REGISTRATIONS: dict[str, tuple[str, Any]] = {
-    # kind, as messages call it: (hook, type of the specs it returns)
+REGISTRATIONS: dict[str, tuple[str, Any]] = {
     "stage": ("llmsuite_register_stages", StageSpec),
     "model": ("llmsuite_register_models", ModelFamily),
     "device": ("llmsuite_register_devices", DeviceSpec),
@@ -45,6 +44,7 @@ _REGISTRATIONS: dict[str, tuple[str, Any]] = {
     "logger": ("llmsuite_register_loggers", LoggerSpec),
     "command": ("llmsuite_register_commands", Command),
 }
+"""Kind, as messages call it -> hook, and type of the specs it returns."""
 
 
 @dataclasses.dataclass
@@ -76,7 +76,7 @@ class Registry:
         self.plugins: list[PluginInfo] = []
         self.pm = pluggy.PluginManager(GROUP)
         self.pm.add_hookspecs(hookspecs)
-        self._specs: dict[str, dict[str, Any]] = {kind: {} for kind in _REGISTRATIONS}
+        self._specs: dict[str, dict[str, Any]] = {kind: {} for kind in REGISTRATIONS}
         self._owners: dict[tuple[str, str], PluginInfo] = {}
         self._contested: dict[tuple[str, str], str] = {}
 
@@ -152,7 +152,7 @@ class Registry:
             if self.pm.is_registered(info.plugin):
                 self.pm.unregister(info.plugin)
             is_message = isinstance(error, (pluggy.PluginValidationError, UserError))
-            info.error = str(error) if is_message else _tail(error)
+            info.error = str(error) if is_message else tail(error)
             return
         info.hooks = hooks
         for kind, spec in specs:
@@ -160,9 +160,15 @@ class Registry:
             self._owners[kind, spec.name] = info
             info.provides.append(f"{kind} {spec.name}")
 
+    def require(self, info: PluginInfo) -> None:
+        """Register a plugin that somebody has named. Raises UserError when something is wrong with it."""
+        self.add(info)
+        if info.error is not None:
+            raise UserError(f"plugin {info.name} of {info.distribution}: {info.error}")
+
     def _specs_of(self, info: PluginInfo) -> Iterable[tuple[str, Any]]:
         own: set[tuple[str, str]] = set()
-        for kind, (hook, cls) in _REGISTRATIONS.items():
+        for kind, (hook, cls) in REGISTRATIONS.items():
             impls = [impl for impl in getattr(self.pm.hook, hook).get_hookimpls() if impl.plugin is info.plugin]
             for spec in (spec for impl in impls for spec in _as_list(impl.function(), hook, cls)):
                 if not isinstance(spec, cls):
@@ -204,7 +210,7 @@ class Registry:
         info = self.owner(kind, name)
         if info.distribution == BUILTIN:
             raise error
-        info.error = _tail(error)
+        info.error = tail(error)
         self.withdraw(kind, name, f"{kind} {name!r} of {info.distribution} does not work: {_last_line(info.error)}")
 
     def emit(self, event: str, **arguments: Any) -> None:
@@ -233,7 +239,7 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> PluginInfo:
     try:
         info.plugin = entry_point.load()
     except (Exception, SystemExit) as error:  # importing somebody else's code may raise anything
-        info.error = _tail(error)
+        info.error = tail(error)
     info.load_seconds = time.perf_counter() - start
     return info
 
@@ -287,7 +293,8 @@ def _check_stage(spec: StageSpec) -> None:
         )
 
 
-def _tail(error: BaseException) -> str:
+def tail(error: BaseException) -> str:
+    """The last lines of a traceback."""
     return "".join(traceback.format_exception(error)[-3:]).strip()
 
 

@@ -36,6 +36,7 @@ LAYERS = (
     ("serving",),
     ("builtin",),
     ("cli",),
+    ("api",),
     ("testing",),
 )
 """Rooms, lowest first. A room imports itself, its own layer and the layers below, be it inside a function or for types

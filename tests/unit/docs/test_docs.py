@@ -119,7 +119,10 @@ def test_options_on_the_pages_exist(registry: Registry) -> None:
     """Options of the command, or keys of a recipe."""
     reference = (ROOT / "docs" / "reference" / "keys.md").read_text("utf-8")
     keys = {"--parallel", *(f"--{key}" for key in re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE))}
-    known = {name: _options(c) | (keys if c.takes_overrides else set()) for name, c in registry.commands.items()}
+    known = {
+        name: _options(c) | {"--plugin"} | (keys if c.takes_overrides else set())
+        for name, c in registry.commands.items()
+    }
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for line in re.findall(r"^llmsuite .*$", text, re.MULTILINE):

@@ -1,0 +1,100 @@
+"""Plugins that somebody names for one command or one call: Python files, and specs that a program has made."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.plugins import hookspecs
+from llmsuite.plugins.manager import REGISTRATIONS, PluginInfo, Registry, tail
+
+FILES = "LLMSUITE_PLUGIN_FILES"
+"""Variable with the plugins that are files, as `--plugin my_model.py` names them: the ranks of a run inherit it."""
+
+
+def add_files(registry: Registry) -> Registry:
+    """Register the files that are named, after all other plugins; returns the registry.
+
+    Raises:
+        UserError: one does not work. Who names a plugin wants it.
+    """
+    for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+        registry.require(load_file(Path(path)))
+    return registry
+
+
+@contextlib.contextmanager
+def plugin_files(paths: Sequence[str | Path]) -> Iterator[None]:
+    """While active, `add_files` adds these too, here and in processes that are started."""
+    before = os.environ.get(FILES)
+    given = [*filter(None, (before or "").split(os.pathsep)), *(str(Path(path).resolve()) for path in paths)]
+    os.environ[FILES] = os.pathsep.join(dict.fromkeys(given))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FILES]
+        else:
+            os.environ[FILES] = before
+
+
+def load_file(path: Path) -> PluginInfo:
+    """The plugin in a Python file, imported as the neighbour of a script is: by its name, with its directory on
+    `sys.path`.
+
+    Raises:
+        UserError: there is no such file, or it cannot be imported.
+    """
+    path = path.resolve()
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"plugin {path}: is no Python file")
+    module = sys.modules.get(path.stem)
+    if module is None:
+        module = _import(path)
+    elif Path(getattr(module, "__file__", None) or "").resolve() != path:
+        raise UserError(f"plugin {path}: a module {path.stem!r} is imported already; give the file another name")
+    return PluginInfo(path.stem, f"the file {path}", path.stem, plugin=module)
+
+
+def _import(path: Path) -> types.ModuleType:
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # it is somebody else's code
+        del sys.modules[path.stem]
+        raise UserError(f"plugin {path}: {tail(error)}") from error
+    return module
+
+
+def plugin_of(specs: Sequence[Any]) -> types.SimpleNamespace:
+    """A plugin that registers these specs, such as a `ModelFamily`.
+
+    Raises:
+        UserError: something is no spec.
+    """
+    known = tuple(cls for _, cls in REGISTRATIONS.values())
+    for spec in specs:
+        if not isinstance(spec, known):
+            names = ", ".join(cls.__name__ for cls in known)
+            raise UserError(f"a {type(spec).__name__} cannot be registered; give one of: {names}")
+
+    def returning(found: list[Any]) -> Any:
+        def register() -> list[Any]:
+            return found
+
+        return hookspecs.hookimpl(register)
+
+    by_hook = {hook: [s for s in specs if isinstance(s, cls)] for hook, cls in REGISTRATIONS.values()}
+    return types.SimpleNamespace(**{hook: returning(found) for hook, found in by_hook.items() if found})

@@ -1,0 +1,171 @@
+"""The Python API without runs; tests/multi/test_python.py runs what the guide says."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llmsuite
+from llmsuite import builtin
+from llmsuite.cli.main import main, take_plugins
+from llmsuite.errors import UserError
+from llmsuite.plugins.given import FILES, load_file, plugin_files, plugin_of
+from llmsuite.plugins.manager import ALLOW_LIST
+from llmsuite.schema.section import as_plain
+from tests.conftest import VALID
+
+STAGE = """
+import dataclasses, llmsuite
+from llmsuite.plugins.hookspecs import Section, StageSpec
+
+@dataclasses.dataclass(kw_only=True)
+class SpinSection(Section):
+    beta: float = 0.1
+    "How much."
+
+SPEC = StageSpec(name="spin", help="of a file", config_cls=SpinSection, factory=object)
+
+@llmsuite.hookimpl
+def llmsuite_register_stages():
+    return [SPEC]
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW_LIST, "")
+    monkeypatch.delenv(FILES, raising=False)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "spin_of_a_test.py"
+    path.write_text(STAGE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return path
+
+
+def test_importing_it_imports_nothing_large() -> None:
+    code = (
+        "import sys, llmsuite; llmsuite.load_recipe('recipes/llama/dpo.json'); llmsuite.train, llmsuite.generate; "
+        "print([name for name in ('paddle', 'paddlenlp', 'torch', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_all_that_is_promised_is_there() -> None:
+    assert {name for name in llmsuite.__all__ if getattr(llmsuite, name) is None} == set()
+    assert callable(llmsuite.train), "though a package has this name"
+    with pytest.raises(AttributeError, match="has no attribute 'tran'"):
+        _ = llmsuite.tran  # type: ignore[attr-defined]
+
+
+def test_a_recipe_is_a_file_or_its_content(write_recipe: Callable[..., Path]) -> None:
+    of_file, of_content = (llmsuite.load_recipe(given, {"dpo.beta": 0.3}) for given in (write_recipe(), VALID))
+    assert as_plain(of_file) == as_plain(of_content)
+    assert of_file.dpo.beta == 0.3  # type: ignore[attr-defined]
+    assert of_file.train.lr_schedule == "cosine"
+
+
+def test_overrides_are_values(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"train.max_grad_norm": None, "data.eval": tmp_path, "lora.target_modules": ["q_proj"],
+                               "lora.rank": 4, "data.chat_template": "plain"}  # fmt: skip
+    recipe = llmsuite.load_recipe(VALID, changes)
+    assert recipe.train.max_grad_norm is None
+    assert (recipe.data.eval, recipe.lora.target_modules) == (str(tmp_path), ["q_proj"])
+
+
+def test_smoke_is_small() -> None:
+    assert llmsuite.load_recipe(VALID, smoke=True).train.max_steps == 8
+
+
+def test_what_is_wrong_is_raised() -> None:
+    with pytest.raises(llmsuite.RecipeError) as caught:
+        llmsuite.train(VALID, {"train.max_stepps": 3, "seed": -1})
+    assert [problem.key for problem in caught.value.problems] == ["train.max_stepps", "seed"]
+    with pytest.raises(llmsuite.UserError, match="is a text; give a list"):
+        llmsuite.generate("nowhere", "Hello")
+    infer = {"stage": "infer", "model": VALID["model"], "data": {"prompts": "p.jsonl"}, "output_dir": "x"}
+    with pytest.raises(llmsuite.UserError, match="stage infer, which does not train"):
+        llmsuite.train(infer)
+
+
+def test_objects_of_this_process_cannot_go_to_others() -> None:
+    (family, *_) = builtin.llmsuite_register_models()
+    own = dataclasses.replace(family, name="mine")
+    changes = {"model.family": "mine", "launch.num_devices": 2}
+    assert llmsuite.load_recipe(VALID, changes, plugins=[own]).model.family == "mine"
+    with pytest.raises(llmsuite.UserError, match=r"mine lives in this process.*plugins=\['my_model.py'\]"):
+        llmsuite.train(VALID, changes, plugins=[own])
+
+
+# plugins that are named
+
+
+def test_a_file_is_a_plugin(plugin: Path) -> None:
+    recipe = llmsuite.load_recipe({**VALID, "stage": "spin"}, {"spin.beta": 0.5}, plugins=[plugin])
+    assert recipe.spin.beta == 0.5  # type: ignore[attr-defined]
+    assert sys.modules[plugin.stem].SPEC.name == "spin"
+    again = llmsuite.load_recipe({**VALID, "stage": "spin"}, plugins=[str(plugin)])
+    assert again.stage == "spin", "imported once"
+
+
+def test_a_file_on_the_command_line(plugin: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "stages"]) == 0
+    assert "spin" not in capsys.readouterr().out
+    for words in (["--plugin", str(plugin), "list", "stages"], ["list", "stages", f"--plugin={plugin}"]):
+        assert main(words) == 0
+        assert "spin" in capsys.readouterr().out
+    assert main(["list", "stages", "--plugin"]) == 2
+    assert "--plugin: is the last word" in capsys.readouterr().err
+
+
+def test_words_without_plugins() -> None:
+    words = ["run", "a.json", "--plugin", "a.py", "--seed=1", "--plugin=b.py"]
+    assert take_plugins(words) == ["a.py", "b.py"]
+    assert words == ["run", "a.json", "--seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import nothing_that_there_is", "ModuleNotFoundError: No module named 'nothing_that_there_is'"),
+        ("raise SystemExit(3)", "SystemExit"),
+        ("x = 1", "has no function marked with @llmsuite.hookimpl"),
+        (STAGE.replace('"spin"', '"dpo"'), "stage 'dpo' is registered by both"),
+    ],
+)
+def test_a_file_that_does_not_work(plugin: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin.write_text(text)
+    assert main(["list", "stages", "--plugin", str(plugin)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"absent\.py: is no Python file"):
+        load_file(tmp_path / "absent.py")
+    (tmp_path / "json.py").write_text("")
+    with pytest.raises(UserError, match="a module 'json' is imported already"):
+        load_file(tmp_path / "json.py")
+
+
+def test_files_are_handed_on_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with plugin_files([tmp_path / "a.py"]):
+        with plugin_files([tmp_path / "b.py", tmp_path / "a.py"]):
+            assert os.environ[FILES] == f"{tmp_path / 'a.py'}{os.pathsep}{tmp_path / 'b.py'}"
+        assert os.environ[FILES] == str(tmp_path / "a.py")
+    assert FILES not in os.environ
+
+
+def test_only_specs_are_registered() -> None:
+    with pytest.raises(UserError, match="a int cannot be registered; give one of: StageSpec, ModelFamily"):
+        plugin_of([3])
