@@ -145,6 +145,8 @@ class FusedAttention:
         self._parts, self._shape = [num_queries, num_keys], [0, 0, num_queries + 2 * num_keys, size]
         attention.num_heads = (num_queries, num_keys)
         attention.qkv_proj = _joined(projections)
+        if attention.interleaved:
+            _reorder(attention.qkv_proj, _halves_first(num_queries + num_keys, num_keys, size))
         attention.q_proj = attention.k_proj = attention.v_proj = None
 
     def forward(
@@ -205,6 +207,18 @@ def _joined(layers: list[nn.Linear]) -> nn.Linear:
     return joined
 
 
+def _halves_first(num_rotated: int, num_values: int, size: int) -> Tensor:
+    """Places of columns of interleaved heads, in the order of `blocks.halves`; behind them values stay as they are."""
+    rotated = paddle.arange(num_rotated * size).reshape([num_rotated, size // 2, 2]).transpose([0, 2, 1]).flatten()
+    return paddle.concat([rotated, paddle.arange(num_rotated * size, (num_rotated + num_values) * size)])
+
+
+def _reorder(layer: nn.Linear, columns: Tensor) -> None:
+    layer.weight = _parameter(layer.weight.index_select(columns, 1))
+    if layer.bias is not None:
+        layer.bias = _parameter(layer.bias.index_select(columns, 0))
+
+
 def _parameter(value: Tensor) -> Any:
     parameter = paddle.create_parameter(value.shape, value.dtype, default_initializer=nn.initializer.Assign(value))
     parameter.stop_gradient = True
@@ -223,12 +237,12 @@ def _for_whole_heads(layer_inputs: Any, num_queries: int, num_keys: int) -> Any:
     token the mask to every score, once a pass instead of in every layer."""
 
     def repeated(*args: Any) -> tuple[Tensor, ...]:
-        cos, sin, mask = layer_inputs(*args)
+        cos, sin, mask, *further = layer_inputs(*args)
         heads = [1, 1, num_queries + num_keys, 1]
         cos, sin = (paddle.concat(halves, -1).tile(heads) for halves in ([cos, cos], [-sin, sin]))
         if mask is not None and mask.shape[2] == 1:
             mask = mask.unsqueeze(1).tile([1, num_keys, num_queries // num_keys, 1, 1])
-        return cos, sin, mask
+        return cos, sin, mask, *further
 
     return repeated
 

@@ -17,6 +17,7 @@ from paddle import nn
 
 from llmsuite.devices.ops import Ops
 from llmsuite.models.head import head_of, is_tied
+from llmsuite.models.rope import magnitude
 from llmsuite.typing import Tensor
 
 LayerCache = tuple[Tensor, Tensor]
@@ -45,9 +46,19 @@ class RMSNorm(nn.Layer):
 class Attention(nn.Layer):
     """Grouped-query self-attention with rotary positions."""
 
-    def __init__(self, config: Any, ops: Ops, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False):
-        """`config` has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps."""
+    def __init__(
+        self,
+        config: Any,
+        ops: Ops,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: bool = False,
+        interleaved: bool = False,
+    ):
+        """`config` has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps. With
+        `interleaved`, the elements of a head that are rotated together lie side by side."""
         super().__init__()
+        self.interleaved = interleaved
         self.head_size, self.rotary, self.core = config.head_size, ops.rotary, ops.attention
         self.heads_first = ops.heads_first
         width, kv_width = (n * config.head_size for n in (config.num_attention_heads, config.num_key_value_heads))
@@ -67,6 +78,8 @@ class Attention(nn.Layer):
         q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.interleaved:
+            q, k = halves(q), halves(k)
         q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
         k, v = extend_cache(k, v, past, self.heads_first)
         out = self.core(q, k, v, mask)
@@ -81,6 +94,13 @@ def extend_cache(k: Tensor, v: Tensor, past: LayerCache | None, heads_first: boo
         return k, v
     dim = 2 if heads_first else 1
     return paddle.concat([past[0], k], dim), paddle.concat([past[1], v], dim)
+
+
+def halves(x: Tensor) -> Tensor:
+    """Heads [B, L, H, K] with pairs side by side to halves, as `Ops.rotary` takes them; scores of queries and keys do
+    not depend on the order."""
+    pairs = x.reshape([0, 0, 0, x.shape[-1] // 2, 2])
+    return pairs.transpose([0, 1, 2, 4, 3]).reshape([0, 0, 0, x.shape[-1]])
 
 
 class GatedMLP(nn.Layer):
@@ -264,6 +284,26 @@ class CausalLM(nn.Layer):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, L, V] of every position."""
         return self.logits(self.hidden_states(input_ids)[0])
+
+
+class RotaryLM(CausalLM):
+    """A decoder whose layers take a rotation and a mask."""
+
+    def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
+        """`config` as for `CausalLM`, with what `decoder_config.RotaryConfig` has."""
+        super().__init__(config, ops, layers, norm)
+        self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
+
+    def layer_inputs(
+        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Rotation and mask."""
+        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, document_starts)
+        return cos, sin, self.mask(start, length, dtype, document_starts)
+
+    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
+        """Rotation and mask."""
+        return (*rotation_at(self._frequencies, self._magnitude, positions, dtype), mask)
 
 
 def dim_size(x: Tensor, dim: int) -> Any:

@@ -13,20 +13,10 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, causal_mask, document_mask
-from llmsuite.models.blocks import (
-    ZEROS,
-    CausalLM,
-    DecoderLayer,
-    GatedMLP,
-    LayerCache,
-    RMSNorm,
-    linear,
-    rotation,
-    rotation_at,
-)
+from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, halves, linear
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.experts import Balance, Experts
-from llmsuite.models.rope import magnitude
+from llmsuite.models.experts import Experts
+from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM
 from llmsuite.typing import Tensor
 
 _LATENT_EPS = 1e-6
@@ -68,8 +58,8 @@ class Attention(nn.Layer):
         q_nope, q_rope = q.reshape([0, 0, -1, sum(self.query_sizes)]).split(self.query_sizes, -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split(self.latent_sizes, -1)
         latent = self.kv_a_layernorm(latent)
-        q_rope = self.rotary(_halves(q_rope), cos, sin)
-        k_rope = self.rotary(_halves(k_rope.unsqueeze(2)), cos, sin).squeeze(2)
+        q_rope = self.rotary(halves(q_rope), cos, sin)
+        k_rope = self.rotary(halves(k_rope.unsqueeze(2)), cos, sin).squeeze(2)
         if past is not None:
             latent, k_rope = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_rope], 1)
         heads = self.kv_b_proj(latent).reshape([0, 0, -1, sum(self.key_value_sizes)])
@@ -86,61 +76,35 @@ def attention(q_nope: Tensor, q_rope: Tensor, k_nope: Tensor, k_rope: Tensor, v:
     return paddle.matmul(F.softmax(scores + mask, -1), v)
 
 
-def _halves(x: Tensor) -> Tensor:
-    """[B, L, H, R] with pairs side by side to halves, as `rotary` takes them; scores do not depend on the order."""
-    pairs = x.reshape([0, 0, 0, x.shape[-1] // 2, 2])
-    return pairs.transpose([0, 1, 2, 4, 3]).reshape([0, 0, 0, x.shape[-1]])
-
-
-class Gate(nn.Layer):
-    """The router: which experts a token goes to, and with what weight."""
+class DeepSeekGate(Gate):
+    """The router of V2, by softmax, and of V3, by sigmoid and with a bias; both may limit a token to groups."""
 
     def __init__(self, config: DeepSeekConfig):
-        super().__init__()
-        self.num_experts, self.num_chosen = config.n_routed_experts, config.num_experts_per_tok
+        sizes = config.hidden_size, config.n_routed_experts, config.num_experts_per_tok
+        super().__init__(*sizes, config.norm_topk_prob, config.routed_scaling_factor)
         self.num_groups = 1 if config.topk_method == "greedy" else config.n_group
         self.num_chosen_groups = config.topk_group
-        self.is_normed, self.factor = config.norm_topk_prob, config.routed_scaling_factor
-        self.balance: Balance | None = None
-        self.weight = self.create_parameter([config.hidden_size, self.num_experts], attr=ZEROS)
-        self.e_score_correction_bias = None
-        if config.model_type == "deepseek_v3":
-            # it balances the load by shifting the choice: the trainer updates it, no gradient reaches it
-            attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
-            self.e_score_correction_bias = self.create_parameter([self.num_experts], attr=attr)
+        if config.has_gate_bias:
+            self.add_bias([self.num_experts])
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B, L, D] to weights, in float32, and numbers of the chosen experts, both [B, L, k].
+    def scores(self, logits: Tensor) -> Tensor:
+        """As `Gate.scores`."""
+        return super().scores(logits) if self.e_score_correction_bias is None else F.sigmoid(logits)
 
-        `counted` [B, L] is 1 for tokens and 0 for padding, which the balance does not see.
-        """
-        with paddle.amp.auto_cast(enable=False):
-            logits = paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
-            if self.e_score_correction_bias is None:
-                scores = F.softmax(logits, -1)
-                selection_score = scores.detach()
-            else:
-                scores = F.sigmoid(logits)
-                selection_score = scores.detach() + self.e_score_correction_bias.astype("float32")
-            if self.num_groups > 1:
-                selection_score = self._in_best_groups(selection_score)
-            chosen = paddle.topk(selection_score, self.num_chosen, -1)[1]
-            weights = paddle.take_along_axis(scores, chosen, -1)
-            if self.is_normed:
-                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-            weights = weights * self.factor
-            # a recomputed layer is counted the second time only, when there is a graph
-            if self.balance is not None and self.training and paddle.is_grad_enabled():
-                weights = self.balance.count(weights, chosen, scores, counted)
-            return weights, chosen
-
-    def _in_best_groups(self, selection_score: Tensor) -> Tensor:
-        """[B, L, E] with the scores of experts outside the best groups far below all others."""
-        groups = selection_score.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
+    def selection_scores(self, scores: Tensor) -> Tensor:
+        """As `Gate.selection_scores`: those of experts outside the best groups are far below all others."""
+        scores = super().selection_scores(scores)
+        if self.num_groups == 1:
+            return scores
+        groups = scores.reshape([0, 0, self.num_groups, self.num_experts // self.num_groups])
         num_best = 1 if self.e_score_correction_bias is None else 2
         best = paddle.topk(groups, num_best, -1)[0].sum(-1)
         outside = 1.0 - _among_best(best, self.num_chosen_groups)
         return (groups - outside.unsqueeze(-1) * 1e9).reshape([0, 0, self.num_experts])
+
+    def total(self, weights: Tensor) -> Tensor:
+        """As `Gate.total`."""
+        return super().total(weights) + 1e-20
 
 
 def _among_best(values: Tensor, count: int) -> Tensor:
@@ -148,97 +112,28 @@ def _among_best(values: Tensor, count: int) -> Tensor:
     return F.one_hot(paddle.topk(values, count, -1)[1], values.shape[-1]).sum(-2)
 
 
-class MoE(nn.Layer):
-    """Mixture of experts: routed ones, and shared ones that every token goes through."""
-
-    def __init__(self, config: DeepSeekConfig, ops: Ops):
-        super().__init__()
-        self.gate = Gate(config)
-        self.experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, ops)
-        self.shared_experts = GatedMLP(config.hidden_size, config.shared_size, ops)
-
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
-        """[B, L, D] to [B, L, D]; `counted` as in `Gate.forward`."""
-        return self.experts(x, *self.gate(x, counted)) + self.shared_experts(x)
+def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
+    """Latent attention, and experts or a gated MLP."""
+    around = _norm(config, ops), Attention(config, ops), _norm(config, ops)
+    if not config.has_experts(number):
+        return DenseLayer(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
+    experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, ops)
+    shared = GatedMLP(config.hidden_size, config.shared_size, ops)
+    return MoELayer(*around, MoE(DeepSeekGate(config), experts, shared))
 
 
-class DenseLayer(DecoderLayer):
-    """Latent attention and a gated MLP."""
-
-    def __init__(self, config: DeepSeekConfig, ops: Ops):
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, ops)
-        super().__init__(_norm(config, ops), Attention(config, ops), _norm(config, ops), mlp)
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
-    ) -> tuple[Tensor, LayerCache]:
-        """As `DecoderLayer.forward`; a layer without experts ignores `counted`."""
-        return super().forward(x, cos, sin, mask, past)
-
-    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any) -> Tensor:
-        """`forward` without the cache."""
-        return self(x, cos, sin, mask, *counted)[0]
-
-
-class MoELayer(DecoderLayer):
-    """Latent attention and experts."""
-
-    def __init__(self, config: DeepSeekConfig, ops: Ops):
-        super().__init__(_norm(config, ops), Attention(config, ops), _norm(config, ops), MoE(config, ops))
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
-    ) -> tuple[Tensor, LayerCache]:
-        """As `DecoderLayer.forward`; `counted` as in `Gate.forward`."""
-        attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
-        return self.mlp_block(x + attended, cos, sin, mask, *counted), present
-
-    def forward_train(self, x: Tensor, *context: Any) -> Tensor:
-        """`forward` without the cache."""
-        return self(x, *context)[0]
-
-    # `forward_train` in two halves: which expert a token goes to depends on values, so the second cannot be compiled
-
-    def attention_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, counted: Tensor | None = None
-    ) -> Tensor:
-        """[B, L, D] to [B, L, D], by the modules in `attention_modules`."""
-        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
-
-    attention_modules = ("input_layernorm", "self_attn")
-
-    def mlp_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, counted: Tensor | None = None
-    ) -> Tensor:
-        """[B, L, D] to [B, L, D]."""
-        return x + self.mlp(self.post_attention_layernorm(x), counted)
-
-
-class DeepSeek(CausalLM):
+class DeepSeek(MoELM):
     """DeepSeek-V2 and V3; the layers that predict further tokens are no part of it."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
-        kinds = [MoELayer if config.has_experts(i) else DenseLayer for i in range(config.num_hidden_layers)]
-        super().__init__(config, ops, [kind(config, ops) for kind in kinds], _norm(config, ops))
-        self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
+        layers = [_layer(config, ops, i) for i in range(config.num_hidden_layers)]
+        super().__init__(config, ops, layers, _norm(config, ops))
 
-    def layer_inputs(
-        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        """Rotation, mask, and which tokens count. Attention is computed in this file, so the mask is the plain one on
-        every device."""
-        counted = None if document_starts is None else (document_starts >= 0).astype("float32")
+    def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor:
+        """The plain mask on every device: attention is computed in this file."""
         if document_starts is not None:
-            # marked padding would have positions beyond the row
-            document_starts = document_starts.clip(min=0) if bool((document_starts > 0).any()) else None
-        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, document_starts)
-        packed = document_starts is not None
-        mask = document_mask(document_starts, dtype) if packed else causal_mask(length, start + length, dtype)
-        return cos, sin, mask, counted
-
-    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
-        """Rotation and mask."""
-        return (*rotation_at(self._frequencies, self._magnitude, positions, dtype), mask)
+            return document_mask(document_starts, dtype)
+        return causal_mask(length, start + length, dtype)
 
 
 def _norm(config: DeepSeekConfig, ops: Ops) -> RMSNorm:

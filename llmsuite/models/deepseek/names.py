@@ -8,12 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from llmsuite.models.decoder_names import (
+    Shapes,
+    decoder_shapes,
+    expert_shapes,
+    expert_tensors,
+    layer_shapes,
+    mlp_shapes,
+)
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.head import SCORE, head_shapes
+from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 
-_MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 
 
@@ -22,7 +28,7 @@ def parameter_names(config: DeepSeekConfig) -> Iterator[str]:
     yield from parameter_shapes(config)
 
 
-def parameter_shapes(config: DeepSeekConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: DeepSeekConfig) -> Shapes:
     """Every parameter of the model, in the order of the layers, with its shape."""
     hidden, heads, latent, rope = (
         config.hidden_size,
@@ -32,7 +38,7 @@ def parameter_shapes(config: DeepSeekConfig) -> dict[str, tuple[int, ...]]:
     )
     width = heads * (config.qk_nope_head_dim + rope)
     rank = config.q_lora_rank
-    attention: dict[str, tuple[int, ...]] = (
+    attention: Shapes = (
         {"q_proj": (hidden, width)}
         if rank is None
         else {"q_a_proj": (hidden, rank), "q_a_layernorm": (rank,), "q_b_proj": (rank, width)}
@@ -43,28 +49,20 @@ def parameter_shapes(config: DeepSeekConfig) -> dict[str, tuple[int, ...]]:
         "kv_b_proj": (latent, heads * (config.qk_nope_head_dim + config.v_head_dim)),
         "o_proj": (heads * config.v_head_dim, hidden),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    experts = config.n_routed_experts
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes |= {f"{layer}.self_attn.{part}.weight": shape for part, shape in attention.items()}
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        if config.has_experts(i):
-            shapes[f"{layer}.mlp.gate.weight"] = (hidden, experts)
-            if config.model_type == "deepseek_v3":
-                shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (experts,)
-            routed, shared = _mlp(hidden, config.moe_intermediate_size), _mlp(hidden, config.shared_size)
-            shapes |= {f"{layer}.mlp.experts.{part}": (experts, *shape) for part, shape in routed.items()}
-            shapes |= {f"{layer}.mlp.shared_experts.{part}": shape for part, shape in shared.items()}
-        else:
-            dense = _mlp(hidden, config.intermediate_size)
-            shapes |= {f"{layer}.mlp.{part}": shape for part, shape in dense.items()}
-    return {**shapes, "model.norm.weight": (hidden,), **head_shapes(config)}
+    weights: Shapes = {f"{part}.weight": shape for part, shape in attention.items()}
 
+    def layer(number: int) -> Shapes:
+        if not config.has_experts(number):
+            return layer_shapes(hidden, weights, mlp_shapes(hidden, config.intermediate_size))
+        gate: Shapes = {"gate.weight": (hidden, config.n_routed_experts)}
+        if config.has_gate_bias:
+            gate["gate.e_score_correction_bias"] = (config.n_routed_experts,)
+        routed = expert_shapes(hidden, config.moe_intermediate_size, config.n_routed_experts)
+        shared = mlp_shapes(hidden, config.shared_size)
+        mlp = gate | routed | {f"shared_experts.{part}": shape for part, shape in shared.items()}
+        return layer_shapes(hidden, weights, mlp)
 
-def _mlp(hidden: int, width: int) -> dict[str, tuple[int, ...]]:
-    return dict(zip(_MLP, ((hidden, width), (hidden, width), (width, hidden))))
+    return decoder_shapes(config, layer)
 
 
 def is_linear(name: str) -> bool:
@@ -74,10 +72,7 @@ def is_linear(name: str) -> bool:
 
 def hf_tensors(name: str, config: DeepSeekConfig) -> HfTensors:
     """The tensor of an HF model that holds a parameter, or those that are stacked in it."""
-    if match := _STACKED.fullmatch(name):
-        names = tuple(f"{match[1]}.{expert}.{match[2]}" for expert in range(config.n_routed_experts))
-        return HfTensors(names, stacked=True)
-    return HfTensors((name,))
+    return expert_tensors(name, config.n_routed_experts) or HfTensors((name,))
 
 
 def from_hf(name: str, config: DeepSeekConfig) -> str | None:

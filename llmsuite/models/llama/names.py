@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmsuite.models.head import SCORE, head_shapes
+from llmsuite.models.decoder_names import Shapes, attention_shapes, decoder_shapes, layer_shapes, mlp_shapes
+from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.llama.config import LlamaConfig
 
@@ -34,30 +35,12 @@ def parameter_names(config: LlamaConfig) -> Iterator[str]:
     yield from parameter_shapes(config)
 
 
-def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: LlamaConfig) -> Shapes:
     """Every parameter of the model, in the order of the layers, with its shape."""
-    hidden, width = config.hidden_size, config.intermediate_size
-    queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
-    matrices = {
-        "self_attn.q_proj": (hidden, queries),
-        "self_attn.k_proj": (hidden, keys),
-        "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (queries, hidden),
-        "mlp.gate_proj": (hidden, width),
-        "mlp.up_proj": (hidden, width),
-        "mlp.down_proj": (width, hidden),
-    }
-    biased = ("self_attn.",) * config.attention_bias + ("mlp.",) * config.mlp_bias
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for part, shape in matrices.items():
-        if part == "mlp.gate_proj":
-            layer["post_attention_layernorm.weight"] = (hidden,)
-        layer[f"{part}.weight"] = shape
-        if part.startswith(biased):
-            layer[f"{part}.bias"] = shape[1:]
-    layers = ((f"model.layers.{i}.{part}", s) for i in range(config.num_hidden_layers) for part, s in layer.items())
-    top = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    return {**top, **dict(layers), "model.norm.weight": (hidden,), **head_shapes(config)}
+    attention = attention_shapes(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+    mlp = mlp_shapes(config.hidden_size, config.intermediate_size, config.mlp_bias)
+    layer = layer_shapes(config.hidden_size, attention, mlp)
+    return decoder_shapes(config, lambda number: layer)
 
 
 def is_linear(name: str) -> bool:

@@ -12,8 +12,8 @@ def anatomy(config: QwenConfig) -> Anatomy:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_size=config.head_size,
-        normed=config.model_type == "qwen3",
-        biased=config.model_type == "qwen2",
+        normed=config.has_head_norms,
+        biased=config.has_qkv_bias,
     )
     layer = LayerAnatomy(attention=attention, mlp=GatedMLP(width=config.intermediate_size))
     return Anatomy(hidden=config.hidden_size, vocabulary=config.vocab_size, layers=[layer] * config.num_hidden_layers)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
+from typing_extensions import Self
 
 from llmsuite.errors import UserError
 from llmsuite.models.decoder_config import GroupedQueryConfig, PositiveInt, in_written_order
@@ -20,13 +21,13 @@ _WINDOW = ("sliding_window", "max_window_layers", "layer_types")
 
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenConfig(GroupedQueryConfig):
-    """Qwen2, Qwen2.5 and dense Qwen3. Names are those of HF's config.json."""
+class QwenShape(GroupedQueryConfig):
+    """What Qwen's models have in common with and without experts. Names are those of HF's config.json."""
 
+    family: ClassVar[str] = "qwen"
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "yarn")
 
-    model_type: Literal["qwen2", "qwen3"] = "qwen3"
-    """qwen2 (2.5 too): biases on q, k and v. qwen3: a norm on each head of q and k instead."""
+    model_type: str
     vocab_size: PositiveInt = 151936
     hidden_size: PositiveInt = 4096
     intermediate_size: PositiveInt = 12288
@@ -43,54 +44,73 @@ class QwenConfig(GroupedQueryConfig):
     eos_token_id: int | list[int] | None = 151645
 
     @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.model_type.startswith("qwen2")
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether each head of queries and keys is normed."""
+        return not self.has_qkv_bias
+
+    @property
     def head_size(self) -> int:
         if self.head_dim is not None:
             return self.head_dim
-        return 128 if self.model_type == "qwen3" else self.hidden_size // self.num_attention_heads
+        return 128 if self.has_head_norms else self.hidden_size // self.num_attention_heads
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
         heads = self.num_attention_heads
-        if self.model_type == "qwen2" and self.head_size * heads != self.hidden_size:
+        if self.has_qkv_bias and self.head_size * heads != self.hidden_size:
             if self.head_dim is None:
                 yield "hidden_size", f"is {self.hidden_size}, not a multiple of num_attention_heads = {heads}"
             else:
                 size = f"hidden_size / num_attention_heads = {self.hidden_size / heads:g}"
-                yield "head_dim", f"is {self.head_dim}; with qwen2 it is {size}, leave it out"
+                yield "head_dim", f"is {self.head_dim}; with {self.model_type} it is {size}, leave it out"
         elif self.head_size % 2:
             yield "head_dim", f"is {self.head_size}; rotary positions need an even head size"
         yield from super().problems()
 
     @classmethod
-    def from_hf(cls, data: Mapping[str, Any]) -> QwenConfig:
+    def from_hf(cls, data: Mapping[str, Any]) -> Self:
         """From the content of a config.json, HF's or PaddleNLP's.
 
         Raises:
             UserError: it asks for something this family does not have, or has keys it does not know.
         """
         known = (f.name for f in dataclasses.fields(cls))
-        check_keys(data, "qwen", {*known, "rope_parameters", *_WINDOW}, _FIXED)
+        check_keys(data, cls.family, {*known, "rope_parameters", *_WINDOW}, _FIXED)
         if set(data.get("layer_types") or ()) - {"full_attention"}:
-            raise UserError("config.json: layer_types is not full_attention only, as the qwen family is")
+            raise UserError(f"config.json: layer_types is not full_attention only, as the {cls.family} family is")
         return cls(**cls.hf_fields(data, default_theta=10000.0))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
         shape = dataclasses.asdict(self)
-        if self.model_type == "qwen2":
+        if self.has_qkv_bias:
             del shape["head_dim"]
         else:
             shape |= {"head_dim": self.head_size, "attention_bias": False}
         return with_head(
             self,
             {
-                "architectures": [f"{self.model_type.title()}ForCausalLM"],
+                "architectures": ["".join(word.title() for word in self.model_type.split("_")) + "ForCausalLM"],
                 "hidden_act": "silu",
                 "use_sliding_window": False,
                 **shape,
                 "torch_dtype": "float32",
             },
         )
+
+
+@in_written_order
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenConfig(QwenShape):
+    """Qwen2, Qwen2.5 and dense Qwen3. Names are those of HF's config.json."""
+
+    model_type: Literal["qwen2", "qwen3"] = "qwen3"
+    """qwen2 (2.5 too): biases on q, k and v. qwen3: a norm on each head of q and k instead."""
 
 
 def _qwen2(

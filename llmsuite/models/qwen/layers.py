@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation, rotation_at
+from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm, RotaryLM
 from llmsuite.models.qwen.config import QwenConfig
-from llmsuite.models.rope import magnitude
-from llmsuite.typing import Tensor
 
 
 class QwenLayer(DecoderLayer):
@@ -17,27 +13,15 @@ class QwenLayer(DecoderLayer):
     def __init__(self, config: QwenConfig, ops: Ops):
         super().__init__(
             RMSNorm(config.hidden_size, config.rms_norm_eps, ops),
-            Attention(config, ops, qkv_bias=config.model_type == "qwen2", qk_norm=config.model_type == "qwen3"),
+            Attention(config, ops, qkv_bias=config.has_qkv_bias, qk_norm=config.has_head_norms),
             RMSNorm(config.hidden_size, config.rms_norm_eps, ops),
             GatedMLP(config.hidden_size, config.intermediate_size, ops),
         )
 
 
-class Qwen(CausalLM):
+class Qwen(RotaryLM):
     """Qwen2, Qwen2.5 and dense Qwen3."""
 
     def __init__(self, config: QwenConfig, ops: Ops):
         layers = [QwenLayer(config, ops) for _ in range(config.num_hidden_layers)]
         super().__init__(config, ops, layers, RMSNorm(config.hidden_size, config.rms_norm_eps, ops))
-        self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
-
-    def layer_inputs(
-        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        """Rotation and mask."""
-        cos, sin = rotation(self._frequencies, self._magnitude, start, length, dtype, document_starts)
-        return cos, sin, self.mask(start, length, dtype, document_starts)
-
-    def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
-        """Rotation and mask."""
-        return (*rotation_at(self._frequencies, self._magnitude, positions, dtype), mask)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from llmsuite.models.head import SCORE, head_shapes
+from llmsuite.models.decoder_names import Shapes, attention_shapes, decoder_shapes, layer_shapes, mlp_shapes
+from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.qwen.config import QwenConfig
 
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def parameter_names(config: QwenConfig) -> Iterator[str]:
@@ -21,24 +21,12 @@ def parameter_names(config: QwenConfig) -> Iterator[str]:
     yield from parameter_shapes(config)
 
 
-def parameter_shapes(config: QwenConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: QwenConfig) -> Shapes:
     """Every parameter of the model, in the order of the layers, with its shape."""
-    hidden, width = config.hidden_size, config.intermediate_size
-    queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for part, size in zip(_PROJECTIONS, (queries, keys, keys)):
-        layer[f"{part}.weight"] = (hidden, size)
-        if config.model_type == "qwen2":
-            layer[f"{part}.bias"] = (size,)
-    layer["self_attn.o_proj.weight"] = (queries, hidden)
-    if config.model_type == "qwen3":
-        layer |= {f"self_attn.{part}_norm.weight": (config.head_size,) for part in "qk"}
-    layer["post_attention_layernorm.weight"] = (hidden,)
-    layer |= {f"mlp.{part}_proj.weight": (hidden, width) for part in ("gate", "up")}
-    layer["mlp.down_proj.weight"] = (width, hidden)
-    layers = ((f"model.layers.{i}.{part}", s) for i in range(config.num_hidden_layers) for part, s in layer.items())
-    top = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    return {**top, **dict(layers), "model.norm.weight": (hidden,), **head_shapes(config)}
+    attention = attention_shapes(config, qkv_bias=config.has_qkv_bias, qk_norm=config.has_head_norms)
+    mlp = mlp_shapes(config.hidden_size, config.intermediate_size)
+    layer = layer_shapes(config.hidden_size, attention, mlp)
+    return decoder_shapes(config, lambda number: layer)
 
 
 def is_linear(name: str) -> bool:

@@ -1,0 +1,73 @@
+"""Names and shapes of parameters that several families have in common. Imports no Paddle.
+
+Our own names are HF's. In memory a linear weight is [inputs, outputs], as Paddle has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llmsuite.models.head import head_shapes
+from llmsuite.models.hf_tensors import HfTensors
+
+Shapes = dict[str, tuple[int, ...]]
+
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)")
+
+
+def decoder_shapes(config: Any, layer: Callable[[int], Shapes]) -> Shapes:
+    """Every parameter of a decoder, in the order of the layers, with its shape.
+
+    Args:
+        config: has vocab_size, hidden_size, num_hidden_layers and what its head needs.
+        layer: the parameters of the layer with a number.
+    """
+    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    for i in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{i}.{part}": shape for part, shape in layer(i).items()}
+    return {**shapes, "model.norm.weight": (config.hidden_size,), **head_shapes(config)}
+
+
+def layer_shapes(hidden: int, attention: Shapes, mlp: Shapes) -> Shapes:
+    """The parameters of `blocks.DecoderLayer`."""
+    return {
+        "input_layernorm.weight": (hidden,),
+        **{f"self_attn.{part}": shape for part, shape in attention.items()},
+        "post_attention_layernorm.weight": (hidden,),
+        **{f"mlp.{part}": shape for part, shape in mlp.items()},
+    }
+
+
+def attention_shapes(config: Any, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False) -> Shapes:
+    """The parameters of `blocks.Attention`."""
+    hidden = config.hidden_size
+    queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
+    shapes: Shapes = {}
+    for part, size in zip("qkv", (queries, keys, keys)):
+        shapes |= _matrix(f"{part}_proj", hidden, size, qkv_bias)
+    shapes |= _matrix("o_proj", queries, hidden, o_bias)
+    return shapes | ({f"{part}_norm.weight": (config.head_size,) for part in "qk"} if qk_norm else {})
+
+
+def mlp_shapes(hidden: int, width: int, bias: bool = False) -> Shapes:
+    """The parameters of `blocks.GatedMLP`."""
+    inner = _matrix("gate_proj", hidden, width, bias) | _matrix("up_proj", hidden, width, bias)
+    return inner | _matrix("down_proj", width, hidden, bias)
+
+
+def _matrix(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
+    return {f"{name}.weight": (inputs, outputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def expert_shapes(hidden: int, width: int, count: int) -> Shapes:
+    """The parameters of `experts.Experts`."""
+    return {f"experts.{part}": (count, *shape) for part, shape in mlp_shapes(hidden, width).items()}
+
+
+def expert_tensors(name: str, count: int) -> HfTensors | None:
+    """The tensors that are stacked in a parameter of routed experts; HF's files have one for each. None for any other
+    parameter."""
+    match = _STACKED.fullmatch(name)
+    return HfTensors(tuple(f"{match[1]}.{i}.{match[2]}" for i in range(count)), stacked=True) if match else None

@@ -1,0 +1,137 @@
+"""Decoders with routed experts, for one card: the gate, experts and shared experts, the layers around them.
+
+Shapes: B batch, L length, D hidden, E routed experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, RotaryLM
+from llmsuite.models.experts import Balance, Experts
+from llmsuite.typing import Tensor
+
+
+class Gate(nn.Layer):
+    """The router: which experts a token goes to, and with what weight. Experts are scored by softmax."""
+
+    def __init__(self, hidden_size: int, num_experts: int, num_chosen: int, is_normed: bool, factor: float = 1.0):
+        super().__init__()
+        self.num_experts, self.num_chosen = num_experts, num_chosen
+        self.is_normed, self.factor = is_normed, factor
+        self.balance: Balance | None = None
+        self.weight = self.create_parameter([hidden_size, num_experts], attr=ZEROS)
+        self.e_score_correction_bias: Tensor | None = None
+
+    def add_bias(self, shape: Sequence[int]) -> None:
+        """Give the gate a bias that balances the load by shifting the choice: the trainer updates it, no gradient
+        reaches it."""
+        attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
+        self.e_score_correction_bias = self.create_parameter(list(shape), attr=attr)
+
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, L, D] to weights, in float32, and numbers of the chosen experts, both [B, L, k].
+
+        `counted` [B, L] is 1 for tokens and 0 for padding, which the balance does not see.
+        """
+        with paddle.amp.auto_cast(enable=False):
+            scores = self.scores(paddle.matmul(x.astype("float32"), self.weight.astype("float32")))
+            chosen = paddle.topk(self.selection_scores(scores.detach()), self.num_chosen, -1)[1]
+            weights = paddle.take_along_axis(scores, chosen, -1)
+            if self.is_normed:
+                weights = weights / self.total(weights)
+            weights = weights * self.factor
+            # a recomputed layer is counted the second time only, when there is a graph
+            if self.balance is not None and self.training and paddle.is_grad_enabled():
+                weights = self.balance.count(weights, chosen, scores, counted)
+            return weights, chosen
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits [B, L, E] to the scores that the weights are made of."""
+        return F.softmax(logits, -1)
+
+    def selection_scores(self, scores: Tensor) -> Tensor:
+        """Scores [B, L, E], without a gradient, to those that the choice goes by."""
+        bias = self.e_score_correction_bias
+        return scores if bias is None else scores + bias.astype("float32")
+
+    def total(self, weights: Tensor) -> Tensor:
+        """What the weights of a token [B, L, k] are divided by where they are normed, [B, L, 1]."""
+        return weights.sum(-1, keepdim=True)
+
+
+class MoE(nn.Layer):
+    """Mixture of experts: routed ones, and shared ones that every token goes through, if there are any."""
+
+    def __init__(self, gate: Gate, experts: Experts, shared_experts: nn.Layer | None = None):
+        super().__init__()
+        self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
+
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]; `counted` as in `Gate.forward`."""
+        routed = self.experts(x, *self.gate(x, counted))
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+
+class DenseLayer(DecoderLayer):
+    """A layer without experts, in a model that has some in others."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """As `DecoderLayer.forward`; a layer without experts ignores `counted`."""
+        return super().forward(x, cos, sin, mask, past)
+
+    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any) -> Tensor:
+        """`forward` without the cache."""
+        return self(x, cos, sin, mask, *counted)[0]
+
+
+class MoELayer(DecoderLayer):
+    """A layer whose MLP is a `MoE`, or takes the same."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
+        """As `DecoderLayer.forward`; `counted` as in `Gate.forward`."""
+        attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
+        return self.mlp_block(x + attended, cos, sin, mask, *counted), present
+
+    def forward_train(self, x: Tensor, *context: Any) -> Tensor:
+        """`forward` without the cache."""
+        return self(x, *context)[0]
+
+    # `forward_train` in two halves: which expert a token goes to depends on values, so the second cannot be compiled
+
+    def attention_block(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, counted: Tensor | None = None
+    ) -> Tensor:
+        """[B, L, D] to [B, L, D], by the modules in `attention_modules`."""
+        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
+
+    attention_modules = ("input_layernorm", "self_attn")
+
+    def mlp_block(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, counted: Tensor | None = None
+    ) -> Tensor:
+        """[B, L, D] to [B, L, D]."""
+        return x + self.mlp(self.post_attention_layernorm(x), counted)
+
+
+class MoELM(RotaryLM):
+    """A decoder whose layers are `MoELayer` and `DenseLayer`."""
+
+    def layer_inputs(
+        self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Rotation, mask, and which tokens count."""
+        counted = None if document_starts is None else (document_starts >= 0).astype("float32")
+        if document_starts is not None:
+            # marked padding would have positions beyond the row
+            document_starts = document_starts.clip(min=0) if bool((document_starts > 0).any()) else None
+        return (*super().layer_inputs(start, length, dtype, document_starts), counted)
