@@ -67,9 +67,13 @@ class MoE:
     width: int
     """Width of a routed expert."""
     shared_width: int
-    """Width of all shared experts together."""
+    """Width of all shared experts together; 0 for none."""
+    shared_gated: bool = False
+    """Whether the shared experts have a gate of their own."""
     normed: bool = False
     """Whether the weights of a token's experts are normalized to add up to 1."""
+    clipped: bool = False
+    """Whether the sum they are divided by is clipped."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ _WITHOUT_EFFECT = frozenset(
         "pretraining_tp",
         "problem_type",
         "return_dict",
+        "router_aux_loss_coef",
         "sep_token_id",
         "seq_length",
         "task_specific_params",

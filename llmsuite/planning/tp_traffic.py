@@ -97,7 +97,8 @@ class TensorParallelTraffic:
             self._send("all_gather", piece, "forward: sequences before attention and MLP", 2)
         self._sum(whole, why, scatter if again else self._sequence_parallel)  # attention
         if isinstance(layer.mlp, MoE):
-            self._send("all_reduce", whole, "forward: sums after routed and shared experts", 2)
+            count = 2 if layer.mlp.shared_width else 1
+            self._send("all_reduce", whole, "forward: sums after routed and shared experts", count)
         else:
             self._sum(whole, why, scatter)
         for module in self._inside(self._layout.rounded, number, dim=0):
@@ -143,7 +144,7 @@ class TensorParallelTraffic:
     def _mlp_backward(self, number: int, batch: MicroBatch, whole: tuple[int, ...]) -> None:
         why, what = "backward: gradients of the inputs of sharded matrices", self._anatomy.layers[number].mlp
         if isinstance(what, MoE):
-            self._send("all_reduce", whole, why, 3)
+            self._send("all_reduce", whole, why, 3 if what.shared_width else 1)
             weights = (batch.rows, batch.length, what.chosen)
             self._send("all_reduce", weights, "backward: weights of experts, of which each rank has some", width=4)
             return

@@ -98,7 +98,7 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
         parallel |= {"pipeline_parallel_degree": pp, "pipeline_schedule": "1F1B"}
     if ranks > 1 and not adapters and choice.device != "cpu":
         parallel["sharding"] = "stage2" if pp == 1 else "stage1"
-    experts = math.gcd(ranks, PER_MACHINE, getattr(config, "n_routed_experts", tp) // tp)
+    experts = math.gcd(ranks, PER_MACHINE, getattr(config, plan.num_experts or "none", tp) // tp)
     if experts > 1:
         parallel["expert_parallel_degree"] = experts
     recipe["parallel"] = parallel

@@ -98,7 +98,7 @@ def draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
     """
     constants: dict[str, np.ndarray] = {}
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or parameter.shape[0] == 1:  # a bias may be stored as one row
             parameter.initialize()
             constants[name] = parameter.numpy()
     return _either(constants, lambda name, shape, index: constants[name][tuple(index)], _normal(seed, std))

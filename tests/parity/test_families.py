@@ -21,6 +21,16 @@ COMMON = (
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen2": ("qwen", ("--model.config.model_type=qwen2",)),
     "qwen3 tied": ("qwen", ("--model.config.tie_word_embeddings=true",)),
+    "llama with biases": ("llama", ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")),
+    "qwen3 moe": ("qwen_moe", ()),
+    "qwen2 moe tied": (
+        "qwen_moe",
+        ("--model.config.model_type=qwen2_moe", "--model.config.tie_word_embeddings=true"),
+    ),
+    "ernie": ("ernie", ()),
+    "ernie with biases": ("ernie", ("--model.config.use_bias=true", "--model.config.tie_word_embeddings=false")),
+    "ernie moe": ("ernie_moe", ()),
+    "ernie moe without shared experts": ("ernie_moe", ("--model.config.moe_num_shared_experts=0",)),
     "gpt": ("gpt", ()),
     "deepseek v3": ("deepseek", ()),
     "deepseek v2": (
@@ -45,6 +55,18 @@ MESHES = {
 }
 
 
+EXPERTS = ("qwen_moe", "ernie_moe", "deepseek")
+OF_EXPERTS = {
+    "ep2": (2, '{"expert_parallel_degree":2}', "dynamic"),
+    "ep2 stage3 compiled": (2, '{"expert_parallel_degree":2,"sharding":"stage3"}', "to_static"),
+}
+POINTS = [
+    (family, mesh)
+    for family, (package, _) in FAMILIES.items()
+    for mesh in ((*MESHES, *OF_EXPERTS) if package in EXPERTS else MESHES)
+]
+
+
 def _cases(family: str) -> list[Case]:
     """In one process, and on every mesh."""
     package, more = FAMILIES[family]
@@ -57,7 +79,8 @@ def _cases(family: str) -> list[Case]:
             [f"--launch.num_devices={ranks}", f"--parallel={parallel}", f"--engine.mode={mode}", *words],
             recipe=recipe,
         )
-        for name, (ranks, parallel, mode) in MESHES.items()
+        for name, (ranks, parallel, mode) in {**MESHES, **OF_EXPERTS}.items()
+        if (family, name) in POINTS
     ]
     return [one, *meshes]
 
@@ -68,8 +91,7 @@ def failed(runner: Runner) -> dict[str, str]:
     return run_cases(runner, [case for family in FAMILIES for case in _cases(family)])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mesh"), POINTS)
 def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], family: str, mesh: str) -> None:
     one, many = f"{family}-one", f"{family}-{mesh}"
     assert one not in failed, failed[one]

@@ -47,6 +47,13 @@ DEEPSEEK = {
     "v_head_dim": 10,
     "max_position_embeddings": 64,
 }
+EXPERTS = {
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 10,
+}
+ERNIE_EXPERTS = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 10}
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 MSCALE = {**YARN, "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9}
 
@@ -66,6 +73,34 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "qwen2_yarn": ("qwen2", {**QWEN, "num_attention_heads": 2, "rope_parameters": YARN}),
         "qwen3": ("qwen3", {**QWEN, "head_dim": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         "qwen3_tied": ("qwen3", {**QWEN, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    },
+    "qwen_moe": {
+        "qwen3": ("qwen3_moe", {**QWEN, **EXPERTS, "head_dim": 10, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+        "qwen3_tied_not_normed": (
+            "qwen3_moe",
+            {**QWEN, **EXPERTS, "head_dim": 8, "tie_word_embeddings": True, "decoder_sparse_step": 2},
+        ),
+        "qwen2": ("qwen2_moe", {**QWEN, **EXPERTS, "shared_expert_intermediate_size": 14, "rms_norm_eps": 1e-5}),
+    },
+    "ernie": {
+        "tied": ("ernie4_5", {**QWEN, "head_dim": 10}),
+        "biases": ("ernie4_5", {**QWEN, "head_dim": 6, "use_bias": True, "tie_word_embeddings": False}),
+    },
+    "ernie_moe": {
+        "tied": ("ernie4_5_moe", {**QWEN, **ERNIE_EXPERTS, "num_hidden_layers": 3}),
+        "no_shared_experts": (
+            "ernie4_5_moe",
+            {
+                **QWEN,
+                **ERNIE_EXPERTS,
+                "num_hidden_layers": 5,
+                "moe_num_shared_experts": 0,
+                "moe_layer_start_index": 0,
+                "moe_layer_end_index": 3,
+                "moe_layer_interval": 2,
+                "tie_word_embeddings": False,
+            },
+        ),
     },
     "gpt": {
         "tied": ("gpt2", GPT),

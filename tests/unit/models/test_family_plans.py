@@ -38,6 +38,13 @@ PUBLISHED = {
     "qwen3-8b": 8.191e9,
     "qwen3-14b": 14.77e9,
     "qwen3-32b": 32.76e9,
+    "qwen1.5-moe-a2.7b": 14.32e9,
+    "qwen2-57b-a14b": 57.41e9,
+    "qwen3-30b-a3b": 30.53e9,
+    "qwen3-235b-a22b": 235.1e9,
+    "ernie-4.5-0.3b": 0.3607e9,
+    "ernie-4.5-21b-a3b": 21.83e9,
+    "ernie-4.5-300b-a47b": 299.5e9,
     "deepseek-v2-lite": 15.71e9,
     "deepseek-v2": 235.7e9,
     "deepseek-v3": 671.0e9,
@@ -69,6 +76,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("llama", {"model_type": "mistral"}),
     "qwen2": ("qwen", {"model_type": "qwen2"}),
     "qwen3 tied": ("qwen", {"tie_word_embeddings": True}),
+    "qwen3 moe": ("qwen_moe", {}),
+    "qwen2 moe tied": ("qwen_moe", {"model_type": "qwen2_moe", "tie_word_embeddings": True}),
+    "ernie": ("ernie", {}),
+    "ernie biased": ("ernie", {"use_bias": True, "tie_word_embeddings": False}),
+    "ernie moe": ("ernie_moe", {}),
+    "ernie moe without shared experts": (
+        "ernie_moe",
+        {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False},
+    ),
     "deepseek v3": ("deepseek", {}),
     "deepseek v2": (
         "deepseek",
@@ -269,7 +285,7 @@ def test_no_parameter_is_cut_by_two_patterns(model: Any) -> None:
             assert len(shape) == 1 or fnmatch.fnmatchcase(name, "*_a_proj*") or name.endswith(WHOLE_ON_PURPOSE), name
 
 
-WHOLE_ON_PURPOSE = ("embed_positions.weight", "mlp.gate.weight")
+WHOLE_ON_PURPOSE = ("embed_positions.weight", "mlp.gate.weight", "shared_expert_gate.weight", "correction_bias")
 
 
 def test_every_pattern_is_of_use() -> None:

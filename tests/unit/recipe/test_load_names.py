@@ -49,7 +49,8 @@ def test_unknown_stage(problems: Problems, tmp_path: Path) -> None:
 def test_unknown_family(problems: Problems, tmp_path: Path) -> None:
     (problem,) = problems({"model.family": "lama"})
     assert problem.where == position(tmp_path / "recipe.json", '"family"')
-    assert problem.message == "no model is called 'lama'; did you mean 'llama'? registered: deepseek, gpt, llama, qwen"
+    known = "deepseek, ernie, ernie_moe, gpt, llama, qwen, qwen_moe"
+    assert problem.message == f"no model is called 'lama'; did you mean 'llama'? registered: {known}"
 
 
 def test_unknown_names_hide_nothing_and_cause_nothing(problems: Problems, tmp_path: Path) -> None:

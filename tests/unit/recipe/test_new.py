@@ -39,8 +39,11 @@ def test_what_cannot_be_cut_over_tensor_parallel_ranks_gets_a_pipeline() -> None
 
 
 def test_every_choice_is_valid(registry: Registry, tmp_path: Path) -> None:
-    sizes = {"llama": 8, "qwen": 8, "gpt": 1.5, "deepseek": 236}
-    presets = {"llama": "llama-3.1-8b", "qwen": "qwen3-8b", "gpt": "gpt2-xl", "deepseek": "deepseek-v2"}
+    sizes = {"llama": 8, "qwen": 8, "qwen_moe": 30, "ernie": 0.4, "ernie_moe": 22, "gpt": 1.5, "deepseek": 236}
+    presets = {
+        "llama": "llama-3.1-8b", "qwen": "qwen3-8b", "qwen_moe": "qwen3-30b-a3b", "ernie": "ernie-4.5-0.3b",
+        "ernie_moe": "ernie-4.5-21b-a3b", "gpt": "gpt2-xl", "deepseek": "deepseek-v2",
+    }  # fmt: skip
     path = tmp_path / "recipe.json"
     for stage, family, devices, device in itertools.product(
         ("pretrain", "sft", "lora", "dpo"), sizes, (1, 2, 8, 12, 64, 256), ("gpu", "cpu")

@@ -1,0 +1,42 @@
+"""How an ERNIE-4.5 model with experts is cut for tensor and sequence parallelism: as one without. Imports no Paddle.
+
+Each rank has some of the routed experts; the shared ones are cut in width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from llmsuite.models.ernie_moe.config import ErnieMoeConfig
+from llmsuite.models.qwen.shard_plan import PLAN as DENSE
+from llmsuite.models.shard_plan import indivisible
+
+
+def _problems(config: ErnieMoeConfig, tp: int) -> Iterator[str]:
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+        "moe_num_experts": config.moe_num_experts,
+        "moe_num_shared_experts x moe_intermediate_size": config.shared_size,
+    }
+    return indivisible(sizes, tp)
+
+
+PLAN = dataclasses.replace(
+    DENSE,
+    cut=(
+        *(cut for cut in DENSE.cut if not cut[0].endswith(".bias")),
+        ("model.layers.*.mlp.experts.*_proj.weight", 0),
+        ("model.layers.*.mlp.shared_experts.gate_proj.weight", 1),
+        ("model.layers.*.mlp.shared_experts.up_proj.weight", 1),
+        ("model.layers.*.mlp.shared_experts.down_proj.weight", 0),
+    ),
+    problems=_problems,
+    experts="model.layers.*.mlp.experts",
+    num_experts="moe_num_experts",
+    gates="model.layers.*.mlp.gate",
+    gate_bias="e_score_correction_bias",
+)

@@ -1,0 +1,156 @@
+"""The shape of a Qwen model with experts, and its published sizes. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import Self
+
+from llmsuite.errors import UserError
+from llmsuite.models.decoder_config import NonNegativeInt, PositiveInt, in_written_order
+from llmsuite.models.qwen.config import QwenShape
+
+
+@in_written_order
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenMoeConfig(QwenShape):
+    """Qwen2-MoE and Qwen3-MoE. Names are those of HF's config.json."""
+
+    family: ClassVar[str] = "qwen_moe"
+
+    model_type: Literal["qwen2_moe", "qwen3_moe"] = "qwen3_moe"
+    """qwen2_moe: biases on q, k and v, and a shared expert with a gate of its own. qwen3_moe: a norm on each head of q
+    and k, no shared expert."""
+    hidden_size: PositiveInt = 2048
+    intermediate_size: PositiveInt = 6144
+    """Width of the MLP of layers without experts."""
+    moe_intermediate_size: PositiveInt = 768
+    """Width of an expert."""
+    shared_expert_intermediate_size: PositiveInt = 5632
+    """Width of the shared expert of qwen2_moe."""
+    num_hidden_layers: PositiveInt = 48
+    decoder_sparse_step: PositiveInt = 1
+    """Layers whose number, counted from 1, is a multiple of this have experts."""
+    mlp_only_layers: list[NonNegativeInt] = dataclasses.field(default_factory=list)
+    """Layers, counted from 0, that have no experts whatever decoder_sparse_step says."""
+    num_experts: PositiveInt = 128
+    """Experts a token can be sent to."""
+    num_experts_per_tok: PositiveInt = 8
+    """Experts of a token."""
+    norm_topk_prob: bool = True
+    """Whether the weights of the chosen experts are made to add up to 1."""
+    num_key_value_heads: PositiveInt = 4
+
+    has_gate_bias: ClassVar[bool] = False
+    """Whether experts are chosen with a bias."""
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the shared expert; 0 for none."""
+        return self.shared_expert_intermediate_size if self.has_qkv_bias else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules between the fields, as (field, message)."""
+        if self.num_experts_per_tok > self.num_experts:
+            yield "num_experts_per_tok", f"is {self.num_experts_per_tok}; there are num_experts = {self.num_experts}"
+        if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
+            key = "mlp_only_layers" if self.mlp_only_layers else "decoder_sparse_step"
+            yield key, f"is {getattr(self, key)}: no layer has experts; the qwen family has none"
+        yield from super().problems()
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> Self:
+        """As `QwenShape.from_hf`."""
+        data = {**_OF_HF, **data}
+        if "num_local_experts" in data:  # another name, which transformers 5 uses
+            data = {"num_experts": data["num_local_experts"], **data}
+            del data["num_local_experts"]
+        if data.pop("qkv_bias", True) is not True:
+            raise UserError("config.json: qkv_bias is not true; qwen2_moe has biases on q, k and v only so")
+        return super().from_hf({**data, "mlp_only_layers": data["mlp_only_layers"] or []})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a config.json that HF transformers and PaddleNLP read."""
+        data = super().to_hf()
+        if not self.has_qkv_bias:
+            del data["shared_expert_intermediate_size"]
+            return data
+        return {**data, "qkv_bias": True}
+
+
+_OF_HF: dict[str, Any] = {"norm_topk_prob": False, "mlp_only_layers": []}
+"""What HF takes where config.json does not say it, as far as our defaults are others."""
+
+
+def _qwen2_moe(hidden: int, heads: int, kv_heads: int, experts: int, chosen: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_moe",
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "norm_topk_prob": False,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # huggingface.co/Qwen/Qwen1.5-MoE-A2.7B-Chat, config.json
+    "qwen1.5-moe-a2.7b": {
+        **_qwen2_moe(2048, 16, 16, experts=60, chosen=4),
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_hidden_layers": 24,
+    },
+    # huggingface.co/Qwen/Qwen2-57B-A14B-Instruct, config.json
+    "qwen2-57b-a14b": {
+        **_qwen2_moe(3584, 28, 4, experts=64, chosen=8),
+        "intermediate_size": 18944,
+        "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480,
+        "num_hidden_layers": 28,
+    },
+    # huggingface.co/Qwen/Qwen3-30B-A3B, Qwen3-235B-A22B, config.json
+    "qwen3-30b-a3b": {"head_dim": 128, "max_position_embeddings": 40960},
+    "qwen3-235b-a22b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+}
+"""Shapes as published."""
+
+SMOKE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "mlp_only_layers": [0],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Small enough for a laptop, with a layer of either kind; its vocabulary is that of data/tokenizer."""
+SMOKE_KEEPS = ("model_type", "norm_topk_prob", "tie_word_embeddings")
+"""Fields that decide which code runs: `--smoke` keeps them as the recipe has them."""

@@ -1,0 +1,41 @@
+"""How a Qwen model with experts is cut for tensor and sequence parallelism: as one without. Imports no Paddle.
+
+Each rank has some of the routed experts; the shared one is cut in width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from llmsuite.models.qwen.shard_plan import PLAN as DENSE
+from llmsuite.models.qwen_moe.config import QwenMoeConfig
+from llmsuite.models.shard_plan import indivisible
+
+
+def _problems(config: QwenMoeConfig, tp: int) -> Iterator[str]:
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+        "num_experts": config.num_experts,
+        "shared_expert_intermediate_size": config.shared_size,
+    }
+    return indivisible(sizes, tp)
+
+
+PLAN = dataclasses.replace(
+    DENSE,
+    cut=(
+        *DENSE.cut,
+        ("model.layers.*.mlp.experts.*_proj.weight", 0),
+        ("model.layers.*.mlp.shared_expert.gate_proj.weight", 1),
+        ("model.layers.*.mlp.shared_expert.up_proj.weight", 1),
+        ("model.layers.*.mlp.shared_expert.down_proj.weight", 0),
+    ),
+    problems=_problems,
+    experts="model.layers.*.mlp.experts",
+    num_experts="num_experts",
+    gates="model.layers.*.mlp.gate",
+)
