@@ -14,7 +14,6 @@ def _problems(config: ErnieConfig, tp: int) -> Iterator[str]:
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "vocab_size": config.vocab_size,
         "intermediate_size": config.intermediate_size,
     }
     return indivisible(sizes, tp)

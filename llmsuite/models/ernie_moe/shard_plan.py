@@ -17,7 +17,6 @@ def _problems(config: ErnieMoeConfig, tp: int) -> Iterator[str]:
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "vocab_size": config.vocab_size,
         "intermediate_size": config.intermediate_size,
         "moe_num_experts": config.moe_num_experts,
         "moe_num_shared_experts x moe_intermediate_size": config.shared_size,

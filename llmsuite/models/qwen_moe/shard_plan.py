@@ -17,7 +17,6 @@ def _problems(config: QwenMoeConfig, tp: int) -> Iterator[str]:
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "vocab_size": config.vocab_size,
         "intermediate_size": config.intermediate_size,
         "num_experts": config.num_experts,
         "shared_expert_intermediate_size": config.shared_size,

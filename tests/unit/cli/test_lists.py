@@ -124,10 +124,8 @@ def test_plugins_list_and_info(run: Run) -> None:
         ["commands", "llmsuite (built in)", "ok"],
     ]
     stages = "stage dpo, stage lora, stage sft, stage pretrain, stage rm, stage kto, stage infer"
-    assert (
-        f"{stages}, model llama, model qwen, model qwen_moe, model ernie, model ernie_moe, model gpt, model deepseek, device cpu"
-        in out
-    )
+    models = "model llama, model qwen, model qwen_moe, model ernie, model ernie_moe, model gpt, model deepseek"
+    assert f"{stages}, {models}, device cpu" in out
     code, out, _ = run("plugins", "info", "builtin")
     assert code == 0
     assert "entry point   llmsuite.builtin\n" in out
