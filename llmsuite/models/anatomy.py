@@ -76,6 +76,11 @@ class MoE:
     """Whether the sum they are divided by is clipped."""
 
 
+ATTENTION_MODULES = ("input_layernorm", "self_attn")
+"""Modules of the first half of a layer with experts, up to the residual after attention: the half that `to_static`
+compiles. Which expert a token goes to depends on values, so the second half cannot be compiled."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerAnatomy:
     """A pre-norm decoder layer: two norms, attention, MLP, two residuals."""
@@ -83,6 +88,10 @@ class LayerAnatomy:
     attention: GroupedQuery | Latent
     mlp: GatedMLP | GeluMLP | MoE
     norm: Literal["rms", "layer"] = "rms"
+
+    def compiles(self, parameter: str) -> bool:
+        """Whether `to_static` compiles the module of a parameter of this layer, given by its full name."""
+        return not isinstance(self.mlp, MoE) or any(f".{module}." in parameter for module in ATTENTION_MODULES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

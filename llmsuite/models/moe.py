@@ -12,6 +12,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
+from llmsuite.models.anatomy import ATTENTION_MODULES
 from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, RotaryLM
 from llmsuite.models.experts import Balance, Experts
 from llmsuite.typing import Tensor
@@ -106,7 +107,7 @@ class MoELayer(DecoderLayer):
         """`forward` without the cache."""
         return self(x, *context)[0]
 
-    # `forward_train` in two halves: which expert a token goes to depends on values, so the second cannot be compiled
+    # `forward_train` in two halves, of which the first can be compiled: see `anatomy.ATTENTION_MODULES`
 
     def attention_block(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, counted: Tensor | None = None
@@ -114,7 +115,7 @@ class MoELayer(DecoderLayer):
         """[B, L, D] to [B, L, D], by the modules in `attention_modules`."""
         return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
 
-    attention_modules = ("input_layernorm", "self_attn")
+    attention_modules = ATTENTION_MODULES
 
     def mlp_block(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, counted: Tensor | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 
 from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel.gather_units import gather_units
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.typing import Tensor
 
@@ -24,25 +25,22 @@ class Zero3Hooks:
         """
         Args:
             model: this rank's part.
-            plan: the family's shard plan; each of its layers, and each module in front of and behind them, is gathered
-                at once.
+            plan: the family's shard plan; `gather_units` says by it what is gathered at once.
             shards: of the parameters of the model.
             is_tied: whether the logits are made with the weight of the embedding.
         """
         self._model = model
         self._open: list[ParameterShard] = []
         """The shards that were gathered last for a backward pass."""
-        modules = dict(model.named_sublayers())
-        layers = [f"{plan.layers}.{i}" for i in modules[plan.layers]._sub_layers]
+        modules, by_name = dict(model.named_sublayers()), {shard.name: shard for shard in shards}
         used: set[str] = set()
-        for name in [*plan.first, *layers, *plan.last]:
-            if modules.get(name) is None:  # on another pipeline stage, or not in this model
-                continue
-            inside = [shard for shard in shards if shard.name.startswith(f"{name}.")]
-            used.update(shard.name for shard in inside)
-            self._watch(modules[name], inside)
-        if is_tied:
-            model.logits = self._around(model.logits, [s for s in shards if s.name == f"{plan.embedding}.weight"])
+        for unit in gather_units(plan, list(by_name), is_tied):
+            inside = [by_name[name] for name in unit.parameters]
+            if unit.place == "logits":
+                model.logits = self._around(model.logits, inside)
+            elif modules.get(unit.module) is not None:  # else on another pipeline stage, or not in this model
+                self._watch(modules[unit.module], inside)
+                used.update(unit.parameters)
         outside = [shard.name for shard in shards if shard.name not in used]
         assert not outside, f"the family's shard plan has no module for {outside}"
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from llmsuite.models.anatomy import Anatomy, MoE
 from llmsuite.models.shard_plan import SECOND_FACTOR
-from llmsuite.parallel import edges
+from llmsuite.parallel import edges, ledger_entries
+from llmsuite.parallel.gather_units import gather_units
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import BYTES, Layout, LocalParameter
@@ -156,27 +157,19 @@ class Traffic:
     # stage 3
 
     def _gathers(self, with_backward: bool) -> None:
-        why = "parameters are gathered, forward and backward"
-        first = self._layout.bounds[min(self._layout.parts_of(self._mesh.coordinate["pp"]))]
-        for parameter in self._parameters:
-            if parameter.is_stored_in_parts:
-                # a frozen parameter has no gradient whose hook could free it: in the first layer it stays gathered
-                # until the next pass, and before that layer nothing is gathered for a backward pass
-                stays = not parameter.is_trained and (parameter.layer == first or self._is_in_front(parameter))
-                count = 1 if stays or not with_backward else 2
-                if self._layout.tied and self._mesh.degrees.pp == 1 and self._is_embedding(parameter):
-                    count += 2 if with_backward else 1  # by the head
-                self._add(
-                    SHARDING, "all_gather", (parameter.piece,), why, count, parameter.num_bytes, parameter.is_expert
-                )
-
-    def _is_embedding(self, parameter: LocalParameter) -> bool:
-        return parameter.name == f"{self._layout.shard_plan.embedding}.weight"
-
-    def _is_in_front(self, parameter: LocalParameter) -> bool:
-        return parameter.layer is None and any(
-            parameter.name.startswith(f"{module}.") for module in self._layout.shard_plan.first
-        )
+        why, layout, stage = "parameters are gathered, forward and backward", self._layout, self._mesh.coordinate["pp"]
+        first = layout.bounds[min(layout.parts_of(stage))]
+        for part in layout.parts_of(stage):
+            inside = {parameter.name: parameter for parameter in self._parameters if parameter.part == part}
+            for unit in gather_units(layout.shard_plan, list(inside), layout.tied):
+                if not unit.runs_in(part, len(layout.bounds) - 1):
+                    continue
+                for held in (inside[name] for name in unit.parameters if inside[name].is_stored_in_parts):
+                    # a frozen parameter has no gradient whose hook could free it: in the first layer it stays gathered
+                    # until the next pass, and before that layer nothing is gathered for a backward pass
+                    stays = not held.is_trained and (unit.place == "front" or held.layer == first)
+                    count = 1 if stays or not with_backward else 2
+                    self._add(SHARDING, "all_gather", (held.piece,), why, count, held.num_bytes, held.is_expert)
 
     # pipeline
 
@@ -236,10 +229,8 @@ class Traffic:
             self._add(DP, "all_reduce", pieces, "gradients", 1, width, first.is_expert)
 
     def _is_compiled(self, parameter: LocalParameter) -> bool:
-        """Whether a norm is compiled; the norm after attention is not in a layer with experts."""
-        if parameter.layer is None:
-            return False
-        return not isinstance(self._anatomy.layers[parameter.layer].mlp, MoE) or "post_attention" not in parameter.name
+        """Whether the module of a parameter is compiled."""
+        return parameter.layer is not None and self._anatomy.layers[parameter.layer].compiles(parameter.name)
 
     def _is_partial(self, parameter: LocalParameter) -> bool:
         """Whether each rank has the gradient of its own tokens or heads only, which Paddle leaves to be reduced."""
@@ -261,11 +252,12 @@ class Traffic:
         sums = 1 + len(profile.sums)  # the loss, and the stage's metrics
         if self._mesh.reads_data:
             axis = "readers" if self._mesh.has_middle else RUN
-            self._add(axis, "all_reduce", (2 * sums + 4,), "ledger of the loss", width=8)
+            self._add(axis, "all_reduce", (ledger_entries.num_of_readers(sums),), "ledger of the loss", width=8)
             if known := sum(len(prepass.sums) for prepass in profile.prepasses):
                 self._add(axis, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)
         if self._mesh.has_middle:
-            self._add(RUN, "all_reduce", (4,), "ledger of the loss, for ranks without data", width=8)
+            numbers = (ledger_entries.num_of_run(),)
+            self._add(RUN, "all_reduce", numbers, "ledger of the loss, for ranks without data", width=8)
         self._add(RUN, "all_reduce", (1,), "norm of the gradients", width=8)
         if self._layout.rounded and self._plan.recipe.qat.activation_bits is not None:
             self._add(RUN, "all_reduce", (len(self._layout.rounded),), "largest inputs of quantised layers", width=8)

@@ -211,10 +211,8 @@ def _kept_by_programs(layout: Layout, anatomy: Anatomy, held: Iterable[LocalPara
         return 0.0
     kept = 0.0
     for h in held:
-        if h.is_stored_in_parts and h.layer is not None and not engine.computes_again(h.layer):
-            experts = isinstance(anatomy.layers[h.layer].mlp, MoE)  # only the attention of these layers is compiled
-            if not experts or any(word in h.name for word in (".input_layernorm.", ".self_attn.")):
-                kept += h.size * h.num_bytes
+        if h.is_stored_in_parts and h.layer is not None and anatomy.layers[h.layer].compiles(h.name):
+            kept += 0 if engine.computes_again(h.layer) else h.size * h.num_bytes
     return kept
 
 

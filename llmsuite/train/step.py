@@ -9,6 +9,7 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.launch import calls
+from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.train.guard import Guard, Verdict
@@ -121,7 +122,7 @@ def forward_backward(
             continue
         batch = passes.batch_of(action, batches.take)
         if batch is not None:
-            ledger.count(tokens=batch["num_tokens"], supervised_tokens=batch["num_supervised"])
+            ledger.count(**{name: batch[entry] for name, entry in COUNTS.items()})
         terms = passes.forward(action, loss, batch, lengths=batch.get("lengths") if batch is not None else None)
         if terms is not None:
             assert not model.is_last or not terms.total.stop_gradient, "the stage's loss depends on no parameter"

@@ -19,6 +19,7 @@ from llmsuite.launch import calls
 from llmsuite.launch.launch import INTERRUPTED
 from llmsuite.observe.metrics import Window, place
 from llmsuite.parallel import collective
+from llmsuite.parallel.ledger_entries import VOTES
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
@@ -164,13 +165,13 @@ class Trainer:
                     passes,
                     self.optimizer,
                     self.rules,
-                    {"stop": stop.signal is not None, "save": self.saver.requested()},
+                    dict(zip(VOTES, (stop.signal is not None, self.saver.requested()))),
                     cadence.logs(self.step),
                 )
                 self.window.busy += time.perf_counter() - started - (calls.waited() - waited)
                 self.samples += cadence.global_batch_size
                 # any rank's signal stops all, at the same step
-                stopping, save_asked, is_bad = (metrics.pop(name, 0.0) > 0 for name in ("stop", "save", "roll_back"))
+                stopping, save_asked, is_bad = (metrics.pop(name, 0.0) > 0 for name in (*VOTES, "roll_back"))
                 if metrics.get("skipped"):
                     self.output.skipped(self.step, metrics)
                 if is_bad:
