@@ -20,24 +20,36 @@ def add_arguments(parser: Any) -> None:
     from jsonargparse.typing import NonNegativeInt, PositiveInt
 
     add_model_arguments(parser)
-    parser.add_argument("--perplexity", type=str | None, default=None, help="a .txt, or JSON Lines with a text a row")
-    parser.add_argument("--key", type=str, default="text", help="where the rows of --perplexity have their text")
+    parser.add_argument(
+        "--perplexity", type=str | None, default=None, help="a .txt file, or JSON Lines with one text in each row"
+    )
+    parser.add_argument("--key", type=str, default="text", help="key of the text in the rows of --perplexity")
     parser.add_argument(
         "--exact_match", type=str | None, default=None, help='JSON Lines of prompts (see generate) with an "answer"'
     )
-    parser.add_argument("--preference", type=str | None, default=None, help="pairs, in any format of preference rows")
-    parser.add_argument("--tasks", type=str | None, default=None, help="of lm-evaluation-harness, with commas between")
-    parser.add_argument("--include_path", type=str | None, default=None, help="directory with --tasks of your own")
-    parser.add_argument("--limit", type=PositiveInt | None, default=None, help="rows of each of --tasks")
-    parser.add_argument("--num_fewshot", type=NonNegativeInt | None, default=None, help="examples in front, of --tasks")
     parser.add_argument(
-        "--max_length", type=PositiveInt | None, default=None, help="tokens a pass (default: the model's)"
+        "--preference", type=str | None, default=None, help="preference pairs, in any format that training reads"
     )
-    parser.add_argument("--max_new_tokens", type=PositiveInt, default=64, help="of --exact_match")
-    parser.add_argument("--raw", action="store_true", help="prompts of --exact_match as plain text")
-    parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
+    parser.add_argument(
+        "--tasks", type=str | None, default=None, help="tasks of lm-evaluation-harness, comma-separated"
+    )
+    parser.add_argument(
+        "--include_path", type=str | None, default=None, help="directory with your own task definitions"
+    )
+    parser.add_argument(
+        "--limit", type=PositiveInt | None, default=None, help="evaluate only the first rows of each task"
+    )
+    parser.add_argument(
+        "--num_fewshot", type=NonNegativeInt | None, default=None, help="few-shot examples for each task"
+    )
+    parser.add_argument(
+        "--max_length", type=PositiveInt | None, default=None, help="longest sequence in tokens (default: the model's)"
+    )
+    parser.add_argument("--max_new_tokens", type=PositiveInt, default=64, help="longest answer of --exact_match")
+    parser.add_argument("--raw", action="store_true", help="no chat template for --exact_match")
+    parser.add_argument("--chat_template", type=str, default="tokenizer", help="tokenizer, chatml, llama3 or plain")
     parser.add_argument("--batch_size", type=PositiveInt, default=8)
-    parser.add_argument("--output", type=str | None, default=None, help="JSON to write the numbers to")
+    parser.add_argument("--output", type=str | None, default=None, help="JSON file for the results")
 
 
 def run(args: Any, registry: Registry) -> int:

@@ -15,32 +15,38 @@ if TYPE_CHECKING:
     from llmsuite.devices.base import DeviceBackend
 
 MERGED, PROGRAM = "hf", "static"
-"""What `deploy` makes: the weights as HF has them, and the program."""
+"""Directories that `deploy` writes: weights in the HF layout, and the program."""
 
 
 def _add_source(parser: Any) -> None:
     parser.add_argument("source", type=str, help="a run, a checkpoint or model directory of any layout, or an adapter")
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
-    parser.add_argument("--base", type=str | None, default=None, help="for an adapter: the model it belongs to")
-    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not beside it")
+    parser.add_argument("--base", type=str | None, default=None, help="base model of an adapter")
+    parser.add_argument(
+        "--config", type=str | None, default=None, help="directory of config.json, if not with the weights"
+    )
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
     parser.add_argument(
         "--precision",
         type=Literal["fp32", "bf16", "fp16", "int8"],
         default="fp32",
-        help="int8: of the weights only, where the device can",
+        help="int8 quantizes the weights only, on devices that support it",
     )
     parser.add_argument(
-        "--decoding_loop", action="store_true", help="also a program that makes whole greedy answers (loop.json)"
+        "--decoding_loop", action="store_true", help="also export greedy decoding as one program (loop.json)"
     )
     parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
 
 
 def _verify_arguments(parser: Any) -> None:
-    parser.add_argument("model", type=str, help="what `llmsuite export` or `llmsuite deploy` wrote")
-    parser.add_argument("--source", type=str | None, default=None, help="the trained model, if it has been moved")
-    parser.add_argument("--base", type=str | None, default=None, help="for an adapter: the model it belongs to")
-    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not beside it")
+    parser.add_argument("model", type=str, help="output directory of `llmsuite export` or `llmsuite deploy`")
+    parser.add_argument(
+        "--source", type=str | None, default=None, help="the trained model, if it was moved since the export"
+    )
+    parser.add_argument("--base", type=str | None, default=None, help="base model of an adapter")
+    parser.add_argument(
+        "--config", type=str | None, default=None, help="directory of config.json, if not with the weights"
+    )
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
     parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
 
@@ -170,10 +176,13 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
 
 
 EXPORT = Command(
-    name="export", help="a model as a program of Paddle Inference", add_arguments=_add_source, run=run_export
+    name="export", help="write a model as a Paddle Inference program", add_arguments=_add_source, run=run_export
 )
 VERIFY = Command(
-    name="verify", help="is an exported model the trained one?", add_arguments=_verify_arguments, run=run_verify
+    name="verify",
+    help="check that an exported model equals the trained one",
+    add_arguments=_verify_arguments,
+    run=run_verify,
 )
 DEPLOY = Command(
     name="deploy", help="merge, export and verify a trained model", add_arguments=_add_source, run=run_deploy

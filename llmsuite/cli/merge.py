@@ -20,20 +20,18 @@ def _common_arguments(parser: Any) -> None:
         "--dtype",
         type=Literal["fp32", "bf16", "fp16", "fp8", "int8"] | None,
         default=None,
-        help="default: as it is, of FP8 bf16; fp8 with a scale for each block of 128 x 128; int8, with scales, of a "
-        "run that has trained for it (qat.weight_bits)",
+        help="default: unchanged, or bf16 for FP8 models; fp8 has one scale for each block of 128 x 128; int8, with "
+        "scales, only for a run trained with qat.weight_bits",
     )
     parser.add_argument(
-        "--max-shard-size", type=str, default=None, help="largest file, such as 5GB (the default is 4GiB)"
+        "--max-shard-size", type=str, default=None, help="size limit of each file, such as 5GB (default: 4GiB)"
     )
-    parser.add_argument("--split-num", type=PositiveInt | None, default=None, help="write so many files of equal size")
-    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not beside SRC")
+    parser.add_argument("--split-num", type=PositiveInt | None, default=None, help="number of files, of equal size")
+    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not in SRC")
     parser.add_argument(
-        "--fused", action="store_true", help="with layout paddlenlp: write qkv and gate-up as one matrix"
+        "--fused", action="store_true", help="with --layout paddlenlp: fuse qkv and gate-up into one matrix each"
     )
-    parser.add_argument(
-        "--allow-pickle", action="store_true", help="read .pdparams, by a reader that runs nothing of what is in them"
-    )
+    parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams, without running any code in them")
 
 
 def _merge_arguments(parser: Any) -> None:
@@ -44,7 +42,7 @@ def _merge_arguments(parser: Any) -> None:
         "model_state.tp0X_pp0Y.pdparams, or a LoRA adapter",
     )
     parser.add_argument(
-        "--base", type=str | None, default=None, help="for an adapter: the model it belongs to, where it does not say"
+        "--base", type=str | None, default=None, help="base model of an adapter that does not name its own"
     )
     parser.add_argument("--layout", type=Literal["hf", "paddlenlp"], default="hf")
     _common_arguments(parser)
@@ -148,13 +146,13 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
 
 MERGE = Command(
     name="merge",
-    help="one model from the files of many ranks, or from a model and its LoRA adapter",
+    help="merge the files of many ranks, or a model and its LoRA adapter",
     add_arguments=_merge_arguments,
     run=run,
 )
 CONVERT = Command(
     name="convert",
-    help="a model in another layout, dtype or number of files, or a LoRA adapter in another layout",
+    help="convert a model to another layout, dtype or number of files, or a LoRA adapter to another layout",
     add_arguments=_convert_arguments,
     run=run_convert,
 )
