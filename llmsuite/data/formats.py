@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,16 +68,71 @@ def sharegpt_preference(row: Row) -> Preference:
 def trl_preference(row: Row) -> Preference:
     """`{"prompt", "chosen", "rejected"}`, each text or a list of `{"role", "content"}`.
 
-    Without "prompt", chosen and rejected are whole conversations, and the turns they share are the prompt.
+    Chosen and rejected may be whole conversations, as in HuggingFaceH4/ultrafeedback_binarized: with the prompt in
+    front of the answer, or without a key "prompt". Texts without one share their beginning, up to a space: it is the
+    prompt ("implicit" with TRL).
     """
     chosen, rejected = (messages_at(row[key], key, "assistant") for key in ("chosen", "rejected"))
-    if row.get("prompt") is not None:
-        prompt = messages_at(row["prompt"], "prompt", "user")
-    else:
-        shared = 0
-        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-            shared += 1
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    given = row.get("prompt")
+    if given is None and isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
+        prompt, better, worse = _shared_text(row["chosen"], row["rejected"])
+        return _preference([Message("user", prompt)], Message("assistant", better), Message("assistant", worse))
+    prompt = [] if given is None else messages_at(given, "prompt", "user")
+    if given is None or (len(chosen) > 1 and len(rejected) > 1):
+        prompt, chosen, rejected = _without_prompt(prompt, chosen, rejected)
+    return _one_answer_each(prompt, chosen, rejected)
+
+
+def _without_prompt(
+    prompt: list[Message], chosen: list[Message], rejected: list[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """The turns that two conversations share, and the rest of both. Raises ValueError unless they have the prompt that
+    is given."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    before = {message.content.strip() for message in chosen[:shared]}
+    if any(message.content.strip() not in before for message in prompt):
+        raise ValueError("'prompt' is none of the turns that 'chosen' and 'rejected' share")
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """What two texts share, up to a space, and the rest of both. Raises ValueError if that is nothing."""
+    length = len(os.path.commonprefix([chosen, rejected]))
+    while length and not chosen[length - 1].isspace():
+        length -= 1
+    if not chosen[:length].strip():
+        raise ValueError("there is no 'prompt', and 'chosen' and 'rejected' do not begin with the same words")
+    return chosen[:length].rstrip(), chosen[length:], rejected[length:]
+
+
+def hh_rlhf(row: Row) -> Preference:
+    """`{"chosen", "rejected"}`: texts of whole dialogues, `"\\n\\nHuman: … \\n\\nAssistant: …"`, which share all but
+    the last answer, as in Anthropic/hh-rlhf."""
+    chosen, rejected = (_dialogue(text_at(row, key), key) for key in ("chosen", "rejected"))
+    return _one_answer_each(*_without_prompt([], chosen, rejected))
+
+
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+def _dialogue(text: str, where: str) -> list[Message]:
+    """The turns of a text. Raises ValueError for one that begins with anything else."""
+    before, *parts = _SPEAKER.split(text)
+    if before.strip() or not parts:
+        raise ValueError(f"{where!r} does not begin with 'Human:'")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [Message(roles[who], said.strip()) for who, said in zip(parts[::2], parts[1::2])]
+
+
+def _is_hh_rlhf(row: Row) -> bool:
+    return "prompt" not in row and all(
+        isinstance(row.get(key), str) and row[key].lstrip("\n").startswith("Human:") for key in ("chosen", "rejected")
+    )
+
+
+def _one_answer_each(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> Preference:
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         if len(answer) != 1:
             raise ValueError(f"{key!r} has {len(answer)} turns after the prompt; one is needed")
@@ -173,6 +230,13 @@ BUILTIN = [
         kind="preference",
         matches=has_keys("conversations", "chosen", "rejected"),
         convert=sharegpt_preference,
+    ),
+    DataFormat(
+        name="hh_rlhf",
+        help="chosen, rejected; texts of Human: and Assistant:",
+        kind="preference",
+        matches=_is_hh_rlhf,
+        convert=hh_rlhf,
     ),
     DataFormat(
         name="trl_preference",

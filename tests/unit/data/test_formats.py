@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmsuite.data.formats import BUILTIN, paddlenlp_preference, sharegpt_preference, trl_preference
+from llmsuite.data.formats import BUILTIN, hh_rlhf, paddlenlp_preference, sharegpt_preference, trl_preference
 from llmsuite.data.rows import Message, Preference
 
 SYSTEM, ASK, SAY, AGAIN = (
@@ -18,6 +18,10 @@ SYSTEM, ASK, SAY, AGAIN = (
 )
 ONE = Preference((ASK,), "Good.", "Bad.")
 TWO = Preference((ASK, SAY, AGAIN), "Good.", "Bad.")
+SAME = Preference((ASK,), "Good.", "Good.")
+SKY = Preference((Message("user", "The sky is"),), "blue.", "black.")
+SKY_TAB = Preference((Message("user", "The sky"),), "is blue.", "is\tblack.")
+HH = "\n\nHuman: Hi?\n\nAssistant: Hello.\n\nHuman: And?\n\nAssistant:"
 
 
 def with_system(row: Preference) -> Preference:
@@ -88,6 +92,24 @@ ACCEPTED: list[tuple[Callable[[Any], Preference], dict[str, Any], Preference]] =
     (trl_preference, {"chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD)}, ONE),
     (trl_preference, {"prompt": None, "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD)}, ONE),
     (trl_preference, {"chosen": turns(ASK, SAY, AGAIN, GOOD), "rejected": turns(ASK, SAY, AGAIN, BAD)}, TWO),
+    # as in HuggingFaceH4/ultrafeedback_binarized
+    (trl_preference, {"prompt": " Hi?", "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD), "score": 1}, ONE),
+    (
+        trl_preference,
+        {"prompt": turns(ASK), "chosen": turns(SYSTEM, ASK, GOOD), "rejected": turns(SYSTEM, ASK, BAD)},
+        with_system(ONE),
+    ),
+    (
+        trl_preference,
+        {"prompt": "And?", "chosen": turns(ASK, SAY, AGAIN, GOOD), "rejected": turns(ASK, SAY, AGAIN, BAD)},
+        TWO,
+    ),
+    (trl_preference, {"prompt": "Hi?", "chosen": turns(ASK, GOOD), "rejected": turns(ASK, GOOD)}, SAME),
+    # TRL's implicit prompts: texts are cut where a word begins
+    (trl_preference, {"chosen": "The sky is blue.", "rejected": "The sky is black."}, SKY),
+    (trl_preference, {"prompt": None, "chosen": "The sky is blue.", "rejected": "The sky is\tblack."}, SKY_TAB),
+    (hh_rlhf, {"chosen": HH + " Good.", "rejected": HH + " Bad.\n"}, TWO),
+    (hh_rlhf, {"chosen": "\n\nHuman: Hi?\n\nAssistant: Good.", "rejected": "\n\nHuman: Hi?\n\nAssistant: Bad."}, ONE),
     (
         trl_preference,
         {"chosen": turns(SYSTEM, ASK, GOOD), "rejected": turns(SYSTEM, ASK, GOOD)},  # the answer is never shared
@@ -155,11 +177,25 @@ REFUSED: list[tuple[Callable[[Any], Preference], dict[str, Any], str]] = [
     (trl_preference, {**TRL, "chosen": 1.5}, "'chosen' is neither text nor a list of turns"),
     (trl_preference, {**TRL, "chosen": turns(GOOD, GOOD)}, "'chosen' has 2 turns after the prompt; one is needed"),
     (trl_preference, {**TRL, "chosen": turns(ASK)}, "'chosen' is said by 'user'"),
+    (
+        trl_preference,
+        {"prompt": "Ho?", "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD)},
+        "'prompt' is none of the turns that 'chosen' and 'rejected' share",
+    ),
+    (
+        trl_preference,
+        {"prompt": "Hi?", "chosen": turns(ASK, GOOD), "rejected": turns(ASK, BAD, AGAIN, BAD)},
+        "'rejected' has 3 turns after the prompt; one is needed",
+    ),
+    (trl_preference, {"chosen": "Good.", "rejected": "Bad."}, "do not begin with the same words"),
+    (trl_preference, {"chosen": " Good.", "rejected": " Bad."}, "do not begin with the same words"),
+    (hh_rlhf, {"chosen": HH + " a", "rejected": "Human: Ho?\n\nAssistant: b"}, "'chosen' has 4 turns after the prompt"),
+    (hh_rlhf, {"chosen": HH + " a", "rejected": "Assistant said"}, "'rejected' does not begin with 'Human:'"),
+    (hh_rlhf, {"chosen": HH + " a", "rejected": HH + "\n\nHuman: b"}, "'rejected' has 2 turns after the prompt"),
     (trl_preference, {**TRL, "prompt": turns(SAY)}, "prompt does not end with a turn of the user"),
     (trl_preference, {**TRL, "prompt": [{"role": "bot", "content": "a"}]}, "'prompt[0]' has the unknown role 'bot'"),
     (trl_preference, {**TRL, "prompt": [{"role": ["user"], "content": "a"}]}, "has the unknown role ['user']"),
     (trl_preference, {**TRL, "prompt": [{"role": "user", "content": 1}]}, "'prompt[0].content' is int, not text"),
-    (trl_preference, {"chosen": "Good.", "rejected": "Bad."}, "prompt does not end with a turn of the user"),
     (
         trl_preference,
         {"chosen": turns(ASK, GOOD), "rejected": turns(AGAIN, BAD)},
@@ -193,6 +229,9 @@ def test_a_missing_key_is_a_key_error(convert: Callable[[Any], Preference], row:
         (SHAREGPT, "sharegpt_preference"),
         (TRL, "trl_preference"),
         ({"chosen": [], "rejected": []}, "trl_preference"),
+        ({"chosen": HH, "rejected": HH}, "hh_rlhf"),
+        ({"chosen": HH, "rejected": "Bad."}, "trl_preference"),
+        ({"prompt": "Hi?", "chosen": HH, "rejected": HH}, "trl_preference"),
         ({**TRL, **PADDLENLP}, "paddlenlp_preference"),
         ({"text": "a"}, None),
         ({"prompt": "a", "chosen": "b"}, None),
