@@ -6,15 +6,16 @@ access to attributes of Python, and cannot change their arguments.
 
 from __future__ import annotations
 
-import functools
 import json
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
 
+from llmsuite.data.jinja import Marked, environment, has_mark, unmark
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
@@ -40,6 +41,7 @@ BUILTIN = {
     ),
 }
 """Templates for tokenizers that bring none. `plain` is for base models: turns on lines of their own."""
+_WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
 
 
 class ChatTemplate:
@@ -48,22 +50,33 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], name: str):
         """Raises UserError when the template is not valid Jinja."""
         self.source, self._tokens, self._name = source, special_tokens, name
+        self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise UserError(f"chat template of {name}: {error}") from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> str:
         """Text of a conversation; `tools` as in `Conversation`. Raises UserError when the template refuses it."""
+        return self._marked(messages, add_generation_prompt, tools).text
+
+    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> Marked:
         turns = [_as_plain(message) for message in messages]
         functions = json.loads(tools) if tools else None
         try:
-            return self._template.render(
+            rendered = self._template.render(
                 messages=turns, add_generation_prompt=add_generation_prompt, tools=functions, **self._tokens
             )
         except Exception as error:  # a template is a stranger's program: it can fail in any way
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
+        if not self._has_marks:
+            return Marked(rendered, [])
+        if any(has_mark(message.content) for message in messages):
+            raise UserError(
+                f"chat template of {self._name} has {{% generation %}}, and a turn a character that marks it"
+            )
+        return unmark(rendered)
 
     def split(self, prompt: Sequence[Message], answer: str) -> tuple[str, str]:
         """Text of the prompt, and text of the answer with whatever closes its turn.
@@ -89,42 +102,63 @@ class ChatTemplate:
         """For each supervised turn: the text before it, and that text with the turn and whatever closes it.
 
         Each pair is rendered as if the conversation ended there, and has to be a prefix of the whole one, so that
-        training is on what the model will be shown and will have to produce.
+        training is on what the model will be shown and will have to produce. A template with `{% generation %}` says
+        itself what of a turn is supervised: each such block of the whole conversation is a pair, as in the mask of
+        transformers' `return_assistant_tokens_mask`, and a turn without one is none.
 
         Raises:
             UserError: the template renders a turn differently when others follow, or leaves out a part of a turn or a
                 tool.
         """
         messages, tools = conversation.messages, conversation.tools
-        whole = self.render(messages, tools=tools)
+        whole = self._marked(messages, tools=tools)
         names = [*(tool["function"]["name"] for tool in json.loads(tools or "[]"))]
         names += [call.name for message in messages for call in message.tool_calls]
         for name in names:
-            if name not in whole:
-                raise self._unfit(f"leaves out the tool {name!r}")
-        turns: list[tuple[str, str]] = []
-        for i, message in enumerate(messages):
-            if not conversation.supervised[i]:
-                continue
-            where = f"messages[{i}]"
-            before = self.render(messages[:i], add_generation_prompt=True, tools=tools)
-            after = self.render(messages[: i + 1], tools=tools)
-            if not after.startswith(before):
-                raise self._unfit(f"renders what is before {where} differently once it follows")
-            if not whole.startswith(after):
-                raise self._unfit(f"renders {where} differently once other turns follow")
-            turn = after[len(before) :]
-            if message.content.strip() not in turn or any(call.name not in turn for call in message.tool_calls):
-                raise self._unfit(f"leaves out a part of what {where} says")
-            if after != whole and turn.strip() == message.content.strip():
-                raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
-            turns.append((before, after))
+            if name not in whole.text:
+                raise self._unfit(f"leaves out the tool {name!r}", _WITH_TOOLS)
+        indices = [i for i in range(len(messages)) if conversation.supervised[i]]
+        if not self._has_marks:
+            return [self._supervised(messages[: i + 1], tools, whole.text) for i in indices]
+        turns = [pair for i in indices for pair in self._blocks(messages, i, tools, whole)]
+        if indices and not turns:
+            raise self._unfit("has {% generation %} around no turn of it")
         return turns
 
-    def _unfit(self, what: str) -> UserError:
+    def _supervised(self, messages: Sequence[Message], tools: str, whole: str) -> tuple[str, str]:
+        """The pair of the last turn, in a conversation that is rendered as `whole`."""
+        *earlier, message = messages
+        where = f"messages[{len(earlier)}]"
+        before = self.render(earlier, add_generation_prompt=True, tools=tools)
+        after = self.render(messages, tools=tools)
+        if not after.startswith(before):
+            raise self._unfit(f"renders what is before {where} differently once it follows")
+        if not whole.startswith(after):
+            raise self._unfit(f"renders {where} differently once other turns follow")
+        turn = after[len(before) :]
+        self._check_turn(message, turn, where)
+        if after != whole and turn.strip() == message.content.strip():
+            raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
+        return before, after
+
+    def _blocks(self, messages: Sequence[Message], i: int, tools: str, whole: Marked) -> list[tuple[str, str]]:
+        """The pairs of the marked blocks of turn i. What is marked does not depend on the prompt of generation, which
+        may be another one than what is before the block."""
+        begin, end = (
+            len(os.path.commonprefix([self.render(messages[:n], tools=tools), whole.text])) for n in (i, i + 1)
+        )
+        self._check_turn(messages[i], whole.text[begin:end], f"messages[{i}]")
+        return [(whole.text[:a], whole.text[:b]) for a, b in whole.blocks if begin <= a < end]
+
+    def _check_turn(self, message: Message, text: str, where: str) -> None:
+        if message.content.strip() not in text or any(call.name not in text for call in message.tool_calls):
+            raise self._unfit(f"leaves out a part of what {where} says")
+
+    def _unfit(self, what: str, others: Sequence[str] = tuple(BUILTIN)) -> UserError:
+        fit = ", ".join(name for name in others if name != self._name)
         return UserError(
-            f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; choose another "
-            f"data.chat_template ({', '.join(BUILTIN)})"
+            f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; "
+            + (f"choose another data.chat_template ({fit})" if fit else "give the tokenizer another chat template")
         )
 
 
@@ -165,20 +199,6 @@ def _of_tokenizer(directory: Path) -> str | None:
         named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
         found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
-
-
-@functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    # a date in the prompt would make runs differ from day to day; templates have a fixed one for this case
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    return environment
 
 
 def describe(tokens: dict[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
-from llmsuite.data.rows import Message
+from llmsuite.data.rows import Conversation, Message
 from llmsuite.errors import UserError
 from llmsuite.schema.recipe import DataSection
 from tests.paths import DATA
@@ -145,6 +146,72 @@ def test_what_templates_of_the_hub_use() -> None:
     )
     row = [Message("system", "x"), Message("user", '\u4e16 "<b>"'), Message("user", "y")]
     assert template(source).render(row) == '{"role": "user", "content": "\u4e16 \\"<b>\\""}False\n1TrueFalse<s>'
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("", '{"b": "\u4e16", "a": 1}'),
+        ("(ensure_ascii=True)", '{"b": "\\u4e16", "a": 1}'),
+        ("(ensure_ascii=False, sort_keys=True)", '{"a": 1, "b": "\u4e16"}'),
+        ("(separators=(',', ':'))", '{"b":"\u4e16","a":1}'),
+        ("(indent=1)", '{\n "b": "\u4e16",\n "a": 1\n}'),
+    ],
+)
+def test_tojson_has_the_options_of_transformers(options: str, text: str) -> None:
+    assert template("{{ {'b': '\u4e16', 'a': 1} | tojson" + options + " }}").render(ASK) == text
+
+
+def test_the_date_never_changes() -> None:
+    guarded = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}fixed{% endif %}"
+    assert template(guarded).render(ASK) == "fixed"
+    assert template("{{ strftime_now('%d %b %Y') }}").render(ASK) == "26 Jul 2024"
+    assert template("{% set f = strftime_now %}{{ f(format='%Y') }}").render(ASK) == "2024"
+    with pytest.raises(UserError, match="stranger"):
+        template("{{ strftime_now.__class__.__mro__ }}").render(ASK)
+
+
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{%- generation %}</s>{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+"""With a prompt of generation that no turn begins with."""
+TALK = [Message("user", "Hi?"), Message("assistant", "Hello."), Message("user", "And?"), Message("assistant", "Bye.")]
+
+
+def test_blocks_of_generation_are_what_is_supervised() -> None:
+    before = "<user>Hi?\n<assistant>"
+    later = before + "Hello.</s>\n<user>And?\n<assistant>"
+    assert template(MARKED).render(TALK[:2]) == before + "Hello.</s>\n"
+    both = Conversation(tuple(TALK), (False, True, False, True))
+    assert template(MARKED).supervised_turns(both) == [(before, before + "Hello.</s>"), (later, later + "Bye.</s>")]
+    last = Conversation(tuple(TALK), (False, False, False, True))
+    assert template(MARKED).supervised_turns(last) == [(later, later + "Bye.</s>")]
+    unmarked = re.sub(r"{%-? (end)?generation %}", "", MARKED)
+    with pytest.raises(UserError, match="renders what is before messages"):
+        template(unmarked).supervised_turns(both)
+
+
+def test_a_turn_without_a_block_is_not_supervised() -> None:
+    final = (
+        "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    both = Conversation(tuple(TALK), (False, True, False, True))
+    assert template(final).supervised_turns(both) == [("Hi?Hello.And?", "Hi?Hello.And?Bye.")]
+    first = Conversation(tuple(TALK), (False, True, False, False))
+    with pytest.raises(UserError, match="around no turn of it"):
+        template(final).supervised_turns(first)
+    with pytest.raises(UserError, match="a character that marks it"):
+        template(final).render([Message("user", "a\ufdd0b")])
+    assert template("{{ messages[0].content }}").render([Message("user", "a\ufdd0b")]) == "a\ufdd0b"
+
+
+def test_only_templates_that_write_tools_are_proposed_for_tools() -> None:
+    talk = Conversation(tuple(TALK), (False, True, False, True), '[{"type": "function", "function": {"name": "add"}}]')
+    with pytest.raises(UserError, match=r"leaves out the tool 'add'.* data\.chat_template \(chatml\)"):
+        built_in("llama3").supervised_turns(talk)
 
 
 def test_nothing_is_escaped_as_html_and_no_text_is_run() -> None:

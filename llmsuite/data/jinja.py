@@ -1,0 +1,98 @@
+"""The dialect of Jinja that chat templates are written in: what transformers gives them, in a sandbox."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import re
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Mark the blocks of `{% generation %}` in what is rendered: characters that Unicode keeps from all text."""
+_MARK = re.compile(f"[{_BEGIN}{_END}]")
+_DATE = datetime.date(2024, 7, 26)
+"""The day of `strftime_now`, and of the templates that are told there is no such function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """A rendered text and what a template calls generated in it."""
+
+    text: str
+    blocks: list[tuple[int, int]]
+    """Begin and end of each block, in characters."""
+
+
+def has_mark(text: str) -> bool:
+    """Whether a text has a character that marks blocks."""
+    return _MARK.search(text) is not None
+
+
+def unmark(rendered: str) -> Marked:
+    """Take the marks of blocks out of a text. Blocks without anything between them are one."""
+    rendered = rendered.replace(_END + _BEGIN, "")
+    places = [match.start() - number for number, match in enumerate(_MARK.finditer(rendered))]
+    return Marked(_MARK.sub("", rendered), list(zip(places[::2], places[1::2])))
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}`: what the model would have generated, as transformers has it for
+    `return_assistant_tokens_mask`."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja declares it as an attribute of the instance)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END))
+        return [begin, *body, end]
+
+
+class _FixedDate(jinja2.Undefined):
+    """`strftime_now` of a day that does not change, or training would differ from day to day.
+
+    It says that it is undefined, because templates that ask have a fixed date of their own for that case.
+    """
+
+    unsafe_callable = alters_data = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        return _DATE.strftime(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """transformers' filter: unlike Jinja's own it escapes nothing for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.cache
+def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Templates are not to be trusted: they have no attributes of Python, and cannot change their arguments."""
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = _FixedDate(name="strftime_now")
+    made.filters["tojson"] = _tojson
+    return made
