@@ -10,10 +10,11 @@ import platform
 import resource
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlenlp"
 _LEAST_DISK, _LEAST_SHARED, _LEAST_FILES, _LEAST_MEMORY = 5e9, 0.5e9, 1024, 2e9
 _SLOW_PAIR = 1 / 3
 _STALL_SECONDS = 60.0
+_CHECK_SECONDS = 300.0
 _RESULT = "network: "
 Finding = tuple[str, str, str]
 
@@ -191,6 +193,24 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
     if reason is None:
         backend.activate(0)
         yield _OK, "matrix product", f"{_gflops():.0f} GFLOP/s in float32"
+        yield run_check({**os.environ, **backend.environment(1)})
+
+
+def run_check(environment: Mapping[str, str]) -> Finding:
+    """The finding of `paddle.utils.run_check()`: a small network learns in dynamic and in static mode, on one device,
+    then on all of the kind that Paddle was built for. In a process of its own, for it starts others and may abort."""
+    command = [sys.executable, "-c", "import paddle; paddle.utils.run_check()"]
+    try:
+        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=_CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        return _BAD, "run_check", f"paddle.utils.run_check() does not end within {_CHECK_SECONDS:.0f} s; run it by hand"
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+    works = [line for line in lines if "works well" in line]
+    if done.returncode != 0 or not works:
+        said = "; ".join(line for line in lines[-3:] if line)
+        return _BAD, "run_check", f"paddle.utils.run_check() fails with exit code {done.returncode}: {said}"
+    error = next((line for line in lines if "Original Error" in line), None)
+    return (_OK, "run_check", works[-1]) if error is None else (_WARN, "run_check", f"{works[-1]} Not on more: {error}")
 
 
 def _gflops(size: int = 1024) -> float:

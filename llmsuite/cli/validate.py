@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.resources import bundled
 from llmsuite.specs import Command
 
 
@@ -33,9 +35,16 @@ def run(args: Any, registry: Registry) -> int:
             plan.check_files()
         except RecipeError as error:
             notes = error.problems
-        for note in notes:
+        for note in [*notes, *_sample_data(plan)]:
             print(f"  note: {note}")
     return 2 if failed else 0
+
+
+def _sample_data(plan: RunPlan) -> Iterator[str]:
+    """A note where a model is to be trained on a real device with the small files that come with llmsuite."""
+    if plan.stage.trains and plan.device.name != "cpu" and plan.train_file.is_relative_to(bundled("data")):
+        size = plan.train_file.stat().st_size / 1e3
+        yield f"data.train: {plan.recipe.data.train} is a sample of {size:.0f} kB; name your own data before a real run"
 
 
 def _batch(plan: RunPlan) -> str:

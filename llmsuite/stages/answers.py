@@ -126,13 +126,18 @@ def _by_prompt(answers: Sequence[Answer]) -> list[list[int]]:
 
 
 def answer_logps(model: Any, batch: Batch) -> Tensor:
-    """[A]: log-probability of each answer given its prompt. Logits are made for the positions of answers only."""
+    """[A], float64: log-probability of each answer given its prompt. Logits are made for the positions of answers
+    only."""
     picked = hidden_at_positions(model, batch)  # [N, D]
     nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
     is_owner = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
-    # in float64: losses take differences of these sums, in which the last digits of float32 would be lost
-    sums = paddle.mv(paddle.to_tensor(is_owner.astype("float64")), nll.astype("float64"))
-    return -sums.astype("float32")
+    # losses take differences of these sums, in which the last digits of float32 would be lost
+    return -paddle.mv(paddle.to_tensor(is_owner.astype("float64")), nll.astype("float64"))
+
+
+def log_ratios(logps: Tensor, batch: Batch) -> Tensor:
+    """[A]: log-probabilities of the answers of a batch, float64, without its "reference"; the difference in float32."""
+    return (logps - paddle.to_tensor(batch["reference"])).astype("float32")
 
 
 def num_tokens(batch: Batch) -> np.ndarray:

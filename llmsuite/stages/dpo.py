@@ -16,7 +16,7 @@ import numpy as np
 import paddle
 
 from llmsuite.stages import preference_losses
-from llmsuite.stages.answers import answer_logps, num_tokens, pack_rows
+from llmsuite.stages.answers import answer_logps, log_ratios, num_tokens, pack_rows
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import DpoSection
@@ -65,7 +65,7 @@ class DpoStage(PairStage):
         if kind == "adapters_off":
             batch["reference"] = logps.numpy()
             return {}
-        chosen, rejected = (logps - paddle.to_tensor(batch["reference"])).split(2)
+        chosen, rejected = log_ratios(logps, batch).split(2)
         return {"kl/chosen": (chosen.sum(), len(chosen)), "kl/rejected": (rejected.sum(), len(rejected))}
 
     # loss
@@ -73,7 +73,7 @@ class DpoStage(PairStage):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the pairs; every pair weighs 1. The term of `sft_weight` is a mean over tokens."""
         logps = answer_logps(model, batch)
-        chosen, rejected = logps.split(2)
+        chosen, rejected = logps.astype("float32").split(2)
         num_pairs = batch["weight"]
         losses, reward_chosen, reward_rejected = self._compare(logps, batch)
         total = losses.sum()
@@ -97,6 +97,7 @@ class DpoStage(PairStage):
     def _compare(self, logps: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """[P] each: losses, rewards of the chosen answers, rewards of the rejected ones."""
         if self._takes_reference == "none":
+            logps = logps.astype("float32")
             chosen, rejected = (logps / paddle.to_tensor(num_tokens(batch))).split(2)  # mean over the tokens
             rewards = self._beta * chosen, self._beta * rejected
             if self._kind == "simpo":
@@ -105,7 +106,7 @@ class DpoStage(PairStage):
                 assert self._kind == "orpo", self._kind
                 losses = self._beta * preference_losses.odds_ratio(chosen, rejected)
             return losses, *rewards
-        chosen, rejected = (logps - paddle.to_tensor(batch["reference"])).split(2)
+        chosen, rejected = log_ratios(logps, batch).split(2)
         rewards = self._beta * chosen, self._beta * rejected
         margin = rewards[0] - rewards[1]
         if self._kind == "sigmoid":
@@ -114,6 +115,9 @@ class DpoStage(PairStage):
             losses = preference_losses.hinge(margin)
         elif self._kind == "ipo":
             losses = preference_losses.ipo(margin, self._beta)
+        elif self._kind == "ipo_mean":
+            of_chosen, of_rejected = paddle.to_tensor(num_tokens(batch)).split(2)
+            losses = preference_losses.ipo(rewards[0] / of_chosen - rewards[1] / of_rejected, self._beta)
         else:
             assert self._kind == "kto_pair", self._kind
             kl_chosen, kl_rejected = (max(0.0, batch["prepass_stats"][f"kl/{side}"]) for side in ("chosen", "rejected"))

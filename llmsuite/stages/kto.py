@@ -20,7 +20,7 @@ import paddle
 
 from llmsuite.data.rows import Unpaired
 from llmsuite.errors import UserError
-from llmsuite.stages.answers import Answer, answer_logps, collate, ensure_eos
+from llmsuite.stages.answers import Answer, answer_logps, collate, ensure_eos, log_ratios
 from llmsuite.stages.preference_losses import apo_zero, kto
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import KtoSection
@@ -127,14 +127,14 @@ class KtoStage(Stage[LabelledAnswer]):
                 batch["unrelated"]["reference"] = logps[num_answers:]
             return {}
         unrelated = batch["unrelated"]
-        ratios = answer_logps(model, unrelated) - paddle.to_tensor(unrelated["reference"])
+        ratios = log_ratios(answer_logps(model, unrelated), unrelated)
         return {"kl": ((ratios * paddle.to_tensor(unrelated["counts"])).sum(), float(unrelated["counts"].sum()))}
 
     # loss
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the answers; every answer weighs 1, whatever the weight of its kind, as in the paper."""
-        ratios = answer_logps(model, batch) - paddle.to_tensor(batch["reference"])
+        ratios = log_ratios(answer_logps(model, batch), batch)
         desirable = paddle.to_tensor(batch["desirable"])
         rewards, num_answers, num_desirable = (self._beta * ratios).detach(), batch["weight"], batch["desirable"].sum()
         sums: dict[str, tuple[Any, float]] = {

@@ -26,7 +26,8 @@ def hinge(margin: Tensor) -> Tensor:
 
 
 def ipo(margin: Tensor, beta: float) -> Tensor:
-    """(m / beta - 1 / (2 beta))^2: Azar et al. 2023, arXiv 2310.12036, eq. 17; beta is its tau."""
+    """(m / beta - 1 / (2 beta))^2: Azar et al. 2023, arXiv 2310.12036, eq. 17; beta is its tau. Rewards divided by the
+    length of their answers make it the loss that TRL calls ipo."""
     return (margin / beta - 1 / (2 * beta)).square()
 
 

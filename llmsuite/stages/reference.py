@@ -39,8 +39,8 @@ class Reference:
         self._context.report(f"reference log-probabilities: {len(keys) - computed} cached, {computed} computed")
 
     def of(self, answers: Sequence[Answer]) -> np.ndarray:
-        """[A]: log-probabilities of answers that were computed."""
-        return np.array([self.known[answer.key] for answer in answers], dtype="float32")
+        """[A], float64: log-probabilities of answers that were computed."""
+        return np.array([self.known[answer.key] for answer in answers], dtype="float64")
 
     @paddle.no_grad()
     def _score(

@@ -20,6 +20,9 @@ from llmsuite.cache import cache_root
 from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 
+_TABLE = "logps64"
+"""The first table, `logps`, has values that were rounded to float32."""
+
 
 def answer_key(prompt: Sequence[int], answer: Sequence[int]) -> str:
     """Name of an answer to a prompt, both as token ids."""
@@ -44,19 +47,20 @@ class ReferenceCache:
     def lookup(self, keys: Iterable[str]) -> dict[str, float]:
         """The entries that are there."""
         with self._connect() as db:
-            found = dict(db.execute("SELECT key, logp FROM logps"))
+            found = dict(db.execute(f"SELECT key, logp FROM {_TABLE}"))
         return {key: found[key] for key in keys if key in found}
 
     def store(self, entries: Mapping[str, float]) -> None:
         """Add entries; all of them or, after a crash, none."""
         with self._connect() as db:
-            db.executemany("INSERT OR REPLACE INTO logps VALUES (?, ?)", entries.items())
+            db.executemany(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?)", entries.items())
 
     @contextlib.contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
         try:
             with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as db, db:
-                db.execute("CREATE TABLE IF NOT EXISTS logps (key TEXT PRIMARY KEY, logp REAL NOT NULL) WITHOUT ROWID")
+                columns = "key TEXT PRIMARY KEY, logp REAL NOT NULL"
+                db.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE} ({columns}) WITHOUT ROWID")
                 yield db
         except sqlite3.DatabaseError as error:
             raise UserError(f"{self.path}: {error}; it is only a cache, delete it and run again") from error

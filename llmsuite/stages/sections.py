@@ -21,12 +21,13 @@ _REFERENCE_FREE = ("simpo", "orpo")
 class DpoSection(Section):
     """Direct preference optimisation: chosen answers become likelier than rejected ones."""
 
-    loss: Literal["sigmoid", "ipo", "hinge", "kto_pair", "simpo", "orpo"] = "sigmoid"
+    loss: Literal["sigmoid", "ipo", "ipo_mean", "hinge", "kto_pair", "simpo", "orpo"] = "sigmoid"
     """sigmoid: Rafailov et al. 2023 (arXiv 2305.18290); hinge: Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425);
-    ipo: Azar et al. 2023 (arXiv 2310.12036); kto_pair: KTO's on pairs; without a reference model, simpo: Meng et al.
-    2024 (arXiv 2405.14734), and orpo: Hong et al. 2024 (arXiv 2403.07691)."""
+    ipo: Azar et al. 2023 (arXiv 2310.12036); ipo_mean: with log-ratios divided by the tokens of the answer, what TRL
+    and PaddleNLP call ipo; kto_pair: KTO's on pairs; without a reference model, simpo: Meng et al. 2024 (arXiv
+    2405.14734), and orpo: Hong et al. 2024 (arXiv 2403.07691)."""
     beta: PositiveFloat = 0.1
-    """How strongly the model is held to the reference; tau of ipo, lambda of orpo."""
+    """How strongly the model is held to the reference; tau of ipo and ipo_mean, lambda of orpo."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Assumed share of pairs whose labels are swapped (conservative DPO); for the losses sigmoid and simpo."""
     gamma: NonNegativeFloat = 0.0

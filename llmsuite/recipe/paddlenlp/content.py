@@ -14,6 +14,8 @@ from llmsuite.recipe.paddlenlp.refused import DROPOUT
 from llmsuite.specs import ModelFamily
 
 _SUFFIXES = re.compile(r"^meta-|-(instruct|chat|hf|base|en|bf16)\b", re.IGNORECASE)
+_LOSSES = {"ipo": "ipo_mean"}
+"""Losses that have another name here."""
 _SIMPO_GAMMA = 0.5
 """`simpo_gamma`, `split`, `max_length` (by stage) where they are not given, as in PaddleNLP's scripts."""
 _SPLIT = "949,50,1"
@@ -173,6 +175,8 @@ def stage_section(run: Conversion) -> dict[str, Any]:
         value = run.take(theirs)
         if value is None:
             continue
+        if ours == "loss":
+            value = _LOSSES.get(value, value)
         if ours == "loss" and value not in get_args(hints["loss"]):
             run.refuse(theirs, value, f"{run.section}.loss has {', '.join(get_args(hints['loss']))}")
         elif ours == "loss" or value:  # zeros are what is so anyway

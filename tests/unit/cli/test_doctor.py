@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import resource
 import shutil
+import subprocess
 import types
 from typing import Any
 
@@ -86,6 +87,34 @@ def test_a_device_that_is_not_there(registry: Registry, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "BAD   device gpu" in out
     assert "network" not in out, "nothing to check without a device"
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "error", "finding"),
+    [
+        (0, "works well on 1 CPU.\ninstalled successfully!", "", ("ok", "run_check", "works well on 1 CPU.")),
+        (
+            0, "works well on 1 GPU.\nONLY for single GPU!", "meets some problem\n Original Error is: no NCCL",
+            ("warn", "run_check", "works well on 1 GPU. Not on more: Original Error is: no NCCL"),
+        ),
+        (-6, "Running verify", "a\nb\nAborted", ("BAD", "run_check", "fails with exit code -6: a; b; Aborted")),
+        (0, "", "", ("BAD", "run_check", "fails with exit code 0: ")),
+    ],
+)  # fmt: skip
+def test_the_check_of_paddle(monkeypatch: Patch, code: int, out: str, error: str, finding: doctor.Finding) -> None:
+    done = subprocess.CompletedProcess([], code, out, error)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
+    level, what, text = doctor.run_check({})
+    assert (level, what) == finding[:2]
+    assert text.endswith(finding[2])
+
+
+def test_a_check_that_hangs(monkeypatch: Patch) -> None:
+    def hang(command: list[str], **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, 300)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert doctor.run_check({})[0] == "BAD"
 
 
 def test_a_slow_pair_is_named() -> None:

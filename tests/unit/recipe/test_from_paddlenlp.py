@@ -177,6 +177,7 @@ def test_what_their_scripts_do_by_default(converted: Convert) -> None:
     """`warmup_ratio` aside, an argument that is not given has PaddleNLP's value, not ours."""
     simpo = converted({**DPO, "loss_type": "simpo"}).recipe["dpo"]
     assert simpo == {"loss": "simpo", "beta": 0.2, "gamma": 0.5}
+    assert converted({**DPO, "loss_type": "ipo"}).recipe["dpo"]["loss"] == "ipo_mean"
     without = {key: value for key, value in PRETRAIN.items() if key not in ("split", "save_steps", "max_seq_length")}
     recipe = converted(without).recipe
     assert (recipe["pretrain"]["split"], recipe["checkpoint"]["save_steps"]) == ("949,50,1", 500)

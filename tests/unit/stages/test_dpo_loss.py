@@ -19,7 +19,7 @@ from llmsuite.stages.pairs import Pair
 from llmsuite.train.guard import NonFiniteLoss
 from tests.unit import alone, dpo_case
 
-LOSSES = ("sigmoid", "hinge", "ipo")
+LOSSES = ("sigmoid", "hinge", "ipo", "ipo_mean")
 LN2 = 0.6931472
 
 
@@ -81,7 +81,7 @@ def first_step(stage: DpoStage, model: Any, pairs: list[Pair], **train: Any) -> 
     return alone.step(1, [pairs[:4], pairs[4:]], stage, model, optimizer)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("sigmoid", LN2), ("hinge", 1.0), ("ipo", 25.0)])
+@pytest.mark.parametrize(("kind", "loss"), [("sigmoid", LN2), ("hinge", 1.0), ("ipo", 25.0), ("ipo_mean", 25.0)])
 def test_the_first_step_starts_from_the_reference(kind: str, loss: float) -> None:
     stage, model = dpo_case.stage(loss=kind), dpo_case.model()
     pairs = some_pairs(stage)
@@ -130,6 +130,8 @@ def test_metrics_of_known_log_ratios(kind: str) -> None:
         "sigmoid": 0.5981389 + 0.7981389 + 0.5130153,
         "hinge": 0.8 + 1.2 + 0.6,
         "ipo": 1.5**2 + 3.5**2 + 0.5**2,  # log-ratio differences 1, -1 and 2, less 2.5
+        # the same per token
+        "ipo_mean": sum((r[0] / len(p.chosen) - r[1] / len(p.rejected) - 2.5) ** 2 for r, p in zip(ratios.T, pairs)),
     }
     assert float(terms.total) == pytest.approx(by_hand[kind], rel=2e-5)
     found = {name: float(total) for name, (total, weight) in terms.sums.items() if weight == 3}
