@@ -204,7 +204,7 @@ def run_check(environment: Mapping[str, str]) -> Finding:
         done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=_CHECK_SECONDS)
     except subprocess.TimeoutExpired:
         return _BAD, "run_check", f"paddle.utils.run_check() does not end within {_CHECK_SECONDS:.0f} s; run it by hand"
-    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+    lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines()]
     works = [line for line in lines if "works well" in line]
     if done.returncode != 0 or not works:
         said = "; ".join(line for line in lines[-3:] if line)

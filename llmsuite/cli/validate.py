@@ -42,8 +42,9 @@ def run(args: Any, registry: Registry) -> int:
 
 def _sample_data(plan: RunPlan) -> Iterator[str]:
     """A note where a model is to be trained on a real device with the small files that come with llmsuite."""
-    if plan.stage.trains and plan.device.name != "cpu" and plan.train_file.is_relative_to(bundled("data")):
-        size = plan.train_file.stat().st_size / 1e3
+    path = plan.train_file.resolve()
+    if plan.stage.trains and plan.device.name != "cpu" and path.is_relative_to(bundled("data")) and path.is_file():
+        size = path.stat().st_size / 1e3
         yield f"data.train: {plan.recipe.data.train} is a sample of {size:.0f} kB; name your own data before a real run"
 
 

@@ -75,8 +75,8 @@ def trl_preference(row: Row) -> Preference:
     chosen, rejected = (messages_at(row[key], key, "assistant") for key in ("chosen", "rejected"))
     given = row.get("prompt")
     if given is None and isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
-        prompt, better, worse = _shared_text(row["chosen"], row["rejected"])
-        return _preference([Message("user", prompt)], Message("assistant", better), Message("assistant", worse))
+        text, better, worse = _shared_text(row["chosen"], row["rejected"])
+        return _preference([Message("user", text)], Message("assistant", better), Message("assistant", worse))
     prompt = [] if given is None else messages_at(given, "prompt", "user")
     if given is None or (len(chosen) > 1 and len(rejected) > 1):
         prompt, chosen, rejected = _without_prompt(prompt, chosen, rejected)

@@ -64,7 +64,7 @@ class _FixedDate(jinja2.Undefined):
 
     unsafe_callable = alters_data = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> str:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _DATE.strftime(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
