@@ -77,7 +77,12 @@ def _refuse_what_models_add(run: Conversion, preset: str | None) -> None:
 
 
 def family_targets(run: Conversion) -> dict[str, Any]:
-    """`lora.target_modules`, where PaddleNLP's `get_lora_target_modules` names fewer than every matrix."""
+    """`lora.target_modules`, where PaddleNLP's `get_lora_target_modules` names others than every matrix but those of
+    routed experts."""
+    if run.family.name.endswith("_moe"):
+        run.refuse(
+            "lora", True, "routed experts get adapters there; here they have none by default: lora.target_modules"
+        )
     if run.family.name != "deepseek":
         return {}
     shape = run.family.presets[run.preset] if run.preset is not None else {}

@@ -233,6 +233,7 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**LORA, "lokr": True}, "lokr = True"),
     ({**LORA, "vera": 1}, "vera = 1"),
     ({**LORA, "pissa": True}, "pissa = True"),
+    ({**LORA, "model_name_or_path": "Qwen/Qwen2-57B-A14B"}, "lora = True: routed experts get adapters there"),
     ({**LORA, "use_mora": True}, "use_mora = True"),
     ({**LORA, "weight_quantize_algo": "nf4"}, "weight_quantize_algo = nf4: weights are trained in bf16"),
     ({**SFT, "hidden_dropout_prob": 0.1}, "hidden_dropout_prob = 0.1: models are trained without dropout"),
