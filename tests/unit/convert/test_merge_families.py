@@ -163,7 +163,7 @@ def test_a_save_of_a_live_model_is_merged(case: str, tmp_path: Path) -> None:
 
 def cut(case: str, name: str, value: np.ndarray, rank: int) -> np.ndarray:
     """The part of one of two ranks, of a tensor as PaddleNLP holds it."""
-    whole = (".mlp.gate.", "_a_proj", "kv_a_proj_with_mqa")
+    whole = (".mlp.gate.", "shared_expert_gate", "_a_proj", "kv_a_proj_with_mqa")
     if any(part in name for part in whole) or (value.ndim < 2 and not name.endswith(".bias")):
         return value
     by_rows = "o_proj" in name or "down_proj" in name or "embed_tokens" in name
