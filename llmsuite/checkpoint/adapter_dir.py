@@ -2,7 +2,8 @@
 
     adapter_config.json, adapter_model.safetensors        the layout of HF PEFT, in which a run saves them
     lora_config.json, peft_model-*.safetensors + index    the layout of PaddleNLP
-    base.json                                             path and sha256 of the model they were trained on
+    base.json                                             path and sha256 of the model they were trained on, and how
+                                                          its matrices were stored, if quantised
 
 Inside llmsuite the factors of a matrix [I, O] are A [I, R] and B [R, O], as PaddleNLP has them; PEFT has them
 transposed. `adapter_writer.py` writes such a directory.
@@ -22,6 +23,7 @@ from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
+from llmsuite.models.block_quant import BlockFormat
 from llmsuite.models.paddlenlp_peft import lora_config
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 from llmsuite.specs import ModelFamily
@@ -43,6 +45,13 @@ class Base:
     """Its directory; None for a model that was initialised from a seed and is on no disk."""
     digest: str
     """`ModelDirectory.digest`; for a model from a seed, the digest of its shape and seed."""
+    format: BlockFormat | None = None
+    """How its matrices were stored while they were trained on; None for in the precision of the run."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of base.json."""
+        stored = {} if self.format is None else {"stored_as": dataclasses.asdict(self.format)}
+        return {"path": self.path, "sha256": self.digest, **stored}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,9 +195,16 @@ def read_base(directory: Path) -> Base | None:
         return None
     data = read_json_file(directory / BASE)
     try:
-        return Base(data["path"], data["sha256"])
+        stored = data.get("stored_as")
+        return Base(data["path"], data["sha256"], None if stored is None else BlockFormat(**stored))
     except (TypeError, KeyError) as error:
-        raise UserError(f"{directory / BASE}: has not path and sha256") from error
+        raise UserError(f"{directory / BASE}: has not path and sha256, or a stored_as of another kind") from error
+
+
+def stored_format(directory: Path) -> BlockFormat | None:
+    """How the matrices of the base were stored while adapters in a directory were trained; None for unquantised."""
+    base = read_base(directory)
+    return None if base is None else base.format
 
 
 def _named_base(directory: Path) -> Base:

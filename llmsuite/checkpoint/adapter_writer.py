@@ -62,7 +62,7 @@ def write_adapters(
     else:
         written = write_tensors(directory, STEMS[layout], stored.specs, stored.read, metadata)
     write_json(directory / CONFIG_NAMES[layout], _config(adapters, pairs, family, config, layout))
-    write_json(directory / BASE, {"path": adapters.base.path, "sha256": adapters.base.digest})
+    write_json(directory / BASE, adapters.base.to_json())
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
     return written

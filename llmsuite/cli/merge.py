@@ -60,7 +60,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
     start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
-    from llmsuite.checkpoint.adapter_dir import CONFIGS, Base, base_path, check_base
+    from llmsuite.checkpoint.adapter_dir import CONFIGS, Base, base_path, check_base, stored_format
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.int8 import quantised, rounded_layers
     from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
@@ -91,7 +91,12 @@ def run(args: Any, registry: Registry) -> int:
     if adapter is not None:
         if given is None:
             check_base(adapter, Base(str(base), model.digest()))
-        model = add_adapter(model, adapter, args.allow_pickle)
+        model, format = add_adapter(model, adapter, args.allow_pickle), stored_format(adapter)
+        if format is not None:
+            print(
+                f"{adapter} was trained on matrices stored as {format.dtype} in blocks of {format.block}; merged are "
+                "the values that these stand for"
+            )
     if is_int8:
         model = quantised(model, rounded_layers(model.path))
     size = (

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import CONFIGS, REFUSED
+from llmsuite.checkpoint.adapter_dir import CONFIGS, REFUSED, stored_format
 from llmsuite.checkpoint.model_dir import ModelDirectory, hf_name
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert.pdparams import PickledTensors
+from llmsuite.convert.rounded import rounded_model
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.models.head import SCORE, head_of
@@ -143,15 +144,15 @@ class Adapted:
             value = self._replacement(name).astype(self.spec(name).dtype)
             return value if index is None else value[tuple(index)]
         value = self._tensors.read(name, self._base.read, index)
-        factors = self._factors.get(name)
+        dtype, factors = self.spec(name).dtype, self._factors.get(name)
         if factors is None:
-            return value
+            return value.astype(dtype, copy=False)
         first, second = (self._files.read(n).astype("float32") for n in (factors.first, factors.second))
         if factors.by_rows:
             first, second = first.T, second.T
         if index is not None:
             first, second = first[index[0]], second[:, index[1]]
-        return (value.astype("float32") + factors.scale * (first @ second)).astype(value.dtype)
+        return (value.astype("float32") + factors.scale * (first @ second)).astype(dtype)
 
 
 def _with_score_head(base: ModelDirectory) -> ModelDirectory:
@@ -196,10 +197,12 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
         name.endswith(f".{SCORE}") for name in _open_files(directory, allow_pickle).names
     ):
         base = _with_score_head(base)
+    format = stored_format(directory)
+    trained_on = base if format is None else rounded_model(base, format)
     names = base.family.names()
     tensors = {name: names.hf_tensors(name, base.config) for name in base.names}
     return dataclasses.replace(
-        base, layout="hf", tensors=tensors, files=Adapted(base, directory, allow_pickle), linears_transposed=False
+        base, layout="hf", tensors=tensors, files=Adapted(trained_on, directory, allow_pickle), linears_transposed=False
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import paddle.nn.functional as F
 from paddle import nn
 
+from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.typing import Tensor
 
 
@@ -17,7 +18,7 @@ class Adapter(nn.Layer):
     themselves, not copies.
     """
 
-    weight: Tensor
+    weight: Tensor | QuantisedMatrix
     bias: Tensor | None
     is_on: bool
     """False: the layer computes what it did without its adapter."""
@@ -30,7 +31,9 @@ class Adapter(nn.Layer):
         self.weight, self.bias = linear.weight, linear.bias
 
     def base(self, x: Tensor) -> Tensor:
-        """x W + bias: all that an adapter knows of how W is stored. To be overridden for a base that is quantised."""
+        """x W + bias: all that an adapter knows of how W is stored."""
+        if isinstance(self.weight, QuantisedMatrix):
+            return self.weight.product(x, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 

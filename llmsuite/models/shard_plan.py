@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from llmsuite.models.block_quant import is_quantised_part
+
 FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
 """Names of the factors of an adapter, beside the `weight` of their module."""
 
@@ -50,12 +52,19 @@ class ShardPlan:
         """The dim of a parameter that is cut over tp; None when it is not.
 
         In an adapter x A B, A is cut with a matrix that is cut along its inputs, B with one cut along its outputs.
+        Codes and scales of a quantised matrix are cut as the matrix.
         """
         module, _, kind = parameter.rpartition(".")
+        if is_quantised_part(parameter):
+            return self.dim(module)
         if kind in (FIRST_FACTOR, SECOND_FACTOR):
             dim = self.dim(f"{module}.weight")
             return dim if dim == (FIRST_FACTOR, SECOND_FACTOR).index(kind) else None
         return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)
+
+    def has_own_dtype(self, parameter: str) -> bool:
+        """Whether a parameter has a dtype of its own, whatever the precision: the bias of a gate, codes and scales."""
+        return self.is_gate_bias(parameter) or is_quantised_part(parameter)
 
     @functools.cache  # noqa: B019
     def is_expert(self, parameter: str) -> bool:

@@ -47,6 +47,12 @@ def linear_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list
     return [name for name in found if name not in plan.first and not fnmatch.fnmatchcase(name, plan.gates)]
 
 
+def quantised_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
+    """The matrices that a quantised base stores so: all in the decoder layers but the routed experts, by the shapes of
+    all parameters."""
+    return pick_modules(linear_modules(shapes, plan), plan, None)
+
+
 def with_adapters(shapes: Mapping[str, Sequence[int]], modules: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's parameters and of the adapters on these modules."""
     result: dict[str, tuple[int, ...]] = {}

@@ -39,12 +39,14 @@ def fill(
         plan: the family's shard plan.
         mesh: this rank's place.
         read: gives the initial values.
-        dtype: dtype of the parameters; the bias of a gate stays in float32.
+        dtype: dtype of the parameters, but for those that have their own (`ShardPlan.has_own_dtype`).
         on_filled: called with name and parameter as soon as it has its values, before the next one has memory.
     """
     for name, parameter in model.named_parameters():
-        local = paddle.to_tensor(read_local(name, parameter.shape, plan, mesh, read))
-        local = local if plan.is_gate_bias(name) else local.astype(dtype)
+        keeps = plan.has_own_dtype(name)
+        read_as = _DTYPES[parameter.dtype] if keeps else "float32"
+        local = paddle.to_tensor(read_local(name, parameter.shape, plan, mesh, read, read_as))
+        local = local if keeps else local.astype(dtype)
         if mesh.tensor is None:
             parameter._set_impl(local)
         else:
@@ -54,10 +56,16 @@ def fill(
         on_filled(name, parameter)
 
 
-def read_local(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh, read: ReadSlice) -> np.ndarray:
-    """The values of a parameter that this rank holds when sharding does not cut it, as float32."""
+_DTYPES = {paddle.float32: "float32", paddle.uint8: "uint8", paddle.int8: "int8"}
+"""NumPy's names of the dtypes that parameters are made with."""
+
+
+def read_local(
+    name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str = "float32"
+) -> np.ndarray:
+    """The values of a parameter that this rank holds when sharding does not cut it."""
     index = local_slice(name, shape, plan, mesh)
-    values = np.ascontiguousarray(read(name, shape, index), dtype="float32")
+    values = np.ascontiguousarray(read(name, shape, index), dtype=dtype)
     if list(values.shape) != [part.stop - part.start for part in index]:
         raise UserError(f"parameter {name!r} is {list(shape)}; its values do not have this shape")
     return values

@@ -25,6 +25,7 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.errors import UserError
+from llmsuite.models.block_quant import is_quantised_part
 from llmsuite.models.lora import adapters
 from llmsuite.models.qat import FakeQuantLinear, observing
 from llmsuite.parallel import edges
@@ -288,7 +289,7 @@ class PipelineStage:
         *shape, length = header = self._channels.receive([edges.HEADER_LENGTH], "int64", forward=True).tolist()
         if header == _STOP:
             return None
-        dtype = next(iter(self.model.parameters())).dtype
+        dtype = next(p.dtype for name, p in self.model.named_parameters() if not is_quantised_part(name))
         contents: dict[edges.Content, Tensor] = {}
         for message in edges.messages(True, shape, length)[1:]:
             kind = "int64" if message.is_int64 else dtype

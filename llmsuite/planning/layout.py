@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from llmsuite.errors import UserError
+from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import is_tied
 from llmsuite.models.shard_plan import WHOLE
-from llmsuite.models.targets import is_trained, linear_modules, pick_modules, with_adapters
+from llmsuite.models.targets import is_trained, linear_modules, pick_modules, quantised_modules, with_adapters
 from llmsuite.parallel.cut import layer_costs, layer_of, part_bounds, parts_with
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import (
@@ -48,6 +49,10 @@ class LocalParameter:
     """Elements of `local_shape`."""
     num_bytes: int
     """Bytes of an element."""
+    num_values: int
+    """Parameters that it stands for: more than elements where a byte is two codes, none for their scales."""
+    is_codes: bool
+    """Whether it is the codes of a quantised matrix."""
     parts: int
     """Ranks of the sharding axis that own a piece each."""
     piece: int
@@ -130,6 +135,12 @@ class ModelParameters:
         self.rounded = frozenset(rounded)
         """Modules whose weights are rounded, and with `qat.activation_bits` their inputs too."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.stored: dict[str, dict[str, tuple[int, ...]]] = {}
+        """Shapes of the codes and scales of each matrix that is stored quantised."""
+        if lora.rank is not None and lora.base_format is not None:
+            for name in (f"{module}.weight" for module in quantised_modules(self.model_shapes, self.shard_plan)):
+                parts = lora.base_format.shapes(self.shapes[name])
+                self.stored[name] = {f"{name}.{part}": shape for part, shape in parts.items()}
         self.trained = {n for n in shapes if (lora.rank is None or is_trained(n))}
         self._parts: dict[tuple[int, ...], list[list[str]]] = {}
 
@@ -219,8 +230,11 @@ class Layout:
         embedding, names = f"{self.shard_plan.embedding}.weight", self.model.by_part(self.bounds)
         result = []
         for part in self.parts_of(mesh.coordinate["pp"]):
-            for name in names[part]:
-                shape, expert, dim = self.shapes[name], self.shard_plan.is_expert(name), self.shard_plan.dim(name)
+            stored = [
+                (n, s, of) for of in names[part] for n, s in self.model.stored.get(of, {of: self.shapes[of]}).items()
+            ]
+            for name, shape, of in stored:
+                expert, dim = self.shard_plan.is_expert(name), self.shard_plan.dim(name)
                 trained = name in self.trained
                 key = shape, expert, dim, trained
                 if key not in known:
@@ -231,14 +245,17 @@ class Layout:
                 local, size, piece = known[key]
                 bias = self.shard_plan.is_gate_bias(name)
                 dtype = "float32" if precision == "fp32" or bias else precision
+                codes = name.endswith(f".{CODES}")
                 result.append(
                     LocalParameter(
                         name=name,
                         part=part,
-                        layer=self.model.layers[name],
+                        layer=self.model.layers[of],
                         local_shape=local,
                         size=size,
-                        num_bytes=4 if dtype == "float32" else BYTES[precision],
+                        num_bytes=1 if codes else 4 if dtype == "float32" or of != name else BYTES[precision],
+                        num_values=size * math.prod(self.shapes[of]) // math.prod(shape) if codes or of == name else 0,
+                        is_codes=codes,
                         parts=piece.num_shards,
                         piece=piece.size,
                         num_owned=piece.num_owned,

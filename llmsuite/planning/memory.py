@@ -31,7 +31,7 @@ class StageMemory:
 
     stage: int
     num_parameters: int
-    """Elements on this rank."""
+    """On this rank."""
     parameters: float
     masters: float
     """Float32 masters, and the pieces of parameters that sharding gives the optimizer to update."""
@@ -161,7 +161,7 @@ def _memory_of_rank(
     offloads = plan.recipe.engine.offload_optimizer and plan.device.name != "cpu"
     return StageMemory(
         stage=stage,
-        num_parameters=sum(h.size for h in held),
+        num_parameters=sum(h.num_values for h in held),
         parameters=float(sum(h.parameter_bytes for h in held)),
         masters=0.0 if offloads else masters,
         moments=0.0 if offloads else moments,
@@ -260,7 +260,13 @@ def _buffers(
     forward = activations.mask_bytes(layer, batch, settings) + scores
     if settings.recompute == "none":
         forward -= of_mlp + behind
-    return max(head, in_mlp, in_attention, forward, 0.0) + _gathered(held)
+    dequantised = max((_DEQUANTISED * h.num_values for h in held if h.is_codes), default=0)
+    return max(head, in_mlp, in_attention, forward, 0.0) + _gathered(held) + dequantised
+
+
+_DEQUANTISED = 10
+"""Bytes for each value of a quantised matrix while it is made whole: wide codes, and both halves before they are joined
+(`models.quantised.dequantise_on_device`)."""
 
 
 def _in_buckets(buckets: Iterable[Sequence[LocalParameter]], beside_passes: bool) -> float:

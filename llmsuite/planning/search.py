@@ -127,7 +127,7 @@ def violations(plan: RunPlan) -> list[str]:
     found += [f"engine.{key}: {message}" for key, message in recipe.engine.problems()]
     precisions = plan.device.factory().precisions
     context = RuleContext(
-        recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, plan.stage
+        recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, plan.stage, plan.family
     )
     return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(context)]
 

@@ -146,7 +146,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     degrees = degrees_of(recipe)
     device = registry.devices.get(recipe.device)
     precisions = device.factory().precisions if device is not None else None
-    context = RuleContext(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage)
+    context = RuleContext(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage, family)
     for rule in RULES if stage.trains else UNTRAINED_RULES:
         violations += rule.check(context)
     if violations:

@@ -57,11 +57,16 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.global_batch_size": 8 * micro,  # the same on any mesh, so that meshes can be compared
         "train.learning_rate": 1e-3,
         **_warmup(recipe),
+        **({} if recipe.lora.base_dtype is None else {"lora.base_block": _SMALL_BLOCK}),
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
         **_place(recipe, tp * pp * data),
         **stage.smoke,
     }
+
+
+_SMALL_BLOCK = 8
+"""Inputs that share a scale in a quantised base: the tiny shapes are whole blocks of it, cut eightfold too."""
 
 
 def _warmup(recipe: Recipe) -> dict[str, Any]:

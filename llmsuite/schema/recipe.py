@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
+from llmsuite.models.block_quant import BlockFormat
 from llmsuite.schema.engine import EngineSection
 from llmsuite.schema.numbers import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.parallel import ParallelSection
@@ -184,10 +185,25 @@ class LoraSection(Section):
     or "layers.0.mlp.*". Default: every matrix of attention and MLP, except the routed experts."""
     lora_plus_ratio: PositiveFloat = 1.0
     """Learning rate of the factor B divided by that of A (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
+    base_dtype: Literal["nf4", "fp4", "int8"] | None = None
+    """Keep the frozen matrices of attention and MLP in 4 or 8 bits, with a scale for each block (QLoRA, Dettmers et al.
+    2023, arXiv 2305.14314). null: in engine.precision."""
+    base_block: PositiveInt = 64
+    """Inputs of a matrix that share a scale, with base_dtype. An even number that divides the inputs of every matrix,
+    and under tensor parallel those of each rank."""
+
+    @property
+    def base_format(self) -> BlockFormat | None:
+        """How the frozen matrices are stored; None for in engine.precision."""
+        return None if self.base_dtype is None else BlockFormat(self.base_dtype, self.base_block)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
             yield "target_modules", "is empty, so nothing would be trained; name some, or leave it out"
+        if self.base_dtype is None and self.base_block != 64 and self.rank is not None:
+            yield "base_block", "has no effect while base_dtype is null; set that too, or remove it"
+        if self.base_block % 2:
+            yield "base_block", f"is {self.base_block}; it has to be even, as two codes share a byte"
         for field in dataclasses.fields(self) if self.rank is None else ():
             if getattr(self, field.name) != field.default:
                 yield field.name, "has no effect while rank is null; set that too, or remove it"

@@ -15,8 +15,9 @@ from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.qat import fake_quantize_layers
+from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.shard_plan import WHOLE
-from llmsuite.models.targets import is_factor, is_trained
+from llmsuite.models.targets import is_factor, is_trained, quantised_modules
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.p2p import P2PChannels
@@ -72,6 +73,10 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     whole = _build_chunks(plan, backend, config, tp=1)[0][0] if padded else chunks[0]
     shapes = {name: list(p.shape) for name, p in whole.named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
+    if lora.base_format is not None:
+        with paddle.LazyGuard():
+            for chunk in chunks:
+                quantise_matrices(chunk, quantised_modules(shapes, shard_plan), lora.base_format)
     bounds = _cut_pipeline(chunks, plan, mesh, shapes)
     weights = initial_weights(plan, registry, chunks, shapes)
     strategy = _strategy(plan, backend, mesh, trained)

@@ -13,6 +13,7 @@ import numpy as np
 from llmsuite.checkpoint.adapter_dir import Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import skipped_tensors
+from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 from llmsuite.models.targets import is_factor
@@ -57,6 +58,10 @@ def initial_weights(
         read, base, decided_by = _from_files(plan, source, chunks, shapes)
         for text in decided_by:
             digest.update(text.encode())
+    base_format = plan.recipe.lora.base_format
+    if base_format is not None:
+        read, base = QuantisedReads(read, shapes, base_format), dataclasses.replace(base, format=base_format)
+        digest.update(json.dumps(dataclasses.asdict(base_format)).encode())
     if plan.recipe.lora.rank is not None:
         read = _with_factors(read, plan.recipe.seed)
     return InitialWeights(read, base, digest.hexdigest(), source)
@@ -81,6 +86,33 @@ def _from_files(
         read = _either({SCORE}, _normal(seed, std), read)
         decided_by.append(f"score of seed {seed}")
     return read, base, decided_by
+
+
+class QuantisedReads:
+    """Reads slices of parameters, and of matrices that are stored quantised: each is quantised when it is read."""
+
+    def __init__(self, read: ReadSlice, shapes: Mapping[str, Sequence[int]], format: BlockFormat):
+        """
+        Args:
+            read: reads slices of the matrices.
+            shapes: of the whole matrices, by their parameters' names.
+            format: how they are stored.
+        """
+        self._read, self._shapes, self._format = read, shapes, format
+        self._place: object = None
+        self._parts: dict[str, np.ndarray] = {}
+        """Codes and scales of the slice that was read last, but for what was asked for already."""
+
+    def __call__(self, name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        if not is_quantised_part(name):
+            return self._read(name, shape, index)
+        matrix, _, part = name.rpartition(".")
+        place = self._format.in_matrix(part, index)
+        if self._place != (matrix, place) or part not in self._parts:
+            self._parts.clear()
+            codes, absmax = self._format.quantise(self._read(matrix, self._shapes[matrix], place))
+            self._place, self._parts = (matrix, place), {CODES: codes, ABSMAX: absmax}
+        return self._parts.pop(part)
 
 
 def read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:

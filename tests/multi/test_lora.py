@@ -22,6 +22,10 @@ TIED = {"run": ("--model.config.tie_word_embeddings=true",)}
 # of which the first part of a pipeline has none
 SOME = {"run": ('--lora.target_modules=["layers.2.*", "layers.3.mlp.up_proj"]', "--lora.rslora=true")}
 PREFERENCE = {"stage": "dpo"}
+# matrices with adapters and without, of row- and column-parallel ones
+NF4 = {
+    "run": ("--lora.base_dtype=nf4", "--lora.base_block=16", '--lora.target_modules=["q_proj", "o_proj", "up_proj"]')
+}
 
 ONES = {
     "sft": case("sft", words=("--train.micro_batch_size=8",)),
@@ -29,6 +33,7 @@ ONES = {
     "tied": case("tied", words=("--train.micro_batch_size=8",), **TIED),
     "some": case("some", words=("--train.micro_batch_size=8",), **SOME),
     "dpo": case("dpo", words=("--train.micro_batch_size=8",), **PREFERENCE),
+    "nf4": case("nf4", words=("--train.micro_batch_size=8",), **NF4),
 }
 MANY: dict[str, tuple[str, Case]] = {
     "tp2, sequence parallel, recompute": ("sft", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,))),
@@ -38,6 +43,9 @@ MANY: dict[str, tuple[str, Case]] = {
     "stage2": ("adamw", dataclasses.replace(case("stage2", 2, {"sharding": "stage2"}, **ADAMW), trace=True)),
     "stage3, static, recompute": ("adamw", case("stage3", 2, {"sharding": "stage3"}, (STATIC, RECOMPUTE), **ADAMW)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
+    "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),
+    "nf4, pp2": ("nf4", case("nf4-pp", 2, INTERLEAVED, **NF4)),
+    "nf4, stage3": ("nf4", case("nf4-stage3", 2, {"sharding": "stage3"}, **NF4)),
 }
 MUTANT = case("mutant", 2, TP, mutation="factor_of_first_rank")
 

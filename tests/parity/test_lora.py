@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import ADAMW, INTERLEAVED, PP, PREFERENCE, RECOMPUTE, SOME, SP, STATIC, STEM, TIED, TP
+from tests.multi.test_lora import ADAMW, INTERLEAVED, NF4, PP, PREFERENCE, RECOMPUTE, SOME, SP, STATIC, STEM, TIED, TP
 from tests.parity.cases import GRADIENT_LIMIT, Case, compare, run_cases
 from tests.parity.lora import case
 
@@ -34,6 +34,11 @@ RUNS: dict[str, dict[str, object]] = {
     # more than 2.1e-6 with the one and 1.6e-6 with the other.
     "deepseek": {"family": "deepseek", "run": ("--train.learning_rate=0.05",)},
     "rm": {"stage": "rm", "run": ("--train.learning_rate=0.05",)},  # 0.2 is too much for a head that begins anew
+    "nf4": NF4,
+    **{
+        f"{family} {dtype}": {"family": family, "run": (f"--lora.base_dtype={dtype}", "--lora.base_block=8")}
+        for family, dtype in (("qwen", "fp4"), ("gpt", "int8"))
+    },
     "head": {"run": ('--lora.target_modules=["lm_head", "o_proj", "down_proj"]',)},
 }
 STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
@@ -59,6 +64,12 @@ STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "off interleaved": ("off", 2, INTERLEAVED, ()),
     "rm tp2 sp pp2": ("rm", 4, {**TP, **SP, **PP}, ()),
     "rm stage3": ("rm", 2, _sharded(3), ()),
+    "nf4 tp2 pp2": ("nf4", 4, {**TP, **PP}, ()),
+    "nf4 tp2 stage3": ("nf4", 4, {**TP, **_sharded(3)}, ()),
+    "qwen fp4 tp4": ("qwen fp4", 4, {"tensor_parallel_degree": 4}, ()),
+    "qwen fp4 tp2 sp pp2 recompute": ("qwen fp4", 4, {**TP, **SP, **PP}, (RECOMPUTE,)),
+    "gpt int8 tp2": ("gpt int8", 2, TP, ()),
+    "gpt int8 stage3 recompute": ("gpt int8", 2, _sharded(3), (RECOMPUTE,)),
     "head tp2 sp": ("head", 2, {**TP, **SP}, ()),
     "head stage3": ("head", 2, _sharded(3), ()),
 } | {

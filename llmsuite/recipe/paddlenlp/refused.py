@@ -11,7 +11,7 @@ from llmsuite.errors import UserError
 from llmsuite.recipe.paddlenlp.conversion import is_true
 
 _ADAPTERS = "there is no such adapter; of adapters there is LoRA, with rsLoRA and LoRA+: section lora"
-_QUANTISED = "weights are trained in bf16, fp16 or fp32, also below adapters"
+_QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
 """Why dropout is refused."""
 _RL = "reinforcement learning is no stage; for preferences there are dpo, kto and rm"

@@ -9,7 +9,7 @@ from typing import Any
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import StageSpec
+from llmsuite.specs import ModelFamily, StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class RuleContext:
     precisions: Sequence[str] | None
     """The precisions of the device; None when there is no such device."""
     stage: StageSpec
+    family: ModelFamily
 
     @property
     def num_devices(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from llmsuite.models.targets import quantised_modules
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.rule import Rule, Violation
 
@@ -54,6 +56,39 @@ def _observed_in_a_program(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
+    lora = context.recipe.lora
+    if lora.base_format is None or lora.rank is None or context.config is None:
+        return
+    key, block, tp = "lora.base_dtype", lora.base_block, context.recipe.parallel.tensor_parallel_degree
+    if context.recipe.engine.mode == "to_static":
+        yield key, f"is {lora.base_dtype}, which programs compiled by to_static cannot read; set engine.mode to dynamic"
+    names = context.family.names()
+    if not hasattr(names, "parameter_shapes"):
+        yield (
+            key,
+            f"is {lora.base_dtype}; family {context.family.name} does not say which matrices it has; set it to null",
+        )
+        return
+    shapes = names.parameter_shapes(context.config)
+    if expert := next((name for name in shapes if context.shard_plan.is_expert(name)), None):
+        yield (
+            key,
+            f"is {lora.base_dtype}; routed experts are stacks ({expert}), which are not quantised; set it to null",
+        )
+        return
+    for module in quantised_modules(shapes, context.shard_plan):
+        name = f"{module}.weight"
+        parts = tp if context.shard_plan.dim(name) == 0 else 1
+        if shapes[name][0] % (parts * block):
+            each = f"{shapes[name][0]} inputs" + (
+                f", {shapes[name][0] // parts} on each of {tp} ranks" if parts > 1 else ""
+            )
+            divisor = math.gcd(block, shapes[name][0] // parts)
+            yield "lora.base_block", f"is {block}; {module} has {each}, which are not whole blocks; use {divisor}"
+            return
+
+
 def _not_one_group(context: RuleContext) -> Iterator[Violation]:
     degree, stage = context.recipe.parallel.tensor_parallel_degree, context.recipe.stage
     if not context.stage.trains and context.num_devices != degree:
@@ -98,6 +133,13 @@ STAGE_RULES = (
         "the quantised weights are not the ones that are trained",
         (),
         _quantised_adapters,
+    ),
+    Rule(
+        "`lora.base_dtype` with `to_static` or routed experts, or blocks that do not divide the inputs of a matrix on "
+        "every rank",
+        "a quantised matrix is a table of whole blocks, made whole where it is multiplied",
+        ("--lora.rank=8", "--lora.base_dtype=nf4", "--lora.base_block=48"),
+        _no_quantised_base,
     ),
     Rule(
         "`qat` with another stage than `pretrain` and `sft`",

@@ -15,10 +15,13 @@ import paddle
 import pytest
 import safetensors.numpy
 
+from llmsuite.checkpoint.adapter_dir import BASE, Base
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.cli.main import main
 from llmsuite.convert.adapter import add_adapter
 from llmsuite.errors import UserError
+from llmsuite.files import write_json
+from llmsuite.models.block_quant import BlockFormat
 from tests.unit import tiny_llama
 from tests.unit.tiny_llama import CONFIG, FAMILIES
 
@@ -80,6 +83,33 @@ def test_an_adapter_of_peft_is_added_to_its_base(tmp_path: Path, layout: Any, dt
         tolerance = 1e-6 if dtype == "float32" else 1e-2
         assert np.allclose(value.astype("float32"), expected.astype("float32"), rtol=tolerance)
     assert not tiny_llama.same(tiny_llama.read(tmp_path / "out"), tiny_llama.read(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_added_to_the_quantised_base_it_was_trained_on(
+    tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_llama.write(tmp_path / "base", dtype=dtype)
+    base, adapter, format = tmp_path / "base", write_peft(tmp_path / "adapter"), BlockFormat("nf4", 4)
+    sha256 = open_model(base, FAMILIES).digest()
+    write_json(adapter / BASE, Base(str(base), sha256, format).to_json())
+    assert main(["merge", str(adapter), "-o", str(tmp_path / "out")]) == 0
+    assert "stored as nf4 in blocks of 4" in capsys.readouterr().out
+    merged, trained = tiny_llama.read(tmp_path / "out"), factors()
+    for name, value in tiny_llama.values(dtype=dtype).items():
+        expected = value.astype("float32")
+        if ".layers." in name and expected.ndim == 2:
+            expected = format.rounded(expected)
+        if name in trained:
+            a, b = trained[name]
+            expected = expected + ALPHA / RANK * (a @ b)
+        assert merged[name].dtype == value.dtype
+        tolerance = 1e-6 if dtype == "float32" else 1e-2
+        np.testing.assert_allclose(merged[name].astype("float32"), expected, rtol=tolerance, atol=tolerance)
+    model = add_adapter(open_model(base, FAMILIES), adapter)
+    name = "model.layers.1.mlp.down_proj.weight"
+    part = [slice(3, 9), slice(1, 5)]  # no whole blocks
+    np.testing.assert_array_equal(model.read(name, part), model.read(name)[tuple(part)])
 
 
 def test_paddlenlps_layout_and_stabilised_scale(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.plugins.manager import load_plugins
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.schema.degrees import Degrees
+from llmsuite.train.build import build_model
 from tests.unit.families import CASES, FAMILIES, config_of, tiny
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
@@ -103,6 +104,21 @@ def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any
     with paddle.LazyGuard():
         add_adapters(model, expected, lora_config(r=3))
     assert with_adapters(shapes, expected, 3) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "int8"])
+def test_a_quantised_base_is_planned_as_it_is_made(dtype: str) -> None:
+    words = ("--launch.num_devices=1", "--parallel={}", f"--lora.base_dtype={dtype}")
+    plan = run_plan("recipes/llama/lora.json", *words, smoke=True)
+    built = build_model(plan, load_plugins(builtin, commands), CpuBackend(), Mesh(plan.degrees, 0))
+    made = dict(built.part.named_parameters())
+    sizes = {"uint8": 1, "int8": 1, "float32": 4}
+    planned = Layout(plan).parameters(Mesh(plan.degrees, 0))
+    assert {h.name: (list(h.local_shape), h.num_bytes) for h in planned} == {
+        name: (list(p.shape), sizes[str(p.dtype).rpartition(".")[2]]) for name, p in made.items()
+    }
+    assert sum(h.num_values for h in planned) == Layout(plan).num_parameters
+    assert any(h.is_codes for h in planned)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -235,7 +235,10 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**LORA, "pissa": True}, "pissa = True"),
     ({**LORA, "model_name_or_path": "Qwen/Qwen2-57B-A14B"}, "lora = True: routed experts get adapters there"),
     ({**LORA, "use_mora": True}, "use_mora = True"),
-    ({**LORA, "weight_quantize_algo": "nf4"}, "weight_quantize_algo = nf4: weights are trained in bf16"),
+    (
+        {**LORA, "weight_quantize_algo": "nf4"},
+        "weight_quantize_algo = nf4: its blocks or scales are others",
+    ),
     ({**SFT, "hidden_dropout_prob": 0.1}, "hidden_dropout_prob = 0.1: models are trained without dropout"),
     ({**PRETRAIN, "model_name_or_path": "gpt2-medium-en"}, "hidden_dropout_prob = not given: with GPT it is 0.1"),
     ({**PRETRAIN, "model_name_or_path": "deepseek-ai/DeepSeek-V3"}, "num_nextn_predict_layers = not given"),

@@ -127,6 +127,36 @@ def test_accumulate_steps(plan: Plan) -> None:
             "is 12; it has to be a multiple of micro_batch_size 2 x data ranks 4 = 8",
         ),
         (
+            {"lora.rank": 2, "lora.base_dtype": "nf4", "engine.mode": "to_static"},
+            "lora.base_dtype",
+            "is nf4, which programs compiled by to_static cannot read; set engine.mode to dynamic",
+        ),
+        (
+            {"lora.rank": 2, "lora.base_dtype": "int8", "lora.base_block": 48},
+            "lora.base_block",
+            "is 48; model.layers.0.self_attn.q_proj has 4096 inputs, which are not whole blocks; use 16",
+        ),
+        (
+            {
+                "parallel.tensor_parallel_degree": 8,
+                "launch.num_devices": 8,
+                "lora": {"rank": 2, "base_dtype": "fp4", "base_block": 64},
+            },
+            "lora.base_block",
+            "is 64; model.layers.0.mlp.down_proj has 11008 inputs, 1376 on each of 8 ranks, which are not whole "
+            "blocks; use 32",
+        ),
+        (
+            {"lora.rank": 2, "lora.base_block": 32},
+            "lora.base_block",
+            "has no effect while base_dtype is null; set that too, or remove it",
+        ),
+        (
+            {"lora": {"rank": 2, "base_dtype": "nf4", "base_block": 5}},
+            "lora.base_block",
+            "is 5; it has to be even, as two codes share a byte",
+        ),
+        (
             {"parallel.sharding": "stage1"},
             "parallel.sharding",
             "is stage1, but there is one data rank (pp1 dp1 sharding1 tp1); set it to none",

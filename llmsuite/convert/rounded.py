@@ -1,0 +1,44 @@
+"""A model as adapters were trained on it, where its matrices were stored quantised (`lora.base_dtype`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.models.block_quant import BlockFormat
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.targets import quantised_modules
+
+
+@dataclasses.dataclass(kw_only=True)
+class RoundedModel(ModelDirectory):
+    """A model whose matrices are read as the values that their codes stand for, in float32."""
+
+    format: BlockFormat
+    rounded: frozenset[str]
+    """Names of these matrices' parameters."""
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        if name not in self.rounded:
+            return super().read(name, index)
+        if index is None:
+            return self._rounded(super().read(name))
+        start, stop, _ = index[0].indices(self.spec(name).shape[0])
+        block = self.format.block
+        first = start // block * block
+        values = self._rounded(super().read(name, [slice(first, -(-stop // block) * block), index[1]]))
+        return values[start - first : stop - first]
+
+    def _rounded(self, values: np.ndarray) -> np.ndarray:
+        return self.format.rounded(np.ascontiguousarray(values, "float32"))
+
+
+def rounded_model(model: ModelDirectory, format: BlockFormat) -> RoundedModel:
+    """A model as it is after its matrices were stored in a format."""
+    shapes = {name: model.spec(name).shape for name in model.names}
+    modules = quantised_modules(shapes, model.family.shard_plan or WHOLE)
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(ModelDirectory)}
+    return RoundedModel(**fields, format=format, rounded=frozenset(f"{module}.weight" for module in modules))

@@ -1,0 +1,131 @@
+"""Matrices stored in 4 or 8 bits, a block at a time (Dettmers et al. 2023, QLoRA, arXiv 2305.14314, section 3).
+
+A block is `block` inputs of one output; its scale is its largest magnitude. In 4 bits a value divided by the scale is
+the nearest of 16 levels, those of nf4 (appendix E of the paper: quantiles of a normal distribution) or of fp4 (2 bits
+of exponent, 1 of mantissa); in int8 one of 255 even steps. Halves round down in 4 bits, to even in int8.
+
+Codes of 4 bits lie two in a byte, the input with the even number in the upper half: transposed, these are the bytes
+that bitsandbytes stores of a matrix [outputs, inputs] whose rows are whole blocks (fp4 has two zeros, of which it may
+take the other one). Imports no Paddle.
+
+Shapes: I inputs and O outputs of a matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+FP4 = (*(m / 12 for m in _MAGNITUDES), *(-m / 12 for m in _MAGNITUDES))
+"""The upper bit of a code is the sign. The least magnitude is that of bitsandbytes, 1 / 192."""
+LEVELS = {"nf4": NF4, "fp4": FP4}
+"""The value of each code."""
+_STEPS = 127
+CODES, ABSMAX = "codes", "absmax"
+"""Names of the stored parts of a matrix, behind the name of its parameter."""
+
+
+def is_quantised_part(parameter: str) -> bool:
+    """Whether a parameter is the codes or the scales of a quantised matrix."""
+    return parameter.endswith((f".{CODES}", f".{ABSMAX}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFormat:
+    """How a matrix [I, O] is stored: codes, and the scale of each block in float32, [I / block, O]."""
+
+    dtype: str
+    """nf4, fp4 or int8."""
+    block: int
+    """Inputs of a block: even, and a divisor of I."""
+
+    @property
+    def per_code(self) -> int:
+        """Values in an element of the codes."""
+        return 1 if self.dtype == "int8" else 2
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype of the codes."""
+        return "int8" if self.dtype == "int8" else "uint8"
+
+    def shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, int]]:
+        """The shapes of codes and scales of a matrix, by `CODES` and `ABSMAX`."""
+        num_inputs, num_outputs = shape
+        assert num_inputs % self.block == 0, (shape, self)
+        return {CODES: (num_inputs // self.per_code, num_outputs), ABSMAX: (num_inputs // self.block, num_outputs)}
+
+    def in_matrix(self, part: str, index: Sequence[slice]) -> list[slice]:
+        """The slice of the matrix whose codes or scales are a slice of them."""
+        times = self.per_code if part == CODES else self.block
+        return [slice(index[0].start * times, index[0].stop * times), index[1]]
+
+    def quantise(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Codes and scales of a matrix, or of whole blocks of it."""
+        shapes = self.shapes(values.shape)
+        codes, absmax = np.empty(shapes[CODES], self.stored_dtype), np.empty(shapes[ABSMAX], "float32")
+        rows = self.block // self.per_code
+        for number in range(len(absmax)):  # one after the other, so that what is made on the way stays small
+            block = values[number * self.block : (number + 1) * self.block].astype("float32", copy=False)
+            absmax[number] = np.abs(block).max(0)
+            scaled = block / np.where(absmax[number] > 0, absmax[number], np.float32(1))
+            codes[number * rows : (number + 1) * rows] = self._codes(scaled)
+        return codes, absmax
+
+    def _codes(self, scaled: np.ndarray) -> np.ndarray:
+        """Codes of values from -1 to 1."""
+        if self.dtype == "int8":
+            return np.rint(scaled * np.float32(_STEPS)).astype("int8")
+        order, middles = _thresholds(self.dtype)
+        number = np.zeros(scaled.shape, "uint8")
+        for middle in middles:
+            number += scaled > middle
+        codes = order[number].reshape(-1, 2, scaled.shape[1])
+        return codes[:, 0] << 4 | codes[:, 1]
+
+    def dequantise(self, codes: np.ndarray, absmax: np.ndarray) -> np.ndarray:
+        """The matrix in float32."""
+        num_blocks, num_outputs = absmax.shape
+        if self.dtype == "int8":
+            found = codes.reshape(num_blocks, self.block, num_outputs) * (absmax * np.float32(1 / _STEPS))[:, None]
+            return found.reshape(codes.shape)
+        upper, lower = byte_levels(self.dtype)
+        found = np.empty((codes.shape[0], 2, num_outputs), "float32")
+        for first in range(0, codes.shape[0], _ROWS):  # `take` wants wide numbers, eight times as many bytes
+            wide = codes[first : first + _ROWS].astype("intp")
+            upper.take(wide, out=found[first : first + _ROWS, 0], mode="clip")
+            lower.take(wide, out=found[first : first + _ROWS, 1], mode="clip")
+        found = found.reshape(num_blocks, self.block, num_outputs)
+        found *= absmax[:, None]
+        return found.reshape(-1, num_outputs)
+
+    def rounded(self, values: np.ndarray) -> np.ndarray:
+        """A matrix as it is after it was stored, in float32."""
+        return self.dequantise(*self.quantise(values))
+
+
+_ROWS = 32
+"""Rows of codes that are looked up at once."""
+
+
+@functools.cache
+def byte_levels(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The levels of the upper and the lower half of every byte, [256] each."""
+    levels = np.array(LEVELS[dtype], "float32")
+    return np.repeat(levels, 16), np.tile(levels, 16)
+
+
+@functools.cache
+def _thresholds(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The codes in the order of their levels, and the middles between neighbours."""
+    ordered, order = np.unique(np.array(LEVELS[dtype]), return_index=True)  # of the two zeros of fp4 the first
+    return order.astype("uint8"), ((ordered[1:] + ordered[:-1]) / 2).astype("float32")
