@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import importlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,13 @@ from llmsuite.recipe.resolve import RunPlan, plan_run
 for _name, _value in CpuBackend().environment(os.cpu_count() or 1).items():
     os.environ.setdefault(_name, _value)
 os.environ.setdefault("GLOG_minloglevel", "2")
+
+# before huggingface_hub is imported: no test reaches a hub, or the tokens and models of whoever runs the tests
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="llmsuite-hub-")
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+for _name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "LLMSUITE_HUBS"):
+    os.environ.pop(_name, None)
 
 # the same examples in every run, and no deadline: a busy machine is no failure
 hypothesis.settings.register_profile("llmsuite", derandomize=True, deadline=None, database=None)

@@ -23,6 +23,9 @@ from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
+from llmsuite.hub.here import cached
+from llmsuite.hub.listing import Want
+from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import BlockFormat
 from llmsuite.models.paddlenlp_peft import lora_config
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
@@ -211,22 +214,46 @@ def _named_base(directory: Path) -> Base:
     """The base model in the configuration of PEFT or PaddleNLP: its path, or its name on a hub."""
     found = [path for name in CONFIG_NAMES.values() if (path := directory / name).is_file()]
     named = read_json_file(found[0]).get("base_model_name_or_path") if found else None
+    revision = read_json_file(found[0]).get("revision") if found else None
+    if isinstance(named, str) and revision and (name := hub_name(named)) is not None:
+        return Base(str(name.at(name.hub, str(revision))), "")
     if not isinstance(named, str) or not named:
         raise UserError(f"{directory}: is a LoRA adapter and does not say of which model; name it with --base DIR")
     return Base(named, "")
 
 
-def base_path(directory: Path) -> Path:
-    """Directory of the model that adapters were trained on. Raises UserError when it is on no disk."""
+def base_keys(base: Base) -> dict[str, str | None]:
+    """The model that adapters were trained on, as PEFT writes it: of a name on a hub, the commit stands by itself."""
+    name = hub_name(base.path) if base.path is not None else None
+    if name is None or name.hub != "hf":
+        return {"base_model_name_or_path": base.path}
+    return {"base_model_name_or_path": name.repo, "revision": name.revision}
+
+
+def base_name(directory: Path) -> str:
+    """Path or name on a hub of the model that adapters were trained on. Raises UserError when it is on no disk."""
     base = read_base(directory) or _named_base(directory)
     if base.path is None:
         raise UserError(
             f"{directory}: its adapters were trained on a model that was drawn from a seed and lies nowhere; adapters "
             "of a run with model.weights can be used"
         )
-    if not (Path(base.path) / "config.json").is_file():
-        raise UserError(f"{directory}: the model of its adapters, {base.path}, is not there; name it with --base DIR")
-    return Path(base.path)
+    return base.path
+
+
+def base_path(directory: Path) -> Path:
+    """Directory of the model that adapters were trained on; one of a hub has to be on this machine.
+
+    Raises:
+        UserError: it is on no disk, or not here.
+    """
+    named = base_name(directory)
+    if (Path(named) / "config.json").is_file():
+        return Path(named)
+    found = cached(name, Want.MODEL) if (name := hub_name(named)) is not None else None
+    if found is None:
+        raise UserError(f"{directory}: the model of its adapters, {named}, is not there; name it with --base DIR")
+    return found.directory
 
 
 def check_base(directory: Path, base: Base) -> None:

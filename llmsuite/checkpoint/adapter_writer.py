@@ -17,6 +17,7 @@ from llmsuite.checkpoint.adapter_dir import (
     STEMS,
     Adapters,
     FactorPair,
+    base_keys,
     factor_pairs,
     stored_factor,
     stored_parameter,
@@ -131,7 +132,8 @@ def _config(
     targets, lora = _targets([pair.module for pair in pairs], family, config, layout), adapters.config
     if layout == "paddlenlp":
         patterns = [rf"(.*\.)?{re.escape(target)}" for target in targets]
-        said = dataclasses.replace(lora, target_modules=patterns, base_model_name_or_path=adapters.base.path)
+        named = base_keys(adapters.base)["base_model_name_or_path"]
+        said = dataclasses.replace(lora, target_modules=patterns, base_model_name_or_path=named)
         return {**said.to_dict(), "scaling": said.scaling}  # as its `save_pretrained`
     # several in one: a larger rank, and as much larger an alpha that the scale is the same
     wide = {pair.module: len(pair.members) for pair in pairs if len(pair.members) > 1}
@@ -141,7 +143,7 @@ def _config(
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",
         "modules_to_save": [name.removesuffix(".weight") for name in adapters.beside] or None,
-        "base_model_name_or_path": adapters.base.path,
+        **base_keys(adapters.base),
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "use_rslora": lora.rslora,

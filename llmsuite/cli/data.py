@@ -80,7 +80,7 @@ def run(args: Any, registry: Registry) -> int:
 
     plan = plan_run(args.inputs[0], args.overrides, registry, args.smoke)
     plan.check_trains(f"data {args.action}")
-    plan = show_data.prepare(plan)
+    plan = show_data.prepare(plan, registry)
     if args.action == "explain":
         return show_data.explain(plan, registry, args.row or 1)
     return show_data.stats(plan, registry, args.plot)
@@ -100,10 +100,12 @@ def _prepare(args: Any, registry: Registry) -> int:
 
 
 def _index(args: Any) -> int:
+    from llmsuite.cli.places import find_place
     from llmsuite.data.documents import kind_of
     from llmsuite.data.index import build_corpus
     from llmsuite.data.read import Faults
     from llmsuite.data.tokenizer import TextTokenizer
+    from llmsuite.hub.listing import Want
     from llmsuite.progress import track_bytes
     from llmsuite.resources import find
 
@@ -114,12 +116,14 @@ def _index(args: Any) -> int:
         kind_of(path)
         if not path.is_file():
             raise UserError(f"{path}: is not a file")
+    tokenizer = find(args.tokenizer)
+    tokenizer = tokenizer if tokenizer.exists() else find_place(args.tokenizer, Want.TOKENIZER, "--tokenizer")
     prefix, faults = Path(args.output), Faults(args.on_bad_row or "error")
     with track_bytes(sum(path.stat().st_size for path in inputs), f"indexing {prefix}") as progress:
         documents, tokens = build_corpus(
             inputs,
             prefix,
-            TextTokenizer(find(args.tokenizer)),
+            TextTokenizer(tokenizer),
             args.documents or "blank_lines",
             args.key or "text",
             args.workers,

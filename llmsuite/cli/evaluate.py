@@ -60,7 +60,9 @@ def run(args: Any, registry: Registry) -> int:
     if args.engine == "static" and (args.perplexity or args.preference or args.tasks):
         raise UserError("--engine static: an exported program gives the logits of the last token only; use dynamic")
     from llmsuite.cli.model import open_generator
+    from llmsuite.cli.places import find_model_arguments
 
+    find_model_arguments(args)
     opened = open_generator(args, registry)
     from llmsuite.data.chat_template import load_template
     from llmsuite.data.read import read_rows

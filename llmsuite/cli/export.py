@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmsuite.cli.places import find_model_arguments
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
@@ -52,6 +53,7 @@ def _verify_arguments(parser: Any) -> None:
 
 
 def run_export(args: Any, registry: Registry) -> int:
+    find_model_arguments(args)
     backend = _start(args, registry)
     target = Path(args.output)
     _export(Path(args.source), target, backend, args, registry)
@@ -61,12 +63,14 @@ def run_export(args: Any, registry: Registry) -> int:
 
 
 def run_verify(args: Any, registry: Registry) -> int:
+    find_model_arguments(args, ("source",))
     backend = _start(args, registry)
     print(_verify(find_program(Path(args.model)), backend, args, registry))
     return 0
 
 
 def run_deploy(args: Any, registry: Registry) -> int:
+    find_model_arguments(args)
     backend = _start(args, registry)
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.convert.rewrite import OutputFormat, Rewrite

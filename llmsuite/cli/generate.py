@@ -38,7 +38,8 @@ def add_model_arguments(parser: Any) -> None:
     parser.add_argument(
         "model",
         type=str,
-        help="a run, a checkpoint or model directory of any layout, an adapter (with --base), or an exported model",
+        help="a run, a checkpoint or model directory of any layout, an adapter (with --base), an exported model, or a "
+        "name on a hub such as hf:ORG/NAME",
     )
     parser.add_argument("--base", type=str | None, default=None, help="for an adapter: the model it belongs to")
     parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not beside MODEL")
@@ -93,8 +94,10 @@ def add_arguments(parser: Any) -> None:
 
 def run(args: Any, registry: Registry) -> int:
     _check(args)
+    from llmsuite.cli.places import find_model_arguments
     from llmsuite.launch.launch import is_worker
 
+    find_model_arguments(args)
     if args.num_devices > 1 and not is_worker():
         return _launch(args, registry)
     from llmsuite.cli.model import open_generator

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.errors import UserError
+from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
@@ -20,8 +21,9 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "source",
         type=str,
-        help="a .gguf file, a directory with safetensors in the HF or PaddleNLP layout or with .pdparams, or "
-        "package:NAME for an installed Python package that ships a .gguf file",
+        help="a .gguf file, a directory with safetensors in the HF or PaddleNLP layout or with .pdparams, package:NAME "
+        "for an installed Python package that ships a .gguf file, or a name on a hub: hf:ORG/NAME, "
+        "hf:ORG/NAME/FILE.gguf",
     )
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
     parser.add_argument("--layout", type=str, default="hf", help="layout to write; see: llmsuite list layouts")
@@ -88,10 +90,14 @@ def _find_source(source: str) -> Path:
         if len(files) != 1:
             raise UserError(f"{source}: the package ships {len(files)} .gguf files; one is needed")
         return files[0]
-    path = Path(source)
+    from llmsuite.cli.places import find_place
+
+    path = find_place(source) if hub_name(source) is not None else Path(source)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
-    raise UserError(f"{source}: is neither a .gguf file, a model directory nor package:NAME")
+    raise UserError(
+        f"{source}: is neither a .gguf file, a model directory, package:NAME nor a name such as hf:ORG/NAME"
+    )
 
 
 COMMAND = Command(

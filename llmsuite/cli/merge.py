@@ -64,19 +64,22 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.int8 import quantised, rounded_layers
     from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
+    from llmsuite.cli.places import find_model_arguments
     from llmsuite.convert.adapter import add_adapter
     from llmsuite.convert.rewrite import DTYPES, OutputFormat, Rewrite
     from llmsuite.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
     from llmsuite.progress import track_bytes
 
-    source, target = Path(args.source), Path(args.output)
+    target = Path(args.output)
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     if args.fused and args.layout != "paddlenlp":
         raise UserError("--fused: only PaddleNLP has fused matrices; add --layout paddlenlp")
     if args.max_shard_size is not None and args.split_num:
         raise UserError("--split-num: contradicts --max-shard-size; give one of them")
+    find_model_arguments(args)
+    source = Path(args.source)
     adapter = find_adapter(source)
     if args.get("base") and adapter is None:
         raise UserError(f"--base: {source} is no LoRA adapter: it has neither {' nor '.join(CONFIGS)}")
@@ -119,7 +122,9 @@ def run(args: Any, registry: Registry) -> int:
 
 def run_convert(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.directory import find_adapter
+    from llmsuite.cli.places import find_model_arguments
 
+    find_model_arguments(args)
     adapter = find_adapter(Path(args.source))
     return run(args, registry) if adapter is None else _convert_adapter(adapter, args, registry)
 

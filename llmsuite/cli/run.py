@@ -38,6 +38,7 @@ def run(args: Any, registry: Registry) -> int:
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
+    from llmsuite.recipe.fetch import fetch_names
 
     _check(args, plan)
     where = plan.recipe.launch
@@ -67,7 +68,8 @@ def run(args: Any, registry: Registry) -> int:
         reduced = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
         mesh = f"mesh {plan.degrees} on cpu{reduced}"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, {mesh}", flush=True)
-    plan.fetched(print)  # once, before ranks wait for each other
+    plan = fetch_names(plan, registry, _say, args.resume)  # once, before ranks wait for each other
+    plan.fetched(_say)
     if not starts_ranks:
         return _work(plan, registry, args.resume)
     return _launch(plan, registry, args.resume, logs, stall_seconds)
@@ -172,6 +174,10 @@ def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     from llmsuite.train.trainer import run as run_stage
 
     return run_stage(plan, registry, resume)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _write(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from llmsuite.cli.generate import add_model_arguments
 from llmsuite.errors import UserError
+from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
@@ -51,7 +52,10 @@ def run(args: Any, registry: Registry) -> int:
     except ImportError as error:
         raise UserError(f"serve: {error.name} is missing; install it with: pip install 'llmsuite[serve]'") from error
     from llmsuite.cli.model import open_generator
+    from llmsuite.cli.places import find_model_arguments
 
+    name = args.name or _name(args.model)
+    find_model_arguments(args)
     opened = open_generator(args, registry)
     from llmsuite.inference.prompts import Prompter
     from llmsuite.serving.app import make_app
@@ -59,7 +63,6 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.serving.metrics import Metrics
     from llmsuite.serving.service import Service
 
-    name = args.name or Path(args.model).absolute().name
     limits = Limits(
         args.batch_size,
         args.max_waiting,
@@ -113,6 +116,12 @@ def run(args: Any, registry: Registry) -> int:
     except SystemExit as error:  # it could not listen, and has said why
         raise UserError(f"--host {args.host} --port {args.port}: cannot listen there") from error
     return 0
+
+
+def _name(model: str) -> str:
+    """What clients call a model unless they are told otherwise: the last word of its path or of its name on a hub."""
+    name = hub_name(model)
+    return Path(model).absolute().name if name is None else name.repo.rpartition("/")[2]
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.cli.places import say
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 _COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "white", "text": "white"}
 
 
-def prepare(plan: RunPlan) -> RunPlan:
+def prepare(plan: RunPlan, registry: Registry) -> RunPlan:
     """Check that the files exist, fetch remote ones, and start Paddle on the CPU, which stages need."""
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
+    from llmsuite.recipe.fetch import fetch_names
 
     plan.check_files(loads_model=False)
+    plan = fetch_names(plan, registry, say, loads_model=False)
     start_paddle(CpuBackend(), 1)
-    return plan.fetched(lambda text: print(text, file=sys.stderr))
+    return plan.fetched(say)
 
 
 def explain(plan: RunPlan, registry: Registry, row: int) -> int:

@@ -28,6 +28,8 @@ def run(args: Any, registry: Registry) -> int:
             print(error, file=sys.stderr)
             failed = True
             continue
+        from llmsuite.recipe.fetch import not_fetched
+
         made = f"{plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}"
         print(f"{path}: ok ({made}{_batch(plan) if plan.stage.trains else ''})")
         notes = []
@@ -35,7 +37,7 @@ def run(args: Any, registry: Registry) -> int:
             plan.check_files()
         except RecipeError as error:
             notes = error.problems
-        for note in [*notes, *_sample_data(plan)]:
+        for note in [*notes, *not_fetched(plan)]:
             print(f"  note: {note}")
     return 2 if failed else 0
 

@@ -1,7 +1,9 @@
 """Remote data, fetched to files of the cache: URLs, and data sets of the Hugging Face library.
 
+    hf:OWNER/NAME?split=train                           a data set of a hub; also config=, revision=, rows=
+    hf:OWNER/NAME/rows.jsonl, ms:OWNER/NAME             a file of one, or all its files with rows: see `llmsuite.hub`
     https://host/rows.jsonl, s3://bucket/rows.parquet   whatever fsspec opens; each start asks for a newer version
-    hf://OWNER/NAME?split=train                         a data set of the hub; also config=, revision=, rows=
+    hf://OWNER/NAME?split=train                         the same as hf:OWNER/NAME?split=train
     DIRECTORY                                           one that `Dataset.save_to_disk` wrote
 
 Of processes that start together on an empty cache one fetches; the others wait.
@@ -20,6 +22,11 @@ from typing import Any
 from llmsuite.cache import cache_root, locked
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
+from llmsuite.hub.fetch import fetch as fetch_hub
+from llmsuite.hub.fetch import find_commit
+from llmsuite.hub.here import pin, pinned
+from llmsuite.hub.listing import Want
+from llmsuite.hub.names import hub_name
 
 Report = Callable[[str], None]
 _OPTIONS = ("split", "config", "revision", "rows")
@@ -27,7 +34,21 @@ _OPTIONS = ("split", "config", "revision", "rows")
 
 def is_remote(name: str) -> bool:
     """Whether data of this name has to be fetched to a file first."""
-    return "://" in name or (Path(name) / "state.json").is_file()
+    return "://" in name or (Path(name) / "state.json").is_file() or hub_name(name) is not None
+
+
+def pin_data(given: str, report: Report) -> str:
+    """The name of data with its hub and the commit that is there now; what is on no hub unchanged.
+
+    Raises:
+        UserError: no hub has it or can be asked, and it was never fetched before.
+    """
+    name = hub_name(pinned(given, "dataset"))
+    if name is None or name.is_pinned:
+        return str(name or given)
+    exact = find_commit(name, "dataset", report)
+    pin(given, exact, "dataset")
+    return str(exact)
 
 
 def fetch(name: str, report: Report) -> Path:
@@ -36,8 +57,16 @@ def fetch(name: str, report: Report) -> Path:
     Raises:
         UserError: it cannot be reached and is not in the cache, or a package is missing that reads it.
     """
-    source = _load_dataset if name.startswith("hf://") and not name.startswith("hf://datasets/") else None
-    source = _load_saved if "://" not in name else source
+    found = hub_name(pinned(name, "dataset"))
+    if found is not None:
+        if not found.is_pinned:
+            found = find_commit(found, "dataset", report)
+        if found.path or found.hub != "hf":
+            here = fetch_hub(found, Want.FILE if found.path else Want.ROWS, report, "dataset")
+            return here.file if found.path else here.directory
+        name = str(found)
+    is_set = found is not None or (name.startswith("hf://") and not name.startswith("hf://datasets/"))
+    source = _load_dataset if is_set else None if "://" in name else _load_saved
     directory = cache_root() / "remote" / hashlib.sha256(name.encode()).hexdigest()[:32]
     with locked(directory / "lock"):
         if source is not None:
@@ -115,23 +144,24 @@ def _load_dataset(name: str) -> Any:
     """A data set of the hub, or of a directory of files: `hf:///DIRECTORY`."""
     import datasets
 
-    parts = urllib.parse.urlsplit(name)
+    found = hub_name(name)
+    parts = urllib.parse.urlsplit(name if found is None else f"hf://{found.repo}?{found.query}")
     query = dict(urllib.parse.parse_qsl(parts.query))
     if unknown := sorted(query.keys() - set(_OPTIONS)):
         raise UserError(f"{name}: has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}")
     rows = query.get("rows")
     if rows is not None and not rows.isdecimal():
         raise UserError(f"{name}: rows is {rows!r}, not a number")
-    found = datasets.load_dataset(
+    rows_of = datasets.load_dataset(
         parts.netloc + parts.path,
         query.get("config"),
         split=query.get("split"),
-        revision=query.get("revision"),
+        revision=query.get("revision") or (found.revision if found is not None else None),
         streaming=rows is not None,
     )
-    if isinstance(found, dict):
-        raise UserError(f"{name}: has the splits {', '.join(found)}; add ?split= with one of them")
-    return found if rows is None else found.take(int(rows))
+    if isinstance(rows_of, dict):
+        raise UserError(f"{name}: has the splits {', '.join(rows_of)}; add ?split= with one of them")
+    return rows_of if rows is None else rows_of.take(int(rows))
 
 
 def _load_saved(name: str) -> Any:

@@ -14,11 +14,13 @@ from typing import Any, Literal
 from llmsuite.data.read import data_files
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.errors import RecipeError, UserError
+from llmsuite.hub.names import hub_name
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import LoadedRecipe, in_order, load
+from llmsuite.recipe.pins import apply_pins
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
-from llmsuite.recipe.shape import base_of_adapter, missing_model, model_config, weights_of
+from llmsuite.recipe.shape import base_of_adapter, missing_model, model_config, tokenizer_of, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
 from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
@@ -75,7 +77,10 @@ class RunPlan:
         return self.device.factory().gradient_bucket_bytes if chosen is None else chosen
 
     def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
-        """Raises RecipeError naming every file this process needs that is not there, and how to get it."""
+        """Raises RecipeError naming every file this process needs that is not there, and how to get it.
+
+        What has a name on a hub is fetched before a run: see `llmsuite.recipe.fetch`.
+        """
         problems = []
         first = "data.train" if self.stage.trains else "data.prompts"
         data = ((first, self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
@@ -83,20 +88,27 @@ class RunPlan:
             if path is not None and not _has_data(path) and not is_remote(getattr(self.recipe.data, key[5:])):
                 problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
         weights = self.weights if self.stage.trains or self.weights is None else base_of_adapter(self.weights)
-        if loads_model and weights is not None and not (weights / "config.json").is_file():
+        if loads_model and weights is not None and not (weights / "config.json").is_file() and not _on_hub(weights):
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
         if self.tokenizer is None:
-            message = "is required without model.weights; add --model.tokenizer=DIR, where DIR has a tokenizer.json"
+            message = "is required without model.weights; add --model.tokenizer=DIR_OR_NAME, with a tokenizer.json"
             problems.append(self.loaded.problem("model.tokenizer", message))
-        elif reads_data and not (loads_model and self.tokenizer == self.weights) and not self.tokenizer.is_dir():
-            problems.append(self.loaded.problem("model.tokenizer", missing_model(self.tokenizer)))
+        elif (
+            reads_data
+            and not (loads_model and self.tokenizer == self.weights)
+            and not self.tokenizer.is_dir()
+            and not _on_hub(self.tokenizer)
+        ):
+            key = "model.tokenizer" if self.recipe.model.tokenizer is not None else "model.weights"
+            problems.append(self.loaded.problem(key, missing_model(self.tokenizer, key)))
         if problems:
             raise RecipeError(problems)
 
     def fetched(self, report: Callable[[str], None]) -> RunPlan:
         """The plan with remote data fetched to local files. Raises UserError when that fails."""
         if not self.stage.trains:
-            return self
+            prompts = self.recipe.data.prompts
+            return dataclasses.replace(self, train_file=fetch(prompts, report)) if is_remote(prompts) else self
         train, evaluation = self.recipe.data.train, self.recipe.data.eval
         return dataclasses.replace(
             self,
@@ -123,6 +135,10 @@ class RunPlan:
             raise RecipeError([self.loaded.problem("output_dir", message)])
 
 
+def _on_hub(path: Path) -> bool:
+    return hub_name(str(path)) is not None
+
+
 def _has_data(path: Path) -> bool:
     if path.is_dir():
         with contextlib.suppress(UserError):
@@ -138,9 +154,17 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     """
     recipe = loaded.recipe
     family = registry.models[recipe.model.family]
-    weights = weights_of(recipe.model.weights) if recipe.model.weights else None
+    try:
+        weights = weights_of(recipe.model)
+        shaped = weights
+        if weights is not None and not registry.stages[recipe.stage].trains:
+            shaped = base_of_adapter(weights, fetches_config=recipe.model.preset is None)
+    except UserError as error:
+        hint = (
+            "; or set model.preset to check the recipe without weights" if hub_name(str(recipe.model.weights)) else ""
+        )
+        raise RecipeError([loaded.problem("model.weights", f"{error}{hint}")]) from error
     stage = registry.stages[recipe.stage]
-    shaped = weights if stage.trains or weights is None else base_of_adapter(weights)
     config, violations = model_config(recipe, family, shaped, stage)
     violations += _registered_names(recipe, registry)
     degrees = degrees_of(recipe)
@@ -151,7 +175,6 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         violations += rule.check(context)
     if violations:
         raise RecipeError(in_order([loaded.problem(key, message) for key, message in violations]))
-    tokenizer = find(recipe.model.tokenizer) if recipe.model.tokenizer else weights
     return RunPlan(
         loaded=loaded,
         stage=stage,
@@ -163,7 +186,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         num_chunks=recipe.parallel.num_chunks,
         accumulate_steps=accumulate_steps(recipe.train, degrees) if stage.trains else None,
         weights=weights,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_of(recipe.model, weights),
         train_file=_data_file(recipe.data.train if stage.trains else recipe.data.prompts),
         eval_file=_data_file(recipe.data.eval) if stage.trains and recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),
@@ -208,10 +231,13 @@ def plan_run(
         UserError: with everything that is wrong.
     """
     if not smoke:
-        return resolve(load(path, overrides, registry, layers), registry)
+        loaded = load(path, overrides, registry, layers)
+        apply_pins(loaded.recipe)
+        return resolve(loaded, registry)
     # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
     written = read_json(path).value
     trains = isinstance(written, dict) and written.get("train")
     loaded = load(path, overrides, registry, layers=[*([("--smoke", SMOKE_LENGTH)] if trains else ()), *layers])
     small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry)), *layers])
+    apply_pins(small.recipe)
     return dataclasses.replace(resolve(small, registry), smoke_of=degrees_of(loaded.recipe))

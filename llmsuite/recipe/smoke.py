@@ -140,8 +140,7 @@ def _pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
 def _shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts: int) -> dict[str, Any]:
     """The family's tiny shape, with enough heads and layers for the degrees, and the recipe's code paths."""
     shape = dict(family.smoke)
-    weights = weights_of(recipe.model.weights) if recipe.model.weights else None
-    config, _ = model_config(recipe, family, weights, stage)
+    config, _ = model_config(recipe, family, weights_of(recipe.model), stage)
     defaults = {field.name: field.default for field in dataclasses.fields(family.config_cls)}
     for key in family.smoke_keeps if config is not None else ():
         value = getattr(config, key)

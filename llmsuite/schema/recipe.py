@@ -26,14 +26,15 @@ class ModelSection(Section):
     family: str
     """Name of a registered model family; `llmsuite list models` shows them."""
     weights: str | None = None
-    """Directory with safetensors and config.json in the HF or PaddleNLP layout. Without it the parameters are
+    """Directory with safetensors and config.json in the HF or PaddleNLP layout, or a name on a hub such as
+    `hf:ORG/NAME`, `ms:ORG/NAME@REVISION` or `ORG/NAME`, which is fetched once. Without it the parameters are
     initialised at random, from `seed`."""
     load: Literal["exact", "known", "any"] = "exact"
     """How closely the weights have to match the model. exact: the same tensors, no more and no fewer. known: tensors
     the model does not have are skipped. any: in addition, missing tensors and tensors of another shape are initialised
     from `seed`. Tensors that are skipped or initialised are listed by name."""
     tokenizer: str | None = None
-    """Directory with tokenizer.json and tokenizer_config.json. Default: the directory of the weights."""
+    """Directory with tokenizer.json and tokenizer_config.json, or a name on a hub. Default: that of the weights."""
     preset: str | None = None
     """A named model shape of the family, such as "llama-3.1-8b". Needed only if there is no config.json to read."""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -48,7 +49,7 @@ class DataSection(Section):
     """Training data: a .json, .jsonl (also .gz or .zst) or .parquet file, or a directory of such files; for
     pretraining a .txt, .jsonl or .parquet file, or the prefix of an indexed corpus. A relative path is looked up in
     the working directory, then among the files that come with llmsuite. A URL or a data set works too:
-    `hf://OWNER/NAME?split=train`."""
+    `hf:ORG/NAME?split=train`, `hf:ORG/NAME/FILE`, `ms:ORG/NAME`."""
     eval: str | None = None
     """Evaluation data, given like train; without it there is no evaluation."""
     format: str = "auto"

@@ -13,6 +13,7 @@ import numpy as np
 from llmsuite.checkpoint.adapter_dir import Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import skipped_tensors
+from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
@@ -74,7 +75,10 @@ def _from_files(
     assert plan.weights is not None
     seed, std, load = plan.recipe.seed, plan.model_config.initializer_range, plan.recipe.model.load
     report(f"loading {plan.weights} ({source.description})")
-    base = Base(str(plan.weights.resolve()), source.digest())
+    named = str(
+        plan.recipe.model.weights
+    )  # a name on a hub means the same on another machine, a path of its cache does not
+    base = Base(named if hub_name(named) is not None else str(plan.weights.resolve()), source.digest())
     read, decided_by = read_from(source), [base.digest]
     is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
     stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}

@@ -16,6 +16,7 @@ from tests.paths import ROOT
 
 LAYERS = (
     ("errors", "threads", "cache", "resources", "files", "progress", "typing"),  # of the root
+    ("hub",),
     ("devices",),
     ("models",),
     ("schema",),

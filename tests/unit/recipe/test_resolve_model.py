@@ -113,15 +113,15 @@ def test_model_of_unknown_size(problems: Problems, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_there(plan: Plan, problems: Problems, tmp_path: Path) -> None:
-    (problem,) = problems({"model.weights": "org/model", "model.preset": REMOVE})
+    (problem,) = problems({"model.weights": "runs/model", "model.preset": REMOVE})
     assert (problem.key, problem.where) == ("model.weights", position(tmp_path / "recipe.json", '"weights"'))
-    assert problem.message.startswith("org/model is not a directory with a model;")
-    assert "`llmsuite import SOURCE -o org/model`" in problem.message
-    assert "`hf download org/model --local-dir DIR`, and run with `--model.weights=DIR`" in problem.message
+    assert problem.message.startswith("runs/model is not a directory with a model;")
+    assert "`llmsuite import SOURCE -o runs/model`" in problem.message
+    assert "name one of a hub, as in --model.weights=hf:ORG/NAME" in problem.message
     assert "or set model.preset" in problem.message
     # with a preset the recipe can be checked; only a run needs the files
-    found = plan({"model.weights": "org/model"})
-    assert found.weights == Path("org/model")
+    found = plan({"model.weights": "runs/model"})
+    assert found.weights == Path("runs/model")
     with pytest.raises(RecipeError) as caught:
         found.check_files()
     where = position(tmp_path / "recipe.json", '"weights"')
@@ -141,7 +141,8 @@ def test_missing_files_are_told_at_once(plan: Plan, tmp_path: Path, monkeypatch:
         position(path, '"train": "'), f"no.jsonl is not a file (working directory: {tmp_path})"
     )  # fmt: skip
     assert "d is not a file" in found["data.eval"][1]
-    assert found["model.tokenizer"][1].startswith("t is not a directory with a model")
+    assert found["model.tokenizer"][1].startswith("t is not a directory with a tokenizer")
+    assert "--model.tokenizer=hf:ORG/NAME" in found["model.tokenizer"][1]
 
 
 def test_tokenizer_is_required_without_weights(plan: Plan) -> None:
@@ -149,7 +150,7 @@ def test_tokenizer_is_required_without_weights(plan: Plan) -> None:
         plan({"model.tokenizer": REMOVE}).check_files()
     (problem,) = caught.value.problems
     assert problem.key == "model.tokenizer"
-    assert problem.message.endswith("add --model.tokenizer=DIR, where DIR has a tokenizer.json")
+    assert problem.message.endswith("add --model.tokenizer=DIR_OR_NAME, with a tokenizer.json")
 
 
 def test_files_that_are_there(plan: Plan, weights: Path) -> None:

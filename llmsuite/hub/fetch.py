@@ -1,0 +1,137 @@
+"""Fetches what a name on a hub stands for, once, and remembers which commit that was.
+
+The launcher of a run fetches before it starts ranks, and tells them the commits by the variable LLMSUITE_HUB_PINS, so
+that all read the same whatever happens on the hub.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from llmsuite.cache import locked
+from llmsuite.errors import UserError
+from llmsuite.files import write_text_atomic
+from llmsuite.hub.download import disk_errors, fetch_files
+from llmsuite.hub.here import (
+    Fetched,
+    cached,
+    checked_files,
+    is_checked,
+    is_offline,
+    known_listing,
+    known_pins,
+    lacking_files,
+    note_of,
+    on_disk,
+    open_hub,
+    pin,
+    pinned,
+)
+from llmsuite.hub.listing import Kind, NotThere, Report, Unreachable, Want, select
+from llmsuite.hub.names import HubName, hub_name, hub_order
+
+
+def fetch(given: HubName, want: Want, report: Report, kind: Kind = "model") -> Fetched:
+    """Fetch what is needed of a repository, unless it is here.
+
+    Of processes that ask for the same, one fetches and the others wait. What was fetched before does where the hub
+    cannot be reached.
+
+    Raises:
+        UserError: no hub has it or may be asked, access is denied, the disk is full, or what comes is damaged.
+    """
+    missing: list[UserError] = []
+    for hub in [given.hub] if given.hub else hub_order():
+        name = given.at(hub, given.revision)
+        try:
+            return _fetch_from(name, want, report, kind)
+        except (NotThere, Unreachable) as error:
+            missing.append(error)
+    raise _all_of(missing)
+
+
+def find_commit(given: HubName, kind: Kind, report: Report) -> HubName:
+    """A name with its hub and the commit that is there now; where no hub can be asked, the one that was last found.
+
+    Raises:
+        UserError: no hub has it, or none can be asked and none was before.
+    """
+    if given.is_pinned:
+        return given
+    missing: list[UserError] = []
+    for hub in [given.hub] if given.hub else hub_order():
+        name = given.at(hub, given.revision)
+        last = note_of(name.at(hub, "last"), kind).with_name(f"last-{quote(name.revision or 'default', safe='')}")
+        try:
+            if is_offline():
+                raise Unreachable(f"{name}: HF_HUB_OFFLINE is set, and it was never fetched here")
+            found = name.at(hub, open_hub(hub).listing(name, kind).revision)
+        except Unreachable as error:
+            if not last.is_file():
+                missing.append(error)
+                continue
+            found = name.at(hub, last.read_text().strip())
+            report(f"{name}: the hub cannot be asked; going on with {found}")
+        except NotThere as error:
+            missing.append(error)
+            continue
+        last.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(last, str(found.revision))
+        return found
+    raise _all_of(missing)
+
+
+def _all_of(errors: Sequence[UserError]) -> UserError:
+    return errors[0] if len(errors) == 1 else UserError("\n".join(map(str, errors)))
+
+
+def _fetch_from(name: HubName, want: Want, report: Report, kind: Kind) -> Fetched:
+    if is_offline() or name.is_pinned:
+        found = on_disk(name, kind)
+        lacking = lacking_files(found, want, kind) if found is not None else []
+        if found is not None and not lacking and (is_offline() or is_checked(found, want, kind)):
+            return found
+        if is_offline():
+            what = (
+                f"only a part of it is in the cache: {', '.join(lacking[:5])} is missing"
+                if lacking
+                else ("it is not in the cache")
+            )
+            raise Unreachable(f"{name}: HF_HUB_OFFLINE is set, and {what}; fetch it with a connection first")
+    hub = open_hub(name.hub)
+    try:
+        listing = (known_listing(name, kind) if name.is_pinned else None) or hub.listing(name, kind)
+    except Unreachable as error:
+        found = cached(name, want, kind)
+        if found is None:
+            raise
+        report(f"{error}; going on with what was fetched before: {found.name}")
+        return found
+    exact = name.at(name.hub, listing.revision)
+    note = note_of(exact, kind)
+    with locked(note.parent / "lock"), disk_errors(name):
+        directory = hub.begin(name, kind, listing)
+        files = {path: dataclasses.asdict(file) for path, file in listing.files.items()}
+        write_text_atomic(note, json.dumps({"name": str(exact), "files": files}, indent=1) + "\n")
+        checked = checked_files(exact, kind)
+        todo = [path for path in select(exact, listing, want) if not checked.has(directory / path)]
+        if todo:
+            fetch_files(hub, exact, kind, {path: listing.files[path] for path in todo}, directory, report)
+            checked.add([directory / path for path in todo])
+    return Fetched(exact, directory)
+
+
+def fetch_named(given: str, want: Want, report: Report, kind: Kind = "model") -> Fetched | None:
+    """Fetch what a text names, pin it, and return it; None where the text is a path."""
+    is_known = f"{kind} {given}" in known_pins()
+    name = hub_name(pinned(given, kind))
+    if name is None:
+        return None
+    found = cached(name, want, kind) if is_known else None  # by the process that started this one
+    if found is None:
+        found = fetch(name, want, report, kind)
+        pin(given, found.name, kind)
+    return found

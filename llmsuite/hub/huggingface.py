@@ -1,0 +1,190 @@
+"""Hugging Face's hub, through huggingface_hub: its endpoint, proxies, tokens and its cache are those of all its users.
+
+HF_ENDPOINT, HF_HOME or HF_HUB_CACHE, HF_TOKEN or `hf auth login`, HTTPS_PROXY and HF_HUB_OFFLINE work as they do there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.hub.listing import Interrupted, Kind, Listing, NotThere, RemoteFile, Unreachable
+from llmsuite.hub.names import HubName
+
+_SECONDS = 20.0
+
+
+class HuggingFace:
+    """See `llmsuite.hub.listing.Hub`."""
+
+    def listing(self, name: HubName, kind: Kind) -> Listing:
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=endpoint(), library_name="llmsuite")
+        try:
+            found = api.repo_info(
+                name.repo, repo_type=kind, revision=name.revision, files_metadata=True, timeout=_SECONDS
+            )
+        except Exception as error:  # of many libraries
+            _explain(error, name, kind)
+            raise
+        files = {sibling.rfilename: _file(sibling) for sibling in found.siblings or ()}
+        if found.sha is None:
+            raise UserError(f"{name}: {endpoint()} tells no commit; it is no hub that can be used")
+        return Listing(found.sha, files)
+
+    def directory(self, name: HubName, kind: Kind) -> Path | None:
+        storage = _storage(name, kind)
+        if name.is_pinned:
+            return storage / "snapshots" / str(name.revision)
+        reference = storage / "refs" / (name.revision or "main")
+        if reference.is_file():
+            return storage / "snapshots" / reference.read_text().strip()
+        whole = storage / "snapshots" / (name.revision or "main")
+        return whole if whole.is_dir() else None
+
+    def begin(self, name: HubName, kind: Kind, listing: Listing) -> Path:
+        storage = _storage(name, kind)
+        directory = storage / "snapshots" / listing.revision
+        directory.mkdir(parents=True, exist_ok=True)
+        if not name.is_pinned:  # as the library does, so that the name is known without the hub
+            reference = storage / "refs" / (name.revision or "main")
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            reference.write_text(listing.revision)
+        return directory
+
+    def download(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> None:
+        import tqdm
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        tqdm.tqdm.monitor_interval = 0  # its thread would stay, and ranks could not be forks
+        disable_progress_bars()  # the bytes are counted for all files together
+        try:
+            hf_hub_download(
+                name.repo,
+                path,
+                repo_type=kind,
+                revision=name.revision,
+                endpoint=endpoint(),
+                cache_dir=str(_cache()),
+                library_name="llmsuite",
+            )
+        except Exception as error:  # of many libraries
+            if _is_broken_connection(error):
+                raise Interrupted(str(error)) from error
+            _explain(error, name, kind)
+            raise
+
+    def received(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> int:
+        return sum(found.stat().st_size for found in _blobs(name, kind, file) if found.is_file())
+
+    def discard(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> None:
+        directory = self.directory(name, kind)
+        if directory is not None:
+            link = directory / path
+            target = link.resolve()
+            link.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+        for found in _blobs(name, kind, file):
+            found.unlink(missing_ok=True)
+
+
+def endpoint() -> str:
+    """The address of the hub: HF_ENDPOINT, for a mirror."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def _cache() -> Path:
+    if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(given).expanduser()
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def _storage(name: HubName, kind: Kind) -> Path:
+    """The place of a repository in the cache, as the library lays it out."""
+    return _cache() / "--".join([f"{kind}s", *name.repo.split("/")])
+
+
+def _blobs(name: HubName, kind: Kind, file: RemoteFile) -> Iterator[Path]:
+    """The content of a file in the cache, finished or not."""
+    if file.digest is not None:
+        yield from (_storage(name, kind) / "blobs").glob(f"{file.digest.partition(':')[2]}*")
+
+
+def _file(sibling: Any) -> RemoteFile:
+    if sibling.lfs is not None:
+        return RemoteFile(sibling.lfs.size, f"sha256:{sibling.lfs.sha256}")
+    return RemoteFile(sibling.size, f"git:{sibling.blob_id}" if sibling.blob_id else None)
+
+
+def _connection_errors() -> tuple[type[BaseException], ...]:
+    """What the library raises when a connection breaks: it used `requests`, and since version 1 `httpx`."""
+    found: list[type[BaseException]] = []
+    with contextlib.suppress(ImportError):
+        import requests
+
+        found.append(requests.exceptions.RequestException)
+    with contextlib.suppress(ImportError):
+        import httpx
+
+        found.append(httpx.TransportError)
+    return tuple(found)
+
+
+def _status(error: BaseException) -> int | None:
+    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
+    return status
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether it is worth another attempt: the connection broke, or the hub is busy."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError):  # it could not even ask
+        return not isinstance(error.__cause__, ValueError)
+    status = _status(error)
+    if status is not None:
+        return status in (408, 416, 429) or status >= 500
+    is_short = isinstance(error, OSError) and error.errno is None and "Consistency check failed" in str(error)
+    return is_short or isinstance(error, _connection_errors())
+
+
+def _explain(error: Exception, name: HubName, kind: Kind) -> None:
+    """Raise an error of the library as one for the user; nothing, where the user can do nothing about it."""
+    from huggingface_hub import errors, get_token
+
+    what = "model" if kind == "model" else "data set"
+    page = f"{endpoint()}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
+    is_known, status = get_token() is not None, _status(error)
+    login = "log in with `hf auth login`, or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        who = "the account of this token has no access" if is_known else "nobody is logged in here"
+        raise UserError(f"{name}: is gated, and {who}: accept its licence at {page}, then {login}") from error
+    if isinstance(error, errors.RevisionNotFoundError):
+        text = f"{name}: {page} has no revision {name.revision!r}; name a branch, a tag or a commit"
+        raise NotThere(text) from error
+    if status == 401 and "Invalid" in str(error) and is_known:
+        raise UserError(f"{name}: {endpoint()} refuses the token: {_first_line(error)}; {login}") from error
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+        private = "it may be private to others" if is_known else f"if it is private, {login}"
+        raise NotThere(f"{name}: {endpoint()} has no {what} {name.repo}; {private}") from error
+    if status == 403:
+        raise UserError(f"{name}: {page} may not be read: {_first_line(error)}; {login}") from error
+    if isinstance(error, errors.HFValidationError):
+        raise UserError(f"{name}: is no name that {endpoint()} takes: {_first_line(error)}") from error
+    if _is_broken_connection(error) or isinstance(error, errors.OfflineModeIsEnabled):
+        raise Unreachable(
+            f"{name}: {endpoint()} cannot be reached ({_first_line(error)}); HTTPS_PROXY names a proxy, HF_ENDPOINT a "
+            "mirror"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]

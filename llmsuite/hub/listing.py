@@ -1,0 +1,192 @@
+"""What a repository of a hub holds, and which of its files a run needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import fnmatch
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from llmsuite.errors import UserError
+from llmsuite.files import sha256_of
+from llmsuite.hub.names import HubName
+
+Kind = Literal["model", "dataset"]
+_CHUNK = 1 << 20
+
+
+class Want(enum.Enum):
+    """The part of a repository that is needed."""
+
+    CONFIG = "config"
+    TOKENIZER = "tokenizer"
+    MODEL = "model"
+    FILE = "file"
+    ROWS = "rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository."""
+
+    size: int | None
+    digest: str | None = None
+    """`sha256:HEX` of its content, or `git:HEX`, the name that git gives it; None where the hub does not say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """A repository at one commit."""
+
+    revision: str
+    """The commit; the name of a branch where a hub tells no commit."""
+    files: Mapping[str, RemoteFile]
+
+
+class Unreachable(UserError):
+    """A hub does not answer: what was fetched before may do."""
+
+
+class NotThere(UserError):
+    """A hub has no such repository: another one may have it."""
+
+
+class Interrupted(Exception):
+    """A download broke off; what has come is kept, and another attempt goes on from there."""
+
+
+class Hub(Protocol):
+    """What llmsuite asks of the library of a hub. Every method raises UserError; what is right is in the message."""
+
+    def listing(self, name: HubName, kind: Kind) -> Listing:
+        """Ask what a repository holds. Raises NotThere or Unreachable too."""
+
+    def directory(self, name: HubName, kind: Kind) -> Path | None:
+        """Where a revision is, or would be, on this machine, without asking the hub; None where that is not known."""
+
+    def begin(self, name: HubName, kind: Kind, listing: Listing) -> Path:
+        """The directory that files of this revision come into."""
+
+    def download(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> None:
+        """Fetch one file, going on where an earlier attempt ended. Raises Interrupted when it breaks off."""
+
+    def received(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> int:
+        """Bytes of a file that are on disk, finished or not."""
+
+    def discard(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> None:
+        """Remove a file that is not what the hub says, finished or not."""
+
+
+_CONFIGS = ("config.json", "adapter_config.json", "lora_config.json", "base.json", "generation_config.json")
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+              "*.tiktoken", "chat_template*", "sentencepiece*", "spiece*")  # fmt: skip
+_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_TENSORS = (".safetensors", ".safetensors.index.json")
+_ROWS = tuple(f"*.{kind}{packed}" for kind in ("json", "jsonl", "parquet") for packed in ("", ".gz", ".zst"))
+
+
+def select(name: HubName, listing: Listing, want: Want) -> list[str]:
+    """The files that are needed: of a model safetensors, config and tokenizer at the top; no copies in other formats.
+
+    Raises:
+        UserError: the repository has none, with what it has instead.
+    """
+    everything = sorted(listing.files)
+    if want is Want.FILE:
+        if name.path not in listing.files:
+            near = ", ".join(path for path in everything if Path(path).suffix == Path(name.path).suffix)
+            raise UserError(f"{name}: has no file {name.path}; it has {near or ', '.join(everything[:20])}")
+        return [name.path]
+    if want is Want.ROWS:
+        found = [path for path in everything if _matches(Path(path).name, _ROWS) and not path.startswith(".")]
+        plain = [path for path in found if Path(path).name not in ("dataset_infos.json", "dataset_info.json")]
+        if not plain:
+            raise UserError(f"{name}: has no .json, .jsonl or .parquet file; it has {', '.join(everything[:20])}")
+        return plain
+    top = [path for path in everything if "/" not in path]
+    configs = [path for path in top if path in _CONFIGS]
+    if want is Want.CONFIG:
+        if not configs:
+            raise UserError(f"{name}: has no config.json; it has {', '.join(everything[:20])}")
+        return configs
+    small = [path for path in top if path in _CONFIGS or _matches(path, _TOKENIZER)]
+    if want is Want.TOKENIZER:
+        if not any(_matches(path, _TOKENIZER) for path in top):
+            raise UserError(f"{name}: has no tokenizer; it has {', '.join(everything[:20])}")
+        return small
+    return sorted({*small, *_tensors(name, top, everything)})
+
+
+def _tensors(name: HubName, top: Sequence[str], everything: Sequence[str]) -> list[str]:
+    found = [path for path in top if path.endswith(_TENSORS) and not path.startswith("consolidated")]
+    if any(_SHARD.fullmatch(path) for path in found):  # beside them there may be others, such as model.fp16.safetensors
+        found = [p for p in found if not re.match(r"model[.-]", p) or _SHARD.fullmatch(p) or p.endswith(".index.json")]
+        found = [p for p in found if p in ("model.safetensors.index.json",) or not re.match(r"model\..*\.index", p)]
+    if "model.safetensors.index.json" in found:  # then a whole model.safetensors is a copy of the shards
+        found = [path for path in found if path != "model.safetensors"]
+    if any(path.endswith(".safetensors") for path in found):
+        return found
+    if packed := [path for path in everything if path.endswith(".gguf")]:
+        file = dataclasses.replace(name, path=packed[0])
+        hint = f"import one of its GGUF files: llmsuite import {file} -o DIR"
+    elif any(path.endswith((".bin", ".pth", ".pt", ".pdparams")) for path in everything):
+        hint = (
+            "its weights are pickles, which can run code when they are read; choose a revision or a copy of it with "
+            "safetensors (many have one as @refs/pr/N)"
+        )
+    else:
+        hint = f"it has {', '.join(everything[:20]) or 'no files'}"
+    raise UserError(f"{name}: has no safetensors; {hint}")
+
+
+def missing_parts(directory: Path, want: Want, path: str = "") -> list[str]:
+    """What a directory lacks that was fetched by whomever, as far as its own files tell."""
+    here = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    if want is Want.FILE:
+        return [] if path in here else [path]
+    if want is Want.ROWS:
+        return [] if any(_matches(Path(p).name, _ROWS) for p in here) else ["files with rows"]
+    has_config = any(name in here for name in _CONFIGS[:3])
+    if want is Want.TOKENIZER:
+        return [] if any(p in here for p in ("tokenizer.json", "tokenizer_config.json")) else ["tokenizer.json"]
+    lacking = [] if has_config else ["config.json"]
+    if want is Want.CONFIG:
+        return lacking
+    for index in (p for p in here if p.endswith(".safetensors.index.json")):
+        try:
+            wanted = set(json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            wanted = {index}
+        lacking += sorted(wanted - here)
+    if not any(p.endswith(".safetensors") for p in here):
+        lacking.append("model.safetensors")
+    return lacking
+
+
+def is_whole(path: Path, file: RemoteFile) -> bool:
+    """Whether a file has the digest, or at least the size, that its hub has told."""
+    if file.digest is None:
+        return file.size is None or path.stat().st_size == file.size
+    kind, _, expected = file.digest.partition(":")
+    return (sha256_of(path) if kind == "sha256" else git_digest(path)) == expected
+
+
+def git_digest(path: Path) -> str:
+    """The name that git gives the content of a file."""
+    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+Report = Callable[[str], None]
