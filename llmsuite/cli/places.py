@@ -47,7 +47,12 @@ def find_place(given: str, want: Want = Want.MODEL, option: str = "", needs_base
         if not place.exists():
             raise UserError(f"{prefix}{missing_model(place, '')}")
     if needs_base and want is Want.MODEL and place.is_dir() and (base := base_named(place)) is not None:
-        fetch_named(base, Want.MODEL, say)
+        try:
+            fetch_named(base, Want.MODEL, say)
+        except UserError as error:
+            raise UserError(
+                f"{given}: the model of its adapters, {base}, is not there; name it with --base DIR; {error}"
+            ) from error
     return place
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class HuggingFace:
             )
         except Exception as error:  # of many libraries
             if _is_broken_connection(error):
-                raise Interrupted(str(error)) from error
+                raise Interrupted(_reason(error)) from error
             _explain(error, name, kind)
             raise
 
@@ -180,9 +181,15 @@ def _explain(error: Exception, name: HubName, kind: Kind) -> None:
         raise UserError(f"{name}: is no name that {endpoint()} takes: {_first_line(error)}") from error
     if _is_broken_connection(error) or isinstance(error, errors.OfflineModeIsEnabled):
         raise Unreachable(
-            f"{name}: {endpoint()} cannot be reached ({_first_line(error)}); HTTPS_PROXY names a proxy, HF_ENDPOINT a "
+            f"{name}: {endpoint()} cannot be reached ({_reason(error)}); HTTPS_PROXY names a proxy, HF_ENDPOINT a "
             "mirror"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Why a connection failed: the system's words, out of the layers of libraries around them."""
+    found = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", f"{error} {error.__cause__ or ''}")
+    return found[1] if found else _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -52,7 +52,11 @@ def fetch_names(
     if loads_model and not plan.stage.trains and plan.weights is not None:
         base = base_named(resolve(plan.loaded, registry).weights or plan.weights)
         if base is not None:
-            fetch_named(base, Want.MODEL, report)
+            try:
+                fetch_named(base, Want.MODEL, report)
+            except UserError as error:
+                message = f"the model of its adapters, {base}, cannot be fetched: {error}"
+                raise RecipeError([plan.loaded.problem("model.weights", message)]) from error
     return dataclasses.replace(resolve(plan.loaded, registry), smoke_of=plan.smoke_of)
 
 
