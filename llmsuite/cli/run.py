@@ -39,6 +39,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
     from llmsuite.recipe.fetch import fetch_names
+    from llmsuite.recipe.notes import few_rows
 
     _check(args, plan)
     where = plan.recipe.launch
@@ -68,6 +69,8 @@ def run(args: Any, registry: Registry) -> int:
         reduced = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
         mesh = f"mesh {plan.degrees} on cpu{reduced}"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, {mesh}", flush=True)
+    for note in few_rows(plan):
+        print(f"warning: {note}", file=sys.stderr)
     plan = fetch_names(plan, registry, _say, args.resume)  # once, before ranks wait for each other
     plan.fetched(_say)
     if not starts_ranks:

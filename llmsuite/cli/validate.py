@@ -8,6 +8,7 @@ from typing import Any
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.notes import few_rows, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.resources import bundled
 from llmsuite.specs import Command
@@ -28,8 +29,6 @@ def run(args: Any, registry: Registry) -> int:
             print(error, file=sys.stderr)
             failed = True
             continue
-        from llmsuite.recipe.fetch import not_fetched
-
         made = f"{plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}"
         print(f"{path}: ok ({made}{_batch(plan) if plan.stage.trains else ''})")
         notes = []
@@ -37,7 +36,7 @@ def run(args: Any, registry: Registry) -> int:
             plan.check_files()
         except RecipeError as error:
             notes = error.problems
-        for note in [*notes, *not_fetched(plan)]:
+        for note in [*notes, *not_fetched(plan), *few_rows(plan)]:
             print(f"  note: {note}")
     return 2 if failed else 0
 

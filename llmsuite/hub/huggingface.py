@@ -76,8 +76,8 @@ class HuggingFace:
                 library_name="llmsuite",
             )
         except Exception as error:  # of many libraries
-            if _is_broken_connection(error):
-                raise Interrupted(_reason(error)) from error
+            if is_broken_connection(error):
+                raise Interrupted(reason(error)) from error
             _explain(error, name, kind)
             raise
 
@@ -138,18 +138,19 @@ def _connection_errors() -> tuple[type[BaseException], ...]:
     return tuple(found)
 
 
-def _status(error: BaseException) -> int | None:
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that a hub has answered with, if that was the error."""
     status: int | None = getattr(getattr(error, "response", None), "status_code", None)
     return status
 
 
-def _is_broken_connection(error: BaseException) -> bool:
+def is_broken_connection(error: BaseException) -> bool:
     """Whether it is worth another attempt: the connection broke, or the hub is busy."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError):  # it could not even ask
         return not isinstance(error.__cause__, ValueError)
-    status = _status(error)
+    status = status_of(error)
     if status is not None:
         return status in (408, 416, 429) or status >= 500
     is_short = isinstance(error, OSError) and error.errno is None and "Consistency check failed" in str(error)
@@ -162,7 +163,7 @@ def _explain(error: Exception, name: HubName, kind: Kind) -> None:
 
     what = "model" if kind == "model" else "data set"
     page = f"{endpoint()}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
-    is_known, status = get_token() is not None, _status(error)
+    is_known, status = get_token() is not None, status_of(error)
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
         who = "the account of this token has no access" if is_known else "nobody is logged in here"
@@ -179,14 +180,13 @@ def _explain(error: Exception, name: HubName, kind: Kind) -> None:
         raise UserError(f"{name}: {page} may not be read: {_first_line(error)}; {login}") from error
     if isinstance(error, errors.HFValidationError):
         raise UserError(f"{name}: is no name that {endpoint()} takes: {_first_line(error)}") from error
-    if _is_broken_connection(error) or isinstance(error, errors.OfflineModeIsEnabled):
+    if is_broken_connection(error) or isinstance(error, errors.OfflineModeIsEnabled):
         raise Unreachable(
-            f"{name}: {endpoint()} cannot be reached ({_reason(error)}); HTTPS_PROXY names a proxy, HF_ENDPOINT a "
-            "mirror"
+            f"{name}: {endpoint()} cannot be reached ({reason(error)}); HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror"
         ) from error
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Why a connection failed: the system's words, out of the layers of libraries around them."""
     found = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)", f"{error} {error.__cause__ or ''}")
     return found[1] if found else _first_line(error)

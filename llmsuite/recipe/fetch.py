@@ -9,7 +9,6 @@ from llmsuite.data.remote import pin_data
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.files import read_json_file
 from llmsuite.hub.fetch import fetch_named
-from llmsuite.hub.here import cached
 from llmsuite.hub.listing import Report, Want
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
@@ -58,16 +57,6 @@ def fetch_names(
                 message = f"the model of its adapters, {base}, cannot be fetched: {error}"
                 raise RecipeError([plan.loaded.problem("model.weights", message)]) from error
     return dataclasses.replace(resolve(plan.loaded, registry), smoke_of=plan.smoke_of)
-
-
-def not_fetched(plan: RunPlan) -> list[str]:
-    """A note for everything that `llmsuite run` would fetch first."""
-    notes = []
-    for section, key, want, kind in hub_names(plan.recipe):
-        name = hub_name(value_of(section, key))
-        if want is not Want.ROWS and name is not None and cached(name, want, kind) is None:
-            notes.append(f"{key}: {name} is not on this machine; `llmsuite run` fetches it first")
-    return notes
 
 
 def _fetch(plan: RunPlan, dotted: str, want: Want, report: Report) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmsuite.cache import private_cache
 from llmsuite.cli.main import main
 from llmsuite.files import read_json_file
 from llmsuite.hub.here import PINS
-from tests.conftest import REMOVE
 from tests.tools.hub_server import HubServer
 from tests.unit.inference.test_export import write_family
 
@@ -104,7 +103,7 @@ def test_adapters_know_their_model_by_its_name(
     assert (settings["base_model_name_or_path"], settings["revision"]) == ("org/model", repo.commit)
     # elsewhere: another machine has only the adapter
     monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
-    monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path / "other")))
     new_process(monkeypatch)
     ask = ["--prompt", "Hi", "--max_new_tokens", "3"]
     capsys.readouterr()
@@ -196,6 +195,30 @@ def test_the_tokens_are_written_nowhere(
     assert main(["run", str(recipe), "--train.max_steps=1"]) == 0
     assert hub.tokens == {"Bearer allowed"}
     written = [p for p in tmp_path.rglob("*") if p.is_file() and b"allowed" in p.read_bytes()]
-    assert [p for p in written if "checkpoints" not in p.parts or p.suffix != ".safetensors"] == []
-    assert REMOVE is not None
-    assert os.environ["HF_TOKEN"] == "allowed"
+    assert written == []
+
+
+def test_push(hub: HubServer, model: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    hub.add("org/model", files_of(model))
+    assert main(["run", str(recipe), "--model.weights=hf:org/model"]) == 0
+    assert main(["push", "runs/hub", "me/tuned"]) == 2
+    assert "can be pushed to Hugging Face only, as hf:ORG/NAME" in capsys.readouterr().err
+    assert main(["push", "runs/hub", "hf:me/tuned"]) == 2
+    assert "nobody is logged in here; log in with `hf auth login`" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "of-somebody")
+    assert main(["push", "runs/hub", "hf:me/tuned"]) == 2
+    assert "does not let this token write there" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "allowed")
+    assert main(["push", "runs/hub", "hf:me/tuned", "--private"]) == 0
+    repo = hub.models["me/tuned"]
+    assert f"pushed runs/hub/checkpoints/step-2: hf:me/tuned@{repo.commit}" in capsys.readouterr().out
+    assert repo.private
+    checkpoint = Path("runs/hub/checkpoints/step-2")
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= repo.files.keys()
+    assert not any(path.startswith(("optimizer", "manifest", "train")) for path in repo.files)
+    assert all(repo.files[path] == (checkpoint / path).read_bytes() for path in repo.files)
+    ask = ["--prompt", "Hi", "--max_new_tokens", "3"]
+    assert main(["generate", "runs/hub", *ask]) == 0
+    said = capsys.readouterr().out
+    assert main(["generate", "hf:me/tuned", *ask]) == 0
+    assert capsys.readouterr().out == said

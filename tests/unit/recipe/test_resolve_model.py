@@ -85,7 +85,6 @@ def test_recipe_may_repeat_and_change_what_only_beginnings_depend_on(plan: Plan,
         ("{}", "model_type None is not supported"),
         ("{", "config.json"),
         ('{"model_type": "llama", "hidden_act": "gelu"}', "hidden_act is 'gelu'"),
-        ('{"model_type": "llama", "attention_bias": true}', "attention_bias"),
     ],
 )
 def test_weights_with_an_odd_config(problems: Problems, weights: Path, tmp_path: Path, text: str, message: str) -> None:

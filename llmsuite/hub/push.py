@@ -1,0 +1,83 @@
+"""Puts a model on Hugging Face's hub, through huggingface_hub and the token of its users."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmsuite.errors import UserError
+from llmsuite.files import read_json_file
+from llmsuite.hub.huggingface import endpoint, is_broken_connection, reason, status_of
+from llmsuite.hub.listing import Listing, RemoteFile, Report, Want, select
+from llmsuite.hub.names import HUBS, HubName, hub_name
+
+_BESIDE = ("README.md", "LICENSE", "NOTICE")
+_NOT_OF_MODEL = ("optimizer",)
+"""How the names of files begin that are for resuming a run only."""
+
+
+def pushed_files(directory: Path, name: HubName) -> list[str]:
+    """The files of a model directory that others need: safetensors, config, tokenizer, and what is written beside them.
+
+    Raises:
+        UserError: it holds no model.
+    """
+    here = {path.name: RemoteFile(path.stat().st_size) for path in directory.iterdir() if path.is_file()}
+    of_model = {path: file for path, file in here.items() if not path.startswith(_NOT_OF_MODEL)}
+    try:
+        found = select(name, Listing("", of_model), Want.MODEL)
+    except UserError as error:
+        raise UserError(f"{directory}: has no safetensors to push; it has {', '.join(sorted(here)[:20])}") from error
+    if "base.json" in found and hub_name(str(read_json_file(directory / "base.json").get("path"))) is None:
+        found.remove("base.json")  # a path of this machine means nothing to others
+    return [*found, *(path for path in _BESIDE if path in here)]
+
+
+def push(directory: Path, name: HubName, private: bool, message: str, report: Report) -> HubName:
+    """Upload a model directory to a repository, which is made if need be. Returns its name at the new commit.
+
+    Args:
+        directory: with the model, or adapters.
+        name: where to; with a revision, to that branch.
+        private: whether a new repository is to be seen by its owner only.
+        message: of the commit.
+        report: receives what is uploaded.
+
+    Raises:
+        UserError: nobody is logged in, or may not write there, or the hub cannot be reached.
+    """
+    if name.hub != "hf":
+        where = HUBS.get(name.hub, "a name without a hub")
+        raise UserError(f"{name}: a model can be pushed to Hugging Face only, as hf:ORG/NAME, not to {where}")
+    if name.path or name.query:
+        raise UserError(f"{name}: a model is pushed as a whole, as hf:ORG/NAME or hf:ORG/NAME@BRANCH")
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    files = pushed_files(directory, name)
+    login = "log in with `hf auth login`, or set HF_TOKEN, with a token that may write"
+    if get_token() is None:
+        raise UserError(f"{name}: nobody is logged in here; {login}")
+    size = sum((directory / path).stat().st_size for path in files)
+    report(f"pushing {directory} to {endpoint()}/{name.repo}: {len(files)} files, {size / 1e6:,.1f} MB")
+    disable_progress_bars()
+    api = HfApi(endpoint=endpoint(), library_name="llmsuite")
+    try:
+        api.create_repo(name.repo, private=private, exist_ok=True)
+        if name.revision is not None:
+            api.create_branch(name.repo, branch=name.revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=name.repo,
+            folder_path=directory,
+            allow_patterns=files,
+            commit_message=message,
+            revision=name.revision,
+        )
+    except Exception as error:  # of many libraries
+        if status_of(error) in (401, 403):
+            text = f"{name}: {endpoint()} does not let this token write there: {reason(error)}; {login}"
+            raise UserError(text) from error
+        if is_broken_connection(error):
+            text = f"{name}: {endpoint()} cannot be reached ({reason(error)}); what has arrived is not sent again"
+            raise UserError(text) from error
+        raise
+    return name.at("hf", commit.oid)
