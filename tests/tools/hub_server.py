@@ -246,11 +246,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             actions = [{**o, "actions": {"upload": {"href": f"{self.hub.url}/upload/{o['oid']}"}}} for o in objects]
             self._json({"transfer": "basic", "objects": actions})
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/(.+)", path):
-            self._commit(self.hub.models[match[1]], body)
+            self._commit(match[1], body)
         else:
             self._send(404, b"{}")
 
-    def _commit(self, repo: Repository, body: bytes) -> None:
+    def _commit(self, name: str, body: bytes) -> None:
+        repo = self.hub.models[name]
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "file":
@@ -258,7 +259,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             elif line["key"] == "lfsFile":
                 repo.files[value["path"]] = self.hub.uploads[value["oid"]]
         repo.renew()
-        self._json({"commitUrl": f"{self.hub.url}/commit/{repo.commit}", "commitOid": repo.commit})
+        self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{repo.commit}", "commitOid": repo.commit})
 
 
 def main() -> None:
