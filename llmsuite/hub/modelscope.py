@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.hub.folder import DEFAULT_BRANCH, Folders
+from llmsuite.hub.huggingface import reason
 from llmsuite.hub.listing import Interrupted, Kind, Listing, NotThere, RemoteFile, Unreachable
 from llmsuite.hub.names import HubName
 
@@ -50,7 +52,7 @@ class ModelScope(Folders):
             if isinstance(error, FileIntegrityError):
                 raise UserError(f"{name}: {path} is not what ModelScope tells, again and again: {error}") from error
             if _is_broken_connection(error):
-                raise Interrupted(str(error)) from error
+                raise Interrupted(reason(error)) from error
             _explain(error, name, kind)
             raise
 
@@ -60,7 +62,7 @@ def _api(name: HubName) -> Any:
         from modelscope_hub import HubApi
     except ImportError as error:
         raise NotThere(f"{name}: needs the package {error.name}; {_INSTALL}") from error
-    return HubApi()
+    return HubApi(endpoint=os.environ.get("MODELSCOPE_ENDPOINT"))  # its default is that of the first call
 
 
 def _commit(entries: list[dict[str, Any]]) -> str | None:
@@ -90,6 +92,8 @@ def _explain(error: Exception, name: HubName, kind: Kind) -> None:
     if isinstance(error, (AuthenticationError, PermissionDeniedError)):
         raise UserError(f"{name}: may not be read: {error}; ask for access on its page, then {login}") from error
     if _is_broken_connection(error):
-        raise Unreachable(f"{name}: ModelScope cannot be reached ({error}); HTTPS_PROXY names a proxy") from error
+        raise Unreachable(
+            f"{name}: ModelScope cannot be reached ({reason(error)}); HTTPS_PROXY names a proxy"
+        ) from error
     if isinstance(error, HubError):
         raise UserError(f"{name}: ModelScope answers: {error}") from error

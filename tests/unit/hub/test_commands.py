@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from llmsuite.cache import private_cache
 from llmsuite.cli.main import main
@@ -209,7 +210,9 @@ def test_push(hub: HubServer, model: Path, recipe: Path, monkeypatch: pytest.Mon
     assert main(["push", "runs/hub", "hf:me/tuned"]) == 2
     assert "does not let this token write there" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "allowed")
-    assert main(["push", "runs/hub", "hf:me/tuned", "--private"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub.url)  # the library takes the environment of its import
+        assert main(["push", "runs/hub", "hf:me/tuned", "--private"]) == 0
     repo = hub.models["me/tuned"]
     assert f"pushed runs/hub/checkpoints/step-2: hf:me/tuned@{repo.commit}" in capsys.readouterr().out
     assert repo.private
