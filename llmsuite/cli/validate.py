@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.notes import few_rows, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.resources import bundled
 from llmsuite.specs import Command
 
 
@@ -39,14 +37,6 @@ def run(args: Any, registry: Registry) -> int:
         for note in [*notes, *not_fetched(plan), *few_rows(plan)]:
             print(f"  note: {note}")
     return 2 if failed else 0
-
-
-def _sample_data(plan: RunPlan) -> Iterator[str]:
-    """A note where a model is to be trained on a real device with the small files that come with llmsuite."""
-    path = plan.train_file.resolve()
-    if plan.stage.trains and plan.device.name != "cpu" and path.is_relative_to(bundled("data")) and path.is_file():
-        size = path.stat().st_size / 1e3
-        yield f"data.train: {plan.recipe.data.train} is a sample of {size:.0f} kB; name your own data before a real run"
 
 
 def _batch(plan: RunPlan) -> str:
