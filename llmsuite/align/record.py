@@ -20,9 +20,10 @@ from llmsuite.align.contexts import chosen, contexts
 from llmsuite.align.values import Sample, sample_of
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
-from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.tensor import local_value
+from llmsuite.parallel.vocabulary import without_padding
+from llmsuite.train.build import BuiltModel
 from llmsuite.train.parts import StepPart
 from llmsuite.typing import Tensor
 
@@ -173,16 +174,17 @@ class Activations:
 class StepRecording(StepPart):
     """Records one step of a run: tokens, activations, parameters and gradients, in a file of each rank."""
 
-    def __init__(self, model: PipelineStage, optimizer: Optimizer, mesh: Mesh, directory: Path, every: int):
+    def __init__(self, built: BuiltModel, optimizer: Optimizer, mesh: Mesh, directory: Path, every: int):
         """
         Args:
-            model: this rank's part, before the step.
+            built: this rank's part of the model, before the step.
             optimizer: over its parameters.
             mesh: this rank's place.
             directory: to write into; the same on all ranks.
             every: activations are kept at about one token in so many.
         """
         self._optimizer, self._mesh, self._directory, self._every = optimizer, mesh, directory, every
+        self._shapes, model = built.shapes, built.part
         self._known: dict[int, Tokens] = {}
         self._running: int | None = None
         self._lengths: Any = None
@@ -275,5 +277,6 @@ class StepRecording(StepPart):
         keeps, found = not self._mesh.data_rank and not self._mesh.coordinate["tp"], {}
         for name, value in values:  # which all ranks bring together
             if keeps:
-                found[name] = sample_of(value.astype("float32").numpy())
+                true = without_padding(value, self._shapes[name])  # of a vocabulary
+                found[name] = sample_of(true.astype("float32").numpy())
         return found

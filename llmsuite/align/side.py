@@ -43,7 +43,7 @@ def record_step(plan: RunPlan, registry: Registry, directory: Path, every: int) 
     """
     trainer = Trainer(plan, registry)
     built, mesh = trainer.built, trainer.mesh
-    recording = StepRecording(built.part, trainer.optimizer, mesh, directory, every)
+    recording = StepRecording(built, trainer.optimizer, mesh, directory, every)
     rules = dataclasses.replace(trainer.rules, parts=[*trainer.rules.parts, recording])
     built.part.train()
     with StepReader(trainer.data, mesh.data_rank, 0, 1, num_workers=0) as reader:

@@ -16,7 +16,7 @@ from tests.paths import ROOT
 RECIPE = "recipes/llama/dpo.json"
 WORDS = (
     "--smoke", "--train.global_batch_size=8", "--train.micro_batch_size=2", "--data.max_length=64",
-    "--model.config.num_hidden_layers=4", "--dpo.reference=none", "--dpo.loss=orpo",
+    "--model.config.num_hidden_layers=4", "--model.config.vocab_size=513", "--dpo.reference=none", "--dpo.loss=orpo",
 )  # fmt: skip
 FAULT = """
 import os
