@@ -4,6 +4,7 @@
     lora_config.json, peft_model-*.safetensors + index    the layout of PaddleNLP
     base.json                                             path and sha256 of the model they were trained on, and how
                                                           its matrices were stored, if quantised
+    adapter_state.safetensors                             of a mixer and DoRA, what is trained, to go on training
 
 Inside llmsuite the factors of a matrix [I, O] are A [I, R] and B [R, O], as PaddleNLP has them; PEFT has them
 transposed. `adapter_writer.py` writes such a directory.
@@ -27,16 +28,22 @@ from llmsuite.hub.here import cached
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import BlockFormat
-from llmsuite.models.paddlenlp_peft import lora_config
-from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
+from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, SECOND_FACTOR
 from llmsuite.specs import ModelFamily
 
 BASE = "base.json"
 CONFIGS = ("adapter_config.json", "lora_config.json")
 """The configuration file beside the factors, of HF PEFT and of PaddleNLP."""
-REFUSED = ("use_dora", "lora_use_mixer", "use_mora", "do_qat", "loftq_config", "megatron_config")
-"""Keys of such a file that change the sum W + scale * A B, and are not implemented here."""
+UNKNOWN = (
+    *("use_mora", "do_qat", "pissa", "loraga", "loftq_config", "megatron_config"),
+    *("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config"),
+)
+"""Keys of such a file that change the sum W + scale * A B, or its W, and are not implemented here."""
+NOT_PLAIN = (*UNKNOWN, "use_dora", "lora_use_mixer", "lora_bias")
+"""Those that no other layout has, too."""
 CONFIG_NAMES: Mapping[Layout, str] = dict(zip(("hf", "paddlenlp"), CONFIGS))
+STATE = "adapter_state"
+"""Stem of the file with the parameters of adapters that are not plain, by our names."""
 STEMS: Mapping[Layout, str] = {"hf": "adapter_model", "paddlenlp": "peft_model"}
 
 
@@ -68,6 +75,16 @@ class Adapters:
     base: Base
     beside: Sequence[str] = ()
     """Our names of parameters that are trained whole beside them: the score head of a reward model."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether they are factors A and B, and nothing else."""
+        return not self.config.lora_use_mixer and not self.has_magnitudes
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether they are those of DoRA."""
+        return bool(getattr(self.config, "use_dora", False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +119,22 @@ def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: L
     return {module: pair for pair in found.values() for module, _ in pair.members}
 
 
+def check_layout(adapters: Adapters, family: ModelFamily, config: Any) -> None:
+    """Raises UserError when adapters of this kind on these modules cannot be saved."""
+    if not adapters.has_magnitudes:
+        return
+    for pair in factor_pairs(adapters, family, config, "hf").values():
+        if len(pair.members) < pair.num_parts:
+            raise UserError(
+                f"lora.target_modules: of {pair.module}, which is one matrix in files, it names only "
+                f"{', '.join(module for module, _ in pair.members)}; DoRA has a length for each of its columns: name "
+                "all parts or none"
+            )
+
+
 def stored_factor(module: str, factor: str, layout: Layout) -> str:
+    if factor == MAGNITUDE:
+        return f"base_model.model.{module}.lora_magnitude_vector"
     return f"base_model.model.{module}.{factor}.weight" if layout == "hf" else f"{module}.{factor}"
 
 
@@ -122,22 +154,24 @@ class SavedAdapters:
         self._pairs, self._layout = factor_pairs(adapters, family, config, layout), layout
         self._files, self._rank = TensorFiles(directory, STEMS[layout]), adapters.config.r
         self._beside = set(adapters.beside)
-        wanted = {
-            stored_factor(p.module, factor, layout)
-            for p in self._pairs.values()
-            for factor in (FIRST_FACTOR, SECOND_FACTOR)
-        }
+        self._state = None if adapters.is_plain else TensorFiles(directory, STATE)
+        kinds = [FIRST_FACTOR, SECOND_FACTOR] + [MAGNITUDE] * adapters.has_magnitudes
+        wanted = {stored_factor(p.module, kind, layout) for p in self._pairs.values() for kind in kinds}
         wanted.update(stored_parameter(name, layout) for name in adapters.beside)
         if differing := sorted(wanted.symmetric_difference(self._files.names)):
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
 
     def spec(self, name: str) -> TensorSpec:
         """Shape and dtype of a factor."""
+        if self._state is not None:
+            return self._state.spec(name)
         stored, index = self._place(name, None)
         return TensorSpec(name, tuple(part.stop - part.start for part in index), self._files.spec(stored).dtype)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """A factor or a parameter trained beside them, or a slice of it (one slice a dim)."""
+        if self._state is not None and name in self._state.names:
+            return self._state.read(name, index)
         if name not in self._beside:
             return self._read_factor(name, index)
         return self._files.read(stored_parameter(name, self._layout), index[::-1] if index else None).T
@@ -170,9 +204,11 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     Raises:
         UserError: they are of a kind that `write_adapters` does not write, or of another model.
     """
+    from llmsuite.models.peft_configs import lora_config  # takes paddlenlp, which other runs do without
+
     layout: Layout = "hf" if (directory / CONFIG_NAMES["hf"]).is_file() else "paddlenlp"
     data = read_json_file(directory / CONFIG_NAMES[layout])
-    if on := [key for key in (*REFUSED, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
+    if on := [key for key in (*NOT_PLAIN, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
         raise UserError(
             f"{directory / CONFIG_NAMES[layout]}: {', '.join(on)}: not to be had in another layout; merge it"
         )

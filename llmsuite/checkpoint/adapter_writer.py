@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from llmsuite.checkpoint.adapter_dir import (
     BASE,
     CONFIG_NAMES,
+    STATE,
     STEMS,
     Adapters,
     FactorPair,
@@ -27,7 +28,7 @@ from llmsuite.checkpoint.model_writer import OrderedGather, copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_tensors
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.files import write_json
-from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
+from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR
 from llmsuite.specs import ModelFamily
 
 
@@ -56,17 +57,40 @@ def write_adapters(
         tokenizer: directory whose tokenizer files are copied along.
     """
     pairs = list({pair.module: pair for pair in factor_pairs(adapters, family, config, layout).values()}.values())
-    stored = _StoredFactors(pairs, adapters.beside, specs, read, layout)
     metadata = {"format": "pt" if layout == "hf" else "np"}
+    state = ManifestPart()
+    if not adapters.is_plain:
+        values = {spec.name: read(spec.name) for spec in specs}
+        trained = [spec for spec in specs if spec.name not in adapters.beside]
+        state = write_file(directory / f"{STATE}{SUFFIX}", trained, values.__getitem__, {"format": "llmsuite"})
+        adapters, specs, read = _without_mixer(adapters, specs, values)
+    stored = _StoredFactors(pairs, adapters, specs, read, layout)
     if layout == "hf":  # PEFT reads one file
         written = write_file(directory / f"{STEMS[layout]}{SUFFIX}", stored.specs, stored.read, metadata)
     else:
         written = write_tensors(directory, STEMS[layout], stored.specs, stored.read, metadata)
+    written.add(state)
     write_json(directory / CONFIG_NAMES[layout], _config(adapters, pairs, family, config, layout))
     write_json(directory / BASE, adapters.base.to_json())
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
     return written
+
+
+def _without_mixer(
+    adapters: Adapters, specs: Sequence[TensorSpec], values: Mapping[str, np.ndarray]
+) -> tuple[Adapters, Sequence[TensorSpec], Callable[[str], np.ndarray]]:
+    """The same adapters with their mixers multiplied into the first factors: x A M B is (x A M) B."""
+
+    def read(name: str) -> np.ndarray:
+        module, _, kind = name.rpartition(".")
+        mixer = values.get(f"{module}.{MIXER}") if kind == FIRST_FACTOR else None
+        if mixer is None:
+            return values[name]
+        return (values[name].astype("float32") @ mixer.astype("float32")).astype(values[name].dtype)
+
+    plain = dataclasses.replace(adapters, config=dataclasses.replace(adapters.config, lora_use_mixer=False))
+    return plain, [spec for spec in specs if not spec.name.endswith(f".{MIXER}")], read
 
 
 class _StoredFactors:
@@ -75,12 +99,12 @@ class _StoredFactors:
     def __init__(
         self,
         pairs: Sequence[FactorPair],
-        beside: Sequence[str],
+        adapters: Adapters,
         specs: Sequence[TensorSpec],
         read: Callable[[str], np.ndarray],
         layout: Layout,
     ):
-        """Arguments as of `write_adapters`; `beside` has our names of parameters that are stored whole."""
+        """Arguments as of `write_adapters`."""
         self._by_name, self._layout = {spec.name: spec for spec in specs}, layout
         # each is read once, in the order of the files, and gathered in the order of `specs`
         self._in_order = OrderedGather(specs, read, list(self._by_name))
@@ -89,16 +113,19 @@ class _StoredFactors:
         self.specs: list[TensorSpec] = []
         """Name, shape and dtype of each tensor, in the order of the file."""
         for pair in pairs:
-            for factor in (FIRST_FACTOR, SECOND_FACTOR):
+            for factor in [FIRST_FACTOR, SECOND_FACTOR] + [MAGNITUDE] * adapters.has_magnitudes:
                 self.specs.append(self._factor_spec(pair, factor))
                 self._factors[self.specs[-1].name] = pair, factor
-        for ours in beside:
+        for ours in adapters.beside:
             name, spec = stored_parameter(ours, layout), self._by_name[ours]
             self._whole[name] = ours
             self.specs.append(TensorSpec(name, spec.shape[::-1], spec.dtype))
 
     def _factor_spec(self, pair: FactorPair, factor: str) -> TensorSpec:
         first = self._by_name[f"{pair.members[0][0]}.{factor}"]
+        if factor == MAGNITUDE:
+            size = first.shape[0] * pair.num_parts
+            return TensorSpec(stored_factor(pair.module, factor, self._layout), (size,), first.dtype)
         num_rows, num_columns = first.shape
         if factor == FIRST_FACTOR:
             num_columns *= len(pair.members)
@@ -113,6 +140,8 @@ class _StoredFactors:
             return self._in_order.read(self._whole[name]).T
         pair, factor = self._factors[name]
         parts = [self._in_order.read(f"{module}.{factor}") for module, _ in pair.members]
+        if factor == MAGNITUDE:
+            return np.concatenate([value for _, value in sorted(zip([part for _, part in pair.members], parts))])
         value = np.concatenate(parts, 1) if factor == FIRST_FACTOR else _on_diagonal(parts, pair)
         return value.T if self._layout == "hf" else value
 
@@ -147,6 +176,7 @@ def _config(
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "use_rslora": lora.rslora,
+        "use_dora": adapters.has_magnitudes,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": linears == {False},

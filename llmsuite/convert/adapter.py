@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import CONFIGS, REFUSED, stored_format
+from llmsuite.checkpoint.adapter_dir import CONFIGS, UNKNOWN, stored_format
 from llmsuite.checkpoint.model_dir import ModelDirectory, hf_name
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
@@ -24,24 +24,31 @@ from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.convert.rounded import rounded_model
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
-from llmsuite.models.head import SCORE, head_of
+from llmsuite.models.head import SCORE, head_of, is_tied
 from llmsuite.models.hf_tensors import HfTensors
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _PICKLE = "lora_model_state.pdparams"
-_FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?(\.weight)?")
+_PART = re.compile(r"(.*)\.lora_(embedding_)?(A|B|AB|magnitude_vector)(?:\.default)?(\.weight|\.bias)?")
 _WRAPPERS = ("", "base_model.model.", "model.")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of PEFT's `init_lora_weights` that take something off the base; it says true once that is put back."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """The update of a matrix [inputs, outputs]: `scale * first @ second`."""
+    """The update of a matrix W [inputs, outputs]: `scale * first @ second`, with a mixer between them if there is one.
+
+    With magnitudes m (DoRA, Liu et al. 2024, arXiv 2402.09353) the columns of W plus that get the lengths m.
+    """
 
     first: str
     second: str
     scale: float
     by_rows: bool
     """Whether the factors are stored transposed, as HF does."""
+    mixer: str | None = None
+    magnitudes: str | None = None
 
 
 class Adapted:
@@ -62,36 +69,47 @@ class Adapted:
         config = read_json_file(config_path)
         if not isinstance(config, dict):
             raise UserError(f"{config_path}: is no JSON object")
-        if on := [key for key in REFUSED if config.get(key)]:
+        if on := [key for key in UNKNOWN if config.get(key)]:
             raise UserError(
-                f"{config_path}: {', '.join(on)} is on; only plain LoRA and rank-stabilised LoRA are merged"
+                f"{config_path}: {', '.join(on)} is on; merged are LoRA, rank-stabilised LoRA, mixers and DoRA"
+            )
+        if str(config.get("init_lora_weights", "")).startswith(_CHANGES_BASE):
+            raise UserError(
+                f"{config_path}: init_lora_weights is {config['init_lora_weights']!r}: these adapters belong to a base "
+                "that PEFT has changed. Save them with path_initial_model_for_weight_conversion"
             )
         self._files = _open_files(directory, allow_pickle)
         self._factors: dict[str, Factors] = {}
+        self._biases: dict[str, tuple[str, float]] = {}
         self._replaced: dict[str, str] = {}
         self._assign(config_path, config)
 
     def _assign(self, config_path: Path, config: Mapping[str, Any]) -> None:
         """Find the tensor of the base that each tensor of the adapter belongs to."""
-        halves: dict[str, dict[str, tuple[str, bool]]] = {}
+        parts: dict[str, dict[str, tuple[str, bool]]] = {}
         unknown = []
         for name in self._files.names:
-            match = _FACTOR.fullmatch(name)
-            module = match[1] if match else re.sub(r"\.modules_to_save(\.default)?", "", name)
+            match = _PART.fullmatch(name)
+            module = match[1] if match else re.sub(r"\.modules_to_save(\.default)?|\.base_layer", "", name)
             target = self._name(f"{module}.weight" if match else module)
             if target is None:
-                unknown.append(name)
+                if not self._is_embedding_again(module, name):
+                    unknown.append(name)
             elif match:
-                halves.setdefault(target, {})[match[2]] = name, match[3] is not None
+                kind = "bias" if match[4] == ".bias" else match[3]
+                parts.setdefault(target, {})[kind] = name, bool(match[2] or match[4])
             else:
                 self._replaced[target] = name
+        self._check_tied(parts, unknown)
         if unknown:
             shown = ", ".join(unknown[:5])
             raise UserError(f"{self._path}: {len(unknown)} tensors belong to nothing in {self._base.path}: {shown}")
-        for target, pair in halves.items():
-            if len(pair) < 2:
+        for target, pair in parts.items():
+            if not {"A", "B"} <= pair.keys():
                 raise UserError(f"{self._path}: {next(iter(pair.values()))[0]!r} has no other half")
             self._factors[target] = self._checked(config_path, config, target, pair)
+            if "bias" in pair:
+                self._add_bias(target, pair["bias"][0])
         for target, name in self._replaced.items():
             found, wanted = self._replacement(target).shape, self.spec(target).shape
             if found != wanted:
@@ -104,6 +122,30 @@ class Adapted:
         plain = [name.removeprefix(wrapper) for wrapper in _WRAPPERS]
         found = [hf_name(self._base.family, self._base.config, n) for n in plain]
         return next((name for name in found if name in self._tensors), None)
+
+    def _check_tied(self, targets: Iterable[str], unknown: Sequence[str]) -> None:
+        """PEFT adds to the embedding or to the head, which are one matrix in a tied model: no tied model is the sum."""
+        on_head = [name for name in unknown if ".lm_head.lora_" in f".{name}"]
+        on_embedding = [target for target in targets if target.endswith("embed_tokens.weight")]
+        if is_tied(self._base.config) and (on_head or on_embedding):
+            raise UserError(
+                f"{self._path}: {(on_head or on_embedding)[0]!r} is of the embedding or the head alone, and "
+                f"{self._base.path} has one matrix for both (tie_word_embeddings); give it a base with two"
+            )
+
+    def _is_embedding_again(self, module: str, name: str) -> bool:
+        """Whether a tensor is the head of a tied model, which PEFT writes along with the embedding it is."""
+        stem, _, word = module.rpartition("lm_head")
+        embedding = self._name(f"{stem}model.embed_tokens.weight") if word == ".weight" else None
+        if embedding is None:
+            return False
+        return np.array_equal(self._files.read(name), self._base.read("model.embed_tokens.weight"))
+
+    def _add_bias(self, target: str, name: str) -> None:
+        bias = f"{target.removesuffix('.weight')}.bias"
+        if bias not in self._tensors or self.spec(bias).shape != self._files.spec(name).shape:
+            raise UserError(f"{self._path}: {name!r} is added to {bias}, which {self._base.path} does not have so")
+        self._biases[bias] = name, self._factors[target].scale
 
     def _checked(
         self, config_path: Path, config: Mapping[str, Any], target: str, pair: Mapping[str, tuple[str, bool]]
@@ -118,7 +160,17 @@ class Adapted:
                 f"{self._path}: {first!r} and {second!r} are {list(a)} x {list(b)}; "
                 f"{target} of the base is {list(wanted)}"
             )
-        return Factors(first, second, _scale(config_path, config, target, a[1]), by_rows)
+        mixer, magnitudes = (pair.get(kind, (None,))[0] for kind in ("AB", "magnitude_vector"))
+        for name, size in ((mixer, (a[1], a[1])), (magnitudes, (wanted[1],))):
+            if name is not None and self._files.spec(name).shape != size:
+                raise UserError(f"{self._path}: {name!r} is {list(self._files.spec(name).shape)}, not {list(size)}")
+        for key, found in (("use_dora", magnitudes), ("lora_use_mixer", mixer)):
+            if bool(config.get(key)) != (found is not None):
+                raise UserError(f"{config_path}: {key} is {config.get(key)}, which the tensors of {target} are not")
+        if magnitudes is not None and "lora_embedding_" in first:
+            raise UserError(f"{config_path}: use_dora is on for {target}, an embedding; merged is DoRA of matrices")
+        scale = _scale(config_path, config, target, a[1])
+        return Factors(first, second, scale, by_rows, mixer, magnitudes)
 
     def _replacement(self, target: str) -> np.ndarray:
         value = self._files.read(self._replaced[target])
@@ -140,19 +192,35 @@ class Adapted:
         return self._tensors.spec(name)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        factors = self._factors.get(name)
+        if factors is not None and factors.magnitudes is not None and index is not None:
+            return self._updated(factors, name, [slice(None), index[1]])[index[0]]  # its columns have to be whole
+        return self._updated(factors, name, index)
+
+    def _updated(self, factors: Factors | None, name: str, index: Sequence[slice] | None) -> np.ndarray:
+        dtype = self.spec(name).dtype
         if name in self._replaced:
-            value = self._replacement(name).astype(self.spec(name).dtype)
-            return value if index is None else value[tuple(index)]
-        value = self._tensors.read(name, self._base.read, index)
-        dtype, factors = self.spec(name).dtype, self._factors.get(name)
+            value = self._replacement(name).astype(dtype)
+            value = value if index is None else value[tuple(index)]
+        else:
+            value = self._tensors.read(name, self._base.read, index)
+        if name in self._biases:
+            bias, scale = self._biases[name]
+            return (value + scale * self._files.read(bias)[tuple(index or ())].astype("float32")).astype(dtype)
         if factors is None:
             return value.astype(dtype, copy=False)
         first, second = (self._files.read(n).astype("float32") for n in (factors.first, factors.second))
         if factors.by_rows:
             first, second = first.T, second.T
+        if factors.mixer is not None:
+            first = first @ self._files.read(factors.mixer).astype("float32")
         if index is not None:
             first, second = first[index[0]], second[:, index[1]]
-        return (value.astype("float32") + factors.scale * (first @ second)).astype(dtype)
+        result = value.astype("float32") + factors.scale * (first @ second)
+        if factors.magnitudes is not None:
+            lengths = self._files.read(factors.magnitudes).astype("float32")
+            result *= (lengths if index is None else lengths[index[1]]) / np.linalg.norm(result, axis=0)
+        return result.astype(dtype)
 
 
 def _with_score_head(base: ModelDirectory) -> ModelDirectory:

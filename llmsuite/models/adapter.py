@@ -31,10 +31,15 @@ class Adapter(nn.Layer):
         self.weight, self.bias = linear.weight, linear.bias
 
     def base(self, x: Tensor) -> Tensor:
-        """x W + bias: all that an adapter knows of how W is stored."""
+        """x W + bias."""
         if isinstance(self.weight, QuantisedMatrix):
             return self.weight.product(x, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def base_weight(self) -> Tensor:
+        """W [I, O], for DoRA, which computes with more than products. Recipes refuse a quantised base with it."""
+        assert not isinstance(self.weight, QuantisedMatrix)
+        return self.weight
 
 
 def identity(x: Tensor) -> Tensor:

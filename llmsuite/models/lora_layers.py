@@ -8,6 +8,7 @@ Shapes: I inputs and O outputs of a matrix, R rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -15,13 +16,17 @@ from paddle import nn
 
 from llmsuite.models.adapter import Adapter, identity
 from llmsuite.models.paddlenlp_peft import import_alone
+from llmsuite.models.peft_configs import DoraConfig
 from llmsuite.typing import Tensor
 
 _LoRALinear: Any = import_alone("paddlenlp.peft.lora.lora_layers")[0].LoRALinear
 
 
 class LoraLinear(Adapter, _LoRALinear):
-    """x W + scale (x A) B with factors A [I, R] and B [R, O] (Hu et al. 2021, arXiv 2106.09685)."""
+    """x W + scale (x A) B with factors A [I, R] and B [R, O] (Hu et al. 2021, arXiv 2106.09685).
+
+    With a mixer M [R, R] between them, x W + scale (x A) M B (MoSLoRA, Wu et al. 2024, arXiv 2406.11909, eq. 5).
+    """
 
     def __init__(self, linear: nn.Linear, config: Any):
         """
@@ -39,6 +44,7 @@ class LoraLinear(Adapter, _LoRALinear):
                 lora_alpha=config.lora_alpha,
                 rslora=config.rslora,
                 lora_plus_scale=config.lora_plus_scale,
+                lora_use_mixer=config.lora_use_mixer,
                 bias_attr=False if linear.bias is None else None,
             )
         self.lora_dropout = identity  # not a function of its own: layers that are alike share a program
@@ -58,10 +64,45 @@ class LoraLinear(Adapter, _LoRALinear):
         if self.disable_lora or self.merged:
             return y
         # theirs scales the wide product: one more tensor [..., O], and a twentieth of the time
+        return self.complete_sum(y) + self._update(x)
+
+    def _update(self, x: Tensor) -> Tensor:
         narrow = self.complete_sum(paddle.matmul(x, self.lora_A)) * self.scaling
-        return self.complete_sum(y) + paddle.matmul(narrow, self.lora_B)
+        if self.lora_use_mixer:
+            narrow = paddle.matmul(narrow, self.lora_AB)
+        return paddle.matmul(narrow, self.lora_B)
+
+
+class DoraLinear(LoraLinear):
+    """(m / |V|) x V with V = W + scale A B: lengths m [O] of the columns are learnt apart from their directions.
+
+    Liu et al. 2024, DoRA (arXiv 2402.09353), eq. 5; |V|, the length of each column, has no gradient (section 4.3).
+    paddlenlp has no such layer.
+    """
+
+    def __init__(self, linear: nn.Linear, config: Any):
+        super().__init__(linear, config)
+        self.complete_columns: Callable[[Tensor], Tensor] = identity
+        """Applied to the squared lengths: adds up the parts of the ranks, where W is cut along its inputs."""
+        with paddle.LazyGuard():
+            self.lora_magnitude = self.create_parameter([linear.weight.shape[1]])  # |W|, where values are read
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        if self.disable_lora or self.merged:
+            return self.base(x)
+        weight = self.base_weight()
+        with paddle.no_grad():
+            whole = (weight + self.get_delta_weight()).astype("float32")
+            length = self.complete_columns(whole.square().sum(0)).sqrt().astype(weight.dtype)
+        y = self.complete_sum(paddle.matmul(x, weight)) + self._update(x)
+        y = y * (self.lora_magnitude / length)
+        return y if self.bias is None else y + self.bias
+
+    def merge(self) -> None:
+        raise NotImplementedError("merged where weights are read, see `llmsuite.convert.adapter`")
 
 
 def adapter_layer(linear: nn.Linear, config: Any) -> Adapter:
     """The layer with an adapter that replaces a linear layer."""
-    return LoraLinear(linear, config)
+    return (DoraLinear if isinstance(config, DoraConfig) else LoraLinear)(linear, config)

@@ -49,9 +49,3 @@ def import_alone(*modules: str) -> list[Any]:
     finally:
         for name in stand_ins:
             del sys.modules[name]
-
-
-def lora_config(**keys: Any) -> Any:
-    """A `paddlenlp.peft.LoRAConfig`; the keys are its fields."""
-    (module,) = import_alone("paddlenlp.peft.lora.lora_config")
-    return module.LoRAConfig(**keys)

@@ -12,6 +12,15 @@ from llmsuite.models.block_quant import is_quantised_part
 
 FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
 """Names of the factors of an adapter, beside the `weight` of their module."""
+MIXER, MAGNITUDE = "lora_AB", "lora_magnitude"
+"""Names of the matrix between the factors of a mixer, and of the lengths of DoRA's columns."""
+FACTORS: Mapping[str, tuple[int | None, int | None]] = {
+    FIRST_FACTOR: (0, None),
+    MIXER: (None, None),
+    SECOND_FACTOR: (None, 1),
+    MAGNITUDE: (None, 0),
+}
+"""Every parameter of an adapter: the dim that is cut with a matrix cut along its inputs, and along its outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +60,15 @@ class ShardPlan:
     def dim(self, parameter: str) -> int | None:
         """The dim of a parameter that is cut over tp; None when it is not.
 
-        In an adapter x A B, A is cut with a matrix that is cut along its inputs, B with one cut along its outputs.
+        Those of an adapter are cut with its matrix, see `FACTORS`: in x A B, A along its inputs, B along its outputs.
         Codes and scales of a quantised matrix are cut as the matrix.
         """
         module, _, kind = parameter.rpartition(".")
         if is_quantised_part(parameter):
             return self.dim(module)
-        if kind in (FIRST_FACTOR, SECOND_FACTOR):
+        if kind in FACTORS:
             dim = self.dim(f"{module}.weight")
-            return dim if dim == (FIRST_FACTOR, SECOND_FACTOR).index(kind) else None
+            return None if dim is None else FACTORS[kind][dim]
         return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)
 
     def has_own_dtype(self, parameter: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE
-from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR, ShardPlan
+from llmsuite.models.shard_plan import FACTORS, FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, ShardPlan
 
 
 def pick_modules(
@@ -53,7 +53,20 @@ def quantised_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> l
     return pick_modules(linear_modules(shapes, plan), plan, None)
 
 
-def with_adapters(shapes: Mapping[str, Sequence[int]], modules: Sequence[str], rank: int) -> dict[str, tuple[int, ...]]:
+def factor_shapes(method: str, rank: int, num_inputs: int, num_outputs: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of an adapter on a matrix, in the order of the layer; `method` is that of `lora.method`."""
+    found: dict[str, tuple[int, ...]] = {FIRST_FACTOR: (num_inputs, rank)}
+    if method == "mixer":
+        found[MIXER] = rank, rank
+    found[SECOND_FACTOR] = rank, num_outputs
+    if method == "dora":
+        found[MAGNITUDE] = (num_outputs,)
+    return found
+
+
+def with_adapters(
+    shapes: Mapping[str, Sequence[int]], modules: Sequence[str], rank: int, method: str = "lora"
+) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's parameters and of the adapters on these modules."""
     result: dict[str, tuple[int, ...]] = {}
     adapted, factors = set(modules), {}
@@ -61,10 +74,8 @@ def with_adapters(shapes: Mapping[str, Sequence[int]], modules: Sequence[str], r
         module = name.rpartition(".")[0]
         result[name] = tuple(shape)
         if module in adapted and name.endswith(".weight"):
-            factors[module] = {
-                f"{module}.{FIRST_FACTOR}": (shape[0], rank),
-                f"{module}.{SECOND_FACTOR}": (rank, shape[1]),
-            }
+            own = factor_shapes(method, rank, shape[0], shape[1])
+            factors[module] = {f"{module}.{kind}": of_kind for kind, of_kind in own.items()}
     for of_module in factors.values():
         result |= of_module
     return result
@@ -77,4 +88,4 @@ def is_trained(parameter: str) -> bool:
 
 def is_factor(parameter: str) -> bool:
     """Whether a parameter belongs to an adapter."""
-    return parameter.endswith((f".{FIRST_FACTOR}", f".{SECOND_FACTOR}"))
+    return parameter.rpartition(".")[2] in FACTORS

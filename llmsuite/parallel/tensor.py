@@ -42,11 +42,13 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
         embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh, vocabulary)
-    complete_sum = _to(mesh, outside)  # one for all, or compiled layers would differ
+    complete_sum, complete_columns = _to(mesh, outside), _to(mesh, whole)  # one for all: compiled layers are alike
     for name, module in model.named_sublayers():
         if _is_last_of_region(name, module, plan):
             # else its adapter would have the whole sum made before it is cut again
             module.complete_sum = complete_sum
+        if isinstance(module, Adapter) and plan.dim(f"{name}.weight") == 0:
+            module.complete_columns = complete_columns
         if plan.is_region(name):
             if sequence_parallel:
                 module.register_forward_pre_hook(_on_input(mesh, whole))

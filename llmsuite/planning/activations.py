@@ -58,6 +58,8 @@ class ActivationSettings:
     adapter_rank: int | None = None
     adapted: frozenset[str] = frozenset()
     """Full names of the modules that have adapters."""
+    adapter_widths: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Elements that an adapter keeps of each token besides its product with the first factor, by module."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
     rounds_inputs: bool = False
@@ -171,8 +173,9 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
 def _adapters(number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     if settings.adapter_rank is None:
         return 0.0
-    count = sum(f".{number}." in name for name in settings.adapted)
-    return count * batch.tokens * settings.adapter_rank * settings.num_bytes
+    inside = [name for name in settings.adapted if f".{number}." in name]
+    width = sum(settings.adapter_rank + settings.adapter_widths.get(name, 0) for name in inside)
+    return batch.tokens * width * settings.num_bytes
 
 
 _OWN_INPUT = frozenset(("o_proj", "down_proj", "q_b_proj", "kv_b_proj"))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from llmsuite.models.anatomy import Anatomy, MoE
-from llmsuite.models.shard_plan import SECOND_FACTOR
+from llmsuite.models.shard_plan import MIXER, SECOND_FACTOR
 from llmsuite.parallel import edges, ledger_entries
 from llmsuite.parallel.gather_units import gather_units
 from llmsuite.parallel.mesh import Mesh
@@ -240,7 +240,8 @@ class Traffic:
             module.endswith(("input_layernorm", "post_attention_layernorm"))
             or module == self._layout.shard_plan.last_norm
         )
-        second = parameter.name.endswith(f".{SECOND_FACTOR}") and self._layout.shard_plan.dim(f"{module}.weight") == 0
+        second = parameter.name.endswith((f".{SECOND_FACTOR}", f".{MIXER}"))
+        second = second and self._layout.shard_plan.dim(f"{module}.weight") == 0
         second = second and self._layout.shard_plan.is_region(module.rpartition(".")[0])
         return of_heads or (self._sequence_parallel and (between or second))
 

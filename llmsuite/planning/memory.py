@@ -78,6 +78,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         fuses_alike_only=backend.fuses_alike_only,
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
+        adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted},
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
     )
@@ -89,6 +90,18 @@ def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
     inputs, outputs = layout.shapes[name]
     dim = layout.shard_plan.dim(name)
     return inputs // (tp if dim == 0 else 1), outputs // (tp if dim == 1 else 1)
+
+
+def _adapter_width(layout: Layout, module: str) -> float:
+    """See `ActivationSettings.adapter_widths`: what a mixer multiplies, or the output that DoRA scales."""
+    lora, shard_plan = layout.plan.recipe.lora, layout.shard_plan
+    if lora.method == "mixer":
+        return float(lora.rank or 0)
+    if lora.method != "dora":
+        return 0.0
+    is_scattered = layout.plan.recipe.parallel.sequence_parallel and shard_plan.is_region(module.rpartition(".")[0])
+    scattered = is_scattered and shard_plan.dim(f"{module}.weight") == 0
+    return _local_sizes(layout, module)[1] / (layout.plan.degrees.tp if scattered else 1)
 
 
 def full_micro_batch(plan: RunPlan) -> MicroBatch:

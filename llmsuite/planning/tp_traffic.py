@@ -167,6 +167,9 @@ class TensorParallelTraffic:
             for module in self._inside(self._layout.adapted, number, dim=0):
                 scatter = self._sequence_parallel and self._ends_region(module)
                 self._sum(narrow, "adapters, forward: of matrices sharded by inputs", scatter)
+                if self._layout.plan.recipe.lora.method == "dora":
+                    outputs = self._layout.shapes[f"{module}.weight"][1]
+                    self._send("all_reduce", (outputs,), "adapters: lengths of columns sharded by inputs", width=4)
 
     def _adapters_backward(self, number: int, batch: MicroBatch) -> None:
         if self._adapter_rank is None:
@@ -178,6 +181,9 @@ class TensorParallelTraffic:
             if self._sequence_parallel and self._ends_region(module):
                 piece = batch.rows, batch.length // self._mesh.degrees.tp, self._adapter_rank
                 self._send("all_gather", piece, "adapters, backward of the scatter after them")
+                if self._layout.plan.recipe.lora.method == "dora":
+                    outputs = self._layout.shapes[f"{module}.weight"][1]
+                    self._send("all_reduce", (outputs,), "adapters: gradients of magnitudes, from each rank's tokens")
 
     def _ends_region(self, module: str) -> bool:
         """Whether sequences are sharded again right after a matrix."""

@@ -177,6 +177,9 @@ class LoraSection(Section):
 
     rank: PositiveInt | None = None
     """Rank of the adapters; null: no adapters, the model itself is trained."""
+    method: Literal["lora", "mixer", "dora"] = "lora"
+    """lora: two factors A and B. mixer: with a trained matrix of rank x rank between them (MoSLoRA, Wu et al. 2024,
+    arXiv 2406.11909). dora: with a trained length of each column of W + A B (Liu et al. 2024, arXiv 2402.09353)."""
     alpha: PositiveFloat = 16.0
     """The outputs of adapters are multiplied by alpha / rank."""
     rslora: bool = False
@@ -201,6 +204,8 @@ class LoraSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
             yield "target_modules", "is empty, so nothing would be trained; name some, or leave it out"
+        if self.base_dtype is not None and self.method == "dora":
+            yield "base_dtype", f"is {self.base_dtype}, but DoRA needs W itself; set it to null, or lora.method to lora"
         if self.base_dtype is None and self.base_block != 64 and self.rank is not None:
             yield "base_block", "has no effect while base_dtype is null; set that too, or remove it"
         if self.base_block % 2:

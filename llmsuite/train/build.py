@@ -9,7 +9,7 @@ from typing import Any
 
 import paddle
 
-from llmsuite.checkpoint.adapter_dir import Adapters
+from llmsuite.checkpoint.adapter_dir import Adapters, check_layout
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.head import is_tied
@@ -87,6 +87,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     if config is not None:
         beside = [name for name in trained if not is_factor(name)]
         adapters = Adapters(adapted, config, weights.base, beside)
+        check_layout(adapters, plan.family, plan.model_config)
     _report_size(plan, backend, shapes, trained)
 
     channels = P2PChannels(mesh, ring=len(chunks) > 1) if mesh.degrees.pp > 1 else None

@@ -16,12 +16,12 @@ from llmsuite.checkpoint.shapes import skipped_tensors
 from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
-from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.train.adapters import with_factors
 from llmsuite.train.initial_values import initial_values
 
 
@@ -64,7 +64,7 @@ def initial_weights(
         read, base = QuantisedReads(read, shapes, base_format), dataclasses.replace(base, format=base_format)
         digest.update(json.dumps(dataclasses.asdict(base_format)).encode())
     if plan.recipe.lora.rank is not None:
-        read = _with_factors(read, plan.recipe.seed)
+        read = with_factors(read, plan.recipe.seed, shapes)
     return InitialWeights(read, base, digest.hexdigest(), source)
 
 
@@ -147,19 +147,3 @@ def _normal(seed: int, std: float) -> ReadSlice:
 def _either(names: Collection[str], some: ReadSlice, others: ReadSlice) -> ReadSlice:
     """Values of these names from one source, all others from another."""
     return lambda name, shape, index: (some if name in names else others)(name, shape, index)
-
-
-def _with_factors(read: ReadSlice, seed: int) -> ReadSlice:
-    """The values of a model and of its adapters, which change nothing at first: A is random, B is zero.
-
-    A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP.
-    """
-
-    def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
-        if name.endswith(f".{FIRST_FACTOR}"):
-            return initial_values(seed, name, shape, (3 * shape[0]) ** -0.5, index)
-        if name.endswith(f".{SECOND_FACTOR}"):
-            return np.zeros([part.stop - part.start for part in index], "float32")
-        return read(name, shape, index)
-
-    return initial

@@ -41,6 +41,9 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "adapters, kept": ("llama/lora", TP, KEPT),
     "adapters, sequence": ("llama/lora", SP, ()),
     "adapters, sequence, kept": ("llama/lora", SP, KEPT),
+    "mixer, sequence, kept": ("llama/lora", SP, (*KEPT, "--lora.method=mixer")),
+    "dora, kept": ("llama/lora", TP, (*KEPT, "--lora.method=dora")),
+    "dora, sequence": ("llama/lora", SP, ("--lora.method=dora",)),
     "adapters, stage 3": ("llama/lora", {"sharding": "stage3"}, ()),
 }
 ALONE = {

@@ -166,9 +166,9 @@ def test_patterns_and_saved_modules(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"extra": {"model.layers.7.mlp.up_proj.lora_A": np.zeros((3, 24), "f4")}}, "1 tensors belong to nothing"),
-        ({"extra": {"model.embed_tokens.lora_embedding_A": np.zeros((3, 19), "f4")}}, "1 tensors belong to nothing"),
+        ({"extra": {"model.embed_tokens.lora_embedding_A": np.zeros((3, 19), "f4")}}, "has no other half"),
         ({"drop": "layers.0.self_attn.q_proj.lora_B"}, "has no other half"),
-        ({"changes": {"use_dora": True}}, "use_dora is on"),
+        ({"changes": {"use_mora": True}}, "use_mora is on"),
         ({"changes": {"r": 4}}, "rank 4, its factors have rank 3"),
         ({"changes": {"lora_alpha": None}}, "lora_alpha is None"),
         ({"drop": "lora_"}, "has no lora_A and lora_B"),
@@ -195,3 +195,58 @@ def test_an_adapter_wants_its_base(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 # sources that are not as they were written
+
+
+def test_what_peft_saves_beside_factors_is_added(tmp_path: Path) -> None:
+    """Adapters of the embedding and of the head, with the matrices themselves saved along as `base_layer`."""
+    values = tiny_llama.values()
+    embedding, head = values["model.embed_tokens.weight"], values["lm_head.weight"]
+    rng = np.random.default_rng(1)
+    a, b = (rng.normal(size=shape).astype("f4") for shape in ((RANK, len(embedding)), (embedding.shape[1], RANK)))
+    c, d = (rng.normal(size=shape).astype("f4") for shape in ((RANK, head.shape[0]), (head.shape[1], RANK)))
+    wrapper = "base_model.model."
+    extra = {
+        f"{wrapper}model.embed_tokens.lora_embedding_A": a,
+        f"{wrapper}model.embed_tokens.lora_embedding_B": b,
+        f"{wrapper}model.embed_tokens.base_layer.weight": embedding + 1,
+        f"{wrapper}lm_head.lora_A.weight": c,
+        f"{wrapper}lm_head.lora_B.weight": d,
+        f"{wrapper}lm_head.base_layer.weight": np.ascontiguousarray(head.T),
+    }
+    tiny_llama.write(tmp_path / "base")
+    source = add_adapter(open_model(tmp_path / "base", FAMILIES), write_peft(tmp_path / "adapter", extra=extra))
+    scale = ALPHA / RANK
+    expected = embedding + 1 + scale * (b @ a).T
+    np.testing.assert_allclose(source.read("model.embed_tokens.weight"), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(source.read("lm_head.weight"), head + scale * (d @ c).T, rtol=1e-5, atol=1e-5)
+    rows = source.read("model.embed_tokens.weight", [slice(2, 5), slice(None)])
+    np.testing.assert_allclose(rows, expected[2:5], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "message"),
+    [
+        ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights is 'pissa_niter_4': .* PEFT has changed"),
+        ({"use_dora": True}, {}, "use_dora is True, which the tensors of .* are not"),
+        ({}, {"lora_B.bias": 32}, "lora_B.bias' is added to model.layers.0.self_attn.q_proj.bias, which .* not have"),
+        ({}, {"lora_magnitude_vector": 32}, "use_dora is None"),
+        ({}, {"lora_magnitude_vector": 31}, "lora_magnitude_vector' is .31."),
+    ],
+)
+def test_what_is_no_sum_of_the_base_is_refused(tmp_path: Path, changes: Any, extra: Any, message: str) -> None:
+    width = tiny_llama.values()["model.layers.0.self_attn.q_proj.weight"].shape[1]
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    more = {f"{module}.{name}": np.ones(size - 32 + width, "f4") for name, size in extra.items()}
+    message = message.replace("31", str(width - 1))  # the cases are for a width of 32
+    tiny_llama.write(tmp_path / "base")
+    with pytest.raises(UserError, match=message):
+        add_adapter(open_model(tmp_path / "base", FAMILIES), write_peft(tmp_path / "adapter", changes, more))
+
+
+def test_an_adapter_of_a_tied_embedding_is_refused(tmp_path: Path) -> None:
+    rows, width = tiny_llama.values()["model.embed_tokens.weight"].shape
+    module = "base_model.model.model.embed_tokens.lora_embedding"
+    extra = {f"{module}_A": np.ones([RANK, rows], "f4"), f"{module}_B": np.ones([width, RANK], "f4")}
+    tiny_llama.write(tmp_path / "base", config=dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    with pytest.raises(UserError, match="has one matrix for both"):
+        add_adapter(open_model(tmp_path / "base", FAMILIES), write_peft(tmp_path / "adapter", extra=extra))

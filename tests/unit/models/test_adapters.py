@@ -29,7 +29,7 @@ from llmsuite.inference.load import load_model
 from llmsuite.models.head import SCORE
 from llmsuite.models.lora import adapted_modules, adapters, add_adapters
 from llmsuite.models.lora_layers import LoraLinear
-from llmsuite.models.paddlenlp_peft import lora_config
+from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.pipeline import PipelineStage
@@ -361,6 +361,8 @@ def test_any_stage_takes_adapters(plan: Callable[..., RunPlan], stage: str) -> N
     [
         ({"alpha": 8.0}, "lora.alpha", "has no effect while rank is null"),
         ({"rank": 4, "target_modules": []}, "lora.target_modules", "is empty"),
+        ({"rank": 4, "method": "dora", "base_dtype": "nf4"}, "lora.base_dtype", "DoRA needs W itself"),
+        ({"method": "mixer"}, "lora.method", "has no effect while rank is null"),
         ({"rank": 0}, "lora.rank", "expected integer > 0 or null, found 0"),
     ],
 )

@@ -17,7 +17,8 @@ from llmsuite.inference.fused import _is_plain
 from llmsuite.models.adapter import is_plain_linear
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.lora_layers import LoraLinear
-from llmsuite.models.paddlenlp_peft import import_alone, lora_config
+from llmsuite.models.paddlenlp_peft import import_alone
+from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.shard_plan import WHOLE
 from tests.paths import ROOT
 from tests.unit import alone
@@ -117,7 +118,7 @@ def test_a_layer_with_an_adapter_is_no_plain_linear_layer() -> None:
 def test_without_paddlenlp_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lora.rank: .*pip install 'llmsuite\[cpu\]'"):
-        lora_config(r=2)
+        import_alone("paddlenlp.peft.lora.lora_layers")
 
 
 def test_the_optimizer_takes_the_learning_rate_of_lora_plus_from_the_layer() -> None:

@@ -23,7 +23,7 @@ from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.xpu import XpuBackend
 from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.paddlenlp_peft import lora_config
+from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.qat import fake_quantize_layers, fake_quantized
 from llmsuite.models.targets import linear_modules, pick_modules, with_adapters
 from llmsuite.parallel.cut import keep_part, part_bounds, parts_with

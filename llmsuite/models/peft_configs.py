@@ -1,0 +1,29 @@
+"""The configurations of adapters: `paddlenlp.peft.LoRAConfig`; importing this module takes paddlenlp."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llmsuite.models.paddlenlp_peft import import_alone
+
+LoRAConfig: Any = import_alone("paddlenlp.peft.lora.lora_config")[0].LoRAConfig
+
+
+@dataclasses.dataclass
+class DoraConfig(LoRAConfig):
+    """That of DoRA, which paddlenlp does not have; the key is that of HF PEFT."""
+
+    use_dora: bool = True
+
+
+def lora_config(method: str = "lora", **keys: Any) -> Any:
+    """The configuration of a kind of adapters.
+
+    Args:
+        method: as of `lora.method`.
+        keys: fields of `LoRAConfig`.
+    """
+    if method == "dora":
+        return DoraConfig(**keys)
+    return LoRAConfig(lora_use_mixer=method == "mixer", **keys)

@@ -1,0 +1,143 @@
+"""Kinds of adapters beside plain LoRA: what they compute, what they begin with, and that merging changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+import safetensors.numpy
+
+from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters, check_layout
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.convert.adapter import add_adapter
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.errors import UserError
+from llmsuite.inference.load import load_model
+from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.lora_layers import DoraLinear, LoraLinear
+from llmsuite.models.peft_configs import lora_config
+from llmsuite.models.targets import with_adapters
+from llmsuite.train.adapters import adapter_config, with_factors
+from tests.unit.families import FAMILIES, tiny
+from tests.unit.models.test_adapters import IDS, adapted, base_of, factors_of, section, write
+from tests.unit.models.test_lora_layers import filled, linear
+
+METHODS = ("mixer", "dora")
+
+
+@pytest.fixture(scope="module", params=[(method, family) for method in METHODS for family in ("llama", "gpt")], ids=str)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Method, family, directory of base and adapter, the live model with random adapters, what is told of them."""
+    method, family = request.param
+    directory = tmp_path_factory.mktemp("methods")
+    base_of(family, directory / "base")
+    lora = section(method=method, rslora=family == "gpt")
+    model, modules = adapted(family, directory / "base", lora)
+    told = write(directory / "adapter", model, modules, lora, directory / "base")
+    return method, family, directory, model, told
+
+
+def test_a_mixer_computes_what_paddlenlp_computes() -> None:
+    layer = filled(LoraLinear(linear(6, 10), lora_config("mixer", r=3, lora_alpha=5.0)))
+    x = paddle.randn([2, 4, 6])
+    theirs = LoraLinear.__mro__[2].forward(layer, x)
+    np.testing.assert_allclose(layer(x).numpy(), theirs.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_dora_by_hand() -> None:
+    layer = DoraLinear(linear(6, 10), lora_config("dora", r=3, lora_alpha=6.0))
+    x = filled(layer) and paddle.randn([2, 4, 6])
+    whole = layer.weight + 2.0 * layer.lora_A @ layer.lora_B
+    lengths = paddle.sqrt((whole * whole).sum(0))
+    expected = F.linear(x, whole / lengths * layer.lora_magnitude, layer.bias)
+    np.testing.assert_allclose(layer(x).numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
+    layer.is_on = False
+    np.testing.assert_array_equal(layer(x).numpy(), F.linear(x, layer.weight, layer.bias).numpy())
+
+
+def test_gradients_of_dora_take_the_lengths_as_constants() -> None:
+    """Of A along a direction: the finite difference of the output with the lengths held."""
+    layer = filled(DoraLinear(linear(6, 10), lora_config("dora", r=3, lora_alpha=6.0)))
+    x, weights = paddle.randn([4, 6]), paddle.randn([4, 10])
+    (layer(x) * weights).sum().backward()
+    direction = paddle.randn([6, 3])
+    lengths = (layer.weight + 2.0 * layer.lora_A @ layer.lora_B).square().sum(0).sqrt()
+    change = 2.0 * x @ direction @ layer.lora_B * (layer.lora_magnitude / lengths)
+    expected = float((change * weights).sum())
+    assert float((layer.lora_A.grad * direction).sum()) == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_that_are_planned_and_cut(method: str, family: str) -> None:
+    model, plan = tiny(family), FAMILIES[family].shard_plan
+    assert plan is not None
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    modules = adapted_modules(model, plan, None)
+    add_adapters(model, modules, adapter_config(section(method=method)))
+    assert with_adapters(shapes, modules, 3, method) == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    for name in modules:
+        dim = plan.dim(f"{name}.weight")
+        assert plan.dim(f"{name}.lora_AB") is None
+        assert plan.dim(f"{name}.lora_magnitude") == (0 if dim == 1 else None)
+
+
+def test_merged_and_unmerged_are_the_same(made: Any) -> None:
+    _, _, directory, model, _ = made
+    base = open_model(directory / "base", FAMILIES)
+    source = add_adapter(base, directory / "adapter")
+    merged = load_model(source, CpuBackend())(paddle.to_tensor(IDS)).numpy()
+    live = model(paddle.to_tensor(IDS)).numpy()
+    np.testing.assert_allclose(merged, live, rtol=0, atol=2e-6 * np.abs(live).max())
+    assert np.abs(live - load_model(base, CpuBackend())(paddle.to_tensor(IDS)).numpy()).max() > 0.1
+    for name in source.names:  # of a slice of its rows, too
+        whole, half = source.read(name), source.spec(name).shape[0] // 2
+        index = [slice(half, None), *[slice(None)] * (whole.ndim - 1)]
+        np.testing.assert_allclose(source.read(name, index), whole[half:], rtol=1e-6, atol=1e-7)
+
+
+def test_what_was_trained_is_read_again(made: Any) -> None:
+    _, family, directory, model, told = made
+    saved = SavedAdapters(directory / "adapter", told, FAMILIES[family], model.config)
+    for name, value in factors_of(model).items():
+        assert saved.spec(name).shape == value.shape
+        assert saved.read(name).tobytes() == value.tobytes(), name
+        index = [slice(n // 3, n) for n in value.shape]
+        np.testing.assert_array_equal(saved.read(name, index), value[tuple(index)])
+
+
+def test_files_are_those_of_peft(made: Any) -> None:
+    """A mixer is in its first factor, so that any reader of LoRA has it; DoRA has PEFT's names."""
+    method, _, directory, _, _ = made
+    names = {name.rpartition(".lora_")[2] for name in safetensors.numpy.load_file(_file(directory))}
+    assert names == {"A.weight", "B.weight"} | ({"magnitude_vector"} if method == "dora" else set())
+
+
+def _file(directory: Path) -> Path:
+    return directory / "adapter" / "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_begins_with_the_base(method: str, tmp_path: Path) -> None:
+    base_of("llama", tmp_path / "base")
+    model, _ = adapted("llama", tmp_path / "base", section(method=method))
+    base = open_model(tmp_path / "base", FAMILIES)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    read = with_factors(lambda name, shape, index: base.read(name, index), 3, shapes)
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2].startswith("lora_"):
+            parameter.set_value(read(name, parameter.shape, [slice(0, n) for n in parameter.shape]))
+    wanted = load_model(base, CpuBackend())(paddle.to_tensor(IDS)).numpy()
+    np.testing.assert_allclose(model(paddle.to_tensor(IDS)).numpy(), wanted, rtol=0, atol=1e-5)
+
+
+def test_dora_on_a_part_of_a_fused_matrix_is_refused() -> None:
+    family = FAMILIES["gpt"]
+    config = family.config_cls(**family.smoke)
+    told = Adapters(["model.layers.0.self_attn.q_proj"], lora_config("dora", r=2), Base(None, ""))
+    with pytest.raises(UserError, match=r"lora.target_modules: of .*c_attn.* names only .*q_proj"):
+        check_layout(told, family, config)
