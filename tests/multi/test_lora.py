@@ -21,6 +21,7 @@ ADAMW = {"optimizer": "adamw"}
 TIED = {"run": ("--model.config.tie_word_embeddings=true",)}
 # of which the first part of a pipeline has none
 SOME = {"run": ('--lora.target_modules=["layers.2.*", "layers.3.mlp.up_proj"]', "--lora.rslora=true")}
+MIXER, DORA = {"run": ("--lora.method=mixer",)}, {"run": ("--lora.method=dora",)}
 PREFERENCE = {"stage": "dpo"}
 # matrices with adapters and without, of row- and column-parallel ones
 NF4 = {
@@ -34,6 +35,8 @@ ONES = {
     "some": case("some", words=("--train.micro_batch_size=8",), **SOME),
     "dpo": case("dpo", words=("--train.micro_batch_size=8",), **PREFERENCE),
     "nf4": case("nf4", words=("--train.micro_batch_size=8",), **NF4),
+    "mixer": case("mixer", words=("--train.micro_batch_size=8",), **MIXER),
+    "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
 }
 MANY: dict[str, tuple[str, Case]] = {
     "tp2, sequence parallel, recompute": ("sft", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,))),
@@ -42,6 +45,8 @@ MANY: dict[str, tuple[str, Case]] = {
     "pp2, some": ("some", case("pp-some", 2, PP, **SOME)),
     "stage2": ("adamw", dataclasses.replace(case("stage2", 2, {"sharding": "stage2"}, **ADAMW), trace=True)),
     "stage3, static, recompute": ("adamw", case("stage3", 2, {"sharding": "stage3"}, (STATIC, RECOMPUTE), **ADAMW)),
+    "mixer, tp2, sequence parallel": ("mixer", case("mixer-tp", 2, {**TP, **SP}, **MIXER)),
+    "dora, tp2, sequence parallel": ("dora", case("dora-tp", 2, {**TP, **SP}, **DORA)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),
     "nf4, pp2": ("nf4", case("nf4-pp", 2, INTERLEAVED, **NF4)),
