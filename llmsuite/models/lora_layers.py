@@ -94,7 +94,8 @@ class DoraLinear(LoraLinear):
         weight = self.base_weight()
         with paddle.no_grad():
             whole = (weight + self.get_delta_weight()).astype("float32")
-            length = self.complete_columns(whole.square().sum(0)).sqrt().astype(weight.dtype)
+            # the columns that pad a vocabulary have no length
+            length = (self.complete_columns(whole.square().sum(0)) + 1e-12).sqrt().astype(weight.dtype)
         y = self.complete_sum(paddle.matmul(x, weight)) + self._update(x)
         y = y * (self.lora_magnitude / length)
         return y if self.bias is None else y + self.bias
