@@ -197,7 +197,7 @@ def test_the_second_factor_learns_faster(optimizer: Any) -> None:
 def test_base_and_adapter_make_the_same_logits(made: Any) -> None:
     _, directory, _, _, logits = made
     merged = load_model(add_adapter(open_model(directory / "base", FAMILIES), directory / "adapter"), CpuBackend())
-    # of logits up to 5; what a matrix is rounded to with its adapter added moves those of ERNIE by 3.2e-6 of the largest
+    # rounded to float32 with its adapter in it, a matrix moves the logits of ERNIE, up to 5, by 3.2e-6 of the largest
     np.testing.assert_allclose(merged(paddle.to_tensor(IDS)).numpy(), logits, rtol=0, atol=4e-6 * np.abs(logits).max())
 
 
