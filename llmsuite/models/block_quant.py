@@ -16,8 +16,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:  # imported where it computes: a recipe is read without NumPy
+    import numpy as np
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -71,6 +73,8 @@ class BlockFormat:
 
     def quantise(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of a matrix, or of whole blocks of it."""
+        import numpy as np
+
         shapes = self.shapes(values.shape)
         codes, absmax = np.empty(shapes[CODES], self.stored_dtype), np.empty(shapes[ABSMAX], "float32")
         rows = self.block // self.per_code
@@ -83,6 +87,8 @@ class BlockFormat:
 
     def _codes(self, scaled: np.ndarray) -> np.ndarray:
         """Codes of values from -1 to 1."""
+        import numpy as np
+
         if self.dtype == "int8":
             return np.rint(scaled * np.float32(_STEPS)).astype("int8")
         order, middles = _thresholds(self.dtype)
@@ -94,6 +100,8 @@ class BlockFormat:
 
     def dequantise(self, codes: np.ndarray, absmax: np.ndarray) -> np.ndarray:
         """The matrix in float32."""
+        import numpy as np
+
         num_blocks, num_outputs = absmax.shape
         if self.dtype == "int8":
             found = codes.reshape(num_blocks, self.block, num_outputs) * (absmax * np.float32(1 / _STEPS))[:, None]
@@ -120,6 +128,8 @@ _ROWS = 32
 @functools.cache
 def byte_levels(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """The levels of the upper and the lower half of every byte, [256] each."""
+    import numpy as np
+
     levels = np.array(LEVELS[dtype], "float32")
     return np.repeat(levels, 16), np.tile(levels, 16)
 
@@ -127,5 +137,7 @@ def byte_levels(dtype: str) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _thresholds(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """The codes in the order of their levels, and the middles between neighbours."""
+    import numpy as np
+
     ordered, order = np.unique(np.array(LEVELS[dtype]), return_index=True)  # of the two zeros of fp4 the first
     return order.astype("uint8"), ((ordered[1:] + ordered[:-1]) / 2).astype("float32")

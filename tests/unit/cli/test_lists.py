@@ -101,7 +101,7 @@ def test_list_keys(run: Run, registry: Registry) -> None:
     by_key = {line.split()[0]: line for line in lines}
     assert by_key["train.learning_rate"].endswith("Peak learning rate. [required]")
     assert by_key["dpo.loss"].endswith('[default "sigmoid"]')
-    assert by_key["dpo.loss"].split(maxsplit=1)[1].startswith("one of: sigmoid, ipo, hinge")
+    assert by_key["dpo.loss"].split(maxsplit=1)[1].startswith("one of: sigmoid, ipo, ipo_mean, hinge")
     assert by_key["model.config.hidden_size"].endswith("Width of the residual stream.")
     assert "dpo." not in run("list", "keys")[1]
 

@@ -13,7 +13,7 @@ from paddle.base import core
 
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat
 from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.paddlenlp_peft import lora_config
+from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.quantised import dequantise, dequantise_on_device, quantise_matrices
 from llmsuite.models.targets import quantised_modules
 from tests.unit.families import FAMILIES, tiny

@@ -45,7 +45,9 @@ def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
     changed = {key.partition(".")[2] for key in registry.stages[stage].smoke if key.startswith(f"{stage}.")}
     for key in ("stage", stage, "seed"):
         before, now = as_plain(whole)[key], as_plain(small)[key]
-        if key == stage and not registry.stages[stage].trains:  # answers are short
+        if key == "lora":  # blocks that divide tiny matrices
+            changed.add("base_block")
+        if key == "lora" or (key == stage and not registry.stages[stage].trains):  # answers are short
             before, now = ({k: v for k, v in section.items() if k not in changed} for section in (before, now))
         assert now == before
     assert small.model.family == whole.model.family
