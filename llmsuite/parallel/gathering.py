@@ -2,7 +2,7 @@
 
 Forward, a module's parameters are gathered right before it runs and freed right after. Backward, they are gathered
 when the gradient of its output is there; each is freed when its own gradient is complete (see `ParameterShard`), at the
-latest when the backward pass reaches the module in front.
+latest when the backward pass reaches the module in front, or ends: frozen ones have no gradient.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Zero3Hooks:
                 used.update(unit.parameters)
         outside = [shard.name for shard in shards if shard.name not in used]
         assert not outside, f"the family's shard plan has no module for {outside}"
+        model.after_backward = self._backward_ended
 
     def _watch(self, module: Any, shards: list[ParameterShard]) -> None:
         def before(module: Any, inputs: Any) -> None:
@@ -95,6 +96,10 @@ class Zero3Hooks:
             _free(self._open)
         self._open = shards
         _gather(shards)
+
+    def _backward_ended(self) -> None:
+        _free(self._open)
+        self._open = []
 
 
 def _is_computed_again(module: Any) -> bool:

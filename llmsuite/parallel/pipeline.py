@@ -229,6 +229,8 @@ class PipelineStage:
             gradient = self._receive_gradient(y)
             if not y.stop_gradient:  # as in front of the first adapter
                 paddle.autograd.backward([y], [gradient])
+        if ended := getattr(self.chunks[action.chunk], "after_backward", None):  # of sharding stage 3, see `gathering`
+            ended()
         if waiting.received is not None:
             self._send_gradient(waiting.received.grad)
 

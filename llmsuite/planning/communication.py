@@ -157,18 +157,16 @@ class Traffic:
     # stage 3
 
     def _gathers(self, with_backward: bool) -> None:
-        why, layout, stage = "parameters are gathered, forward and backward", self._layout, self._mesh.coordinate["pp"]
-        first = layout.bounds[min(layout.parts_of(stage))]
-        for part in layout.parts_of(stage):
+        why, layout = "parameters are gathered, forward and backward", self._layout
+        for part in layout.parts_of(self._mesh.coordinate["pp"]):
             inside = {parameter.name: parameter for parameter in self._parameters if parameter.part == part}
             for unit in gather_units(layout.shard_plan, list(inside), layout.tied):
                 if not unit.runs_in(part, len(layout.bounds) - 1):
                     continue
                 for held in (inside[name] for name in unit.parameters if inside[name].is_stored_in_parts):
-                    # a frozen parameter has no gradient whose hook could free it: in the first layer it stays gathered
-                    # until the next pass, and before that layer nothing is gathered for a backward pass
-                    stays = not held.is_trained and (unit.place == "front" or held.layer == first)
-                    count = 1 if stays or not with_backward else 2
+                    # no backward pass reaches a frozen module in front of the layers
+                    is_passed_back = with_backward and (held.is_trained or unit.place != "front")
+                    count = 2 if is_passed_back else 1
                     self._add(SHARDING, "all_gather", (held.piece,), why, count, held.num_bytes, held.is_expert)
 
     # pipeline
