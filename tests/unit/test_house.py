@@ -31,6 +31,7 @@ LAYERS = (
     ("planning",),
     ("observe",),
     ("inference",),
+    ("rl",),
     ("train",),
     ("stages",),
     ("align",),
