@@ -33,7 +33,7 @@ def advantages(
         groups: [C], the number of the prompt of each.
         estimator: "group": reward minus the mean of the group (GRPO, Shao et al. 2024, arXiv 2402.03300, eq. in 4.1.2;
             with scale "none" Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). "rloo": minus the mean of the others of its
-            group (Ahmadian et al. 2024, arXiv 2402.14740, eq. 6). "reinforce": the reward itself; REINFORCE++ (Hu 2025,
+            group (Ahmadian et al. 2024, arXiv 2402.14740). "reinforce": the reward itself; REINFORCE++ (Hu 2025,
             arXiv 2501.03262) normalises its returns by token, see `whitened`. "reinforce_baseline": minus the mean of
             the group, as REINFORCE++-baseline does before it normalises over the batch.
         scale: what the result is divided by, plus 1e-4: the standard deviation of the rewards of the group, that of all
@@ -119,7 +119,7 @@ def token_rewards(rewards: ArrayLike, kl: Sequence[ArrayLike], beta: float) -> T
 
 def whitened(values: Sequence[ArrayLike], keep_mean: bool = False) -> Tokens:
     """Values by token, less their mean over all tokens of the batch and divided by their standard deviation (ddof 1),
-    plus 1e-8: the normalisation of REINFORCE++ (arXiv 2501.03262, eq. 8) and of PPO's advantages.
+    plus 1e-8: the normalisation of REINFORCE++ (arXiv 2501.03262) and of PPO's advantages.
 
     Args:
         values: for each completion those of its tokens.
@@ -134,7 +134,7 @@ def whitened(values: Sequence[ArrayLike], keep_mean: bool = False) -> Tokens:
 def generalised(
     rewards: Sequence[ArrayLike], values: Sequence[ArrayLike], gamma: float = 1.0, lambda_: float = 0.95
 ) -> tuple[Tokens, Tokens]:
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eqs. 11 and 16), of PPO.
+    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16), of PPO.
 
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}; the value after the last token is 0. The
     tokens are the model's own: those of an environment are left out of both arguments, so that they discount nothing.
