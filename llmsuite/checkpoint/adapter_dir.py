@@ -219,7 +219,12 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     base, stabilised = read_base(directory), "use_rslora" if layout == "hf" else "rslora"
     whole = Adapters(
         modules=modules,
-        config=lora_config(r=data["r"], lora_alpha=data["lora_alpha"], rslora=bool(data.get(stabilised))),
+        config=lora_config(
+            r=data["r"],
+            lora_alpha=data["lora_alpha"],
+            lora_dropout=data.get("lora_dropout", 0.0),
+            rslora=bool(data.get(stabilised)),
+        ),
         base=base or Base(data.get("base_model_name_or_path"), ""),
     )
     pairs = factor_pairs(whole, family, config, layout)

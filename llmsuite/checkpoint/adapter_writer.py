@@ -177,7 +177,7 @@ def _config(
         "lora_alpha": lora.lora_alpha,
         "use_rslora": lora.rslora,
         "use_dora": adapters.has_magnitudes,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": linears == {False},
         "target_modules": targets,

@@ -22,12 +22,14 @@ class Adapter(nn.Layer):
     bias: Tensor | None
     is_on: bool
     """False: the layer computes what it did without its adapter."""
+    lora_dropout: Callable[[Tensor], Tensor]
+    """Applied to what goes into the adapter; W gets all of x."""
     complete_sum: Callable[[Tensor], Tensor]
     """Applied to each product with x: adds up the parts of the ranks, where each has only a part of the sum."""
 
     def take(self, linear: nn.Linear) -> None:
         """Take over W and bias of a layer."""
-        self.complete_sum = identity
+        self.lora_dropout = self.complete_sum = identity
         self.weight, self.bias = linear.weight, linear.bias
 
     def base(self, x: Tensor) -> Tensor:

@@ -11,17 +11,19 @@ from typing import Any
 from paddle import nn
 
 from llmsuite.models.adapter import Adapter, is_plain_linear
+from llmsuite.models.dropout import TokenDropout
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.targets import is_trained, pick_modules
 
 
-def add_adapters(model: nn.Layer, modules: Sequence[str], config: Any) -> None:
+def add_adapters(model: nn.Layer, modules: Sequence[str], config: Any, seed: int = 0) -> None:
     """Put adapters on these modules, see `adapted_modules`, and freeze the rest.
 
     Args:
         model: with or without memory.
         modules: names of linear layers.
         config: a `paddlenlp.peft.LoRAConfig`.
+        seed: of their dropout.
 
     Raises:
         UserError: paddlenlp is not installed.
@@ -33,7 +35,10 @@ def add_adapters(model: nn.Layer, modules: Sequence[str], config: Any) -> None:
         parameter.stop_gradient = parameter.stop_gradient or not is_trained(name)
     for name in modules:
         owner, _, attribute = name.rpartition(".")
-        setattr(found[owner], attribute, adapter_layer(found[name], config))
+        adapter = adapter_layer(found[name], config)
+        if config.lora_dropout:
+            adapter.lora_dropout = TokenDropout(config.lora_dropout, name, seed, adapter.weight.shape[0])
+        setattr(found[owner], attribute, adapter)
 
 
 def adapters(model: nn.Layer) -> Iterator[Adapter]:

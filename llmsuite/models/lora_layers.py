@@ -47,7 +47,6 @@ class LoraLinear(Adapter, _LoRALinear):
                 lora_use_mixer=config.lora_use_mixer,
                 bias_attr=False if linear.bias is None else None,
             )
-        self.lora_dropout = identity  # not a function of its own: layers that are alike share a program
         self.take(linear)
 
     @property
@@ -67,7 +66,7 @@ class LoraLinear(Adapter, _LoRALinear):
         return self.complete_sum(y) + self._update(x)
 
     def _update(self, x: Tensor) -> Tensor:
-        narrow = self.complete_sum(paddle.matmul(x, self.lora_A)) * self.scaling
+        narrow = self.complete_sum(paddle.matmul(self.lora_dropout(x), self.lora_A)) * self.scaling
         if self.lora_use_mixer:
             narrow = paddle.matmul(narrow, self.lora_AB)
         return paddle.matmul(narrow, self.lora_B)

@@ -25,11 +25,13 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.errors import UserError
+from llmsuite.models import dropout
 from llmsuite.models.block_quant import is_quantised_part
 from llmsuite.models.lora import adapters
 from llmsuite.models.qat import FakeQuantLinear, observing
 from llmsuite.parallel import edges
 from llmsuite.parallel.loss_ledger import LossTerms
+from llmsuite.parallel.marks import marked, unmarked, with_keys, without_keys
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.schedule import Action
@@ -74,10 +76,18 @@ class PipelineStage:
         """Whether layers want to know which tokens are padding; those of a step are marked then."""
         self.observers: list[FakeQuantLinear] | None = None
         """The layers that observe their inputs in the forward passes of training; None when no rank has any."""
+        self.dropout_seed: int | None = None
+        """Seed of the masks of `models.dropout`; None when no layer drops anything."""
+        self.step = 0
+        """The step whose passes are made."""
         self._lengths: Any = None
         self._in_schedule = False
         self._passed: tuple[Tensor | None, Tensor] | None = None
         self._waiting: dict[tuple[int, int], Pass] = {}
+
+    @property
+    def _drops(self) -> bool:
+        return self.dropout_seed is not None and self.model.training
 
     @property
     def model(self) -> Any:
@@ -133,8 +143,12 @@ class PipelineStage:
             received, document_starts = self._receive()
             _check_same_batch(received, input_ids)
         elif self._lengths is not None:
-            document_starts = _marked(document_starts, self._lengths, input_ids.shape)
+            document_starts = marked(document_starts, self._lengths, input_ids.shape)
         x = self.model.embed(input_ids, document_starts=document_starts) if received is None else received
+        if self.is_first and self._drops:
+            assert self.dropout_seed is not None
+            keys = dropout.token_keys(input_ids, document_starts, self.dropout_seed, self.step)
+            document_starts = with_keys(document_starts, keys)
         result = self._run(self._data_chunk, x, document_starts)
         self._passed = received, result
         for chunk in () if self._in_schedule else after:
@@ -255,16 +269,21 @@ class PipelineStage:
 
     def _run(self, chunk: int, x: Tensor, document_starts: Tensor | None) -> Tensor:
         """Through the layers of a chunk, and on to the next part if there is one."""
+        marks, keys = document_starts, None
+        if self._drops:
+            assert marks is not None
+            document_starts, keys = without_keys(marks)
         for observer in self.observers or ():
             observer.counted = None if document_starts is None else document_starts >= 0
         are_marked = self.observers is not None and not self.marks_padding
-        y, _ = self.chunks[chunk].decode(
-            x, document_starts=_unmarked(document_starts) if are_marked else document_starts
-        )
+        with dropout.tokens(keys):
+            y, _ = self.chunks[chunk].decode(
+                x, document_starts=unmarked(document_starts) if are_marked else document_starts
+            )
         pp = self._mesh.degrees.pp
         part, num_parts = chunk * pp + self._mesh.coordinate["pp"], len(self.chunks) * pp
         if edges.target(part, num_parts, forward=True) is not None:
-            self._send(y, document_starts)
+            self._send(y, marks)
         return y
 
     def _send(self, y: Tensor, document_starts: Tensor | None) -> None:
@@ -329,17 +348,3 @@ def _check_same_batch(received: Tensor, input_ids: Tensor) -> None:
             f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
             f"{read}; do their machines have the same data files?"
         )
-
-
-def _marked(document_starts: Tensor | None, lengths: Any, shape: Sequence[int]) -> Tensor:
-    """Document starts [B, L] with -1 for the padding behind the length of each row."""
-    document_starts = paddle.zeros(shape, dtype="int64") if document_starts is None else document_starts
-    is_padding = paddle.arange(shape[1]) >= paddle.to_tensor(lengths).unsqueeze(-1)
-    return paddle.where(is_padding, paddle.full_like(document_starts, -1), document_starts)
-
-
-def _unmarked(document_starts: Tensor | None) -> Tensor | None:
-    """Document starts without marks, for layers that do not ask for them; None where each row is one document."""
-    if document_starts is None or not bool((document_starts > 0).any()):
-        return None
-    return document_starts.clip(min=0)

@@ -19,6 +19,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 
 from llmsuite.launch import calls
 from llmsuite.models.adapter import Adapter
+from llmsuite.models.dropout import Select, TokenDropout
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.typing import Tensor
@@ -43,12 +44,15 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh, vocabulary)
     complete_sum, complete_columns = _to(mesh, outside), _to(mesh, whole)  # one for all: compiled layers are alike
+    select = _part_of_mask(mesh)
     for name, module in model.named_sublayers():
         if _is_last_of_region(name, module, plan):
             # else its adapter would have the whole sum made before it is cut again
             module.complete_sum = complete_sum
         if isinstance(module, Adapter) and plan.dim(f"{name}.weight") == 0:
             module.complete_columns = complete_columns
+        if isinstance(module, TokenDropout):
+            module.select = select
         if plan.is_region(name):
             if sequence_parallel:
                 module.register_forward_pre_hook(_on_input(mesh, whole))
@@ -94,6 +98,20 @@ def _replicated(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 def _to(mesh: Mesh, placements: list[Any]) -> Callable[[Tensor], Tensor]:
     return lambda tensor: reshard(tensor, mesh, placements)
+
+
+def _part_of_mask(mesh: Mesh) -> Callable[[Select, Tensor], Tensor]:
+    """`TokenDropout.select`: each rank makes the part of a mask [B, L, I] that fits its part of the activations."""
+
+    def select(mask: Select, x: Tensor) -> Tensor:
+        (placement,), index = x.placements, [slice(None)] * 3
+        assert not placement.is_partial(), "dropout of a sum that is not complete"
+        if placement.is_shard():
+            size, at = x.shape[placement.get_dim()] // mesh.degrees.tp, mesh.coordinate["tp"]
+            index[placement.get_dim()] = slice(at * size, (at + 1) * size)
+        return dtensor_from_local(mask(index), mesh.tensor, x.placements)
+
+    return select
 
 
 def _on_input(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:

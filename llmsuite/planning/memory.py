@@ -93,15 +93,19 @@ def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
 
 
 def _adapter_width(layout: Layout, module: str) -> float:
-    """See `ActivationSettings.adapter_widths`: what a mixer multiplies, or the output that DoRA scales."""
+    """See `ActivationSettings.adapter_widths`: what a mixer multiplies, or the output that DoRA scales; and of
+    dropout the inputs that are left, and their mask, of a byte each."""
     lora, shard_plan = layout.plan.recipe.lora, layout.shard_plan
+    dropped = 0.0
+    if lora.dropout:
+        dropped = _local_sizes(layout, module)[0] * (1 + 1 / BYTES[layout.plan.recipe.engine.precision])
     if lora.method == "mixer":
-        return float(lora.rank or 0)
+        return dropped + float(lora.rank or 0)
     if lora.method != "dora":
-        return 0.0
+        return dropped
     is_scattered = layout.plan.recipe.parallel.sequence_parallel and shard_plan.is_region(module.rpartition(".")[0])
     scattered = is_scattered and shard_plan.dim(f"{module}.weight") == 0
-    return _local_sizes(layout, module)[1] / (layout.plan.degrees.tp if scattered else 1)
+    return dropped + _local_sizes(layout, module)[1] / (layout.plan.degrees.tp if scattered else 1)
 
 
 def full_micro_batch(plan: RunPlan) -> MicroBatch:
@@ -120,9 +124,10 @@ def full_micro_batch(plan: RunPlan) -> MicroBatch:
 
 
 def marks_padding(plan: RunPlan) -> bool:
-    """Whether batches mark their padding: for the gates of experts, and for observers of quantised inputs."""
+    """Whether batches mark their tokens: padding for the gates of experts and for observers of quantised inputs, every
+    one for dropout."""
     gates = plan.family.shard_plan is not None and bool(plan.family.shard_plan.gates)
-    return gates or plan.recipe.qat.activation_bits is not None
+    return gates or plan.recipe.qat.activation_bits is not None or plan.recipe.lora.dropout > 0
 
 
 def memory(

@@ -182,6 +182,10 @@ class LoraSection(Section):
     arXiv 2406.11909). dora: with a trained length of each column of W + A B (Liu et al. 2024, arXiv 2402.09353)."""
     alpha: PositiveFloat = 16.0
     """The outputs of adapters are multiplied by alpha / rank."""
+    dropout: Decay = 0.0
+    """Probability with which an input of an adapter is zero in a training pass (Srivastava et al. 2014); the frozen
+    matrices get all of them. Which ones: a function of the seed, the step, the adapter, and the token with those that
+    it sees, so the same on every mesh and for every size of micro-batches."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
     target_modules: list[str] | None = None

@@ -23,7 +23,12 @@ def adapter_config(lora: LoraSection) -> Any:
 
     assert lora.rank is not None
     return lora_config(
-        lora.method, r=lora.rank, lora_alpha=lora.alpha, rslora=lora.rslora, lora_plus_scale=lora.lora_plus_ratio
+        lora.method,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        rslora=lora.rslora,
+        lora_plus_scale=lora.lora_plus_ratio,
     )
 
 

@@ -12,11 +12,12 @@ import paddle
 from llmsuite.checkpoint.adapter_dir import Adapters, check_layout
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.qat import fake_quantize_layers
 from llmsuite.models.quantised import quantise_matrices
-from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.shard_plan import WHOLE, ShardPlan
 from llmsuite.models.targets import is_factor, is_trained, quantised_modules
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
@@ -93,6 +94,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     channels = P2PChannels(mesh, ring=len(chunks) > 1) if mesh.degrees.pp > 1 else None
     placements = between_layers(recipe.parallel.sequence_parallel)
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, channels)
+    part.dropout_seed = recipe.seed if lora.dropout else None
     balance = None
     if shard_plan.gates:
         train = recipe.train
@@ -127,12 +129,23 @@ def _build_chunks(
             model = build_padded(plan.family, plan.model_config, backend.ops(plan.recipe.engine.precision), tp)
             if config is not None:
                 adapted = adapted_modules(model, shard_plan, lora.target_modules)
-                add_adapters(model, adapted, config)
+                add_adapters(model, adapted, config, plan.recipe.seed)
+                _check_dropout(lora.dropout, adapted, shard_plan)
             if qat.weight_bits is not None:
                 rounded = adapted_modules(model, shard_plan, qat.target_modules, "qat.target_modules")
                 fake_quantize_layers(model, rounded, rounds_weight=True)
             chunks.append(model)
     return chunks, adapted, rounded
+
+
+def _check_dropout(rate: float, adapted: Sequence[str], shard_plan: ShardPlan) -> None:
+    """Raise UserError for adapters with dropout that are not told which tokens they get."""
+    outside = [module for module in adapted if not module.startswith(f"{shard_plan.layers}.")]
+    if rate and outside:
+        raise UserError(
+            f"lora.dropout: is {rate}, and lora.target_modules names {outside[0]}; dropout is for the decoder layers, "
+            "where it is known which tokens go in. Set it to 0, or leave that module out"
+        )
 
 
 def _cut_pipeline(chunks: Sequence[Any], plan: RunPlan, mesh: Mesh, shapes: Mapping[str, Sequence[int]]) -> list[int]:

@@ -73,6 +73,7 @@ def train_step(
         NonFiniteLoss, LossSpike: before anything is updated.
     """
     calls.step(step)
+    passes.model.step = step
     scale = rules.loss_scale
     ledger, batches = LossLedger(), BatchReader(passes.objective, micro_batches)
     ledger.vote(**votes)

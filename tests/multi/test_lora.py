@@ -22,6 +22,8 @@ TIED = {"run": ("--model.config.tie_word_embeddings=true",)}
 # of which the first part of a pipeline has none
 SOME = {"run": ('--lora.target_modules=["layers.2.*", "layers.3.mlp.up_proj"]', "--lora.rslora=true")}
 MIXER, DORA = {"run": ("--lora.method=mixer",)}, {"run": ("--lora.method=dora",)}
+# packed rows: which documents are in a row depends on nothing but the data, but where a row is in a batch does
+DROPOUT = {"run": ("--lora.dropout=0.25", "--data.packing=best_fit")}
 PREFERENCE = {"stage": "dpo"}
 # matrices with adapters and without, of row- and column-parallel ones
 NF4 = {
@@ -36,6 +38,7 @@ ONES = {
     "dpo": case("dpo", words=("--train.micro_batch_size=8",), **PREFERENCE),
     "nf4": case("nf4", words=("--train.micro_batch_size=8",), **NF4),
     "mixer": case("mixer", words=("--train.micro_batch_size=8",), **MIXER),
+    "dropout": case("dropout", words=("--train.micro_batch_size=8",), **DROPOUT),
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
 }
 MANY: dict[str, tuple[str, Case]] = {
@@ -47,6 +50,13 @@ MANY: dict[str, tuple[str, Case]] = {
     "stage3, static, recompute": ("adamw", case("stage3", 2, {"sharding": "stage3"}, (STATIC, RECOMPUTE), **ADAMW)),
     "mixer, tp2, sequence parallel": ("mixer", case("mixer-tp", 2, {**TP, **SP}, **MIXER)),
     "dora, tp2, sequence parallel": ("dora", case("dora-tp", 2, {**TP, **SP}, **DORA)),
+    "dropout, micro-batches of 1": ("dropout", case("dropout-1", **DROPOUT)),
+    "dropout, tp2, sequence parallel, recompute": (
+        "dropout",
+        case("dropout-tp", 2, {**TP, **SP}, (RECOMPUTE,), **DROPOUT),
+    ),
+    "dropout, pp2": ("dropout", case("dropout-pp", 2, INTERLEAVED, **DROPOUT)),
+    "dropout, stage3": ("dropout", case("dropout-stage3", 2, {"sharding": "stage3"}, **DROPOUT)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),
     "nf4, pp2": ("nf4", case("nf4-pp", 2, INTERLEAVED, **NF4)),

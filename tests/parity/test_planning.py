@@ -43,6 +43,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "adapters, sequence, kept": ("llama/lora", SP, KEPT),
     "mixer, sequence, kept": ("llama/lora", SP, (*KEPT, "--lora.method=mixer")),
     "dora, kept": ("llama/lora", TP, (*KEPT, "--lora.method=dora")),
+    "dropout, kept": ("llama/lora", TP, (*KEPT, "--lora.dropout=0.1")),
+    "dropout, pipeline": ("llama/lora", PP, ("--lora.dropout=0.1",)),
     "dora, sequence": ("llama/lora", SP, ("--lora.method=dora",)),
     "adapters, stage 3": ("llama/lora", {"sharding": "stage3"}, ()),
 }

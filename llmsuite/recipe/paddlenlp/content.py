@@ -200,6 +200,7 @@ def lora(run: Conversion) -> dict[str, Any]:
     plus, rslora = run.flag("rslora_plus"), run.flag("rslora")
     ratio, alpha = run.number("lora_plus_scale", 1.0), run.number("lora_alpha", 0)
     mixer, dora = run.flag("lora_use_mixer"), run.flag("use_dora")
+    dropout = run.number("lora_dropout", 0.0)
     if plus:  # run_dpo.py sets these three
         rslora, ratio, alpha = True, 4.0, 4
     if not wanted and run.stage != "lora":
@@ -207,6 +208,7 @@ def lora(run: Conversion) -> dict[str, Any]:
     # run_finetune.py: 4 with rsLoRA, else twice the rank
     lora: dict[str, Any] = {"rank": rank, "alpha": float(alpha if alpha > 0 else 4 if rslora else 2 * rank)}
     lora |= {"method": "mixer"} if mixer else {"method": "dora"} if dora else {}
+    lora |= {"dropout": float(dropout)} if dropout else {}
     lora |= {"rslora": True} if rslora else {}
     lora |= {"lora_plus_ratio": float(ratio)} if ratio != 1 else {}
     return lora | family_targets(run)

@@ -47,7 +47,6 @@ REFUSED: Mapping[str, _Refusal] = {
     "pissa": _Refusal(_ADAPTERS),
     "loraga": _Refusal(_ADAPTERS),
     "use_mora": _Refusal(_ADAPTERS),
-    "lora_dropout": _Refusal("adapters are trained without dropout"),
     "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
     "prefix_path": _Refusal(_ADAPTERS),
     "weight_quantize_algo": _Refusal(_QUANTISED),

@@ -89,6 +89,15 @@ def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
             return
 
 
+def _drops_in_a_program(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.lora.dropout and context.recipe.engine.mode == "to_static":
+        yield (
+            "lora.dropout",
+            f"is {context.recipe.lora.dropout}, but layers that are alike share one program of to_static, and each has "
+            "a mask of its own; set it to 0, or engine.mode to dynamic",
+        )
+
+
 def _not_one_group(context: RuleContext) -> Iterator[Violation]:
     degree, stage = context.recipe.parallel.tensor_parallel_degree, context.recipe.stage
     if not context.stage.trains and context.num_devices != degree:
@@ -140,6 +149,12 @@ STAGE_RULES = (
         "a quantised matrix is a table of whole blocks, made whole where it is multiplied",
         ("--lora.rank=8", "--lora.base_dtype=nf4", "--lora.base_block=48"),
         _no_quantised_base,
+    ),
+    Rule(
+        "`lora.dropout` with `to_static`",
+        "the mask is a function of the layer's name, and compiled layers share their programs",
+        ("--lora.rank=8", "--lora.dropout=0.1", "--engine.mode=to_static"),
+        _drops_in_a_program,
     ),
     Rule(
         "`qat` with another stage than `pretrain` and `sft`",

@@ -136,6 +136,17 @@ def test_lora(converted: Convert) -> None:
     assert recipe["model"]["family"] == "qwen"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"lora_dropout": 0.05}, {"dropout": 0.05}),
+        ({"lora_dropout": 0}, {}),
+    ],
+)
+def test_kinds_of_adapters(converted: Convert, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert converted({**LORA, **given}).recipe["lora"] == {"rank": 16, "alpha": 32.0, **expected}
+
+
 def test_dpo_with_adapters(converted: Convert) -> None:
     recipe = converted(DPO, num_devices=16).recipe
     assert recipe["stage"] == "dpo"

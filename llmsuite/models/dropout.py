@@ -1,0 +1,159 @@
+"""Dropout whose mask is the same on every mesh, however a batch is cut: nothing is drawn, a hash decides.
+
+It is a function of the seed, the step, the layer's name, the number of the input, and the token with all that it sees:
+the ids of its document up to itself. So a mask depends neither on where a row lies in a batch or in a packed row, nor
+on who computes it, nor on whether it is computed again. Tokens that see the same, as two answers to one prompt do, are
+the same computation and get the same mask.
+
+Shapes: B rows, L length, I inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+from paddle.autograd import PyLayer
+
+from llmsuite.devices.ops import document_spans
+from llmsuite.models.blocks import positions
+from llmsuite.typing import Tensor
+
+_PRIME = (1 << 31) - 1
+_MULTIPLIERS = 0x45D9F3B, 0x2C1B3C6D
+_SHIFT = 15
+
+Select = Callable[[Sequence[slice]], Tensor]
+"""Rows, tokens and inputs [B, L, I] of a mask to its values there."""
+
+
+def token_keys(input_ids: Tensor, document_starts: Tensor | None, seed: int, step: int) -> Tensor:
+    """A key of each token, [B, L] in int32: a polynomial in the ids that it sees, modulo a prime.
+
+    Args:
+        input_ids: [B, L].
+        document_starts: for rows of several documents, as `CausalLM.hidden_states` takes it.
+        seed: of the recipe.
+        step: counted from 1.
+    """
+    length = input_ids.shape[1]
+    salt = _hash(f"dropout:{seed}:{step}")
+    powers = np.empty(length + 1, "int64")
+    powers[0], base = 1, salt % (_PRIME - 2) + 2
+    for i in range(length):
+        powers[i + 1] = powers[i] * base % _PRIME
+    weights = paddle.to_tensor(powers[1:])
+    if document_starts is None:
+        terms = (input_ids + 1) * weights % _PRIME
+        return _scrambled((terms.cumsum(1) % _PRIME).astype("int32"))
+    terms = (input_ids + 1) * weights.take(positions(document_starts).clip(min=0)) % _PRIME
+    before = paddle.concat([paddle.zeros_like(terms[:, :1]), terms.cumsum(1)], 1)  # of the tokens before each place
+    begin, end, own = document_spans(document_starts.clip(min=0)).unbind(1)
+    sums = [before.take_along_axis(place, 1) for place in (end, begin, own)]
+    seen = sums[0] - sums[1] + before[:, 1:] - sums[2]
+    return _scrambled((seen % _PRIME).astype("int32"))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def _scrambled(keys: Tensor) -> Tensor:
+    """A one-to-one map of int32 after which every bit depends on every bit. Products wrap around."""
+    for multiplier in _MULTIPLIERS:
+        keys = keys * _constant(multiplier)
+        keys = keys ^ (keys >> _constant(_SHIFT))
+    return keys
+
+
+def _constant(value: int) -> Tensor:
+    return paddle.to_tensor(value, dtype="int32")  # a bare number would be multiplied as a floating-point one
+
+
+# what the tokens of the pass are
+
+_keys: list[Tensor] = []
+
+
+@contextlib.contextmanager
+def tokens(keys: Tensor | None) -> Iterator[None]:
+    """While active, layers compute with the tokens that have these keys; None where no layer drops anything."""
+    if keys is None:
+        yield
+        return
+    _keys.append(keys)
+    try:
+        yield
+    finally:
+        _keys.pop()
+
+
+def current() -> Tensor | None:
+    """The keys of `tokens`."""
+    return _keys[-1] if _keys else None
+
+
+# the layer
+
+
+class TokenDropout(nn.Layer):
+    """Sets inputs to zero with a probability, and divides the others by that of keeping them; off in evaluation
+    (Srivastava et al. 2014, Dropout)."""
+
+    def __init__(self, rate: float, name: str, seed: int, num_inputs: int):
+        """
+        Args:
+            rate: probability that an element becomes zero.
+            name: of the layer, in the whole model.
+            seed: of the recipe.
+            num_inputs: of the whole matrix behind it.
+        """
+        super().__init__()
+        self.rate = rate
+        stream = np.random.Philox(key=_hash(f"dropout:{seed}:{name}"))
+        self._inputs = np.random.Generator(stream).integers(-(1 << 31), 1 << 31, num_inputs, dtype="int32")
+        self.select: Callable[[Select, Tensor], Tensor] = _whole
+        """Makes a mask for a tensor; under tensor parallel it asks for this rank's part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, I] to [B, L, I]."""
+        if not self.training:
+            return x
+        with paddle.no_grad():
+            mask = self.select(self.mask, x)
+        mask.stop_gradient = True
+        return _Masked.apply(x, (mask,), 1 / (1 - self.rate))
+
+    def mask(self, index: Sequence[slice]) -> Tensor:
+        """Which elements are kept, in bool: those of an index into [B, L, I]."""
+        keys = current()
+        assert keys is not None, "dropout in a pass whose tokens have no keys"
+        rows, at, inputs = index
+        mixed = keys[rows, at].unsqueeze(-1) ^ paddle.to_tensor(self._inputs[inputs])
+        for multiplier in _MULTIPLIERS[:1]:
+            mixed = mixed * _constant(multiplier)
+            mixed = mixed ^ (mixed >> _constant(_SHIFT))
+        mixed = mixed * _constant(_MULTIPLIERS[1])
+        return mixed >= _constant(round(self.rate * (1 << 32)) - (1 << 31))
+
+
+def _whole(mask: Select, x: Tensor) -> Tensor:
+    return mask([slice(None)] * 3)
+
+
+class _Masked(PyLayer):
+    """A product with a mask and a number. Only the mask is kept, a byte an element: it comes in a tuple."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, masks: tuple[Tensor], factor: float) -> Tensor:
+        (ctx.mask,), ctx.factor = masks, factor
+        return x * (ctx.mask.astype(x.dtype) * factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (ctx.mask.astype(gradient.dtype) * ctx.factor)
