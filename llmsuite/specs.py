@@ -19,8 +19,9 @@ API_VERSION = 1
 """Major version of this contract. A spec with a greater `api` is refused with a plain message."""
 
 
-PrePassKind = Literal["batch", "model", "adapters_off"]
-"""Input of a pre-pass: the batch alone, or hidden states of the model too, with its adapters or without them."""
+PrePassKind = Literal["batch", "model", "adapters_off", "reference"]
+"""Input of a pre-pass: the batch alone, or hidden states of the model too, with its adapters, without them, or with its
+initial weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,12 @@ class StageProfile:
     sums: tuple[str, ...] = ()
     """Names of the metrics in `LossTerms.sums`."""
     prepasses: tuple[PrePass, ...] = ()
-    """In the order in which they run before each step."""
+    """In the order in which they run before each step; where there are rollouts, once after each."""
+    updates: int = 0
+    """Steps that learn from one rollout, see `Stage.roll_out`; 0 for a stage that learns from its samples as they
+    are."""
+    maxima: tuple[str, ...] = ()
+    """Metrics of a step that are the largest number of all ranks, see `Stage.maxima`."""
 
     def checked(self, sums: Mapping[str, T]) -> Mapping[str, T]:
         """The sums of a loss as they are. Raises AssertionError unless they are those of the profile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
@@ -36,6 +37,8 @@ class TrainState:
     furthest: int = 0
     """The last step whose update was applied, where steps may be skipped; a run that was rolled back to a checkpoint
     has been there before."""
+    stage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the stage needs to go on, as JSON data."""
 
 
 def load_state(path: Path) -> TrainState:

@@ -146,7 +146,7 @@ class FusedAttention:
         attention.num_heads = (num_queries, num_keys)
         attention.qkv_proj = _joined(projections)
         if attention.interleaved:
-            _reorder(attention.qkv_proj, _halves_first(num_queries + num_keys, num_keys, size))
+            _reorder(attention.qkv_proj, halves_first(num_queries + num_keys, num_keys, size))
         attention.q_proj = attention.k_proj = attention.v_proj = None
 
     def forward(
@@ -207,7 +207,7 @@ def _joined(layers: list[nn.Linear]) -> nn.Linear:
     return joined
 
 
-def _halves_first(num_rotated: int, num_values: int, size: int) -> Tensor:
+def halves_first(num_rotated: int, num_values: int, size: int) -> Tensor:
     """Places of columns of interleaved heads, in the order of `blocks.halves`; behind them values stay as they are."""
     rotated = paddle.arange(num_rotated * size).reshape([num_rotated, size // 2, 2]).transpose([0, 2, 1]).flatten()
     return paddle.concat([rotated, paddle.arange(num_rotated * size, (num_rotated + num_values) * size)])
@@ -269,6 +269,10 @@ class TiedLogits:
     def __init__(self, weight: Tensor):
         self._weight = weight
         self._transposed: Tensor = None
+
+    def forget(self) -> None:
+        """The matrix has new values."""
+        self._transposed = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., D] to [..., V]."""

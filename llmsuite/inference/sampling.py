@@ -117,6 +117,34 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np
     return order[kept], probabilities[kept] / probabilities[kept].sum()
 
 
+def draw(logits: np.ndarray, temperature: float, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A token of each row, drawn from the whole distribution: the inverse of its cumulative sum at a random number.
+
+    Args:
+        logits: [B, V] float32.
+        temperature: above 0, or 0 for the most likely token.
+        uniforms: [B] random numbers in [0, 1); not looked at when the temperature is 0.
+
+    Returns:
+        Tokens [B] and their log-probabilities [B], float64, at this temperature; at 0, those of temperature 1.
+
+    Raises:
+        UserError: a logit is not a number, or all of a row are minus infinity.
+    """
+    scaled = logits / np.float32(temperature or 1.0)
+    scaled -= scaled.max(1, keepdims=True)
+    sums = np.cumsum(np.exp(scaled), 1, dtype="float64")
+    total = sums[:, -1]
+    if not np.isfinite(total).all():
+        raise UserError("the model's logits are not finite, so that no token can be drawn; its weights have diverged")
+    if temperature == 0:
+        tokens = logits.argmax(1)
+    else:
+        found = [np.searchsorted(row, u * end, side="right") for row, u, end in zip(sums, uniforms, total)]
+        tokens = np.minimum(np.array(found), logits.shape[1] - 1)
+    return tokens, scaled[np.arange(len(tokens)), tokens].astype("float64") - np.log(total)
+
+
 def _softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
     wide = logits.astype("float64")
     exponents = np.exp((wide - wide.max()) / temperature)

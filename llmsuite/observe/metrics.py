@@ -83,11 +83,14 @@ class Window:
 
     def reset(self) -> None:
         self._start, self.steps, self.busy, self._reader, self._tokens = time.perf_counter(), 0, 0.0, 0.0, 0.0
+        self._rollout: float | None = None
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Add a step; removes "reader_seconds" from its metrics."""
+        """Add a step; removes "reader_seconds" and "rollout_seconds" from its metrics."""
         self.steps += 1
         self._reader += metrics.pop("reader_seconds")
+        if "rollout_seconds" in metrics:
+            self._rollout = (self._rollout or 0.0) + metrics.pop("rollout_seconds")
         self._tokens += metrics.get("tokens", 0.0)  # unknown in the middle of a pipeline, where nothing is logged
 
     def leave_out(self, seconds: float) -> None:
@@ -97,8 +100,10 @@ class Window:
     def rates(self) -> dict[str, float]:
         """Averages over the steps added: seconds per step, steps and tokens per second."""
         elapsed = time.perf_counter() - self._start
+        rollout = {} if self._rollout is None else {"avg_rollout_cost": self._rollout / self.steps}
         return {
             "avg_reader_cost": self._reader / self.steps,
+            **rollout,
             "avg_batch_cost": elapsed / self.steps,
             "speed": self.steps / elapsed,
             "ips_total": self._tokens / elapsed,

@@ -13,6 +13,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 
@@ -125,6 +126,16 @@ def sum_over_data(values: Sequence[Number], of_every_reader: Sequence[float] = (
     """
     mine = values if mesh().counts_losses else [0.0] * len(values)
     return sum_over_readers([*mine, *of_every_reader])
+
+
+def sum_array_over_readers(values: np.ndarray) -> np.ndarray:
+    """Add up float64 arrays of one shape over the ranks that read data (`Mesh.reads_data`); only those call it."""
+    assert mesh().reads_data
+    if num_ranks() == 1 or not values.size:
+        return values
+    tensor = paddle.to_tensor(values, dtype="float64")
+    _reduce(tensor, mesh().reading_group if mesh().has_middle else None, dist.ReduceOp.SUM)
+    return np.asarray(tensor.numpy())
 
 
 def from_first_rank(values: Sequence[float]) -> list[float]:

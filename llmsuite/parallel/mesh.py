@@ -107,6 +107,11 @@ class Mesh:
         """Whether this rank reads data: the first pipeline stage needs ids, the last one targets."""
         return self.coordinate["pp"] in (0, self.degrees.pp - 1)
 
+    @functools.cached_property
+    def readers(self) -> list[int]:
+        """The ranks that read data, in order."""
+        return sorted({int(rank) for rank in self.grid[[0, -1]].flat})
+
     @property
     def has_middle(self) -> bool:
         """Whether there are ranks that read no data."""

@@ -143,6 +143,22 @@ class ParameterShard:
         if self._is_stored_in_shards:
             self.parameter.get_tensor()._clear()
 
+    @paddle.no_grad()
+    def copy_of_stored(self) -> Tensor:
+        """A copy of what this rank holds of the parameter between passes."""
+        return self._held().clone()
+
+    @paddle.no_grad()
+    def swap_stored(self, other: Tensor) -> None:
+        """Exchange what this rank holds of the parameter between passes with another value, in place."""
+        held = self._held()
+        before = held.clone()
+        held.copy_(other, True)
+        other.copy_(before, True)
+
+    def _held(self) -> Tensor:
+        return self._stored if self._is_stored_in_shards else local_value(self.parameter).detach()
+
     def gather_parameter(self) -> Tensor:
         """The whole parameter. Every rank of the run calls it."""
         return self._whole(

@@ -32,7 +32,7 @@ STEPS, SAVED_STEP = 4, 2
 LIMIT = 1e-6
 """Largest relative difference between one rank and two, in float32."""
 _OF_THE_MACHINE = (
-    "avg_reader_cost", "avg_batch_cost", "speed", "ips_total", "ips", "peak_memory_bytes",
+    "avg_reader_cost", "avg_rollout_cost", "avg_batch_cost", "speed", "ips_total", "ips", "peak_memory_bytes",
 )  # fmt: skip
 
 

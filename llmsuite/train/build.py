@@ -47,6 +47,10 @@ class BuiltModel:
     """This rank's shard of each of its trained parameters; adapters only, where there are any."""
     shapes: dict[str, list[int]]
     """Shape of every parameter that is saved, in the order of the layers: of the whole model, or of its adapters."""
+    every_shard: list[ParameterShard]
+    """As `shards`, with frozen parameters too."""
+    every_shape: dict[str, list[int]]
+    """Shape of every parameter of the whole model, its adapters included."""
     bounds: list[int]
     """Bounds of the pipeline's parts, see `part_bounds`."""
     digest: str
@@ -103,7 +107,9 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     scales = InputScales(rounded, part, moving_rate) if recipe.qat.activation_bits is not None else None
     own = [shard for shard in shards if shard.name in trained]
     carried = weights.source if weights.source is not None and weights.source.carried else None
-    return BuiltModel(part, own, trained, bounds, weights.digest, adapters, balance, rounded, scales, carried)
+    return BuiltModel(
+        part, own, trained, shards, shapes, bounds, weights.digest, adapters, balance, rounded, scales, carried
+    )
 
 
 def _build_chunks(

@@ -131,7 +131,7 @@ def make_stage(
         data_formats=registry.data_formats,
         initial_digest=initial_digest,
         autocast=autocast,
-        length_multiple=_length_multiple(plan),
+        length_multiple=length_multiple(plan),
         report=report,
         padding_free=padding_free,
         keeps_tokens=True,
@@ -169,6 +169,8 @@ def tokenizer_to_save(plan: RunPlan) -> Path | None:
 def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:
     """Samples for training and for evaluation."""
     train, evaluation = stage.read_all(plan.train_file, plan.eval_file)
+    if plan.profile.updates:  # samples are completed first
+        return train, evaluation
     check_supervision(stage, train, f"data.train: {plan.train_file}")
     check_supervision(stage, evaluation, f"data.eval: {plan.eval_file or plan.train_file}")
     if 0 < len(evaluation) < mesh.degrees.num_data_ranks:
@@ -185,6 +187,8 @@ def _row_lengths(stage: Stage[Any] | None, plan: RunPlan, samples: Sequence[Any]
     by tokens also in the middle of a pipeline: their number depends on the lengths."""
     by_tokens = plan.recipe.train.micro_batch_tokens is not None
     lengths = None
+    if plan.profile.updates:  # they are dealt when they are completed
+        return None
     if stage is not None and (by_tokens or plan.recipe.data.group_by_length):
         lengths = stage.row_lengths(samples)
         if by_tokens and lengths is None:
@@ -208,11 +212,12 @@ def _sampler(plan: RunPlan, order: SampleOrder, lengths: np.ndarray | None) -> B
         train.micro_batch_size,
         num_ranks,
         lengths,
-        train.micro_batch_tokens,
-        _length_multiple(plan),
+        None if plan.profile.updates else train.micro_batch_tokens,
+        length_multiple(plan),
     )
 
 
-def _length_multiple(plan: RunPlan) -> int:
+def length_multiple(plan: RunPlan) -> int:
+    """Batches are padded to a multiple of this many tokens."""
     multiple = LENGTH_MULTIPLE if plan.recipe.engine.mode == "to_static" else 1
     return math.lcm(multiple, plan.degrees.tp) if plan.recipe.parallel.sequence_parallel else multiple

@@ -38,6 +38,8 @@ class Passes:
     """Makes the precision context of a forward pass."""
     prepasses: Sequence[PrePassKind] = ()
     """Run over the global batch before its loss, in this order; the same on every rank."""
+    reference: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Makes a context in which the model has its initial weights, for pre-passes of kind "reference"."""
 
     def actions(self, num_micro_batches: int) -> list[Action]:
         """The passes of this rank, in order."""
@@ -127,7 +129,8 @@ def run_prepasses(passes: Passes, batches: BatchReader, num_counted: int | None 
                 ledger.book(ask(passes.model, batches.at(number)))
             continue
         passes.model.eval()
-        with passes.model.adapters_off() if kind == "adapters_off" else contextlib.nullcontext():
+        other = {"adapters_off": passes.model.adapters_off, "reference": passes.reference}
+        with other.get(kind, contextlib.nullcontext)():
             for action in passes.actions(len(batches)):
                 if not action.forward:
                     continue

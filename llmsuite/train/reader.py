@@ -51,6 +51,15 @@ class StepReader:
     def __next__(self) -> list[Any]:
         return next(self._ahead)
 
+    @property
+    def is_between(self) -> bool:
+        """Whether a checkpoint may be written after the step that was read last: after any."""
+        return True
+
+    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step as they are."""
+        return metrics
+
     def extend(self, num_steps: int) -> None:
         """Read so many more steps, after those that were asked for: a run that rolls back sees new samples."""
         self._positions.end += num_steps * self._size

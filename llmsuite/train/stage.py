@@ -23,11 +23,12 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
+from llmsuite.rl.rollouts import Rollouts
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import DataFormat, PrePassKind
 from llmsuite.train.objective import Batch
 
-__all__ = ["Batch", "LossTerms", "PrePassKind", "Stage", "StageContext", "Sums"]
+__all__ = ["Batch", "LossTerms", "PrePassKind", "RolledOut", "Rollouts", "Stage", "StageContext", "Sums"]
 
 S = TypeVar("S")
 
@@ -114,6 +115,16 @@ class DropCounts:
         report(f"{text}; dropped: {reasons}" if self.lost else text)
 
 
+@dataclasses.dataclass(frozen=True)
+class RolledOut:
+    """The result of a rollout."""
+
+    samples: Sequence[Any]
+    """What `collate` takes, one for each sample of the global batch."""
+    metrics: Mapping[str, float]
+    """Metrics of the global batch, the same on every rank."""
+
+
 _RENAMED = {
     "looks": "list the pre-passes in `StageSpec.profile`, as `StageProfile.prepasses`",
     "prepasses": "list the pre-passes in `StageSpec.profile`, as `StageProfile.prepasses`",
@@ -156,12 +167,46 @@ class Stage(abc.ABC, Generic[S]):
         the loads of experts; and "weight", that of the loss of the batch, which the balance loss needs.
         """
 
+    def roll_out(self, step: int, samples: Sequence[S], rollouts: Rollouts) -> RolledOut:
+        """Complete the samples of a global batch with the weights of the moment, before they are dealt out to ranks and
+        micro-batches. Called where `StageProfile.updates` is not 0, on all ranks that read data alike: what it returns
+        has to be the same on each.
+
+        Args:
+            step: the step that learns from it, or the first of them, counted from 1.
+            samples: of `StageProfile.updates` global batches.
+            rollouts: draws completions.
+
+        Raises:
+            UserError: the run cannot go on.
+        """
+        raise AssertionError(f"{type(self).__name__} has `updates` in its profile and no method `roll_out`")
+
+    def evaluate_rollouts(self, samples: Sequence[S], rollouts: Rollouts) -> Mapping[str, float]:
+        """Metrics of completions that are drawn for the samples of the evaluation; called as `roll_out`."""
+        raise AssertionError(f"{type(self).__name__} has `updates` in its profile and no method `evaluate_rollouts`")
+
+    def maxima(self) -> Mapping[str, float]:
+        """The metrics `StageProfile.maxima` of this rank's micro-batches since it was called last; a rank without a
+        number leaves it out. Called after each step that learns from a rollout."""
+        return {}
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after each step that learns from a rollout, with its metrics. Raises UserError to end the run."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to have of the stage, as JSON data."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the state that a checkpoint has."""
+
     def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
         """Statistics of one micro-batch that the loss needs of the whole global batch, as sums and weights.
 
         The sums of all micro-batches of all ranks, divided by their weights, are `batch["prepass_stats"]` in `loss`;
-        whatever this method puts into the batch stays there too. For the kinds "model" and "adapters_off" it computes
-        hidden states once, as `loss` does, without gradients; for "batch" it does not call the model.
+        whatever this method puts into the batch stays there too. For the kind "batch" it does not call the model; for
+        the others it computes hidden states once, as `loss` does, without gradients.
         """
         raise AssertionError(f"{type(self).__name__} has a pre-pass in its profile and no method `prepass`")
 

@@ -27,13 +27,26 @@ class StepRules:
     loss_scale: LossScale | NoLossScale = dataclasses.field(default_factory=NoLossScale)
     parts: Sequence[StepPart] = ()
     """Take part in each step, in this order on every rank."""
+    may_be_empty: bool = False
+    """Whether a global batch of weight 0 is skipped: that of a rollout may have nothing to learn from."""
 
-    def judge(self, step: int, metrics: dict[str, float]) -> Verdict:
+    def judge(self, step: int, weight: float, metrics: dict[str, float]) -> Verdict:
         """What becomes of the step; adds "skipped" and "roll_back" to its metrics where it is not accepted.
+
+        Args:
+            step: counted from 1.
+            weight: of the global batch.
+            metrics: of the global batch, with the norm of its gradient.
 
         Raises:
             NonFiniteLoss, LossSpike: the run has to stop.
+            UserError: the batch has nothing to learn from.
         """
+        if weight == 0 and not self.may_be_empty:
+            raise UserError(f"step {step}: nothing in its micro-batches is supervised; look at the rows")
+        if weight == 0:
+            metrics["skipped"] = 1.0
+            return "skip"
         loss, norm = metrics["loss"], metrics["grad_norm"]
         finite = math.isfinite(loss) and math.isfinite(norm)
         metrics |= self.loss_scale.metrics(finite)
@@ -83,11 +96,7 @@ def train_step(
 
     forward_backward(passes, batches, optimizer, ledger, scale.value)
     weight, metrics = ledger.reduce()
-    if weight == 0:
-        raise UserError(
-            f"step {step}: nothing in its {len(micro_batches)} micro-batches is supervised; look at the rows"
-        )
-    metrics["grad_norm"] = optimizer.finish_gradients(weight * scale.value)
+    metrics["grad_norm"] = optimizer.finish_gradients((weight or 1.0) * scale.value)
     for part in rules.parts:
         part.finish()
         if is_logged or any(metrics[name] for name in votes):
@@ -96,7 +105,7 @@ def train_step(
     metrics["reader_seconds"] = batches.seconds
 
     # loss and norm are sums over all ranks, so that all of them decide alike
-    if rules.judge(step, metrics) != "accept":
+    if rules.judge(step, weight, metrics) != "accept":
         optimizer.drop_gradients()
         for part in rules.parts:
             part.forget()

@@ -14,6 +14,10 @@ class StopRequest:
         self.signal: int | None = None
         self._previous: dict[int, Any] = {}
 
+    def requested(self) -> bool:
+        """Whether there was a signal."""
+        return self.signal is not None
+
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)

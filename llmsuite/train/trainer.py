@@ -30,6 +30,7 @@ from llmsuite.train.build import build_model
 from llmsuite.train.cadence import Cadence
 from llmsuite.train.data import read_data, tokenizer_to_save
 from llmsuite.train.evaluate import evaluate
+from llmsuite.train.frozen_copy import FrozenCopy
 from llmsuite.train.guard import Guard
 from llmsuite.train.loss_scale import LossScale, NoLossScale
 from llmsuite.train.model_state import WholeModel
@@ -37,6 +38,7 @@ from llmsuite.train.output import Output, Silence
 from llmsuite.train.passes import Passes
 from llmsuite.train.reader import StepReader
 from llmsuite.train.resume import fresh, load_all, resume_from, rounded, run_digest
+from llmsuite.train.rollouts import RolloutReader, rollout_engine
 from llmsuite.train.saving import CheckpointContents, Saver
 from llmsuite.train.step import StepRules, train_step
 from llmsuite.train.stop import StopRequest
@@ -89,7 +91,11 @@ class Trainer:
         self.built = built = build_model(plan, registry, backend, mesh)
         digests["model"] = built.digest
         prepasses = [prepass.kind for prepass in plan.profile.prepasses]
-        self.passes = Passes(data.stage, built.part, plan.schedule, lambda: backend.autocast(precision), prepasses)
+        reference = FrozenCopy(built.shards).active if "reference" in prepasses else contextlib.nullcontext
+        self.passes = Passes(
+            data.stage, built.part, plan.schedule, lambda: backend.autocast(precision), prepasses, reference
+        )
+        self.rollouts = rollout_engine(plan, backend, mesh, built, data.stage) if plan.profile.updates else None
 
         # optimizer
         host = backend if recipe.engine.offload_optimizer else None
@@ -98,6 +104,7 @@ class Trainer:
             Guard(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps),
             LossScale() if precision == "fp16" else NoLossScale(),
             [part for part in (built.balance, built.input_scales) if part is not None],
+            may_be_empty=self.rollouts is not None,
         )
 
         # checkpointer
@@ -127,6 +134,8 @@ class Trainer:
         self.saver.resume(state.step)
         self.rules.guard.resume(state)
         self.rules.loss_scale.load(state)
+        if self.data.stage is not None:
+            self.data.stage.load_state(state.stage)
 
     # the loop
 
@@ -153,8 +162,13 @@ class Trainer:
         cadence, num_left = self.cadence, self.cadence.total_steps - self.step
         self.window = Window(collective.num_ranks())
         self.built.part.train()
-        reader = StepReader(self.data, self.mesh.data_rank, self.samples, num_left, self._num_workers)
-        passes = dataclasses.replace(self.passes, objective=reader.objective)
+        reader: StepReader | RolloutReader
+        if self.rollouts is None:
+            reader = StepReader(self.data, self.mesh.data_rank, self.samples, num_left, self._num_workers)
+            passes = dataclasses.replace(self.passes, objective=reader.objective)
+        else:  # which runs the pre-passes too
+            reader = RolloutReader(self.data, self.plan, self.rollouts, self.passes, self.step, self.samples)
+            passes = dataclasses.replace(self.passes, objective=reader.objective, prepasses=())
         with StopRequest() as stop, reader:
             while self.step < cadence.total_steps:
                 self.step += 1
@@ -165,9 +179,13 @@ class Trainer:
                     passes,
                     self.optimizer,
                     self.rules,
-                    dict(zip(VOTES, (stop.signal is not None, self.saver.requested()))),
+                    # after `next`: the updates of a rollout are not separated
+                    dict(
+                        zip(VOTES, (reader.is_between and asked() for asked in (stop.requested, self.saver.requested)))
+                    ),
                     cadence.logs(self.step),
                 )
+                metrics = reader.finished(metrics)
                 self.window.busy += time.perf_counter() - started - (calls.waited() - waited)
                 self.samples += cadence.global_batch_size
                 # any rank's signal stops all, at the same step
@@ -215,9 +233,12 @@ class Trainer:
     def evaluate(self) -> None:
         """Evaluate on `data.eval`, if there is any; keep the model if it is the best so far."""
         micro_batches, num_counted = self._eval_batches
-        if not micro_batches:
+        if not len(self.data.eval):
             return
-        metrics = evaluate(micro_batches, self.passes, num_counted)
+        if self.rollouts is None:
+            metrics = evaluate(micro_batches, self.passes, num_counted)
+        else:
+            metrics = self.rollouts.evaluate(self.data)
         self.output.evaluated(self.step, metrics)
         self.saver.evaluated(self.snapshot_state(), metrics)
 
@@ -232,6 +253,7 @@ class Trainer:
             step=self.step,
             samples=self.samples,
             rounded=rounded(self.built),
+            stage=self.data.stage.state() if self.data.stage is not None else {},
             **self.rules.guard.state(),
             **self.rules.loss_scale.state(),
         )

@@ -1,0 +1,144 @@
+"""The completions of a global batch of prompts, drawn and scored by all ranks that read data.
+
+Every rank draws for some of the prompts and scores what it has drawn; then all have all. Which rank draws for which
+prompt changes nothing: a completion is a function of the weights, the prompt and its key.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.inference.decoder import Decoder
+from llmsuite.parallel import collective
+from llmsuite.rl.completion import Completion
+from llmsuite.rl.drawing import Drawing, Drawn, Request, draw_groups, request_key
+
+Score = Callable[[Sequence[Completion]], np.ndarray]
+"""Completions of whole groups to their scores, [completions, components] float64, NaN where one is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutPrompt:
+    """A prompt to complete."""
+
+    ids: tuple[int, ...]
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The other columns of its row."""
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The completions of a global batch."""
+
+    groups: list[list[Completion]]
+    """By prompt."""
+    scores: np.ndarray
+    """[prompts, completions of each, components], float64, NaN where one is missing."""
+
+
+class Rollouts:
+    """Draws completions with the current weights of the run. Made on every rank that reads data."""
+
+    def __init__(self, decoder: Decoder, stop_ids: Collection[int], decode: Callable[[Sequence[int]], str], seed: int):
+        """
+        Args:
+            decoder: has the current weights when `draw` is called.
+            stop_ids: tokens that end a completion.
+            decode: token ids to text.
+            seed: of the recipe.
+        """
+        self._decoder, self._stop_ids, self._decode, self._seed = decoder, set(stop_ids), decode, seed
+        self.seconds = {"drawing": 0.0, "scoring": 0.0}
+        """Time of this rank since the run began."""
+
+    def draw(
+        self, prompts: Sequence[RolloutPrompt], step: int, drawing: Drawing, score: Score, num_scores: int
+    ) -> Scored:
+        """Completions of each prompt, the same on every rank.
+
+        Args:
+            prompts: the global batch, the same on every rank.
+            step: number of the step, 0 for an evaluation: together with seed and prompt it decides the random numbers.
+            drawing: how to draw.
+            score: called with whole groups that this rank has drawn, in the order of the prompts.
+            num_scores: components of a score.
+
+        Raises:
+            UserError: a prompt has no room in the model, logits are not finite, or `score` raises it.
+        """
+        seen: collections.Counter[tuple[int, ...]] = collections.Counter()
+        requests = []
+        for prompt in prompts:
+            requests.append(Request(prompt.ids, request_key(self._seed, step, prompt.ids, seen[prompt.ids])))
+            seen[prompt.ids] += 1
+        mine = self._own_share(prompts)
+        began = time.perf_counter()
+        drawn = draw_groups(self._decoder, [requests[i] for i in mine], drawing, self._stop_ids)
+        drawn_at = time.perf_counter()
+        completions = [self._completion(prompts[i], i, n, d) for i, of in zip(mine, drawn) for n, d in enumerate(of)]
+        scores = score(completions) if completions else np.zeros([0, num_scores])
+        assert scores.shape == (len(completions), num_scores), (scores.shape, len(completions), num_scores)
+        self.seconds["drawing"] += drawn_at - began
+        self.seconds["scoring"] += time.perf_counter() - drawn_at
+        return self._exchanged(prompts, drawing.num_generations, completions, scores)
+
+    def _own_share(self, prompts: Sequence[RolloutPrompt]) -> list[int]:
+        """Numbers of the prompts that this rank draws for, ascending: long and short ones for everyone."""
+        readers = collective.mesh().readers
+        by_length = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].ids), i))
+        return sorted(by_length[readers.index(collective.rank()) :: len(readers)])
+
+    def _completion(self, prompt: RolloutPrompt, group: int, number: int, drawn: Drawn) -> Completion:
+        assert drawn.finish_reason is not None
+        return Completion(
+            prompt_ids=prompt.ids,
+            ids=drawn.ids,
+            logprobs=drawn.logprobs,
+            finish_reason=drawn.finish_reason,
+            text=self._text(drawn.ids, drawn.finish_reason),
+            columns=prompt.columns,
+            group=group,
+            number=number,
+            prompt=prompt.text,
+        )
+
+    def _text(self, ids: Sequence[int], finish_reason: str) -> str:
+        return self._decode(ids[:-1] if finish_reason == "stop" else ids)
+
+    def _exchanged(
+        self, prompts: Sequence[RolloutPrompt], count: int, completions: Sequence[Completion], scores: np.ndarray
+    ) -> Scored:
+        """What all ranks have drawn: each fills its own part of arrays, which are added up."""
+        num_scores, total = scores.shape[1], len(prompts) * count
+        rows = np.array([c.group * count + c.number for c in completions], "int64")
+        heads = np.zeros([total, 2 + 2 * num_scores])  # length, whether it has ended, scores, which are missing
+        heads[rows, 0] = [len(c.ids) for c in completions]
+        heads[rows, 1] = [c.finish_reason == "stop" for c in completions]
+        heads[rows, 2 : 2 + num_scores] = np.nan_to_num(scores)
+        heads[rows, 2 + num_scores :] = np.isnan(scores)
+        heads = collective.sum_array_over_readers(heads)
+        ends = np.cumsum(heads[:, 0].astype("int64"))
+        tokens = np.zeros([2, int(ends[-1])])  # ids, log-probabilities
+        for row, completion in zip(rows, completions):
+            own = slice(ends[row] - len(completion.ids), ends[row])
+            tokens[:, own] = completion.ids, completion.logprobs
+        tokens = collective.sum_array_over_readers(tokens)
+        found = np.where(heads[:, 2 + num_scores :] > 0, np.nan, heads[:, 2 : 2 + num_scores])
+        known = dict(zip(rows.tolist(), completions))
+        groups: list[list[Completion]] = []
+        for i, prompt in enumerate(prompts):
+            groups.append([])
+            for number in range(count):
+                row = i * count + number
+                own = slice(ends[row] - int(heads[row, 0]), ends[row])
+                ids, logprobs = tokens[0, own].astype("int64").tolist(), tokens[1, own].tolist()
+                drawn = Drawn(np.zeros(0), ids, logprobs, "stop" if heads[row, 1] else "length")
+                groups[-1].append(known.get(row) or self._completion(prompt, i, number, drawn))
+        return Scored(groups, found.reshape(len(prompts), count, num_scores))

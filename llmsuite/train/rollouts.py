@@ -1,0 +1,188 @@
+"""Steps that learn from completions which the model draws itself: one rollout, then one or several updates.
+
+A rollout is a function of the weights, the seed, the number of its first step and the prompts: nothing of it has to be
+in a checkpoint. So checkpoints are written between rollouts, never between the updates of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.data.loader import BatchSampler, SampleOrder
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.inference.prompts import stop_tokens
+from llmsuite.parallel import collective
+from llmsuite.parallel.loss_ledger import LossTerms, Sums
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.rl.local import LocalEngine
+from llmsuite.rl.rollouts import Rollouts
+from llmsuite.specs import PrePassKind
+from llmsuite.train.build import BuiltModel
+from llmsuite.train.data import TrainingData, length_multiple
+from llmsuite.train.objective import Batch
+from llmsuite.train.passes import BatchReader, Passes, run_prepasses
+from llmsuite.train.stage import Stage
+from llmsuite.train.whole_weights import whole_weights
+from llmsuite.typing import Tensor
+
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Gathers the weights of the whole model, one after the other; every rank of the run goes through them."""
+
+
+class RolloutEngine:
+    """Draws completions for the stage, with the weights of the moment."""
+
+    def __init__(self, local: LocalEngine | None, rollouts: Rollouts | None, weights: Weights):
+        """`local` and `rollouts` are None on ranks that read no data: they only help to gather weights."""
+        self._local, self._rollouts, self._weights = local, rollouts, weights
+
+    def current(self) -> Rollouts | None:
+        """Draws with the weights of this moment; None on ranks that read no data. Every rank of the run calls it."""
+        if self._local is not None:
+            self._local.refresh(self._weights())
+        else:
+            for _ in self._weights():
+                pass
+        return self._rollouts
+
+    def evaluate(self, data: TrainingData) -> dict[str, float]:
+        """Metrics of completions of the samples for evaluation. Every rank of the run calls it; those that read no data
+        get none."""
+        rollouts = self.current()
+        if data.stage is None or rollouts is None:
+            return {}
+        return dict(data.stage.evaluate_rollouts(data.eval, rollouts))
+
+
+def rollout_engine(
+    plan: RunPlan, backend: DeviceBackend, mesh: Mesh, built: BuiltModel, stage: Stage[Any] | None
+) -> RolloutEngine:
+    """The engine of a run, with a decoder on each rank that reads data."""
+    weights = functools.partial(whole_weights, plan, built, backend.parameter_dtype(plan.recipe.engine.precision), mesh)
+    if stage is None:
+        return RolloutEngine(None, None, weights)
+    tokenizer, local = stage.context.tokenizer, LocalEngine(plan, backend)
+    stop_ids = stop_tokens(plan.weights or tokenizer.directory, tokenizer) | stop_tokens(tokenizer.directory, tokenizer)
+    rollouts = Rollouts(local.decoder, stop_ids, tokenizer.decode, plan.recipe.seed)
+    return RolloutEngine(local, rollouts, weights)
+
+
+class RolloutReader:
+    """This rank's micro-batches of each step, as `StepReader`, of samples that are completed first."""
+
+    def __init__(self, data: TrainingData, plan: RunPlan, engine: RolloutEngine, passes: Passes, step: int, first: int):
+        """
+        Args:
+            data: of the run.
+            plan: of the run.
+            engine: draws completions.
+            passes: of the model, for pre-passes over a rollout.
+            step: steps done.
+            first: position in the stream of samples where the first step begins.
+        """
+        self._data, self._plan, self._mesh, self._engine = data, plan, collective.mesh(), engine
+        self._step, self._position = step, first
+        self.objective = None if data.stage is None else _CollatedBatches(data.stage)
+        """Makes a batch of what `next` gives."""
+        self._passes = dataclasses.replace(passes, objective=self.objective)
+        self._waiting: list[list[Any]] = []
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def is_between(self) -> bool:
+        """Whether a checkpoint may be written after the step that was read last: it is the last one of its rollout."""
+        return not self._waiting
+
+    def __enter__(self) -> RolloutReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __next__(self) -> list[Any]:
+        if not self._waiting:
+            self._roll_out()
+        self._step += 1
+        return self._waiting.pop(0)
+
+    def extend(self, num_steps: int) -> None:
+        """Recipes refuse to roll steps back where there are rollouts."""
+        raise AssertionError("a step was rolled back")
+
+    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of the step with those of its rollout, and those that are the largest number of all ranks. Every
+        rank of the run calls it. Raises UserError when the stage ends the run."""
+        names, stage = self._plan.profile.maxima, self._data.stage
+        mine = {} if stage is None else stage.maxima()
+        largest = collective.max_over_run([mine.get(name, -np.inf) for name in names]) if names else []
+        known = dict(zip(names, largest))
+        metrics = {**metrics, **self._metrics, **{name: value for name, value in known.items() if np.isfinite(value)}}
+        if stage is not None:
+            stage.after_step(self._step, metrics)
+        return metrics
+
+    def _roll_out(self) -> None:
+        """Complete the samples of the next steps, and make this rank's batches of them."""
+        began = time.perf_counter()
+        train, stage = self._plan.recipe.train, self._data.stage
+        num_updates, size = self._plan.profile.updates, train.global_batch_size
+        rollouts, samples = self._engine.current(), []
+        if stage is not None:
+            assert rollouts is not None
+            picked = [self._data.order.at(self._position + i) for i in range(size * num_updates)]
+            rolled = stage.roll_out(self._step + 1, [self._data.train[i] for i in picked], rollouts)
+            samples, self._metrics = list(rolled.samples), dict(rolled.metrics)
+            assert len(samples) == size * num_updates, "a rollout gives a sample for each that it gets"
+        self._position += size * num_updates
+        self._waiting = [self._dealt(samples[i : i + size]) for i in range(0, size * num_updates, size)]
+        self._run_prepasses()
+        self._metrics["rollout_seconds"] = time.perf_counter() - began
+
+    def _dealt(self, samples: Sequence[Any]) -> list[Any]:
+        """This rank's batches of a step; in the middle of a pipeline as many that nobody looks at."""
+        train, stage, own = self._plan.recipe.train, self._data.stage, list[Any]()
+        if stage is not None:
+            by_length = self._plan.recipe.data.group_by_length or train.micro_batch_tokens is not None
+            sampler = BatchSampler(
+                SampleOrder(len(samples), 0, shuffle=False),
+                len(samples),
+                train.micro_batch_size,
+                self._mesh.degrees.num_data_ranks,
+                stage.row_lengths(samples) if by_length else None,
+                train.micro_batch_tokens,
+                length_multiple(self._plan),
+            )
+            own = [stage.collate([samples[i] for i in part]) for part in sampler.micro_batches(0, self._mesh.data_rank)]
+        if self._mesh.has_middle:
+            (count,) = collective.from_first_rank([len(own)])
+            own = own or [None] * int(count)
+        return own
+
+    def _run_prepasses(self) -> None:
+        """Over all steps of the rollout, before the first of them changes the weights."""
+        batches = [batch for step in self._waiting for batch in step]
+        run_prepasses(self._passes, BatchReader(self.objective, batches))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CollatedBatches:
+    """The objective of micro-batches that are batches already. What pre-passes put into a batch stays there."""
+
+    stage: Stage[Any]
+
+    def collate(self, samples: Any) -> Batch:
+        batch: Batch = samples
+        return batch
+
+    def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
+        return self.stage.prepass(kind, model, batch)
+
+    def loss(self, model: Any, batch: Batch) -> LossTerms:
+        return self.stage.loss(model, batch)

@@ -1,0 +1,66 @@
+"""The weights of a run as one whole model without adapters, whatever its strategy: for generation beside training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+
+import paddle
+
+from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, WHOLE
+from llmsuite.models.targets import is_factor
+from llmsuite.parallel import collective
+from llmsuite.parallel.cut import owner_stage
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.vocabulary import without_padding
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.train.build import BuiltModel
+from llmsuite.typing import Tensor
+
+Read = Callable[[str], Tensor]
+
+
+@paddle.no_grad()
+def whole_weights(plan: RunPlan, built: BuiltModel, dtype: str, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by its name, whole, adapters merged into their matrices; one is gathered after the other.
+
+    Every rank of the run has to go through all of them. What is not cut is the model's own tensor, not a copy.
+
+    Args:
+        plan: of the run; the base of adapters is not quantised.
+        built: the model.
+        dtype: of the parameters.
+        mesh: this rank's place.
+    """
+    shard_plan, shapes = plan.family.shard_plan or WHOLE, built.every_shape
+    shards = {shard.name: shard for shard in built.every_shard}
+
+    def read(name: str) -> Tensor:
+        owner = owner_stage(name, shard_plan, built.bounds, mesh.degrees.pp)
+        value = None
+        if owner == mesh.coordinate["pp"]:
+            value = without_padding(shards[name].gather_parameter(), shapes[name])
+        return collective.from_stage(value, shapes[name], "float32" if shard_plan.is_gate_bias(name) else dtype, owner)
+
+    for name in shapes:
+        if is_factor(name):
+            continue
+        module, _, kind = name.rpartition(".")
+        is_adapted = kind == "weight" and f"{module}.{FIRST_FACTOR}" in shapes
+        yield name, _merged(read, module, plan, shapes.keys()) if is_adapted else read(name)
+
+
+def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> Tensor:
+    """W + scale A M B of an adapted matrix, for DoRA with the lengths of its columns; see `models.lora_layers`."""
+    lora = plan.recipe.lora
+    assert lora.rank is not None
+    weight = read(f"{module}.weight")
+    first, second = (read(f"{module}.{kind}").astype("float32") for kind in (FIRST_FACTOR, SECOND_FACTOR))
+    if f"{module}.{MIXER}" in names:
+        first = paddle.matmul(first, read(f"{module}.{MIXER}").astype("float32"))
+    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+    whole = weight.astype("float32") + paddle.matmul(first, second) * scale
+    if f"{module}.{MAGNITUDE}" in names:
+        lengths = (whole.square().sum(0) + 1e-12).sqrt()
+        whole = whole * (read(f"{module}.{MAGNITUDE}").astype("float32") / lengths)
+    return whole.astype(weight.dtype)

@@ -1,0 +1,71 @@
+"""New values of a fused model: its logits are those of a model that was built with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.errors import UserError
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.refresh import RefreshableModel
+from llmsuite.inference.sampling import draw, log_softmax
+from tests.paths import REFERENCE
+from tests.unit.families import CASES, load, reference
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_shape_of_every_family_is_refreshed(case: str) -> None:
+    ids, expected = reference(case)
+    values = {name: parameter.clone() for name, parameter in load(REFERENCE / case).named_parameters()}
+    model = load(REFERENCE / case)
+    for parameter in model.parameters():
+        parameter.set_value(paddle.full_like(parameter, 0.5))
+    refreshed = RefreshableModel(model, CpuBackend().ops("fp32"))
+    assert refreshed.names == values.keys()
+    decoder, padding = ModelDecoder(model), np.zeros(len(ids), "int64")
+    one_row = ids[:1]
+    decoder.forward(one_row, padding[:1], None)  # what a single row leaves behind is of the old values
+    refreshed.refresh(values.items())
+    logits, cache = decoder.forward(ids[:, :-1], padding, None)
+    assert np.abs(logits - expected[:, -2]).max() <= 1e-5
+    assert np.abs(decoder.forward(ids[:, -1:], padding, cache)[0] - expected[:, -1]).max() <= 1e-5
+    assert np.abs(decoder.forward(one_row, padding[:1], None)[0] - expected[:1, -1]).max() <= 1e-5
+
+
+def test_a_value_that_is_missing_is_a_bug() -> None:
+    case = CASES[0]
+    model = load(REFERENCE / case)
+    values = [(name, parameter.clone()) for name, parameter in model.named_parameters()]
+    with pytest.raises(AssertionError, match="no new values"):
+        RefreshableModel(model).refresh(values[1:])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_as_often_as_they_are_likely(temperature: float) -> None:
+    logits = np.random.default_rng(0).normal(0, 2, [1, 5]).astype("float32")
+    uniforms = (np.arange(20_000) + 0.5) / 20_000
+    tokens, logprobs = draw(np.repeat(logits, len(uniforms), 0), temperature, uniforms)
+    expected = log_softmax(logits[0] / temperature)
+    shares = np.bincount(tokens, minlength=5) / len(tokens)
+    assert np.abs(shares - np.exp(expected)).max() <= 1e-3
+    assert np.abs(logprobs - expected[tokens]).max() <= 1e-6
+
+
+def test_temperature_zero_takes_the_most_likely_token() -> None:
+    logits = np.array([[0.0, 3.0, 1.0], [2.0, 1.0, 0.0]], "float32")
+    tokens, logprobs = draw(logits, 0.0, np.array([0.999, 0.999]))
+    assert tokens.tolist() == [1, 0]
+    assert np.abs(logprobs - [log_softmax(logits[0])[1], log_softmax(logits[1])[0]]).max() <= 1e-6
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    logits = np.array([[-np.inf, 0.0, -np.inf]], "float32")
+    for uniform in (0.0, np.nextafter(1.0, 0.0)):
+        assert draw(logits, 1.0, np.array([uniform]))[0].tolist() == [1]
+
+
+def test_logits_that_are_no_numbers_are_named() -> None:
+    with pytest.raises(UserError, match="not finite"):
+        draw(np.array([[0.0, np.nan]], "float32"), 1.0, np.array([0.5]))
