@@ -49,7 +49,7 @@ def spent(work: Callable[[], object], repeats: int = REPEATS) -> Spent:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Of this process: the least of several runs."""
+    """Seconds of CPU time of this process, the least of several runs."""
     runs = []
     for _ in range(REPEATS):
         before = time.process_time()

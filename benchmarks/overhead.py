@@ -1,15 +1,15 @@
-"""What the engine costs beside a training loop written by hand: metrics, ledger, log of calls and watchdog on.
+"""Overhead of the engine over a hand-written training loop, with metrics, ledger, call log and watchdog on.
 
     python benchmarks/overhead.py              # one process
-    python benchmarks/overhead.py --ranks 2    # data parallel, gradients added up
+    python benchmarks/overhead.py --ranks 2    # data parallel, gradients summed
 
-A run of the stage pretrain goes on as ever, every step logged. Between its steps the same batch goes through the loop
-below, on a model of its own with the same operations: forward, backward, gradients added up, clipping, AdamW, the loss
-as a number. What is told is the median, over pairs of neighbouring steps, of the engine's time over the loop's: of the
-clock, and of the CPU, which other work on the machine lengthens less.
+A pretraining run proceeds as usual, every step logged. Between its steps the same batch goes through the loop below, on
+a model of its own with the same operations: forward, backward, summed gradients, clipping, AdamW, the loss as a number.
+Reported is the median, over pairs of neighbouring steps, of the engine's time over the loop's: wall-clock time, and CPU
+time, which other work on the machine changes less.
 
-Where its tensors lie in memory makes the products of the one or the other some per cent slower for as long as a process
-lives. So there are several launches, and their range is told as well.
+Where tensors lie in memory makes matrix products of either side a few per cent slower for the life of a process. So
+there are several launches, and their range is reported as well.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MODEL = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--launches", type=int, default=7, help="processes, or groups of them, one after the other")
-    parser.add_argument("--steps", type=int, default=8, help="pairs of steps that count, of each launch")
+    parser.add_argument("--launches", type=int, default=7, help="how often to start over, in new processes")
+    parser.add_argument("--steps", type=int, default=8, help="timed pairs of steps per launch")
     arguments = parser.parse_args()
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.launch.launch import is_worker, launch
@@ -71,7 +71,7 @@ def say(text: str) -> None:
 
 
 def work(num_ranks: int, steps: int) -> int:
-    """A rank."""
+    """Measure in one rank; rank 0 writes the times. Returns the exit code."""
     from llmsuite import builtin
     from llmsuite.cli import commands
     from llmsuite.devices.cpu import CpuBackend
@@ -85,7 +85,7 @@ def work(num_ranks: int, steps: int) -> int:
     from llmsuite.train.saving import Saver
     from llmsuite.train.trainer import run
 
-    calls.start()  # also where there is nobody to call
+    calls.start()  # with one rank too
     os.environ["LLMSUITE_PLUGINS"] = ""
     registry = load_plugins(builtin, commands)
     words = [
@@ -106,7 +106,7 @@ def work(num_ranks: int, steps: int) -> int:
         return loss(self, model, batch)
 
     def between_steps(self: Any) -> None:
-        """Called by every rank when a step is done, in front of what is written of it: that counts for the next."""
+        """Runs in every rank after a step, before its metrics are written: those count for the next step."""
         check(self)
         engine = since[0].until_now()
         start = Time()
@@ -124,7 +124,7 @@ def work(num_ranks: int, steps: int) -> int:
 
 
 class Time:
-    """A moment, or the time between two: of the clock, and of the CPU in all threads of this process."""
+    """A moment, or the time between two: wall clock, and CPU time of all threads of this process."""
 
     def __init__(self, clock: float | None = None, cpu: float | None = None):
         self.clock = time.perf_counter() if clock is None else clock

@@ -1,4 +1,4 @@
-"""Tables that benchmarks write into docs/notes/results.md, each between two marks of its own."""
+"""Writes the tables of the benchmarks into docs/notes/results.md, each between two markers of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "notes" / "results.md"
 
 
 def write(name: str, lines: Sequence[str]) -> None:
-    """Put lines of Markdown in the place of those that stand between the marks of this name."""
+    """Replace the lines between the markers of this name."""
     begin, end = f"<!-- generated: {name} -->", f"<!-- end of generated: {name} -->"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     assert end in rest, f"{PAGE} has no place for the table {name}"
@@ -17,6 +17,6 @@ def write(name: str, lines: Sequence[str]) -> None:
 
 
 def processor() -> str:
-    """Its name."""
+    """Name of this machine's processor."""
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

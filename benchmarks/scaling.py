@@ -1,15 +1,15 @@
-"""What a training step takes when more ranks share it: time, what they send, what lies in the memory of each.
+"""Time, traffic and memory of a training step as more ranks share it.
 
     python benchmarks/scaling.py             # 1, 2, 4 and 8 CPU ranks, some minutes
     python benchmarks/scaling.py --write     # the tables into docs/notes/results.md
 
-One small Llama and one global batch, the same for every number of ranks, which do it by each strategy alone and by some
-together. Bytes are counted where messages pass through the communication library, and have to be those of
-`llmsuite plan`, message by message; parameters, pieces and moments between steps have to be those of the plan too, and
-what sharding cuts an N-th of what one rank has. Otherwise the command fails.
+One small Llama and one global batch, the same for every number of ranks, run by each strategy alone and by some
+combinations. Bytes are counted where messages pass through the communication library and must equal `llmsuite plan`,
+message by message; parameters, owned pieces and moments between steps must equal the plan too, and what sharding cuts
+must be one N-th of what one rank has. Otherwise the command fails.
 
-More ranks than cores cannot make a step shorter. What tells something then is the CPU time of all ranks together
-against that of one: how much more work the same step has become.
+More ranks than cores cannot make a step shorter. Look at the CPU time of all ranks together against that of one rank
+then: how much more work the same step has become.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ MODEL = {
 }  # fmt: skip
 BATCH, MICRO_BATCH, LENGTH = 16, 2, 64
 CUT = {"stage 1": ("moments",), "stage 2": ("moments", "gradients"), "stage 3": ("moments", "gradients", "parameters")}
-"""What each stage of sharding divides by the number of ranks."""
+"""What each sharding stage divides by the number of ranks."""
 CLOSE = 0.05
-"""How far what the allocator counts may be from the plan, relatively; the tests hold it to the same."""
+"""Largest relative difference between the allocator's count and the plan; the tests use the same."""
 MEGA = 1e6
 
 
 def strategies(num_ranks: int) -> dict[str, dict[str, Any]]:
-    """The section "parallel" of each."""
+    """The recipe's section "parallel" of each strategy."""
     if num_ranks == 1:
         return {ALONE: {}}
     found: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ def strategies(num_ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def words(num_ranks: int, parallel: Mapping[str, Any], steps: int) -> list[str]:
-    """Of the command line, on top of `--smoke`."""
+    """Words of the command line, besides `--smoke`."""
     return [
         f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps(parallel)}",
         f"--train.max_steps={WARM_UP + steps + 1}", f"--train.global_batch_size={BATCH}",
@@ -89,40 +89,40 @@ class Held:
 
     parameters: int
     pieces: int
-    """Copies of what the rank updates, which sharding stages 1 and 2 cut out of the parameters."""
+    """Copies of the part of the parameters that the rank updates, under sharding stages 1 and 2."""
     moments: int
     gradients: int
-    """When the last micro-batch is through."""
+    """Counted after the last micro-batch."""
 
 
 Sent = collections.Counter[tuple[str, tuple[int, ...], int]]
-"""How often each (operation, shape, bytes of an element)."""
+"""Number of messages by (operation, shape, bytes per element)."""
 
 
 @dataclasses.dataclass
 class Measured:
-    """Of one strategy on one number of ranks."""
+    """Measurements of one strategy on one number of ranks."""
 
     seconds: float
-    """Of a step, by the clock, the median."""
+    """Wall-clock time of a step, the median."""
     cpu_seconds: float
-    """Of a step, of all ranks together, the median."""
+    """CPU time of a step, all ranks together, the median."""
     sent: list[int]
-    """Bytes a step, counted, of each rank."""
+    """Bytes per step that each rank was counted to send."""
     planned_sent: list[int]
     held: list[Held]
-    """Counted, of each rank."""
+    """Memory that was counted in each rank."""
     planned: list[Held]
     problems: list[str]
-    """Where what was counted is not what was planned."""
+    """Differences between what was counted and what was planned, as text."""
 
 
 def measured(records: Sequence[Mapping[str, Any]], planned: Sequence[tuple[Sent, Held]]) -> Measured:
-    """Put together what the ranks of a run have counted, and hold it against the plan.
+    """Combine what the ranks of a run counted, and compare it with the plan.
 
     Args:
-        records: of each rank, as `scaling_ranks` leaves it.
-        planned: of each rank.
+        records: one per rank, as `scaling_ranks` writes it.
+        planned: messages and memory, one pair per rank.
     """
     clocks = zip(*(record["seconds"] for record in records))
     result = Measured(
@@ -155,12 +155,12 @@ def measured(records: Sequence[Mapping[str, Any]], planned: Sequence[tuple[Sent,
 
 
 def num_bytes(sent: Sent) -> int:
-    """Of all messages."""
+    """Size of all messages together."""
     return sum(math.prod(shape) * width * count for (_, shape, width), count in sent.items())
 
 
 def planned_ranks(plan: RunPlan) -> list[tuple[Sent, Held]]:
-    """What `llmsuite plan` says of each rank: what it sends in a step, and what lies in its memory."""
+    """What `llmsuite plan` says of each rank: messages of a step, and memory."""
     from llmsuite.parallel.mesh import Mesh
 
     layout, anatomy = Layout(plan), anatomy_of(plan)
@@ -177,8 +177,8 @@ def planned_ranks(plan: RunPlan) -> list[tuple[Sent, Held]]:
 
 
 def not_divided(found: Mapping[tuple[int, str], Measured]) -> list[str]:
-    """What of a rank is not the N-th of what one rank has, though sharding cuts it; or not the same, though it does
-    not. Pieces have no such rule: one rank has none."""
+    """Problems, as text: what sharding cuts must be one N-th of what one rank has, everything else the same. Owned
+    pieces have no such rule: one rank has none."""
     problems = []
     for (num_ranks, name), run in found.items():
         if name not in CUT:
@@ -233,14 +233,14 @@ def table_of_memory(found: Mapping[tuple[int, str], Measured]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Of `llmsuite run`, from the command to the end of its first step."""
+    """Start-up time of `llmsuite run`, from the command to the end of its first step."""
 
     num_ranks: int
     strategy: str
     seconds: list[float]
-    """By the clock, of each run."""
+    """Wall-clock time, one per run."""
     cpu_seconds: list[float]
-    """Of all processes, until the run has ended, which it does after that step."""
+    """CPU time of all processes until the run, of one step, has ended; one per run."""
 
 
 def table_of_starts(starts: Sequence[Start]) -> list[str]:
@@ -288,7 +288,7 @@ def measure_start(num_ranks: int, times: int, place: Path) -> Start:
 
 
 def measure(num_ranks: int, steps: int, directory: Path) -> dict[str, Measured]:
-    """Every strategy on so many ranks, one after the other in the same processes."""
+    """Run every strategy on so many ranks, one after the other in the same processes."""
     from llmsuite import builtin
     from llmsuite.cli import commands
     from llmsuite.plugins.manager import load_plugins
@@ -317,7 +317,7 @@ def say(text: str) -> None:
 
 
 def conditions(steps: int, load: float) -> str:
-    """On what it was measured; `load` is how many processes wanted to run before it began."""
+    """Processor, versions and load of the measurement; `load` is the load average before it began."""
     return (
         f"{page.processor()}, {os.cpu_count()} cores; paddlepaddle {importlib.metadata.version('paddlepaddle')}. "
         f"Medians of {steps} steps, all in one run of the benchmark; load average {load:.0f} when it began."
@@ -326,9 +326,11 @@ def conditions(steps: int, load: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", choices=(2, 4, 8), default=(2, 4, 8), help="beside one rank")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed")
-    parser.add_argument("--starts", type=int, default=3, help="of each number of ranks, to time the first step")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", choices=(2, 4, 8), default=(2, 4, 8), help="numbers of ranks, besides one"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    parser.add_argument("--starts", type=int, default=3, help="launches per number of ranks, to time the first step")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/notes/results.md")
     arguments = parser.parse_args()
     os.environ["LLMSUITE_PLUGINS"] = ""

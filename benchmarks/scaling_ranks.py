@@ -120,7 +120,7 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
 
 
 def live_bytes() -> int:
-    """Of all tensors of this process, by Paddle's own count.
+    """Bytes of all tensors of this process, by Paddle's own count.
 
     The least of some readings: copies that a thread has just sent to a neighbour in the pipeline are freed meanwhile.
     """

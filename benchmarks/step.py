@@ -5,13 +5,13 @@
 DIRECTORY has alpaca_en_demo.json and dpo_en_demo.json of LLaMA-Factory's data/. The peers are transformers and TRL on
 torch, and paddlenlp on Paddle; each gets a virtual environment of its own, made once in llmsuite's cache directory.
 
-Every engine is a process that does the steps it is told to: ours is the command `llmsuite run` as it is, held between
-two steps by a plugin; theirs are their trainers, held by a callback. So a step is all that lies between one step and
-the next: rows to batches, forward, backward, clipping, AdamW, metrics. All have two threads, float32, the same rows in
-the same order, no gradient checkpointing and no packing. After a first step that is not timed they take turns for
-`--rounds` rounds; the others wait meanwhile. What is told is the median over the rounds of the ratio of times, and the
-ratio of the peaks of resident memory since the process began. The losses are compared too: with the same weights, rows
-and optimizer they have to be the same, or the benchmark fails.
+Every engine is a process that runs steps on request: ours is the command `llmsuite run` itself, paused between two
+steps by a plugin; theirs are their trainers, paused by a callback. So a step is everything from one step to the next:
+rows to batches, forward, backward, clipping, AdamW, metrics. All have two threads, float32, the same rows in
+the same order, no gradient checkpointing and no packing. After an untimed first step they take turns for
+`--rounds` rounds while the others wait. Reported are the median over the rounds of the ratio of times, and the ratio of
+the peaks of resident memory since the process started. The losses are compared too: with the same weights, rows
+and optimizer they must agree, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ TOLERANCE = 1e-3
 
 @dataclasses.dataclass
 class Measured:
-    """Of one engine in one task."""
+    """Time, memory and losses of one engine in one task."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of a step, in each round."""
+    """Wall-clock time of a step, per round."""
     cpu_seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
-    """Of each step, the untimed first one too."""
+    """Loss of each step, the untimed first one included."""
     start_bytes: int = 0
     """Peak of memory before the first step."""
     peak_bytes: int = 0
 
 
 class Engine:
-    """A process that does steps when it is told to."""
+    """A process that runs steps on request."""
 
     def __init__(self, name: str, prepared: Prepared, threads: int, log: Path):
         self.name, self.measured, self._log = name, Measured(), log
@@ -71,7 +71,7 @@ class Engine:
         )  # fmt: skip
 
     def start(self) -> None:
-        """Wait until the first step could begin, and do it."""
+        """Wait until the process is ready, then run the untimed first step."""
         self.measured.start_bytes = int(self._answer()["peak_bytes"])
         self._turn(1)
 
@@ -84,7 +84,7 @@ class Engine:
         assert self._process.stdin is not None
         print(steps, file=self._process.stdin, flush=True)
         result = self._answer()
-        assert len(result["losses"]) == steps, f"{self.name} told {len(result['losses'])} losses of {steps} steps"
+        assert len(result["losses"]) == steps, f"{self.name} reported {len(result['losses'])} losses for {steps} steps"
         self.measured.losses += result["losses"]
         self.measured.peak_bytes = int(result["peak_bytes"])
         return result
@@ -96,10 +96,10 @@ class Engine:
                 result: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 return result
         tail = "".join(self._log.open().readlines()[-30:])
-        raise SystemExit(f"{self.name} has ended with {self._process.wait()}:\n{tail}")
+        raise SystemExit(f"{self.name} ended with exit code {self._process.wait()}:\n{tail}")
 
     def stop(self) -> None:
-        """At once: nothing of it is kept."""
+        """Kill the process; nothing it made is kept."""
         self._process.kill()
         self._process.communicate()
 
@@ -112,7 +112,7 @@ def _command(name: str, prepared: Prepared) -> list[str]:
 
 
 def _environment(name: str, threads: int, place: Path) -> dict[str, str]:
-    """Of a process: what the CPU backend of llmsuite sets it sets itself; paddlenlp gets the same, unless it is to be
+    """Environment of an engine's process. llmsuite sets its own; paddlenlp gets the same variables, unless it is to run
     as a user has it who sets nothing."""
     from llmsuite.devices.cpu import CpuBackend
 
@@ -130,7 +130,7 @@ def _environment(name: str, threads: int, place: Path) -> dict[str, str]:
 
 
 def _plugin(place: Path) -> Path:
-    """A directory that makes `llmsuite_turns.py` an installed plugin for whoever has it in PYTHONPATH."""
+    """A directory that, on PYTHONPATH, makes `llmsuite_turns.py` an installed plugin."""
     told = place / "plugin" / "llmsuite_turns-1.dist-info"
     told.mkdir(parents=True, exist_ok=True)
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: llmsuite-turns\nVersion: 1\n")
@@ -139,18 +139,18 @@ def _plugin(place: Path) -> Path:
 
 
 def measure(task: Task, arguments: argparse.Namespace, place: Path) -> dict[str, Measured]:
-    """Time and memory of each engine."""
-    # one more than is done: a trainer that has done its last step ends, and tells nothing
+    """Time and memory of each engine, by its name."""
+    # one more than is run: a trainer exits after its last step without reporting it
     steps = 2 + arguments.rounds * arguments.steps
     prepared = prepare(task, place, arguments.model.resolve(), arguments.data.resolve(), steps, arguments.threads)
-    # by way of what ends the workers and removes the files; not earlier, for Paddle, just imported, has a handler too
+    # exit through the code that stops workers and removes files; set here, as importing Paddle sets a handler too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = [OURS, *(peer for peer in task.peers if arguments.peers is None or peer in arguments.peers)]
     for name in names[1:]:
         _command(name, prepared)  # makes the environment
     engines: list[Engine] = []
     try:
-        for name in names:  # one after the other: they would slow each other down
+        for name in names:  # one at a time: they would slow each other down
             engines.append(Engine(name, prepared, arguments.threads, place / f"{name}.log"))
             engines[-1].start()
             _say(f"{task.name}: {name} is ready")
@@ -171,13 +171,13 @@ def _say(text: str) -> None:
 
 
 def loss_difference(task: Task, ours: Measured, theirs: Measured) -> float:
-    """The largest between the losses of a step; of LoRA only the first, as each draws its adapters itself."""
+    """Largest difference of a step's losses. For LoRA the first step only: each engine draws its own adapters."""
     count = 1 if task.name == "lora" else len(ours.losses)
     return max(abs(a - b) for a, b in zip(ours.losses[:count], theirs.losses[:count]))
 
 
 def check_losses(found: Mapping[str, Mapping[str, Measured]]) -> None:
-    """Raises SystemExit when an engine has learnt something else than ours."""
+    """Raises SystemExit when the losses of an engine differ from ours."""
     for name, engines in found.items():
         for peer, theirs in engines.items():
             ours = engines[OURS]
@@ -210,7 +210,7 @@ def table(found: Mapping[str, Mapping[str, Measured]]) -> list[str]:
 
 
 def conditions(arguments: argparse.Namespace, peers: Sequence[str]) -> str:
-    """On what and with what it was measured."""
+    """Processor, settings and versions of the measurement."""
     mine = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("paddlepaddle", "numpy"))
     theirs = [f"{name} {version}" for peer in peers for name, version in versions(peer).items()]
     return (
@@ -228,8 +228,8 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--peers", nargs="+", choices=list(ENVIRONMENTS), help="default: all that have the task")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1, help="of a round")
-    parser.add_argument("--threads", type=int, default=2, help="of each engine")
+    parser.add_argument("--steps", type=int, default=1, help="steps per round")
+    parser.add_argument("--threads", type=int, default=2, help="threads per engine")
     parser.add_argument("--json", type=Path, help="write all that was measured")
     parser.add_argument("--write", action="store_true", help="write the table into docs/notes/results.md")
     arguments = parser.parse_args()

@@ -63,7 +63,7 @@ def _make(place: Path, name: str) -> None:
 
 
 def versions(name: str) -> dict[str, str]:
-    """Of the packages of an environment that are named in a table."""
+    """Versions of the packages of an environment that a table names."""
     wanted = {"torch": ["torch", "transformers", "trl", "peft"], "paddlenlp": ["paddlepaddle", "paddlenlp"]}[name]
     ask = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
     told = subprocess.run([str(python_of(name)), "-c", ask, *wanted], check=True, capture_output=True, text=True)

@@ -40,10 +40,11 @@ _ONE = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}")
 _MANY = ("--checkpoint.save_steps=null",)
 LIMIT = 1e-6
 GRADIENT_LIMIT = 3e-6
-"""Of a single parameter: those of queries and keys are differences of nearly equal numbers, which cost digits."""
+"""Tolerance of the gradient of a single parameter: those of queries and keys are differences of nearly equal numbers,
+which cost digits."""
 STATE_LIMIT = 1e-5
 KL_LIMIT = 1e-4
-"""Of differences of log-probabilities, each about -100 and known to 1e-5 by float32."""
+"""Tolerance of differences of log-probabilities, each about -100 and known to 1e-5 by float32."""
 ROUNDING = 2.0**-24
 """Largest relative error of a number that is rounded to float32."""
 _METRICS = ("loss", "grad_norm", "logps/chosen", "logps/rejected", "nll/chosen", "kl")

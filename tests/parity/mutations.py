@@ -97,7 +97,7 @@ def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
-    """Of an adapter's first factor that is cut over tp, every rank begins with the part of the first one."""
+    """Every rank starts with the first rank's part of an adapter's first factor that is cut over tp."""
     from llmsuite.models.shard_plan import FIRST_FACTOR
     from llmsuite.parallel import fill
 
@@ -120,7 +120,7 @@ def scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def weight_scale_of_own_part(patch: pytest.MonkeyPatch) -> None:
-    """Of a matrix that is cut by its inputs, every rank rounds by the largest weight of its part."""
+    """Every rank rounds a matrix that is cut by its inputs by the largest weight of its own part."""
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import dtensor_from_local
 

@@ -35,7 +35,7 @@ class Truth:
     memory: dict[str, float] = dataclasses.field(default_factory=dict)
     """The largest relative error, of any rank: "between_steps", with all "gradients", "between_passes", and "peak"."""
     bubble: float = 0.0
-    """Of the passes as they were run, in units of their planned cost."""
+    """Length of the passes as they were run, in units of their planned cost."""
     problems: list[str] = dataclasses.field(default_factory=list)
     """What was sent or done otherwise."""
 
@@ -49,7 +49,7 @@ _LIVE = "between_steps", "gradients", "between_passes"
 
 
 def truth_of(directory: Path, plan: RunPlan) -> Truth:
-    """Of the run in a directory, whose last step was traced by `tests.parity.worker`."""
+    """Comparison with its plan of the run in a directory, whose last step `tests.parity.worker` traced."""
     num_ranks = plan.degrees.num_ranks
     records = [json.loads((directory / f"traffic-{rank}.json").read_text()) for rank in range(num_ranks)]
     meshes = [Mesh(plan.degrees, rank) for rank in range(num_ranks)]
@@ -85,7 +85,7 @@ def truth_of(directory: Path, plan: RunPlan) -> Truth:
 
 
 LIMIT = 0.05
-"""Of the relative error of live memory."""
+"""Largest relative error of live memory."""
 
 
 def check_truth(directory: Path, plan: RunPlan) -> Truth:
@@ -161,7 +161,7 @@ def _key(mesh: Mesh, message: Message) -> tuple[Any, ...]:
 
 
 def _group(mesh: Mesh, message: Message) -> tuple[int, ...] | None:
-    """Of a message's group; None for what goes to a neighbour."""
+    """Ranks of a message's group; None for what goes to a neighbour."""
     if message.axis == PIPELINE:
         return None
     if message.axis == RUN:

@@ -25,7 +25,7 @@ class Dimension:
     name: str
     values: tuple[Any, ...]
     key: str | None = None
-    """Of the recipe; None when it becomes something else."""
+    """Family of the recipe; None when it becomes something else."""
     of_the_run: bool = False
     """Whether the run in one process has it as well; what is left is the strategy."""
 

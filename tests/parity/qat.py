@@ -27,15 +27,15 @@ BOTH = (*WEIGHTS, "--qat.activation_bits=8")
 _RATES = {"sgd": ("--train.learning_rate=0.05",), "adamw": ()}
 """A rate that magnifies less than that of the other comparisons what a turned value has changed."""
 FLIPPED = {"loss": 2e-3, "grad_norm": 2e-2}
-"""Of the steps behind the first."""
+"""Tolerance of the steps after the first."""
 FLIPPED_SCALE = 3e-2
-"""Of a scale: the largest input may itself be one that was rounded otherwise a layer before."""
+"""Tolerance of a scale: the largest input may itself be one that was rounded otherwise a layer before."""
 SCALE_LIMIT = 2 * 2 * math.sqrt(64) * ROUNDING
-"""Of a scale in the first step, which is one value and not a mean of many. The largest input of an MLP's last product
-is a product of two sums over the 64 hidden units, each known to sqrt(64) roundings, in either run; see
+"""Tolerance of a scale in the first step, which is one value and not a mean of many. The largest input of an MLP's
+last product is a product of two sums over the 64 hidden units, each known to sqrt(64) roundings, in either run; see
 `test_experts._gradient_limits` for the source."""
 _ROUNDING_ALONE = "self_attn.k_proj.bias "
-"""Of keys without rotation, as GPT's: it moves all scores of a query alike, so its gradient is rounding alone."""
+"""Keys without rotation, as GPT's: their bias moves all scores of a query alike, so its gradient is rounding alone."""
 
 
 def case(

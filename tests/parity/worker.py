@@ -189,7 +189,7 @@ class _UnderWay:
         self._lock, self._bytes = threading.Lock(), 0
 
     def live_bytes(self) -> int:
-        """Of all tensors of this process but for these copies, by Paddle's own count."""
+        """Bytes of all tensors of this process but for these copies, by Paddle's own count."""
         from paddle.base import core
 
         gc.collect()

@@ -45,7 +45,7 @@ _COMMON = (
     "--train.log_steps=1", "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null",
 )  # fmt: skip
 _RATE = {False: "--train.learning_rate=3e-3", True: "--train.learning_rate=0.03"}
-"""Of models and of adapters, which start with gradients that are small before such an epsilon."""
+"""Learning rate of models and (True) of adapters, whose first gradients are small beside such an epsilon."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Entry:
         return [*self.common(registry), "--train.micro_batch_size=1", f"--engine.mode={self.mode}"]
 
     def digest(self, registry: Registry) -> str:
-        """Of what is run: the keys that the recipe, `--smoke` and this file give, and their values."""
+        """Digest of what is run: the keys that the recipe, `--smoke` and this file give, and their values."""
         loaded = self.plan(registry).loaded
         given: dict[str, Any] = {}
         for key in sorted(loaded.given):

@@ -66,7 +66,7 @@ def make(directory: Path, megabytes: int) -> tuple[int, int, str]:
 
 
 def merged_digest(directory: Path) -> str:
-    """Of what is in a directory in PaddleNLP's layout."""
+    """Bytes of the weights in a directory in PaddleNLP's layout."""
     assert broken_file(directory) is None
     files = open_model(directory, FAMILIES).files
     return _together({name: _digest(files.read(name)) for name in files.names})

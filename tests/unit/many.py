@@ -82,7 +82,7 @@ class Table:
 
 
 class Arrival:
-    """Of a sum that goes on beside other work: nothing that can be used is in the tensor until it is waited for."""
+    """A sum that goes on beside other work: nothing that can be used is in the tensor until it is waited for."""
 
     def __init__(self, tensor: Any, found: np.ndarray):
         self._tensor, self._found = tensor, found

@@ -36,7 +36,7 @@ def _record(scaling: ModuleType, plan: tuple[Any, Any], seconds: float) -> dict[
 
 
 def _runs(scaling: ModuleType, registry: Registry) -> dict[tuple[int, str], Any]:
-    """Of 1 and 2 ranks, every strategy, done as planned."""
+    """Runs of 1 and 2 ranks by every strategy, as planned."""
     found = {}
     for num_ranks in (1, 2):
         for name, parallel in scaling.strategies(num_ranks).items():

@@ -18,7 +18,7 @@ from tests.unit import tiny_llama
 
 Tensor = Any
 LIMIT = 1e-6
-"""Of the largest difference, against the largest value."""
+"""Limit of the largest difference, relative to the largest value."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +72,7 @@ ROWS_OF_DOCUMENTS = {
     # the second answer is in a block with the first one, or far from the prompt; then another prompt with two answers
     "two prompts": [[(40, 0), (20, 10), (5, 60), (70, 62), (15, 132)], [(130, 0), (20, 65)]],
 }
-"""Of each row its parts: how long they are, and where what they belong to begins."""
+"""The parts of each row: how long they are, and where what they belong to begins."""
 
 
 @pytest.mark.parametrize("name", ROWS_OF_DOCUMENTS)

@@ -117,7 +117,7 @@ def test_a_model_that_the_kernel_cannot_do_goes_layer_by_layer(change: str) -> N
     scope="module", params=[("llama", False), ("llama", True), ("qwen", False), ("qwen", True), ("gpt", True)], ids=str
 )
 def decoders(request: pytest.FixtureRequest) -> tuple[ModelDecoder, ModelDecoder]:
-    """Of the same model in its plain form, and fused: layer by layer, or with the kernel for all of them."""
+    """The same model in its plain form, and fused: layer by layer, or with the kernel for all of them."""
     family, by_kernel = request.param
     plain, fused = family_model(family), family_model(family)
     fuse(fused, CpuBackend().ops("fp32") if by_kernel else None)

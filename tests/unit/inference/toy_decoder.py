@@ -21,7 +21,7 @@ class ToyDecoder:
         self.batch_sizes: list[int] = []
 
     def logits(self, text: Sequence[int]) -> np.ndarray:
-        """Of what follows a text."""
+        """Logits of what follows a text."""
         before = text[-2] if len(text) > 1 else self.vocab_size
         return self.table[before, text[-1]]
 

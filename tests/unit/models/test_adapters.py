@@ -89,7 +89,7 @@ def write(directory: Path, model: Any, modules: list[str], lora: LoraSection, ba
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of each family: name, directory, the live model with adapters, its modules, section, logits."""
+    """One per family: name, directory, the live model with adapters, its modules, section, logits."""
     family, directory = request.param, tmp_path_factory.mktemp("adapters")
     base_of(family, directory / "base")
     lora = section(target_modules=TARGETS.get(family), rslora=family == "qwen")
@@ -240,7 +240,7 @@ def test_names_and_shapes_are_those_of_peft(made: Any) -> None:
 def test_several_in_one_are_the_same_sum(
     tmp_path_factory: pytest.TempPathFactory, rank: int, rslora: bool, parts: set[str], seed: int
 ) -> None:
-    """Of any of q, k and v of a GPT: scale x A B of what is written is what each of them adds."""
+    """Any of q, k and v of a GPT: scale x A B of what is written is what each of them adds."""
     spec = FAMILIES["gpt"]
     config = spec.config_cls(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
     modules = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv" if part in parts]

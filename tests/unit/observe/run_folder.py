@@ -9,7 +9,7 @@ from typing import Any
 
 
 def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
-    """Of a training step."""
+    """Metrics of a training step."""
     rates = {"avg_batch_cost": 0.5, "avg_reader_cost": 0.01, "ips_total": 1000.0 + step, "peak_memory_bytes": 2.5e9}
     return {
         "schema": 1,

@@ -191,7 +191,7 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
 @pytest.mark.parametrize("rounds_inputs", [False, True])
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
 def test_a_rounded_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], rounds_inputs: bool) -> None:
-    """Of quantisation-aware training: weights and inputs on the grid of int8, byte for byte."""
+    """Quantisation-aware training keeps weights and inputs on the grid of int8, byte for byte."""
     model, spec = trained(family, shape, Ops()), FAMILIES[family]
     assert spec.shard_plan is not None
     assert spec.anatomy is not None
@@ -226,7 +226,7 @@ def allocated(call: Callable[[], Any]) -> int:
 
 
 def test_a_pass_holds_most_where_the_schedule_does() -> None:
-    """Of a pipeline whose chunks keep differently much."""
+    """Plan of a pipeline whose chunks keep differently much."""
     for actions in orders("interleaved", 2, 4, 2):
         alive, most = [], 0.0
         for action in actions:
