@@ -92,7 +92,8 @@ class FactorPair:
     """The two factors, as stored, of one or more of our matrices.
 
     HF keeps q, k and v of a GPT in one matrix. Their factors lie side by side in one A, and as blocks on the diagonal
-    of one B: a pair whose rank is the sum of theirs, and whose product is the same.
+    of one B: a pair whose rank is the sum of theirs, and whose product is the same. Of routed experts it has a matrix
+    each, where we have a stack, so there is a pair for each.
     """
 
     module: str
@@ -100,10 +101,12 @@ class FactorPair:
     members: list[tuple[str, int]]
     """Our names of the matrices in it, and which part of its outputs each is."""
     num_parts: int
+    index: int | None = None
+    """Which matrix of a stack it is; None for others."""
 
 
-def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: Layout) -> dict[str, FactorPair]:
-    """The pair that each module is in, by our name of the module."""
+def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: Layout) -> dict[str, list[FactorPair]]:
+    """The pair that each module is in, or those of a stack's matrices, by our name of the module."""
     names, prefix = family.names(), family.names().paddlenlp_prefix(config)
     if layout == "paddlenlp" and prefix is None:
         raise UserError(
@@ -112,18 +115,24 @@ def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: L
     found: dict[str, FactorPair] = {}
     for module in adapters.modules:
         place = names.hf_tensors(f"{module}.weight", config)
-        theirs = place.names[0].removesuffix(".weight")
-        if layout == "paddlenlp":
-            theirs = re.sub(r"^model\.", str(prefix), theirs)
-        found.setdefault(theirs, FactorPair(theirs, [], place.num_parts)).members.append((module, place.part))
-    return {module: pair for pair in found.values() for module, _ in pair.members}
+        for index, name in enumerate(place.names):
+            theirs = name.removesuffix(".weight")
+            if layout == "paddlenlp":
+                theirs = re.sub(r"^model\.", str(prefix), theirs)
+            pair = FactorPair(theirs, [], place.num_parts, index if place.stacked else None)
+            found.setdefault(theirs, pair).members.append((module, place.part))
+    pairs: dict[str, list[FactorPair]] = {}
+    for pair in found.values():
+        for module, _ in pair.members:
+            pairs.setdefault(module, []).append(pair)
+    return pairs
 
 
 def check_layout(adapters: Adapters, family: ModelFamily, config: Any) -> None:
     """Raises UserError when adapters of this kind on these modules cannot be saved."""
     if not adapters.has_magnitudes:
         return
-    for pair in factor_pairs(adapters, family, config, "hf").values():
+    for (pair,) in factor_pairs(adapters, family, config, "hf").values():
         if len(pair.members) < pair.num_parts:
             raise UserError(
                 f"lora.target_modules: of {pair.module}, which is one matrix in files, it names only "
@@ -156,7 +165,8 @@ class SavedAdapters:
         self._beside = set(adapters.beside)
         self._state = None if adapters.is_plain else TensorFiles(directory, STATE)
         kinds = [FIRST_FACTOR, SECOND_FACTOR] + [MAGNITUDE] * adapters.has_magnitudes
-        wanted = {stored_factor(p.module, kind, layout) for p in self._pairs.values() for kind in kinds}
+        stored = [pair for pairs in self._pairs.values() for pair in pairs]
+        wanted = {stored_factor(pair.module, kind, layout) for pair in stored for kind in kinds}
         wanted.update(stored_parameter(name, layout) for name in adapters.beside)
         if differing := sorted(wanted.symmetric_difference(self._files.names)):
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
@@ -165,8 +175,11 @@ class SavedAdapters:
         """Shape and dtype of a factor."""
         if self._state is not None:
             return self._state.spec(name)
-        stored, index = self._place(name, None)
-        return TensorSpec(name, tuple(part.stop - part.start for part in index), self._files.spec(stored).dtype)
+        pairs = self._pairs[name.rpartition(".")[0]]
+        stored, index = self._place(name, pairs[0], None)
+        shape = tuple(part.stop - part.start for part in index)
+        stack = () if pairs[0].index is None else (len(pairs),)
+        return TensorSpec(name, stack + shape, self._files.spec(stored).dtype)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """A factor or a parameter trained beside them, or a slice of it (one slice a dim)."""
@@ -177,14 +190,20 @@ class SavedAdapters:
         return self._files.read(stored_parameter(name, self._layout), index[::-1] if index else None).T
 
     def _read_factor(self, name: str, index: Sequence[slice] | None) -> np.ndarray:
-        stored, place = self._place(name, index)
+        pairs = self._pairs[name.rpartition(".")[0]]
+        if pairs[0].index is None:
+            return self._read_matrix(name, pairs[0], index)
+        chosen, inside = (pairs, None) if index is None else (pairs[index[0]], index[1:])
+        return np.stack([self._read_matrix(name, pair, inside) for pair in chosen])
+
+    def _read_matrix(self, name: str, pair: FactorPair, index: Sequence[slice] | None) -> np.ndarray:
+        stored, place = self._place(name, pair, index)
         value = self._files.read(stored, place[::-1] if self._layout == "hf" else place)
         return value.T if self._layout == "hf" else value
 
-    def _place(self, name: str, index: Sequence[slice] | None) -> tuple[str, list[slice]]:
+    def _place(self, name: str, pair: FactorPair, index: Sequence[slice] | None) -> tuple[str, list[slice]]:
         """The stored tensor that holds a factor, and its place in there, with the dims as in memory."""
         module, _, factor = name.rpartition(".")
-        pair = self._pairs[module]
         stored = stored_factor(pair.module, factor, self._layout)
         shape = self._files.spec(stored).shape
         num_rows, num_columns = shape[::-1] if self._layout == "hf" else shape
@@ -214,8 +233,7 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
         )
     stored = set(TensorFiles(directory, STEMS[layout]).names)
     names = family.names()
-    plain = [name for name in names.parameter_names(config) if not names.hf_tensors(name, config).stacked]
-    modules = [name.removesuffix(".weight") for name in plain]
+    modules = [name.removesuffix(".weight") for name in names.parameter_names(config)]
     base, stabilised = read_base(directory), "use_rslora" if layout == "hf" else "rslora"
     whole = Adapters(
         modules=modules,
@@ -228,7 +246,7 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
         base=base or Base(data.get("base_model_name_or_path"), ""),
     )
     pairs = factor_pairs(whole, family, config, layout)
-    here = [module for module, pair in pairs.items() if stored_factor(pair.module, FIRST_FACTOR, layout) in stored]
+    here = [module for module, of in pairs.items() if stored_factor(of[0].module, FIRST_FACTOR, layout) in stored]
     adapters = dataclasses.replace(whole, modules=here)
     return adapters, SavedAdapters(directory, adapters, family, config, layout)
 

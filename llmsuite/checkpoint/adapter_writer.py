@@ -56,7 +56,8 @@ def write_adapters(
         layout: whose names and orientation the files get.
         tokenizer: directory whose tokenizer files are copied along.
     """
-    pairs = list({pair.module: pair for pair in factor_pairs(adapters, family, config, layout).values()}.values())
+    found = factor_pairs(adapters, family, config, layout).values()
+    pairs = list({pair.module: pair for of_module in found for pair in of_module}.values())
     metadata = {"format": "pt" if layout == "hf" else "np"}
     state = ManifestPart()
     if not adapters.is_plain:
@@ -106,8 +107,6 @@ class _StoredFactors:
     ):
         """Arguments as of `write_adapters`."""
         self._by_name, self._layout = {spec.name: spec for spec in specs}, layout
-        # each is read once, in the order of the files, and gathered in the order of `specs`
-        self._in_order = OrderedGather(specs, read, list(self._by_name))
         self._factors: dict[str, tuple[FactorPair, str]] = {}
         self._whole: dict[str, str] = {}
         self.specs: list[TensorSpec] = []
@@ -120,13 +119,15 @@ class _StoredFactors:
             name, spec = stored_parameter(ours, layout), self._by_name[ours]
             self._whole[name] = ours
             self.specs.append(TensorSpec(name, spec.shape[::-1], spec.dtype))
+        uses = [f"{module}.{kind}" for pair, kind in self._factors.values() for module, _ in pair.members]
+        self._in_order = OrderedGather(specs, read, [*uses, *adapters.beside])
 
     def _factor_spec(self, pair: FactorPair, factor: str) -> TensorSpec:
         first = self._by_name[f"{pair.members[0][0]}.{factor}"]
         if factor == MAGNITUDE:
             size = first.shape[0] * pair.num_parts
             return TensorSpec(stored_factor(pair.module, factor, self._layout), (size,), first.dtype)
-        num_rows, num_columns = first.shape
+        num_rows, num_columns = first.shape[-2:]
         if factor == FIRST_FACTOR:
             num_columns *= len(pair.members)
         else:
@@ -140,6 +141,8 @@ class _StoredFactors:
             return self._in_order.read(self._whole[name]).T
         pair, factor = self._factors[name]
         parts = [self._in_order.read(f"{module}.{factor}") for module, _ in pair.members]
+        if pair.index is not None:
+            parts = [part[pair.index] for part in parts]
         if factor == MAGNITUDE:
             return np.concatenate([value for _, value in sorted(zip([part for _, part in pair.members], parts))])
         value = np.concatenate(parts, 1) if factor == FIRST_FACTOR else _on_diagonal(parts, pair)
@@ -188,7 +191,7 @@ def _config(
 
 
 def _targets(modules: Sequence[str], family: ModelFamily, config: Any, layout: Layout) -> list[str]:
-    """The last word of modules where all modules of the model that end so are meant, else whole names."""
+    """As few of the last words of each module as no other module of the model ends in."""
     names, prefix = family.names(), family.names().paddlenlp_prefix(config)
     every = {
         theirs.removesuffix(".weight")
@@ -198,6 +201,11 @@ def _targets(modules: Sequence[str], family: ModelFamily, config: Any, layout: L
     }
     if layout == "paddlenlp":
         every = {re.sub(r"^model\.", str(prefix), name) for name in every}
-    left_out = {name.rpartition(".")[2] for name in every.difference(modules)}
-    words = {name: name.rpartition(".")[2] for name in modules}
-    return list(dict.fromkeys(name if word in left_out else word for name, word in words.items()))
+    left_out = {end for name in every.difference(modules) for end in _ends(name)}
+    return list(dict.fromkeys(next(end for end in _ends(name) if end not in left_out) for name in modules))
+
+
+def _ends(name: str) -> list[str]:
+    """The last word of a name, its last two, and so on to the whole name."""
+    words = name.split(".")
+    return [".".join(words[-count:]) for count in range(1, len(words) + 1)]

@@ -26,7 +26,8 @@ class StaticExperts:
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [B, L, D], and weights and numbers of the experts of each token [B, L, k], to [B, L, D]."""
-        gate, up, down = self._experts.matrices()
+        experts = self._experts
+        gate, up, down = (of.weight for of in (experts.gate_proj, experts.up_proj, experts.down_proj))
         num_experts, num_chosen = gate.shape[0], chosen.shape[-1]
         flat = chosen.flatten()
         order = paddle.argsort(flat, stable=True)

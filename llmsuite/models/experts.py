@@ -7,7 +7,7 @@ token routed to one of its experts: there are T x k rows, or N where this card h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -19,6 +19,13 @@ from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import ZEROS
 from llmsuite.typing import Tensor
 
+Local = Callable[[Tensor], Tensor]
+"""A stack of experts to those of this rank, as a plain tensor."""
+
+
+def whole(stack: Tensor) -> Tensor:
+    return stack
+
 
 class Stacked(nn.Layer):
     """The same matrix of every expert, [E, inputs, outputs]."""
@@ -26,6 +33,10 @@ class Stacked(nn.Layer):
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
         super().__init__()
         self.weight = self.create_parameter([num_experts, num_inputs, num_outputs], attr=ZEROS)
+
+    def product(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
+        """Rows [N, inputs], sorted by expert with so many `counts` for each, to [N, outputs]."""
+        return grouped_matmul(x, local(self.weight), counts)
 
 
 class Experts(nn.Layer):
@@ -42,17 +53,13 @@ class Experts(nn.Layer):
         """x [B, L, D], and weights and numbers of each token's experts [B, L, k], to [B, L, D]."""
         tokens = x.flatten(0, 1)
         route = sort_rows(chosen.flatten(), self.gate_proj.weight.shape[0])
-        rows = self.rows(dispatch(tokens, route), route.counts, self.matrices())
+        rows = self.rows(dispatch(tokens, route), route.counts)
         return combine(rows, weights.flatten(0, 1), route).reshape(x.shape)
 
-    def matrices(self) -> list[Tensor]:
-        """The stacked weights of gate, up and down."""
-        return [self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight]
-
-    def rows(self, x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
+    def rows(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
         """Rows [N, D], sorted by expert with so many `counts` for each, through the experts."""
-        gate, up, down = matrices
-        return grouped_matmul(self.swiglu(grouped_matmul(x, gate, counts), grouped_matmul(x, up, counts)), down, counts)
+        inner = self.swiglu(self.gate_proj.product(x, counts, local), self.up_proj.product(x, counts, local))
+        return self.down_proj.product(inner, counts, local)
 
 
 class Balance:

@@ -12,6 +12,7 @@ from paddle import nn
 
 from llmsuite.models.adapter import Adapter, is_plain_linear
 from llmsuite.models.dropout import TokenDropout
+from llmsuite.models.experts import Stacked
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.targets import is_trained, pick_modules
 
@@ -21,7 +22,7 @@ def add_adapters(model: nn.Layer, modules: Sequence[str], config: Any, seed: int
 
     Args:
         model: with or without memory.
-        modules: names of linear layers.
+        modules: names of linear layers and stacks of routed experts.
         config: a `paddlenlp.peft.LoRAConfig`.
         seed: of their dropout.
 
@@ -46,9 +47,7 @@ def adapters(model: nn.Layer) -> Iterator[Adapter]:
     return (module for module in model.sublayers() if isinstance(module, Adapter))
 
 
-def adapted_modules(
-    model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
-) -> list[str]:
+def adapted_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
     """Names of the modules of a whole model that get adapters; see `pick_modules`."""
-    linear = (name for name, module in model.named_sublayers() if is_plain_linear(module))
-    return pick_modules(list(linear), plan, patterns, key)
+    found = [name for name, module in model.named_sublayers() if is_plain_linear(module) or type(module) is Stacked]
+    return pick_modules(found, plan, patterns)

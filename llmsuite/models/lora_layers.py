@@ -3,20 +3,21 @@
 What is ours: the layer is put in place of an existing one whose W it keeps, makes no second W, and computes on parts of
 W under tensor parallel.
 
-Shapes: I inputs and O outputs of a matrix, R rank.
+Shapes: I inputs and O outputs of a matrix, R rank, E routed experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
 from paddle import nn
 
 from llmsuite.models.adapter import Adapter, identity
+from llmsuite.models.experts import Local, Stacked, grouped_matmul, whole
 from llmsuite.models.paddlenlp_peft import import_alone
-from llmsuite.models.peft_configs import DoraConfig
+from llmsuite.models.peft_configs import DoraConfig, LoRAConfig
 from llmsuite.typing import Tensor
 
 _LoRALinear: Any = import_alone("paddlenlp.peft.lora.lora_layers")[0].LoRALinear
@@ -103,6 +104,40 @@ class DoraLinear(LoraLinear):
         raise NotImplementedError("merged where weights are read, see `llmsuite.convert.adapter`")
 
 
-def adapter_layer(linear: nn.Linear, config: Any) -> Adapter:
-    """The layer with an adapter that replaces a linear layer."""
-    return (DoraLinear if isinstance(config, DoraConfig) else LoraLinear)(linear, config)
+class LoraExperts(Adapter, Stacked):
+    """x W + scale (x A) B for each expert, with factors A [E, I, R] and B [E, R, O] of its own.
+
+    As `LoRALinear` on each of paddlenlp's experts, which are layers of their own there.
+    """
+
+    def __init__(self, stacked: Stacked, config: Any):
+        """
+        Args:
+            stacked: the stack of E matrices that it replaces.
+            config: a `paddlenlp.peft.LoRAConfig`.
+        """
+        nn.Layer.__init__(self)
+        num_experts, num_inputs, num_outputs = stacked.weight.shape
+        self.weight, self.bias = stacked.weight, None
+        self.scaling, self.is_on = config.scaling, True
+        faster = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), learning_rate=config.lora_plus_scale)
+        with paddle.LazyGuard():
+            self.lora_A = self.create_parameter([num_experts, num_inputs, config.r])
+            self.lora_B = self.create_parameter([num_experts, config.r, num_outputs], attr=faster)
+
+    def product(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
+        """As of `Stacked`."""
+        y = super().product(x, counts, local)
+        if not self.is_on:
+            return y
+        narrow = grouped_matmul(x, local(self.lora_A), counts) * self.scaling
+        return y + grouped_matmul(narrow, local(self.lora_B), counts)
+
+
+def adapter_layer(layer: nn.Linear | Stacked, config: Any) -> Adapter:
+    """The layer with an adapter that replaces a linear layer or a stack of experts."""
+    if isinstance(layer, Stacked):
+        assert type(config) is LoRAConfig, "a rule refuses other methods"
+        assert not config.lora_use_mixer, "a rule refuses mixers"
+        return LoraExperts(layer, config)
+    return (DoraLinear if isinstance(config, DoraConfig) else LoraLinear)(layer, config)

@@ -21,7 +21,10 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
+from llmsuite.models.adapter import is_plain_linear
 from llmsuite.models.int8_grid import LEAST, LEVELS
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.targets import pick_modules
 from llmsuite.typing import Tensor
 
 
@@ -95,6 +98,12 @@ class FakeQuantLinear(nn.Layer):
 
 def identity(x: Tensor) -> Tensor:
     return x
+
+
+def rounded_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
+    """Names of the linear layers of a whole model that are fake-quantised, see `pick_modules`: never routed experts."""
+    found = [name for name, module in model.named_sublayers() if is_plain_linear(module)]
+    return pick_modules(found, plan, patterns, "qat.target_modules")
 
 
 def fake_quantize_layers(model: nn.Layer, modules: Sequence[str], rounds_weight: bool) -> None:

@@ -60,7 +60,8 @@ class ShardPlan:
     def dim(self, parameter: str) -> int | None:
         """The dim of a parameter that is cut over tp; None when it is not.
 
-        Those of an adapter are cut with its matrix, see `FACTORS`: in x A B, A along its inputs, B along its outputs.
+        Those of an adapter are cut with its matrix, see `FACTORS`: in x A B, A along its inputs, B along its outputs;
+        those of a stack of experts along the experts, as the stack.
         Codes and scales of a quantised matrix are cut as the matrix.
         """
         module, _, kind = parameter.rpartition(".")
@@ -68,7 +69,7 @@ class ShardPlan:
             return self.dim(module)
         if kind in FACTORS:
             dim = self.dim(f"{module}.weight")
-            return None if dim is None else FACTORS[kind][dim]
+            return dim if dim is None or self.is_expert(parameter) else FACTORS[kind][dim]
         return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)
 
     def has_own_dtype(self, parameter: str) -> bool:

@@ -11,12 +11,13 @@ from llmsuite.models.shard_plan import FACTORS, FIRST_FACTOR, MAGNITUDE, MIXER, 
 
 
 def pick_modules(
-    linear: Sequence[str], plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
+    modules: Sequence[str], plan: ShardPlan, patterns: Sequence[str] | None, key: str = "lora.target_modules"
 ) -> list[str]:
-    """The matrices that get adapters: those a pattern matches; without patterns, all in the decoder layers.
+    """The matrices that get adapters: those a pattern matches; without patterns, all in the decoder layers but the
+    routed experts.
 
     Args:
-        linear: names of all modules that are a matrix.
+        modules: names of all modules that are a matrix, or a stack of routed experts.
         plan: shard plan of their family.
         patterns: `fnmatch` patterns, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
         key: the recipe key the patterns are from, for the message.
@@ -24,13 +25,14 @@ def pick_modules(
     Raises:
         UserError: a pattern matches no matrix.
     """
-    known = [name for name in linear if not is_trained(f"{name}.weight")]
+    known = [name for name in modules if not is_trained(f"{name}.weight")]
     if patterns is None:
         inside = f"{plan.layers}." if plan.layers else ""
+        known = [name for name in known if not plan.is_expert(f"{name}.weight")]
         return [name for name in known if name.startswith(inside) and name != "lm_head"]
     chosen = set()
     for pattern in patterns:
-        matching = [n for n in known if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*.{pattern}")]
+        matching = [name for name in known if matches(name, pattern)]
         if not matching:
             ends = sorted({name.rpartition(".")[2] for name in known})
             raise UserError(
@@ -39,6 +41,22 @@ def pick_modules(
             )
         chosen.update(matching)
     return [name for name in known if name in chosen]
+
+
+def matches(module: str, pattern: str) -> bool:
+    """Whether a pattern is one for a module's whole name or its last words."""
+    return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"*.{pattern}")
+
+
+def adaptable_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
+    """The modules that may have an adapter, by the shapes of all parameters: every matrix and stack of experts."""
+    found = set(linear_modules(shapes, plan)).union(expert_modules(shapes, plan))
+    return [module for name in shapes if (module := name.removesuffix(".weight")) in found]
+
+
+def expert_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
+    """The modules that are a stack of routed experts, by the shapes of all parameters."""
+    return [name.removesuffix(".weight") for name in shapes if plan.is_expert(name)]
 
 
 def linear_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
@@ -53,8 +71,17 @@ def quantised_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> l
     return pick_modules(linear_modules(shapes, plan), plan, None)
 
 
-def factor_shapes(method: str, rank: int, num_inputs: int, num_outputs: int) -> dict[str, tuple[int, ...]]:
-    """The parameters of an adapter on a matrix, in the order of the layer; `method` is that of `lora.method`."""
+def factor_shapes(method: str, rank: int, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The parameters of an adapter, in the order of the layer.
+
+    Args:
+        method: that of `lora.method`.
+        rank: of the adapter.
+        shape: that of its matrix, [inputs, outputs], or of a stack, [experts, inputs, outputs].
+    """
+    *stacked, num_inputs, num_outputs = shape
+    if stacked:
+        return {FIRST_FACTOR: (*stacked, num_inputs, rank), SECOND_FACTOR: (*stacked, rank, num_outputs)}
     found: dict[str, tuple[int, ...]] = {FIRST_FACTOR: (num_inputs, rank)}
     if method == "mixer":
         found[MIXER] = rank, rank
@@ -74,7 +101,7 @@ def with_adapters(
         module = name.rpartition(".")[0]
         result[name] = tuple(shape)
         if module in adapted and name.endswith(".weight"):
-            own = factor_shapes(method, rank, shape[0], shape[1])
+            own = factor_shapes(method, rank, shape)
             factors[module] = {f"{module}.{kind}": of_kind for kind, of_kind in own.items()}
     for of_module in factors.values():
         result |= of_module

@@ -65,11 +65,8 @@ class SharedExperts:
     def _through_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows [N, D] through their experts; `counts`: rows of each slot."""
         group, ep = self._mesh.of_experts.expert_group, self._mesh.degrees.ep
-        matrices = self._experts.matrices()
-        if self._mesh.tensor is not None:
-            matrices = [dtensor_to_local(matrix, self._mesh.tensor, matrix.placements) for matrix in matrices]
         if group is None:
-            return self._experts.rows(rows, counts, matrices)
+            return self._experts.rows(rows, counts, self._local)
         table = collective.all_gather(paddle.to_tensor(counts, dtype="int64"), group).numpy()
         table = table.reshape(ep, ep, self._num_here)  # rows from each rank to each rank's experts
         to_here = table[:, group.rank]
@@ -80,9 +77,15 @@ class SharedExperts:
         by_rank = paddle.argsort(by_expert)
         rows = _Exchange.apply(rows, sent, received, group)
         rows = _Permute.apply(rows, (by_expert, by_rank))
-        rows = self._experts.rows(rows, to_here.sum(0).tolist(), matrices)
+        rows = self._experts.rows(rows, to_here.sum(0).tolist(), self._local)
         rows = _Permute.apply(rows, (by_rank, by_expert))
         return _Exchange.apply(rows, received, sent, group)
+
+    def _local(self, stack: Tensor) -> Tensor:
+        """The experts of this rank in a stack."""
+        if self._mesh.tensor is None:
+            return stack
+        return dtensor_to_local(stack, self._mesh.tensor, stack.placements)
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """The plain tensor, the same on every rank of the tensor parallel group."""

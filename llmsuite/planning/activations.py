@@ -60,6 +60,8 @@ class ActivationSettings:
     """Full names of the modules that have adapters."""
     adapter_widths: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Elements that an adapter keeps of each token besides its product with the first factor, by module."""
+    adapted_experts: frozenset[str] = frozenset()
+    """Those of `adapted` that are routed experts: their adapters see the rows of experts."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
     rounds_inputs: bool = False
@@ -84,7 +86,7 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
         2 * batch.tokens * anatomy.hidden * settings.num_bytes
     )  # of attention and MLP; gathered under sequence parallel
     kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
-    return kept + 2 * between + _adapters(number, batch, settings) + _rounded(layer, number, batch, settings)
+    return kept + 2 * between + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
 
 
 def hidden_state_bytes(hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -157,8 +159,7 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
         return tokens * e * times * what.width / settings.tp
     if not isinstance(what, MoE):
         return tokens * e * 2 * what.width / settings.tp
-    # with an even load, the ranks of a tensor parallel group have tokens x chosen experts rows together
-    rows = tokens * what.chosen / settings.tp if batch.expert_rows is None else batch.expert_rows
+    rows = _expert_rows(what, batch, settings)
     routed = rows * e * (hidden + times * what.width) + tokens * what.chosen * e * hidden
     shared = tokens * e * times * what.shared_width / settings.tp
     # scores; for each choice its number, weight and place among the sorted rows
@@ -170,12 +171,21 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
     return routed + shared + gate
 
 
-def _adapters(number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+def _expert_rows(what: MoE, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Rows of a rank's experts: with an even load, a tensor parallel group has tokens x chosen experts together."""
+    return batch.tokens * what.chosen / settings.tp if batch.expert_rows is None else batch.expert_rows
+
+
+def _adapters(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     if settings.adapter_rank is None:
         return 0.0
     inside = [name for name in settings.adapted if f".{number}." in name]
-    width = sum(settings.adapter_rank + settings.adapter_widths.get(name, 0) for name in inside)
-    return batch.tokens * width * settings.num_bytes
+    of_tokens = [name for name in inside if name not in settings.adapted_experts]
+    kept = batch.tokens * sum(settings.adapter_rank + settings.adapter_widths.get(name, 0) for name in of_tokens)
+    if isinstance(layer.mlp, MoE):
+        experts = len(inside) - len(of_tokens)
+        kept += _expert_rows(layer.mlp, batch, settings) * experts * settings.adapter_rank
+    return kept * settings.num_bytes
 
 
 _OWN_INPUT = frozenset(("o_proj", "down_proj", "q_b_proj", "kv_b_proj"))

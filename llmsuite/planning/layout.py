@@ -15,7 +15,14 @@ from llmsuite.errors import UserError
 from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import is_tied
 from llmsuite.models.shard_plan import WHOLE
-from llmsuite.models.targets import is_trained, linear_modules, pick_modules, quantised_modules, with_adapters
+from llmsuite.models.targets import (
+    adaptable_modules,
+    is_trained,
+    linear_modules,
+    pick_modules,
+    quantised_modules,
+    with_adapters,
+)
 from llmsuite.parallel.cut import layer_costs, layer_of, part_bounds, parts_with
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import (
@@ -125,7 +132,7 @@ class ModelParameters:
         self.num_layers, self.tied = config.num_hidden_layers, is_tied(config)
         self.model_shapes = shapes = model_shapes(plan) if shapes is None else shapes
         if lora.rank is not None:
-            adapted = pick_modules(linear_modules(shapes, self.shard_plan), self.shard_plan, lora.target_modules)
+            adapted = pick_modules(adaptable_modules(shapes, self.shard_plan), self.shard_plan, lora.target_modules)
             shapes = with_adapters(shapes, adapted, lora.rank, lora.method)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
         qat = plan.recipe.qat

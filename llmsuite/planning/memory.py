@@ -66,6 +66,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
     backend = plan.device.factory()
     fused = backend.fused(engine.precision)
     in_programs = plan.degrees.tp > 1 and engine.mode == "to_static"
+    experts = frozenset(name for name in layout.adapted if layout.shard_plan.is_expert(f"{name}.weight"))
     return ActivationSettings(
         num_bytes=BYTES[engine.precision],
         tp=plan.degrees.tp,
@@ -78,7 +79,8 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         fuses_alike_only=backend.fuses_alike_only,
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
-        adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted},
+        adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted - experts},
+        adapted_experts=experts,
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
     )

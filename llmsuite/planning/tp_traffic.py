@@ -190,7 +190,8 @@ class TensorParallelTraffic:
         return self._layout.shard_plan.is_region(module.rpartition(".")[0])
 
     def _inside(self, modules: Iterable[str], number: int, dim: int) -> list[str]:
-        """The modules of a layer whose weights are sharded along a dim."""
+        """The modules of a layer whose weights are sharded along a dim. Routed experts are not: ranks have some."""
         plan = self._layout.shard_plan
-        inside = (module for module in modules if module.startswith(f"{plan.layers}.{number}."))
-        return [module for module in inside if plan.dim(f"{module}.weight") == dim]
+        inside = (f"{module}.weight" for module in modules if module.startswith(f"{plan.layers}.{number}."))
+        cut = [weight for weight in inside if plan.dim(weight) == dim and not plan.is_expert(weight)]
+        return [weight.removesuffix(".weight") for weight in cut]

@@ -47,7 +47,7 @@ def with_factors(read: ReadSlice, seed: int, shapes: Mapping[str, Sequence[int]]
     def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         module, _, kind = name.rpartition(".")
         if kind in (FIRST_FACTOR, MIXER):
-            return initial_values(seed, name, shape, (3 * shape[0]) ** -0.5, index)
+            return initial_values(seed, name, shape, (3 * shape[-2]) ** -0.5, index)
         if kind == SECOND_FACTOR:
             return np.zeros([part.stop - part.start for part in index], "float32")
         if kind == MAGNITUDE:

@@ -15,7 +15,7 @@ from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.qat import fake_quantize_layers
+from llmsuite.models.qat import fake_quantize_layers, rounded_modules
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.shard_plan import WHOLE, ShardPlan
 from llmsuite.models.targets import is_factor, is_trained, quantised_modules
@@ -138,7 +138,7 @@ def _build_chunks(
                 add_adapters(model, adapted, config, plan.recipe.seed)
                 _check_dropout(lora.dropout, adapted, shard_plan)
             if qat.weight_bits is not None:
-                rounded = adapted_modules(model, shard_plan, qat.target_modules, "qat.target_modules")
+                rounded = rounded_modules(model, shard_plan, qat.target_modules)
                 fake_quantize_layers(model, rounded, rounds_weight=True)
             chunks.append(model)
     return chunks, adapted, rounded

@@ -25,6 +25,9 @@ MIXER, DORA = {"run": ("--lora.method=mixer",)}, {"run": ("--lora.method=dora",)
 # packed rows: which documents are in a row depends on nothing but the data, but where a row is in a batch does
 DROPOUT = {"run": ("--lora.dropout=0.25", "--data.packing=best_fit")}
 PREFERENCE = {"stage": "dpo"}
+EP = {"expert_parallel_degree": 2}
+# routed experts, and one matrix of shared and dense ones
+EXPERTS = {**ADAMW, "family": "deepseek", "run": ('--lora.target_modules=["experts.*", "o_proj", "down_proj"]',)}
 # matrices with adapters and without, of row- and column-parallel ones
 NF4 = {
     "run": ("--lora.base_dtype=nf4", "--lora.base_block=16", '--lora.target_modules=["q_proj", "o_proj", "up_proj"]')
@@ -40,6 +43,7 @@ ONES = {
     "mixer": case("mixer", words=("--train.micro_batch_size=8",), **MIXER),
     "dropout": case("dropout", words=("--train.micro_batch_size=8",), **DROPOUT),
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
+    "experts": case("experts", words=("--train.micro_batch_size=8",), **EXPERTS),
 }
 MANY: dict[str, tuple[str, Case]] = {
     "tp2, sequence parallel, recompute": ("sft", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,))),
@@ -57,11 +61,23 @@ MANY: dict[str, tuple[str, Case]] = {
     ),
     "dropout, pp2": ("dropout", case("dropout-pp", 2, INTERLEAVED, **DROPOUT)),
     "dropout, stage3": ("dropout", case("dropout-stage3", 2, {"sharding": "stage3"}, **DROPOUT)),
+    "experts, tp2, sequence parallel": ("experts", case("experts-tp", 2, {**TP, **SP}, **EXPERTS)),
+    "experts, pp2": ("experts", case("experts-pp", 2, PP, (RECOMPUTE,), **EXPERTS)),
+    "experts, ep2": ("experts", case("experts-ep", 2, EP, **EXPERTS)),
+    "experts, ep2, stage3": (
+        "experts",
+        case("experts-stage3", 2, {**EP, "sharding": "stage3"}, (RECOMPUTE,), **EXPERTS),
+    ),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),
     "nf4, pp2": ("nf4", case("nf4-pp", 2, INTERLEAVED, **NF4)),
     "nf4, stage3": ("nf4", case("nf4-stage3", 2, {"sharding": "stage3"}, **NF4)),
 }
+CONTINUED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "adamw": (ADAMW, {**TP, **SP}),  # type: ignore[dict-item]
+    "experts": (EXPERTS, EP),  # type: ignore[dict-item]
+}
+"""What goes on from a checkpoint of one process, and how on two."""
 MUTANT = case("mutant", 2, TP, mutation="factor_of_first_rank")
 
 
@@ -71,11 +87,12 @@ def failed(runner: Runner) -> dict[str, str]:
     failed = run_cases(runner, [*ONES.values(), *(many for _, many in MANY.values()), MUTANT])
     # what one process has left in the middle, continued there and on another mesh
     cases = []
-    for name, num_ranks, parallel in (("again", 1, {}), ("on-two", 2, {**TP, **SP})):
-        checkpoint = runner.directory / "adamw" / "checkpoints" / "step-1"
-        shutil.copytree(checkpoint, runner.directory / name / "checkpoints" / "step-1")
-        words = ("--train.micro_batch_size=8",)
-        cases.append(case(name, num_ranks, parallel, words, resume=True, **ADAMW))
+    for one, (run, parallel) in CONTINUED.items():
+        for name, num_ranks, on in ((f"{one}-again", 1, {}), (f"{one}-on-two", 2, parallel)):
+            checkpoint = runner.directory / one / "checkpoints" / "step-1"
+            shutil.copytree(checkpoint, runner.directory / name / "checkpoints" / "step-1")
+            words = ("--train.micro_batch_size=8",) if on is not EP else ()
+            cases.append(case(name, num_ranks, on, words, resume=True, **run))  # type: ignore[arg-type]
     return failed | run_cases(runner, cases)
 
 
@@ -106,12 +123,16 @@ def test_a_factor_that_is_cut_wrongly_is_noticed(runner: Runner, failed: dict[st
     assert max(found.metrics, found.change) > 1e-3, "not by the error alone"
 
 
-def test_a_checkpoint_is_continued_bit_by_bit_and_on_another_mesh(runner: Runner, failed: dict[str, str]) -> None:
-    assert not {"adamw", "again", "on-two"} & failed.keys(), failed
+@pytest.mark.parametrize("one", CONTINUED)
+def test_a_checkpoint_is_continued_bit_by_bit_and_on_another_mesh(
+    runner: Runner, failed: dict[str, str], one: str
+) -> None:
+    names = (one, f"{one}-again", f"{one}-on-two")
+    assert not {*names} & failed.keys(), failed
     for stem in (STEM, "optimizer"):
-        whole, again, on_two = (runner.weights(name, STEPS, stem) for name in ("adamw", "again", "on-two"))
+        whole, again, on_two = (runner.weights(name, STEPS, stem) for name in names)
         assert whole.keys() == again.keys() == on_two.keys()
         for name, value in whole.items():
             assert value.tobytes() == again[name].tobytes(), name
             assert abs(on_two[name] - value).max() <= 1e-5 * abs(value).max(), name
-    assert not list((runner.directory / "adamw").glob("checkpoints/*/model*")), "the base was saved"
+    assert not list((runner.directory / one).glob("checkpoints/*/model*")), "the base was saved"

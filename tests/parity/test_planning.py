@@ -46,6 +46,12 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dropout, kept": ("llama/lora", TP, (*KEPT, "--lora.dropout=0.1")),
     "dropout, pipeline": ("llama/lora", PP, ("--lora.dropout=0.1",)),
     "dora, sequence": ("llama/lora", SP, ("--lora.method=dora",)),
+    "adapters, experts": (
+        "deepseek/lora",
+        {"expert_parallel_degree": 2, "sharding": "stage2"},
+        (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]'),
+    ),
+    "adapters, experts, tensor": ("deepseek/lora", TP, (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
     "adapters, stage 3": ("llama/lora", {"sharding": "stage3"}, ()),
 }
 ALONE = {
@@ -54,6 +60,7 @@ ALONE = {
     "one, selective": ("qwen/sft", ("--engine.recompute=selective",)),
     "one, gpt": ("gpt/sft", KEPT),
     "one, deepseek": ("deepseek/sft", KEPT),
+    "one, experts": ("deepseek/lora", (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
 }
 COMMON = (
     "--train.max_steps=2", "--train.global_batch_size=4", "--data.eval=null", "--checkpoint.save_steps=null",

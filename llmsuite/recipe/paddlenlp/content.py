@@ -79,10 +79,10 @@ def _refuse_what_models_add(run: Conversion, preset: str | None) -> None:
 def family_targets(run: Conversion) -> dict[str, Any]:
     """`lora.target_modules`, where PaddleNLP's `get_lora_target_modules` names others than every matrix but those of
     routed experts."""
-    if run.family.name.endswith("_moe"):
-        run.refuse(
-            "lora", True, "routed experts get adapters there; here they have none by default: lora.target_modules"
-        )
+    if run.family.name == "qwen_moe":  # with the routed experts, without the gate of the shared one
+        return {"target_modules": [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]}
+    if run.family.name == "ernie_moe":
+        run.refuse("lora", True, "PaddleNLP names no matrices of this family for adapters")
     if run.family.name != "deepseek":
         return {}
     shape = run.family.presets[run.preset] if run.preset is not None else {}
@@ -207,6 +207,9 @@ def lora(run: Conversion) -> dict[str, Any]:
         return {}
     # run_finetune.py: 4 with rsLoRA, else twice the rank
     lora: dict[str, Any] = {"rank": rank, "alpha": float(alpha if alpha > 0 else 4 if rslora else 2 * rank)}
+    if (mixer or dora) and run.family.name == "qwen_moe":
+        key = "lora_use_mixer" if mixer else "use_dora"
+        run.refuse(key, True, "routed experts get adapters there; here they have plain ones only: lora.target_modules")
     lora |= {"method": "mixer"} if mixer else {"method": "dora"} if dora else {}
     lora |= {"dropout": float(dropout)} if dropout else {}
     lora |= {"rslora": True} if rslora else {}

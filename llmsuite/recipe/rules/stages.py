@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from llmsuite.models.targets import quantised_modules
+from llmsuite.models.targets import expert_modules, matches, quantised_modules
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.rule import Rule, Violation
 
@@ -98,6 +98,20 @@ def _drops_in_a_program(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def _no_such_experts(context: RuleContext) -> Iterator[Violation]:
+    lora, names = context.recipe.lora, context.family.names()
+    is_plain = lora.method == "lora" and not lora.dropout
+    if lora.rank is None or is_plain or context.config is None or not hasattr(names, "parameter_shapes"):
+        return
+    experts = expert_modules(names.parameter_shapes(context.config), context.shard_plan)
+    if found := [p for p in lora.target_modules or () if any(matches(name, p) for name in experts)]:
+        message = (
+            f"{found[0]!r} matches routed experts ({experts[0]}), which have adapters of lora.method lora without "
+            "dropout only; set that, or name others, such as shared_experts.* and self_attn.*"
+        )
+        yield "lora.target_modules", message
+
+
 def _not_one_group(context: RuleContext) -> Iterator[Violation]:
     degree, stage = context.recipe.parallel.tensor_parallel_degree, context.recipe.stage
     if not context.stage.trains and context.num_devices != degree:
@@ -155,6 +169,12 @@ STAGE_RULES = (
         "the mask is a function of the layer's name, and compiled layers share their programs",
         ("--lora.rank=8", "--lora.dropout=0.1", "--engine.mode=to_static"),
         _drops_in_a_program,
+    ),
+    Rule(
+        "`lora.target_modules` that match routed experts, with another `lora.method` than `lora` or with `lora.dropout`",
+        "those are of layers for one matrix, not for a stack of them",
+        (),
+        _no_such_experts,
     ),
     Rule(
         "`qat` with another stage than `pretrain` and `sft`",

@@ -44,7 +44,13 @@ from tests.unit.fill import fill_parameters
 RANK, ALPHA = 3, 5.0
 IDS = np.array([[1, 7, 11, 3, 2], [4, 4, 9, 0, 5]])
 # q, k and v of GPT lie in one matrix: all of them in the first layer, one of them in the second
-TARGETS = {"gpt": ["layers.0.*", "layers.1.self_attn.v_proj", "layers.1.mlp.up_proj"]}
+TARGETS = {
+    "gpt": ["layers.0.*", "layers.1.self_attn.v_proj", "layers.1.mlp.up_proj"],
+    # routed experts, shared ones and dense ones; only one matrix of the routed; only routed ones
+    "deepseek": ["*_proj"],
+    "qwen_moe": ["self_attn.*", "experts.down_proj"],
+    "ernie_moe": ["mlp.experts.*"],
+}
 
 
 def section(**keys: Any) -> LoraSection:
@@ -207,8 +213,8 @@ def test_what_was_written_is_read(made: Any) -> None:
     for name, value in factors_of(model).items():
         assert saved.spec(name).shape == value.shape
         assert saved.read(name).tobytes() == value.tobytes(), name
-        rows, columns = (slice(n // 3, n - n // 3) for n in value.shape)
-        np.testing.assert_array_equal(saved.read(name, [rows, columns]), value[rows, columns])
+        part = tuple(slice(n // 3, n - n // 3) for n in value.shape)
+        np.testing.assert_array_equal(saved.read(name, part), value[part])
     assert read_base(directory / "adapter") == told.base
 
 
@@ -221,8 +227,9 @@ def test_names_and_shapes_are_those_of_peft(made: Any) -> None:
     hidden = model.config.hidden_size
     if family != "gpt":
         assert (config["rank_pattern"], config["alpha_pattern"]) == ({}, {})
-        name = "o_proj" if family == "deepseek" else "q_proj"
-        first = tensors[f"base_model.model.model.layers.0.self_attn.{name}.lora_A.weight"]
+        name = {"deepseek": "self_attn.o_proj", "ernie_moe": "mlp.experts.0.up_proj"}.get(family, "self_attn.q_proj")
+        layer = 1 if family == "ernie_moe" else 0
+        first = tensors[f"base_model.model.model.layers.{layer}.{name}.lora_A.weight"]
         assert first.shape[0] == RANK
         return
     a, b = (tensors[f"base_model.model.transformer.h.0.attn.c_attn.lora_{k}.weight"] for k in "AB")

@@ -24,7 +24,6 @@ from llmsuite.errors import Problem, UserError
 from llmsuite.files import write_json
 from llmsuite.inference.load import load_model
 from llmsuite.models import int8_grid as grid
-from llmsuite.models.lora import adapted_modules
 from llmsuite.models.qat import (
     FakeQuantLinear,
     fake_quantize,
@@ -32,6 +31,7 @@ from llmsuite.models.qat import (
     fake_quantize_weight,
     fake_quantized,
     observing,
+    rounded_modules,
     weight_scale,
 )
 from llmsuite.parallel.loss_ledger import LossTerms
@@ -210,7 +210,7 @@ def test_what_is_seen_depends_on_neither_padding_nor_recompute(document_starts: 
     found, gradients = [], []
     for apart, again in ((False, False), (True, False), (False, True), (True, True)):
         model = tiny_llama.model()
-        names = adapted_modules(model, plan, ["layers.*", "lm_head"])
+        names = rounded_modules(model, plan, ["layers.*", "lm_head"])
         fake_quantize_layers(model, names, rounds_weight=True)
         if again:
             recompute_layers(model, plan, 1)
@@ -275,7 +275,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (family, with_inputs), directory = request.param, tmp_path_factory.mktemp("int8")
     base_of(family, directory / "run")
     model = load_model(open_model(directory / "run", FAMILIES), CpuBackend())
-    names = adapted_modules(model, FAMILIES[family].shard_plan, None)  # type: ignore[arg-type]
+    names = rounded_modules(model, FAMILIES[family].shard_plan, None)  # type: ignore[arg-type]
     rounded = rounded_of(names, with_inputs)
     save_state(directory / "run", rounded)
     fake_quantize_layers(model, names, rounds_weight=True)
@@ -420,4 +420,4 @@ def test_what_does_not_go_together_is_refused(
 
 def test_a_pattern_that_matches_nothing_names_its_key() -> None:
     with pytest.raises(UserError, match=r"qat.target_modules: 'query' matches no matrix"):
-        adapted_modules(tiny_llama.model(), FAMILIES["llama"].shard_plan, ["query"], "qat.target_modules")  # type: ignore[arg-type]
+        rounded_modules(tiny_llama.model(), FAMILIES["llama"].shard_plan, ["query"])  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from llmsuite.devices.xpu import XpuBackend
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.qat import fake_quantize_layers, fake_quantized
-from llmsuite.models.targets import linear_modules, pick_modules, with_adapters
+from llmsuite.models.targets import adaptable_modules, pick_modules, with_adapters
 from llmsuite.parallel.cut import keep_part, part_bounds, parts_with
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
@@ -98,9 +98,9 @@ def test_a_family_says_the_shapes_its_model_has(case: str) -> None:
 def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any]) -> None:
     model, cuts = tiny(family, **shape), FAMILIES[family].shard_plan
     shapes = FAMILIES[family].names().parameter_shapes(model.config)
-    for patterns in (None, ["o_proj"]):
+    for patterns in (None, ["o_proj"], ["*_proj"]):
         expected = adapted_modules(model, cuts, patterns)
-        assert pick_modules(linear_modules(shapes, cuts), cuts, patterns) == expected
+        assert pick_modules(adaptable_modules(shapes, cuts), cuts, patterns) == expected
     with paddle.LazyGuard():
         add_adapters(model, expected, lora_config(r=3))
     assert with_adapters(shapes, expected, 3) == {name: tuple(p.shape) for name, p in model.named_parameters()}

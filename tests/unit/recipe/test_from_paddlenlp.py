@@ -244,7 +244,11 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**LORA, "lokr": True}, "lokr = True"),
     ({**LORA, "vera": 1}, "vera = 1"),
     ({**LORA, "pissa": True}, "pissa = True"),
-    ({**LORA, "model_name_or_path": "Qwen/Qwen2-57B-A14B"}, "lora = True: routed experts get adapters there"),
+    (
+        {**LORA, "model_name_or_path": "Qwen/Qwen2-57B-A14B", "lora_use_mixer": True},
+        "lora_use_mixer = True: routed experts get adapters there",
+    ),
+    ({**LORA, "model_name_or_path": "baidu/ERNIE-4.5-21B-A3B-PT"}, "lora = True: PaddleNLP names no matrices"),
     ({**LORA, "use_mora": True}, "use_mora = True"),
     (
         {**LORA, "weight_quantize_algo": "nf4"},

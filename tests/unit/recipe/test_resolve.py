@@ -147,6 +147,15 @@ def test_accumulate_steps(plan: Plan) -> None:
             "blocks; use 32",
         ),
         (
+            {
+                "model": {"family": "deepseek", "preset": "deepseek-v2-lite"},
+                "lora": {"rank": 2, "method": "dora", "target_modules": ["q_proj", "down_proj"]},
+            },
+            "lora.target_modules",
+            "'down_proj' matches routed experts (model.layers.1.mlp.experts.gate_proj), which have adapters of "
+            "lora.method lora without dropout only; set that, or name others, such as shared_experts.* and self_attn.*",
+        ),
+        (
             {"lora.rank": 2, "lora.base_block": 32},
             "lora.base_block",
             "has no effect while base_dtype is null; set that too, or remove it",
