@@ -229,9 +229,9 @@ def test_what_is_seen_depends_on_neither_padding_nor_recompute(document_starts: 
                     real = paddle.concat([hidden[i, :n] for i, n in enumerate(lengths[row])])
                     return LossTerms(part.logits(real).square().sum(), 1.0)
 
-                part.forward(Action(True, 0, number), loss, lengths[row])
+                part.forward(Action(True, number, 0), loss, lengths[row])
             for number in range(len(rows)):  # once all forward passes are done
-                part.backward(Action(False, 0, number))
+                part.backward(Action(False, number, 0))
             scales.update()
             gradients.append({name: p.grad.numpy() for name, p in model.named_parameters()})
             model.clear_gradients()
