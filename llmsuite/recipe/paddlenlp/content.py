@@ -207,9 +207,11 @@ def lora(run: Conversion) -> dict[str, Any]:
         return {}
     # run_finetune.py: 4 with rsLoRA, else twice the rank
     lora: dict[str, Any] = {"rank": rank, "alpha": float(alpha if alpha > 0 else 4 if rslora else 2 * rank)}
-    if (mixer or dora) and run.family.name == "qwen_moe":
-        key = "lora_use_mixer" if mixer else "use_dora"
-        run.refuse(key, True, "routed experts get adapters there; here they have plain ones only: lora.target_modules")
+    special = {"lora_use_mixer": mixer, "use_dora": dora, "lora_dropout": dropout}
+    if run.family.name == "qwen_moe":
+        for key in (key for key, value in special.items() if value):
+            why = "routed experts get adapters there; here they have plain ones only: lora.target_modules"
+            run.refuse(key, special[key], why)
     lora |= {"method": "mixer"} if mixer else {"method": "dora"} if dora else {}
     lora |= {"dropout": float(dropout)} if dropout else {}
     lora |= {"rslora": True} if rslora else {}

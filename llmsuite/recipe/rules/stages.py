@@ -171,7 +171,7 @@ STAGE_RULES = (
         _drops_in_a_program,
     ),
     Rule(
-        "`lora.target_modules` that match routed experts, with another `lora.method` than `lora` or with `lora.dropout`",
+        "`lora.target_modules` that match routed experts, with `lora.dropout` or a `lora.method` but `lora`",
         "those are of layers for one matrix, not for a stack of them",
         (),
         _no_such_experts,
