@@ -64,6 +64,7 @@ def plugins_page() -> str:
         hookspecs.DataFormat,
         hookspecs.Exporter,
         hookspecs.LoggerSpec,
+        hookspecs.RewardSpec,
         hookspecs.Command,
         hookspecs.RunView,
     ):

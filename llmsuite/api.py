@@ -31,11 +31,11 @@ from llmsuite.plugins.given import add_files, load_file, plugin_files, plugin_of
 from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import Command, DataFormat, DeviceSpec, Exporter, LoggerSpec, ModelFamily, StageSpec
+from llmsuite.specs import Command, DataFormat, DeviceSpec, Exporter, LoggerSpec, ModelFamily, RewardSpec, StageSpec
 
 RecipeLike = str | Path | Mapping[str, Any]
 """A recipe: its file, or its content."""
-Spec = StageSpec | ModelFamily | DeviceSpec | DataFormat | Exporter | LoggerSpec | Command
+Spec = StageSpec | ModelFamily | DeviceSpec | DataFormat | Exporter | LoggerSpec | RewardSpec | Command
 Plugin = str | Path | Spec | Any
 """A Python file, a spec such as a `ModelFamily`, or a module or object with hooks."""
 _TAIL_LINES = 20

@@ -10,12 +10,14 @@ from typing import Any
 
 from llmsuite.observe import loggers
 from llmsuite.plugins.hookspecs import hookimpl
+from llmsuite.rl import reward_sections
 from llmsuite.specs import (
     DataFormat,
     DeviceSpec,
     Exporter,
     LoggerSpec,
     ModelFamily,
+    RewardSpec,
     StageSpec,
 )
 from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
@@ -175,3 +177,8 @@ def llmsuite_register_exporters() -> list[Exporter]:
 @hookimpl
 def llmsuite_register_loggers() -> list[LoggerSpec]:
     return list(loggers.BUILTIN)
+
+
+@hookimpl
+def llmsuite_register_rewards() -> list[RewardSpec]:
+    return list(reward_sections.BUILTIN)

@@ -82,6 +82,8 @@ class StageSpec:
     head: Literal["language_model", "score"] = "language_model"
     """Output of the model: logits, or one score (`model.scores`). A score head is initialised from the seed when the
     weights are those of a language model."""
+    sections: Mapping[str, type[Section]] = dataclasses.field(default_factory=dict)
+    """Further sections of its recipes by name, such as those that several stages have in common."""
     section: str = ""
     """Name of its section where that is not `name`: the section of another stage, whose keys it shares."""
     adapters: bool = False
@@ -223,6 +225,35 @@ class LoggerSpec:
     help: str
     factory: Callable[[Path], Logger]
     """Called with the run's directory. Raises UserError when a package it needs is missing."""
+    api: int = API_VERSION
+
+
+Score = Callable[[Sequence[Any]], Sequence[float | Mapping[str, float] | None]]
+"""Completions (`llmsuite.rl.completion.Completion`) to their rewards. None or NaN: there is no reward for this one. A
+mapping has the reward as "score" and the numbers of `RewardSpec.parts`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RewardSpec:
+    """A reward of completions, for the stages of online RL."""
+
+    name: str
+    """A key of the recipe's `reward.functions`; its metric is `rewards/NAME`."""
+    help: str
+    factory: Callable[[Any], Score]
+    """Gets the section of `config_cls`, None without one, and returns the function that scores. It is called in the
+    process that scores, so it is a function of a module, which that process imports. Raises UserError when a package
+    it needs is missing."""
+    config_cls: type[Section] | None = None
+    """Dataclass of its own keys, `reward.NAME` in a recipe. Every key has a default."""
+    level: Literal["completion", "group"] = "completion"
+    """What a call scores: one completion, or all completions of a prompt, to compare them."""
+    parts: tuple[str, ...] = ()
+    """Names of further numbers that it gives beside the reward, in mappings; the metric of each is
+    `rewards/NAME/PART`."""
+    runs: Literal["pool", "main"] = "pool"
+    """pool: in processes without Paddle, with a time limit. main: in the process that trains, all completions of the
+    rank in one call and without a time limit."""
     api: int = API_VERSION
 
 

@@ -14,7 +14,7 @@ from llmsuite.resources import bundled
 from llmsuite.schema.keys import walk
 from llmsuite.specs import Command
 
-_WHAT = Literal["stages", "models", "recipes", "devices", "formats", "loggers", "layouts", "keys"]
+_WHAT = Literal["stages", "models", "recipes", "devices", "formats", "loggers", "rewards", "layouts", "keys"]
 
 
 def add_arguments(parser: Any) -> None:
@@ -70,7 +70,7 @@ def _recipes() -> Iterator[tuple[str, str, str, str]]:
 
 COMMAND = Command(
     name="list",
-    help="list stages, models, recipes, devices, formats, loggers, layouts or recipe keys",
+    help="list stages, models, recipes, devices, formats, loggers, rewards, layouts or recipe keys",
     add_arguments=add_arguments,
     run=run,
 )

@@ -57,7 +57,7 @@ def start_rank(
     if callable(work):
         return _Fork(work, variables, log, close)
     return subprocess.Popen(
-        work, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
+        work, env=variables, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
     )
 
 
@@ -69,7 +69,7 @@ class _Fork:
     ) -> None:
         def run() -> None:
             os.setsid()
-            _die_with_parent()
+            die_with_parent()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -106,7 +106,7 @@ class _Fork:
         return code
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to kill this process when the launcher dies, even by SIGKILL. Called in a rank before it starts."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -25,6 +25,7 @@ from llmsuite.specs import (
     LoggerSpec,
     ModelFamily,
     PrePass,
+    RewardSpec,
     RunView,
     StageProfile,
     StageSpec,
@@ -40,6 +41,7 @@ __all__ = [
     "LoggerSpec",
     "ModelFamily",
     "PrePass",
+    "RewardSpec",
     "RunView",
     "Section",
     "StageProfile",
@@ -87,6 +89,12 @@ def llmsuite_register_exporters() -> list[Exporter]:
 @hookspec
 def llmsuite_register_loggers() -> list[LoggerSpec]:
     """Sinks for metrics."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_rewards() -> list[RewardSpec]:
+    """Rewards of completions, for the stages of online RL."""
     raise AssertionError("a hookspec is not called")
 
 

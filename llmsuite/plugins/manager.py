@@ -19,6 +19,7 @@ import pluggy
 from llmsuite.errors import UserError
 from llmsuite.plugins import hookspecs
 from llmsuite.schema.recipe import Recipe
+from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.section import Section
 from llmsuite.specs import (
     API_VERSION,
@@ -28,6 +29,7 @@ from llmsuite.specs import (
     Exporter,
     LoggerSpec,
     ModelFamily,
+    RewardSpec,
     StageSpec,
 )
 
@@ -42,6 +44,7 @@ REGISTRATIONS: dict[str, tuple[str, Any]] = {
     "data format": ("llmsuite_register_data_formats", DataFormat),
     "exporter": ("llmsuite_register_exporters", Exporter),
     "logger": ("llmsuite_register_loggers", LoggerSpec),
+    "reward": ("llmsuite_register_rewards", RewardSpec),
     "command": ("llmsuite_register_commands", Command),
 }
 """Kind, as messages call it -> hook, and type of the specs it returns."""
@@ -105,11 +108,16 @@ class Registry:
         return self._specs["logger"]
 
     @property
+    def rewards(self) -> dict[str, RewardSpec]:
+        return self._specs["reward"]
+
+    @property
     def commands(self) -> dict[str, Command]:
         return self._specs["command"]
 
     def specs(self, kind: str) -> dict[str, Any]:
-        """Everything of a kind: "stage", "model", "device", "data format", "exporter", "logger" or "command"."""
+        """Everything of a kind: "stage", "model", "device", "data format", "exporter", "logger", "reward" or
+        "command"."""
         return self._specs[kind]
 
     def owner(self, kind: str, name: str) -> PluginInfo:
@@ -183,6 +191,8 @@ class Registry:
                 own.add((kind, spec.name))
                 if kind == "stage":
                     _check_stage(spec)
+                elif kind == "reward":
+                    _check_reward(spec)
                 self._refuse_duplicate(kind, spec.name, info)
                 yield kind, spec
 
@@ -284,13 +294,32 @@ def _returns(cls: type) -> str:
 def _check_stage(spec: StageSpec) -> None:
     """Refuse what would break the schema of recipes: the stage's name becomes a key there, its class a section."""
     taken = {field.name for field in dataclasses.fields(Recipe)}
-    name = spec.section_name
-    if not name.isidentifier() or keyword.iskeyword(name) or name in taken:
-        raise UserError(f"a stage cannot be called {name!r}: the name has to be a new key of a recipe, one word")
+    for name in (spec.section_name, *spec.sections):
+        if not name.isidentifier() or keyword.iskeyword(name) or name in taken:
+            raise UserError(f"a stage cannot be called {name!r}: the name has to be a new key of a recipe, one word")
+        taken.add(name)
+    for cls in (spec.config_cls, *spec.sections.values()):
+        if not (isinstance(cls, type) and issubclass(cls, Section)):
+            raise UserError(
+                f"config_cls of stage {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"
+            )
+
+
+def _check_reward(spec: RewardSpec) -> None:
+    """Refuse what would break the section `reward`: the keys of a reward become a section there, of its name."""
+    taken = {field.name for field in dataclasses.fields(RewardSection)}
+    if not spec.name.isidentifier() or keyword.iskeyword(spec.name) or spec.name in taken:
+        raise UserError(f"a reward cannot be called {spec.name!r}: the name has to be a new key of `reward`, one word")
+    if spec.config_cls is None:
+        return
     if not (isinstance(spec.config_cls, type) and issubclass(spec.config_cls, Section)):
         raise UserError(
-            f"config_cls of stage {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"
+            f"config_cls of reward {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"
         )
+    try:
+        spec.config_cls()
+    except TypeError as error:
+        raise UserError(f"config_cls of reward {spec.name!r}: every key needs a default: {error}") from error
 
 
 def tail(error: BaseException) -> str:

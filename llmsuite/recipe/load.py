@@ -24,6 +24,7 @@ from llmsuite.recipe.source import Key, parse_json, read_json
 from llmsuite.recipe.untrained import SECTIONS
 from llmsuite.schema import keys as recipe_keys
 from llmsuite.schema.recipe import ModelSection, Recipe, device_numbers
+from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.section import Section, forget_reads, unread
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
@@ -144,13 +145,14 @@ def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe],
         _typed_recipe(
             registry.stages[stage] if isinstance(stage, str) else None,
             registry.models[family] if isinstance(family, str) else None,
+            tuple(registry.rewards.values()),
         ),
         problems,
     )
 
 
 @functools.cache
-def _typed_recipe(stage: Any, family: Any) -> type[Recipe]:
+def _typed_recipe(stage: Any, family: Any, rewards: tuple[Any, ...]) -> type[Recipe]:
     fields: list[Any] = []
     if family is not None:
         model = dataclasses.make_dataclass(
@@ -161,16 +163,33 @@ def _typed_recipe(stage: Any, family: Any) -> type[Recipe]:
         )
         fields.append(("model", model))
     if stage is not None:
-        required = any(
-            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-            for f in dataclasses.fields(stage.config_cls)
-        )
-        default = dataclasses.field() if required else dataclasses.field(default_factory=stage.config_cls)
+        default = _default_of(stage.config_cls)
         fields.append((stage.section_name, stage.config_cls, default))
+        sections = {name: _with_rewards(section, rewards) for name, section in stage.sections.items()}
+        fields += [(name, section, _default_of(section)) for name, section in sections.items()]
         for name, section in () if stage.trains else SECTIONS.items():
             default = dataclasses.field(default_factory=section) if name != "data" else dataclasses.field()
             fields.append((name, section, default))
     return dataclasses.make_dataclass("Recipe", fields, bases=(Recipe,), kw_only=True)
+
+
+def _default_of(section: type[Section]) -> Any:
+    """A field for a section; one with a key that is required has no default."""
+    required = any(
+        f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        for f in dataclasses.fields(section)
+    )
+    return dataclasses.field() if required else dataclasses.field(default_factory=section)
+
+
+def _with_rewards(section: type[Section], rewards: tuple[Any, ...]) -> type[Section]:
+    """The section `reward` with the keys of each registered reward below its name; any other section as it is."""
+    if not issubclass(section, RewardSection):
+        return section
+    fields = [(spec.name, spec.config_cls, _default_of(spec.config_cls)) for spec in rewards if spec.config_cls]
+    made = dataclasses.make_dataclass(section.__name__, fields, bases=(section,), kw_only=True)
+    made.__doc__ = section.__doc__
+    return made
 
 
 def _apply_overrides(

@@ -26,6 +26,7 @@ from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
 from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.schema.recipe import Recipe
+from llmsuite.schema.reward import RewardSection, python_function
 from llmsuite.schema.rule import Violation
 from llmsuite.specs import DeviceSpec, ModelFamily, StageProfile, StageSpec
 
@@ -209,6 +210,13 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
     for name in recipe.loggers:
         if name not in registry.loggers:
             yield "loggers", registry.unknown("logger", name)
+    section = getattr(recipe, "reward", None)
+    for name in section.functions if isinstance(section, RewardSection) else ():
+        found = python_function(name)
+        if found is not None and not Path(found[0]).is_file():
+            yield "reward.functions", f"{found[0]} is not a file (working directory: {Path.cwd()})"
+        elif found is None and name not in registry.rewards:
+            yield "reward.functions", f"{registry.unknown('reward', name)}; or name a function: FILE.py:FUNCTION"
 
 
 def plan_run(

@@ -1,0 +1,89 @@
+"""The rewards that come with llmsuite: each factory gets the section of its keys and returns what scores."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.rl.completion import Completion
+from llmsuite.rl.reward_sections import ExactSection, FormatSection, LengthSection, MathSection
+from llmsuite.specs import Score
+
+
+def answer_of(completion: Completion, reward: str, column: str) -> Any:
+    """The answer in a row. Raises ValueError without one."""
+    answer = completion.columns.get(column)
+    if answer is None:
+        known = ", ".join(sorted(completion.columns)) or "none"
+        raise ValueError(f"the row has no {column!r} (reward.{reward}.column); its other columns: {known}")
+    return answer
+
+
+def exact(section: ExactSection) -> Score:
+    """1 where the text is the answer of the row."""
+    column, ended = section.column, section.ended
+
+    def score(completions: Sequence[Completion]) -> list[float]:
+        return [
+            float(c.text.strip() == str(answer_of(c, "exact", column)).strip() and not (ended and c.truncated))
+            for c in completions
+        ]
+
+    return score
+
+
+def form(section: FormatSection) -> Score:
+    """1 where the text has the form of a pattern."""
+    if section.pattern is None:
+        raise UserError("reward.format.pattern: is required with the reward format; set it to a regular expression")
+    pattern = re.compile(section.pattern, re.DOTALL)
+
+    def score(completions: Sequence[Completion]) -> list[float]:
+        return [float(pattern.fullmatch(c.text.strip()) is not None) for c in completions]
+
+    return score
+
+
+def length(section: LengthSection) -> Score:
+    """How far the number of tokens is from the target."""
+    target, only_longer = section.target, section.only_longer
+    if target is None:
+        raise UserError("reward.length.target: is required with the reward length; set it to a number of tokens")
+
+    def score(completions: Sequence[Completion]) -> list[float]:
+        over = [len(c.ids) - target for c in completions]
+        return [-min(1.0, (max(o, 0) if only_longer else abs(o)) / target) for o in over]
+
+    return score
+
+
+def mathematical(section: MathSection) -> Score:
+    """1 where the last expression of the text equals the answer."""
+    column = section.column
+    try:
+        verifier = importlib.import_module("math_verify")
+    except ImportError as error:
+        raise UserError(
+            f"reward.functions: math needs the package math-verify ({error}); install it with: pip install "
+            "'llmsuite[math]'"
+        ) from error
+
+    # it warns at every call that nothing limits its time here, which the pool does
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def parsed(text: str) -> list[Any]:
+        found: list[Any] = verifier.parse(text, parsing_timeout=None)
+        return found
+
+    def score_one(completion: Completion) -> float | None:
+        answer = str(answer_of(completion, "math", column))
+        gold = parsed(answer) or (parsed(f"${answer}$") if "\\" in answer else [])
+        if not gold:
+            raise ValueError(f"the answer {answer!r} is no mathematical expression")
+        return float(verifier.verify(gold, parsed(completion.text), timeout_seconds=None))
+
+    return lambda completions: [score_one(c) for c in completions]

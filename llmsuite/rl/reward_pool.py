@@ -1,0 +1,169 @@
+"""Processes that score completions, each call within a time limit: what hangs is killed, and the others go on.
+
+The processes are programs of their own, not forks: they begin without Paddle and its threads, and import nothing of the
+program that trains.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+
+from llmsuite.errors import UserError
+from llmsuite.rl.completion import Completion
+from llmsuite.rl.reward_worker import RewardSource, Values
+
+_LOADING_SECONDS = 120.0
+_ENDING_SECONDS = 5.0
+"""To wait for the exit code of a process whose end of the pipe is closed."""
+_CHUNKS = 4
+"""Parts of its share that a process gets one after the other: enough that none is idle while another has much left."""
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from llmsuite.rl.reward_worker import main; main({pipe})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one call of a reward scores."""
+
+    which: int
+    """Number of the reward."""
+    completions: Sequence[Completion]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a call."""
+
+    values: Values
+    why: str = ""
+    """Why the first value is missing that is."""
+
+
+class _Worker:
+    """One process, and the calls it has been given, in their order."""
+
+    def __init__(self, sources: Sequence[RewardSource]):
+        self.connection, other = multiprocessing.Pipe()
+        try:
+            program = _PROGRAM.format(path=sys.path, pipe=other.fileno())
+            # a session of its own: Ctrl-C reaches it as the end of the pipe
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program], pass_fds=[other.fileno()], start_new_session=True
+            )
+        finally:
+            other.close()
+        self.connection.send(list(sources))
+        self.given: collections.deque[int] = collections.deque()
+        self.deadline = time.monotonic() + _LOADING_SECONDS
+        self.is_ready = False
+
+    def give(self, numbers: Sequence[int], calls: Sequence[Call], time_limit: float) -> None:
+        """Hand over calls. The time of the first begins now."""
+        assert not self.given
+        self.given.extend(numbers)
+        self.connection.send([(n, calls[n].which, calls[n].completions) for n in numbers])
+        self.deadline = time.monotonic() + time_limit
+
+    def end(self) -> str:
+        """Kill it; returns how it ended by itself, if it had."""
+        self.connection.close()
+        try:
+            code = self._process.wait(0.0 if self.deadline else _ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return ""
+        return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
+
+
+class RewardPool:
+    """Scores completions in processes. They are started when they are first needed."""
+
+    def __init__(self, sources: Sequence[RewardSource], num_workers: int, time_limit: float):
+        """
+        Args:
+            sources: the rewards; a call names one by its number here.
+            num_workers: processes.
+            time_limit: seconds for a call.
+        """
+        self._sources, self._num_workers, self._time_limit = sources, num_workers, time_limit
+        self._workers: list[_Worker] = []
+
+    def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
+        """Number and result of each call, in the order in which they come. What raises, takes too long or ends its
+        process has no values.
+
+        Raises:
+            UserError: a reward cannot be loaded.
+        """
+        todo, left = collections.deque(range(len(calls))), len(calls)
+        size = max(1, len(calls) // (self._num_workers * _CHUNKS))
+        try:
+            while left:
+                self._hand_out(todo, calls, size)
+                for number, outcome in [*self._news(), *self._late(todo, calls)]:
+                    left -= 1
+                    yield number, outcome
+        except BaseException:
+            self.close()  # they are in the middle of something
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+
+    def _hand_out(self, todo: collections.deque[int], calls: Sequence[Call], size: int) -> None:
+        """Give calls to processes that have none, and start processes that are missing."""
+        while len(self._workers) < self._num_workers and len(self._workers) < len(calls):
+            self._workers.append(_Worker(self._sources))
+        for worker in self._workers:
+            if worker.is_ready and not worker.given and todo:
+                worker.give([todo.popleft() for _ in range(min(size, len(todo)))], calls, self._time_limit)
+
+    def _news(self) -> Iterator[tuple[int, Outcome]]:
+        """Results that have come; waits for the first, or for the next deadline."""
+        busy = {worker.connection: worker for worker in self._workers if worker.given or not worker.is_ready}
+        until = min((worker.deadline for worker in busy.values()), default=0.0)
+        for connection in multiprocessing.connection.wait(list(busy), max(0.0, until - time.monotonic())):
+            assert isinstance(connection, Connection)
+            worker = busy[connection]
+            try:
+                message = connection.recv()
+            except (EOFError, ConnectionError):
+                worker.deadline = 0.0  # it is gone: see `_late`
+                continue
+            worker.deadline = time.monotonic() + self._time_limit
+            if worker.is_ready:
+                number, values, why = message
+                assert worker.given[0] == number, (worker.given, number)
+                worker.given.popleft()
+                yield number, Outcome(values, why)
+            elif message is not None:
+                raise UserError(message)
+            worker.is_ready = True
+
+    def _late(self, todo: collections.deque[int], calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
+        """End processes whose time is over or that are gone. The call each was at has failed; its others are done
+        again."""
+        now = time.monotonic()
+        for worker in [w for w in self._workers if (w.given or not w.is_ready) and w.deadline <= now]:
+            self._workers.remove(worker)
+            how = worker.end()
+            if not worker.is_ready:
+                names = ", ".join(source.key for source in self._sources)
+                how = how or f"it was not ready after {_LOADING_SECONDS:.0f} s"
+                raise UserError(f"reward.functions: a process could not load {names}: {how}")
+            number = worker.given.popleft()
+            todo.extendleft(reversed(worker.given))
+            call = calls[number]
+            nothing: Values = [[None] * (1 + len(self._sources[call.which].parts)) for _ in call.completions]
+            yield number, Outcome(nothing, how or f"it took longer than {self._time_limit:g} s (reward.time_limit)")

@@ -1,0 +1,103 @@
+"""The rewards that come with llmsuite, and their recipe keys, `reward.NAME`. Imports no NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pkgutil
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from llmsuite.schema.numbers import NonNegativeInt, PositiveFloat, PositiveInt
+from llmsuite.schema.section import Section
+from llmsuite.specs import RewardSpec, Score
+
+
+@dataclasses.dataclass(kw_only=True)
+class ExactSection(Section):
+    """1 for a completion that is the answer of its row, else 0; spaces around both do not count."""
+
+    column: str = "answer"
+    """The column with the answer. Rows that end with the assistant's turn have it as "answer", if there is no other
+    column of this name."""
+    ended: bool = True
+    """Only completions that ended by themselves are right, not truncated ones."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class FormatSection(Section):
+    """1 for a completion that has a form, else 0."""
+
+    pattern: str | None = None
+    """A regular expression of Python that the whole completion has to match, spaces around it left out; a dot matches
+    newlines too. Such as "<think>.*</think>\\s*<answer>.*</answer>"."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            yield "pattern", f"is no regular expression: {error}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class LengthSection(Section):
+    """Minus the distance of the number of tokens from a target, in units of the target, not below -1 (after LCPO,
+    Aggarwal and Welleck 2025, arXiv 2503.04697)."""
+
+    target: PositiveInt | None = None
+    """Tokens that a completion should have, with its stop token."""
+    only_longer: bool = False
+    """Completions that are shorter get 0."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class MathSection(Section):
+    """1 for a completion whose last mathematical expression equals the answer of its row, else 0, by math-verify
+    (`pip install 'llmsuite[math]'`). Where the answer itself is not understood, the reward is missing."""
+
+    column: str = "answer"
+    """The column with the answer, LaTeX or plain."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class HttpSection(Section):
+    """Scores by a server, such as a reward model or a sandbox that runs code; one request for each prompt."""
+
+    url: str | None = None
+    """Where to POST, such as "http://localhost:8731/"."""
+    dialect: Literal["paddlenlp", "openrlhf"] = "paddlenlp"
+    """paddlenlp: {"src", "tgt", "response"} and an answer {"error_code", "score"}. openrlhf: {"query", "prompts",
+    "labels"}, where a query is prompt and completion, and an answer {"rewards"}. All are lists, an item for each
+    completion."""
+    column: str = "answer"
+    """The column for "tgt" or "labels"; an empty text where a row has none."""
+    timeout: PositiveFloat = 5.0
+    """Seconds to wait for an answer. All tries together also have to fit into reward.time_limit."""
+    retries: NonNegativeInt = 1
+    """Further tries when the server cannot be reached, is busy (429) or fails (5xx)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.url is not None and not re.match(r"https?://[^/\s]+", self.url):
+            yield "url", f"is {self.url!r}; it has to begin with http:// or https://"
+
+
+def _made(address: str, section: Any) -> Score:
+    """What the factory at an address makes of its section."""
+    score: Score = pkgutil.resolve_name(address)(section)
+    return score
+
+
+def _spec(name: str, help: str, section: type[Section], factory: str, level: Any = "completion") -> RewardSpec:
+    """A reward whose factory, in this package, is imported when it is needed."""
+    address = f"llmsuite.rl.{factory}"
+    return RewardSpec(name=name, help=help, config_cls=section, factory=functools.partial(_made, address), level=level)
+
+
+BUILTIN = [
+    _spec("exact", "1 for the answer of the row", ExactSection, "reward_functions:exact"),
+    _spec("format", "1 for a form that a regular expression gives", FormatSection, "reward_functions:form"),
+    _spec("length", "minus the distance from a number of tokens", LengthSection, "reward_functions:length"),
+    _spec("math", "1 for what equals the answer as mathematics", MathSection, "reward_functions:mathematical"),
+    _spec("http", "scores by a server, as of PaddleNLP or OpenRLHF", HttpSection, "reward_http:http", "group"),
+]

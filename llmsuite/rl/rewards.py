@@ -1,0 +1,152 @@
+"""The rewards of a recipe: scores of completions by one or several functions, and what is missing of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from llmsuite.errors import UserError
+from llmsuite.rl.completion import Completion
+from llmsuite.rl.reward_pool import Call, Outcome, RewardPool
+from llmsuite.rl.reward_worker import RewardSource, scored
+from llmsuite.schema.reward import RewardSection, python_function
+from llmsuite.schema.section import Section
+from llmsuite.specs import RewardSpec, Score
+
+
+class Rewards:
+    """Scores completions as the section `reward` says. Every rank makes one; processes are started when it scores."""
+
+    def __init__(self, section: RewardSection, registered: Mapping[str, RewardSpec]):
+        """
+        Args:
+            section: of the recipe. Its keys are read here.
+            registered: rewards by name.
+        """
+        self._max_failed, names = section.max_failed, section.names()
+        self._specs = [None if python_function(key) else registered[key] for key in section.functions]
+        self._options = [_options(spec, section) for spec in self._specs]
+        self._sources = [
+            _source(key, spec, options) for key, spec, options in zip(section.functions, self._specs, self._options)
+        ]
+        sizes = [1 + len(source.parts) for source in self._sources]
+        self._offsets = list(itertools.accumulate(sizes, initial=0))
+        self.names = tuple(
+            name
+            for source in self._sources
+            for name in (names[source.key], *(f"{names[source.key]}/{part}" for part in source.parts))
+        )
+        """Names of the components: each reward, followed by the parts it gives beside it."""
+        self._weights = np.zeros(len(self.names))
+        self._weights[self._offsets[:-1]] = list(section.functions.values())
+        self._loaded: dict[int, Score] = {}
+        self._pool = RewardPool(self._sources, section.workers, section.time_limit)
+        weakref.finalize(self, self._pool.close)
+        self.first_failure = ""
+        """Why the first reward was missing that was."""
+
+    def score(self, completions: Sequence[Completion], total: int | None = None) -> np.ndarray:
+        """The components of each completion, [C, components] float64, NaN where there is none.
+
+        Args:
+            completions: of whole groups.
+            total: completions of the step on all ranks, if these are not all.
+
+        Raises:
+            UserError: a reward cannot be loaded, or more are missing than `reward.max_failed` allows of the step.
+        """
+        found = np.full([len(completions), len(self.names)], np.nan)
+        total = len(completions) if total is None else total
+        failed: set[int] = set()
+        for rows, which, outcome in self._outcomes(completions):
+            first = self._offsets[which]
+            found[rows, first : self._offsets[which + 1]] = np.array(outcome.values, "float64")
+            missing = [row for row in rows if np.isnan(found[row, first])]
+            if missing and not self.first_failure:
+                text = completions[missing[0]].text
+                self.first_failure = f"{self._sources[which].key}: {outcome.why}; the completion: {text!r:.200}"
+                print(f"warning: a reward is missing: {self.first_failure}", file=sys.stderr, flush=True)
+            if self._weights[first]:
+                failed.update(missing)
+                self._limit(len(failed), total)
+        return found
+
+    def total(self, scores: np.ndarray) -> np.ndarray:
+        """Components [..., components] to rewards [...]: the weighted sum, NaN where a reward of it is missing."""
+        counted = self._weights != 0
+        return scores[..., counted] @ self._weights[counted]
+
+    def check(self, scores: np.ndarray) -> None:
+        """Raises UserError when more rewards are missing than `reward.max_failed` allows, of the scores
+        [..., components] of a whole step."""
+        missing = np.isnan(self.total(scores))
+        self._limit(int(missing.sum()), missing.size)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+    def _outcomes(self, completions: Sequence[Completion]) -> Iterator[tuple[list[int], int, Outcome]]:
+        """Numbers of the completions of each call, number of the reward, and what it gives."""
+        calls, rows_of = list[Call](), list[list[int]]()
+        for which, (source, spec) in enumerate(zip(self._sources, self._specs)):
+            if spec is not None and spec.runs == "main":
+                if which not in self._loaded:
+                    self._loaded[which] = spec.factory(self._options[which])
+                values, why = scored(self._loaded[which], source.parts, completions)
+                yield list(range(len(completions))), which, Outcome(values, why)
+                continue
+            parts = _groups(completions) if spec is not None and spec.level == "group" else [
+                [row] for row in range(len(completions))
+            ]  # fmt: skip
+            rows_of += parts
+            calls += [Call(which, [completions[row] for row in rows]) for rows in parts]
+        for number, outcome in self._pool.run(calls):
+            yield rows_of[number], calls[number].which, outcome
+
+    def _limit(self, missing: int, total: int) -> None:
+        if missing > self._max_failed * total:
+            why = self.first_failure or "see the warnings of the other ranks"
+            raise UserError(
+                f"reward.max_failed: of {total} completions {missing} or more have no reward, which is more than "
+                f"{self._max_failed:g} of them. The first failure: {why}"
+            )
+
+
+def _groups(completions: Sequence[Completion]) -> list[list[int]]:
+    """Numbers of the completions of each prompt, in the order in which they come."""
+    found: dict[int, list[int]] = {}
+    for row, completion in enumerate(completions):
+        found.setdefault(completion.group, []).append(row)
+    return list(found.values())
+
+
+def _options(spec: RewardSpec | None, section: RewardSection) -> Section | None:
+    """The section of a reward's own keys, which are read here."""
+    if spec is None or spec.config_cls is None:
+        return None
+    options: Section = getattr(section, spec.name)
+    for field in dataclasses.fields(options):
+        getattr(options, field.name)
+    return options
+
+
+def _source(key: str, spec: RewardSpec | None, options: Section | None) -> RewardSource:
+    """How another process loads a reward."""
+    if spec is None:
+        return RewardSource(key)
+    if spec.runs == "main":
+        return RewardSource(key, parts=spec.parts, here=True)
+    try:
+        factory = pickle.dumps((spec.factory, options))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"reward {key}: its factory cannot be sent to another process ({error}); make it a function of a module"
+        ) from error
+    return RewardSource(key, factory, spec.parts)

@@ -1,0 +1,111 @@
+"""The section `reward`: its functions, and the keys of each registered reward below its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite import builtin
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.plugins.given import plugin_of
+from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.resources import bundled
+from llmsuite.schema.reward import RewardSection
+from llmsuite.schema.section import Section
+from llmsuite.specs import RewardSpec, StageSpec
+
+
+@dataclasses.dataclass(kw_only=True)
+class Plain(Section):
+    """Nothing."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fee(Section):
+    """What it costs."""
+
+    price: float = 1.0
+    """Of a token."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Owing(Section):
+    price: float
+    """Has no default."""
+
+
+def _never(*given: Any) -> Any:
+    raise AssertionError("a recipe is only read here")
+
+
+def registry_with(*specs: Any) -> Registry:
+    registry = load_plugins(builtin)
+    stage = StageSpec(name="drawn", help="", config_cls=Plain, sections={"reward": RewardSection}, factory=_never)
+    registry.require(PluginInfo("test", "a test", "test", plugin=plugin_of([stage, *specs])))
+    return registry
+
+
+def plan(folder: Path, reward: Any, *specs: Any) -> Any:
+    recipe = json.loads((bundled("recipes") / "llama" / "sft.json").read_text())
+    for section in ("sft", "parallel", "launch"):
+        recipe.pop(section, None)
+    path = folder / "recipe.json"
+    path.write_text(json.dumps({**recipe, "stage": "drawn", "device": "cpu", "reward": reward}))
+    words = ["--model.weights=null", "--engine.precision=fp32", "--engine.recompute=none"]
+    return plan_run(path, words, registry_with(*specs))
+
+
+def refused(folder: Path, reward: Any) -> str:
+    with pytest.raises(RecipeError) as error:
+        plan(folder, reward)
+    return str(error.value)
+
+
+def test_rewards_have_keys_of_their_own(tmp_path: Path) -> None:
+    spec = RewardSpec(name="fee", help="", config_cls=Fee, factory=_never)
+    found = plan(tmp_path, {"functions": {"exact": 1.0, "fee": -0.1}, "fee": {"price": 2.0}}, spec).recipe.reward
+    assert (found.functions, found.fee.price, found.exact.column) == ({"exact": 1.0, "fee": -0.1}, 2.0, "answer")
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    assert "reward.functions: no reward is called 'exakt'; did you mean 'exact'?" in refused(
+        tmp_path, {"functions": {"exakt": 1.0}}
+    )
+    assert "reward.functions: nowhere/r.py is not a file" in refused(tmp_path, {"functions": {"nowhere/r.py:f": 1.0}})
+    assert "reward.exact.colum: unknown key; did you mean 'column'?" in refused(
+        tmp_path, {"functions": {"exact": 1.0}, "exact": {"colum": "x"}}
+    )
+    assert "reward.format.pattern: is no regular expression" in refused(
+        tmp_path, {"functions": {"format": 1.0}, "format": {"pattern": "("}}
+    )
+    assert "reward.http.url: is 'localhost'" in refused(
+        tmp_path, {"functions": {"http": 1.0}, "http": {"url": "localhost"}}
+    )
+    assert "reward.functions: is empty" in refused(tmp_path, {"functions": {}})
+    assert "reward.functions" in refused(tmp_path, {"functions": {"exact": "much"}})
+
+
+def test_a_function_in_a_file_needs_no_plugin(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(completions):\n    return [1.0]\n")
+    key = f"{tmp_path}/r.py:score"
+    assert plan(tmp_path, {"functions": {key: 1.0}}).recipe.reward.names() == {key: "score"}
+
+
+@pytest.mark.parametrize(
+    ("name", "config_cls", "why"),
+    [
+        ("functions", None, "cannot be called 'functions'"),
+        ("a-b", None, "cannot be called 'a-b'"),
+        ("owing", Owing, "every key needs a default"),
+        ("odd", dict, "derived from llmsuite.schema.section.Section"),
+        ("exact", None, "cannot replace what is built in"),
+    ],
+)
+def test_rewards_that_would_break_the_section(name: str, config_cls: Any, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        registry_with(RewardSpec(name=name, help="", config_cls=config_cls, factory=_never))
