@@ -55,7 +55,8 @@ def alpaca_unpaired(row: Row) -> Unpaired:
 
 def prompt(row: Row) -> Prompt:
     """`{"prompt"}`: text or a list of `{"role", "content"}`; "tools" is optional."""
-    return _prompt(messages_at(row["prompt"], "prompt", "user"), conversations.tools_at(row))
+    messages = messages_at(row["prompt"], "prompt", "user")
+    return _prompt(messages, conversations.tools_at(row), _columns(row, ("prompt", "tools")))
 
 
 def paddlenlp_prompt(row: Row) -> Prompt:
@@ -63,22 +64,38 @@ def paddlenlp_prompt(row: Row) -> Prompt:
 
     An answer to the last one is left out. "system" is optional.
     """
-    return _prompt(_paddlenlp_turns(row, (0, 1)))
+    messages = _paddlenlp_turns(row, (0, 1))
+    answers = texts_at(row, "tgt", allow_missing=True)[len(texts_at(row, "src")) - 1 :]
+    return _prompt(messages, columns=_columns(row, ("src", "tgt", "system"), *answers))
 
 
 def alpaca_prompt(row: Row) -> Prompt:
     """`{"instruction", "input"}`; "history" and "system" are optional, "output" is left out."""
-    return _asked(conversations.alpaca({**row, "output": ""}))
+    answers = [row["output"]] if isinstance(row.get("output"), str) else []
+    used = ("instruction", "input", "history", "system", "output")
+    return _asked(conversations.alpaca({**row, "output": ""}), _columns(row, used, *answers))
 
 
 def sharegpt_prompt(row: Row) -> Prompt:
     """`{"conversations": [{"from", "value"}]}`; "system" and "tools" are optional, an answer at the end is left out."""
-    return _asked(conversations.sharegpt(row))
+    return _asked_of_turns(row, conversations.sharegpt(row), ("conversations", "system", "tools"))
 
 
 def openai_prompt(row: Row) -> Prompt:
     """`{"messages": [{"role", "content"}]}`; "tools" is optional, an answer at the end is left out."""
-    return _asked(conversations.openai(row))
+    return _asked_of_turns(row, conversations.openai(row), ("messages", "tools"))
+
+
+def _columns(row: Row, used: tuple[str, ...], *answers: str) -> dict[str, Any]:
+    """The columns of a row that its prompt is not made of, without those that are null, and its answer if it has one."""
+    others = {key: value for key, value in row.items() if key not in used and value is not None}
+    return {**({"answer": answers[0]} if answers else {}), **others}
+
+
+def _asked_of_turns(row: Row, conversation: Conversation, used: tuple[str, ...]) -> Prompt:
+    last = conversation.messages[-1]
+    answers = [last.content] if last.role == "assistant" else []
+    return _asked(conversation, _columns(row, used, *answers))
 
 
 def _of_conversation(row: Row, convert: Callable[[Row], Conversation]) -> Unpaired:
@@ -99,20 +116,20 @@ def _unpaired(messages: list[Message], tag: Any, where: str) -> Unpaired:
     return Unpaired(_prompt(messages[:-1]).messages, messages[-1].content, bool(tag))
 
 
-def _asked(conversation: Conversation) -> Prompt:
+def _asked(conversation: Conversation, columns: Mapping[str, Any]) -> Prompt:
     messages = list(conversation.messages)
     if messages[-1].role == "assistant":
         messages.pop()
-    return _prompt(messages, conversation.tools)
+    return _prompt(messages, conversation.tools, columns)
 
 
-def _prompt(messages: list[Message], tools: str = "") -> Prompt:
+def _prompt(messages: list[Message], tools: str = "", columns: Mapping[str, Any] | None = None) -> Prompt:
     if not messages or messages[-1].role not in ("user", "tool"):
         raise ValueError("the prompt does not end with a turn of the user")
     if not messages[-1].content.strip():
         raise ValueError("the last turn of the prompt is empty")
     check_order(messages, "prompt")
-    return Prompt(tuple(messages), tools)
+    return Prompt(tuple(messages), tools, columns or {})
 
 
 def _paddlenlp_turns(row: Row, more: tuple[int, ...]) -> list[Message]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
@@ -63,3 +64,6 @@ class Prompt:
     messages: tuple[Message, ...]
     tools: str = ""
     """As in `Conversation`."""
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """The other columns of the row, for rewards. Where the row has an answer to the prompt, which is left out of
+    `messages`, it is the column "answer", unless there is another one of this name."""

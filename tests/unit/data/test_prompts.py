@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,11 @@ AGAIN = Message("user", "And?")
 GOOD, BAD = Unpaired((ASK,), "Bye.", True), Unpaired((ASK,), "Bye.", False)
 LONG = Unpaired((SYSTEM, ASK, SAY, AGAIN), "Bye.", True)
 ONE, TWO = Prompt((ASK,)), Prompt((SYSTEM, ASK, SAY, AGAIN))
+
+
+def with_columns(found: Prompt, **columns: Any) -> Prompt:
+    return dataclasses.replace(found, columns=columns)
+
 
 ADD = {"name": "add", "parameters": {"type": "object"}}
 TOOLS = json.dumps([{"type": "function", "function": ADD}])
@@ -75,16 +81,21 @@ ACCEPTED: list[tuple[Convert, dict[str, Any], Unpaired | Prompt]] = [
     (prompt, {"prompt": turns(*TWO.messages)}, TWO),
     (prompt, {"prompt": "Hi?", "tools": [ADD]}, Prompt((ASK,), TOOLS)),
     (paddlenlp_prompt, {"src": "Hi?"}, ONE),
-    (paddlenlp_prompt, {"src": ["Hi?"], "tgt": ["unread"]}, ONE),
+    (prompt, {"prompt": "Hi?", "tests": [1], "empty": None}, with_columns(ONE, tests=[1])),
+    (paddlenlp_prompt, {"src": ["Hi?"], "tgt": ["Bye."]}, with_columns(ONE, answer="Bye.")),
+    (paddlenlp_prompt, {"src": "Hi?", "tgt": "Bye.", "level": 3}, with_columns(ONE, answer="Bye.", level=3)),
     (paddlenlp_prompt, {"src": ["Hi?", "And?"], "tgt": ["Hello."], "system": "Be brief."}, TWO),
     (alpaca_prompt, {"instruction": "Hi?"}, ONE),
-    (alpaca_prompt, {"instruction": "And?", "output": "unread", "history": [["Hi?", "Hello."]], "system": "Be brief."},
-     TWO),
+    (alpaca_prompt, {"instruction": "And?", "output": "Bye.", "history": [["Hi?", "Hello."]], "system": "Be brief."},
+     with_columns(TWO, answer="Bye.")),
     (alpaca_prompt, {"instruction": "Hi?", "input": "You!"}, Prompt((Message("user", "Hi?\nYou!"),))),
     (sharegpt_prompt, {"conversations": said("Hi?")}, ONE),
-    (sharegpt_prompt, {"conversations": said("Hi?", "unread"), "tools": json.dumps([ADD])}, Prompt((ASK,), TOOLS)),
+    (sharegpt_prompt, {"conversations": said("Hi?", "Bye."), "tools": json.dumps([ADD])},
+     Prompt((ASK,), TOOLS, {"answer": "Bye."})),
     (openai_prompt, {"messages": turns(*TWO.messages)}, TWO),
-    (openai_prompt, {"messages": turns(ASK, BYE)}, ONE),
+    (openai_prompt, {"messages": turns(ASK, BYE)}, with_columns(ONE, answer="Bye.")),
+    (openai_prompt, {"messages": turns(ASK, BYE), "answer": "4", "task": "sum"},
+     with_columns(ONE, answer="4", task="sum")),
     (
         openai_prompt,
         {"messages": [*turns(ASK), {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]},
