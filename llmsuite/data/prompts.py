@@ -87,7 +87,7 @@ def openai_prompt(row: Row) -> Prompt:
 
 
 def _columns(row: Row, used: tuple[str, ...], *answers: str) -> dict[str, Any]:
-    """The columns of a row that its prompt is not made of, without those that are null, and its answer if it has one."""
+    """The columns of a row that its prompt is not made of, without null ones, and its answer if it has one."""
     others = {key: value for key, value in row.items() if key not in used and value is not None}
     return {**({"answer": answers[0]} if answers else {}), **others}
 
