@@ -39,6 +39,16 @@ class Chart:
 
 CHARTS = (
     Chart("loss", "Loss", "", (("loss", "train"), ("eval/loss", "eval"))),
+    Chart("reward", "Reward", "", (("reward", "train"), ("eval/reward", "eval"))),
+    Chart("completions", "Length of completions", "tokens", (("completions/length", "mean"),)),
+    Chart(
+        "without_signal",
+        "Groups without a signal, truncated completions",
+        "share",
+        (("groups/without_signal", "groups"), ("completions/truncated", "completions")),
+    ),
+    Chart("entropy", "Entropy of a token", "nats", (("entropy", ""),)),
+    Chart("kl", "KL from the reference", "nats", (("kl", ""),)),
     Chart("learning_rate", "Learning rate", "", (("learning_rate", ""),)),
     Chart("grad_norm", "Gradient norm", "", (("grad_norm", ""),), log=True),
     Chart("throughput", "Throughput", "tokens/s", (("ips_total", ""),)),
@@ -90,6 +100,8 @@ def content(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         rows = [(key, *map(_text, values)) for key, values in differing(*(run.recipe for run in runs))]
         parts += ["<h2>Recipes differ in</h2>", _table(("key", *(run.directory.name for run in runs)), rows)]
+    if first.completions:
+        parts += [f"<h2>Completions of step {first.completions[0]['step']}</h2>", _completions(first.completions)]
     events = [(e.get("time", ""), e.get("event", ""), _text(_rest(e))) for e in first.events[-_SHOWN_EVENTS:]]
     parts += ["<h2>Events</h2>", _table(("time", "event", ""), events)]
     recipe = [(key, _text(value)) for key, value in flat(first.recipe)]
@@ -202,6 +214,22 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -
         "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
     )  # fmt: skip
     return f'<table id="{name}"><tr>{cells}</tr>{body}</table>' if name else f"<table><tr>{cells}</tr>{body}</table>"
+
+
+def _completions(rows: Sequence[Record]) -> str:
+    """A table of completions; each prompt stands before the first of its own."""
+    names = list(dict.fromkeys(name for row in rows for name in row.get("rewards", {})))
+    lines, before = [], None
+    for row in rows:
+        prompt = row.get("prompt", "") if row.get("group") != before else ""
+        before = row.get("group")
+        scores = [row.get("reward"), *(row.get("rewards", {}).get(name) for name in names), row.get("advantage")]
+        numbers = ["missing" if score is None else f"{score:.4g}" for score in scores]
+        lines.append(
+            (prompt, row.get("text", ""), *numbers, str(row.get("num_tokens", "")), row.get("finish_reason", ""))
+        )
+    head = ("prompt", "completion", "reward", *names, "advantage", "tokens", "end")
+    return _table(head, lines, "completions-table")
 
 
 def _text(value: Any) -> str:

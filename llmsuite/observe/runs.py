@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.observe.completions import last_completions
 from llmsuite.observe.events import ENVIRONMENT, read_events
 
 Record = dict[str, Any]
+_MOST_COMPLETIONS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Run:
     """Times of each rank, from `ranks.jsonl`."""
     events: list[Record]
     environment: Record
+    completions: list[Record] = dataclasses.field(default_factory=list)
+    """Completions of the last rollout, from `completions.jsonl`."""
 
     @property
     def status(self) -> str:
@@ -62,6 +66,7 @@ def read_run(directory: Path) -> Run:
         _records(directory / "ranks.jsonl"),
         read_events(directory),
         _object(directory / ENVIRONMENT),
+        last_completions(directory, _MOST_COMPLETIONS),
     )
 
 

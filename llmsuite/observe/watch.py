@@ -10,7 +10,7 @@ from llmsuite.errors import UserError
 from llmsuite.observe.report import content, page
 from llmsuite.observe.runs import read_run
 
-_FILES = ("metrics.jsonl", "ranks.jsonl", "events.jsonl", "environment.json", "recipe.json")
+_FILES = ("metrics.jsonl", "ranks.jsonl", "events.jsonl", "completions.jsonl", "environment.json", "recipe.json")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 

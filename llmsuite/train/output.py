@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.files import write_text_atomic
+from llmsuite.observe.completions import COMPLETIONS, CompletionsFile
 from llmsuite.observe.events import add_event, environment, write_environment
 from llmsuite.observe.metrics import MetricsFile
 from llmsuite.plugins.manager import Registry
@@ -26,6 +27,9 @@ class Silence:
 
     def rank_numbers(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
         """A number of every rank, with each record of a run of several ranks."""
+
+    def drew(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Completions that this step learns from, or this step first."""
 
     def stepped(self, step: int) -> None:
         """A step whose metrics are not recorded."""
@@ -52,7 +56,8 @@ class Silence:
 class Output(Silence):
     """The output of rank 0."""
 
-    def __init__(self, view: RunView, registry: Registry, resume_step: int, loggers: list[Any]):
+    def __init__(self, view: RunView, registry: Registry, resume_step: int, loggers: list[Any], draws: bool = False):
+        """`draws` says that the run learns from completions, which are recorded."""
         self._view, self._registry, self._loggers = view, registry, loggers
         directory = view.output_dir
         directory.mkdir(parents=True, exist_ok=True)
@@ -62,6 +67,7 @@ class Output(Silence):
         add_event(directory, "started" if resume_step == 0 else "resumed", step=resume_step)
         self._file = MetricsFile(directory / "metrics.jsonl", resume_step)
         self._ranks = MetricsFile(directory / "ranks.jsonl", resume_step) if view.num_ranks > 1 else None
+        self._completions = CompletionsFile(directory / COMPLETIONS, resume_step) if draws else None
         self._line = StepLine(view.total_steps, resume_step + 1, _SHOWN)
         registry.emit("llmsuite_run_start", run=view)
 
@@ -75,6 +81,10 @@ class Output(Silence):
     def rank_numbers(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
         assert self._ranks is not None
         self._ranks.write({"step": step, **numbers})
+
+    def drew(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        assert self._completions is not None
+        self._completions.write(step, rows)
 
     def stepped(self, step: int) -> None:
         self._line.step(step, None)
@@ -120,5 +130,7 @@ class Output(Silence):
         self._file.close()
         if self._ranks is not None:
             self._ranks.close()
+        if self._completions is not None:
+            self._completions.close()
         for logger in self._loggers:
             logger.close()

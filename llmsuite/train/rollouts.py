@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,18 +77,26 @@ def rollout_engine(
 class RolloutReader:
     """This rank's micro-batches of each step, as `StepReader`, of samples that are completed first."""
 
-    def __init__(self, data: TrainingData, plan: RunPlan, engine: RolloutEngine, passes: Passes, step: int, first: int):
+    def __init__(
+        self,
+        data: TrainingData,
+        plan: RunPlan,
+        engine: RolloutEngine,
+        passes: Passes,
+        at: tuple[int, int],
+        drew: Callable[[int, Sequence[Mapping[str, Any]]], None],
+    ):
         """
         Args:
             data: of the run.
             plan: of the run.
             engine: draws completions.
             passes: of the model, for pre-passes over a rollout.
-            step: steps done.
-            first: position in the stream of samples where the first step begins.
+            at: steps done, and the position in the stream of samples where the first step begins.
+            drew: is told of the completions of a rollout, and the first step that learns from them.
         """
         self._data, self._plan, self._mesh, self._engine = data, plan, collective.mesh(), engine
-        self._step, self._position = step, first
+        (self._step, self._position), self._drew = at, drew
         self.objective = None if data.stage is None else _CollatedBatches(data.stage)
         """Makes a batch of what `next` gives."""
         self._passes = dataclasses.replace(passes, objective=self.objective)
@@ -139,6 +147,7 @@ class RolloutReader:
             picked = [self._data.order.at(self._position + i) for i in range(size * num_updates)]
             rolled = stage.roll_out(self._step + 1, [self._data.train[i] for i in picked], rollouts)
             samples, self._metrics = list(rolled.samples), dict(rolled.metrics)
+            self._drew(self._step + 1, rolled.completions)
             assert len(samples) == size * num_updates, "a rollout gives a sample for each that it gets"
         self._position += size * num_updates
         self._waiting = [self._dealt(samples[i : i + size]) for i in range(0, size * num_updates, size)]

@@ -123,6 +123,8 @@ class RolledOut:
     """What `collate` takes, one for each sample of the global batch."""
     metrics: Mapping[str, float]
     """Metrics of the global batch, the same on every rank."""
+    completions: Sequence[Mapping[str, Any]] = ()
+    """Rows of `completions.jsonl`, see `llmsuite.rl.table`; of rank 0 they are written."""
 
 
 _RENAMED = {

@@ -167,7 +167,8 @@ class Trainer:
             reader = StepReader(self.data, self.mesh.data_rank, self.samples, num_left, self._num_workers)
             passes = dataclasses.replace(self.passes, objective=reader.objective)
         else:  # which runs the pre-passes too
-            reader = RolloutReader(self.data, self.plan, self.rollouts, self.passes, self.step, self.samples)
+            at, drew = (self.step, self.samples), self.output.drew
+            reader = RolloutReader(self.data, self.plan, self.rollouts, self.passes, at, drew)
             passes = dataclasses.replace(self.passes, objective=reader.objective, prepasses=())
         with StopRequest() as stop, reader:
             while self.step < cadence.total_steps:
@@ -276,7 +277,7 @@ class Trainer:
         total_steps, num_ranks = self.cadence.total_steps, collective.num_ranks()
         plain = as_plain(self.plan.recipe)
         view = RunView(self.plan.output_dir, plain, num_ranks, total_steps, str(self.plan.degrees))
-        return Output(view, self.registry, self.step, self._loggers)
+        return Output(view, self.registry, self.step, self._loggers, draws=self.rollouts is not None)
 
     def _prepare_stage(self) -> None:
         """Let the stage compute what belongs to the initial weights, while they are in place."""
