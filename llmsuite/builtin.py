@@ -64,6 +64,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=lazily("llmsuite.stages.sft:SftStage"),
             smoke=CONVERSATIONS,
             quantises=True,
+            predicts_further=True,
         ),
         StageSpec(
             name="pretrain",
@@ -72,6 +73,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=lazily("llmsuite.stages.pretrain:PretrainStage"),
             smoke={**TEXT, "pretrain.mix": {}},
             quantises=True,
+            predicts_further=True,
             takes_all=True,
         ),
         StageSpec(

@@ -95,6 +95,9 @@ class StageSpec:
     """Sequences that a sample has in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
     profile: Callable[[Any], StageProfile] = lambda section: StageProfile()
     """The metrics of its loss and its pre-passes, by its section: best a method of that class."""
+    predicts_further: bool = False
+    """Whether its loss can have the term of `train.mtp_loss_weight`: it calls `model.mtp_hidden_states`, and has the
+    metric `mtp_loss` then."""
     takes_all: bool = False
     """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
     trains: bool = True

@@ -177,6 +177,8 @@ def _is_carried(family: ModelFamily, name: str, config: Any) -> bool:
 
 def without_carried(config: Any) -> Any:
     """The config of a model without tensors that are carried along."""
+    if getattr(config, "mtp", False):  # they are parameters
+        return config
     return dataclasses.replace(config, num_nextn_predict_layers=0) if _carries(config) else config
 
 
@@ -214,7 +216,11 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
 
 
 def open_model(
-    path: Path, families: Mapping[str, ModelFamily], check: bool = False, load: Load = "exact"
+    path: Path,
+    families: Mapping[str, ModelFamily],
+    check: bool = False,
+    load: Load = "exact",
+    mtp: bool = False,
 ) -> ModelDirectory:
     """Open a model directory and check that it holds every parameter of its model, and nothing else.
 
@@ -223,11 +229,14 @@ def open_model(
         families: known model families.
         check: whether to compare what is read with its manifest.json, see `TensorFiles`.
         load: "known" allows tensors that the model does not have, "any" missing ones too.
+        mtp: whether layers that predict further tokens are a part of the model, not carried along.
 
     Raises:
         UserError: naming every missing or unexpected tensor.
     """
     family, config = read_config(path, families)
+    if mtp:
+        config = dataclasses.replace(config, mtp=True)
     files = _open_tensors(path, check)
     model = describe_model(path, family, config, files, load=load)
     return dataclasses.replace(model, is_fp8=isinstance(files, Fp8Tensors))

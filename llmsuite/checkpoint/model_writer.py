@@ -119,7 +119,7 @@ class Arrangement:
         """Tensors that HF stores transposed."""
         for spec in specs:
             place = names.hf_tensors(spec.name, config)
-            for number, name in enumerate(place.names):
+            for number, name in enumerate((*place.names, *place.copies)):
                 theirs = name if layout == "hf" else re.sub(r"^model\.", str(prefix), name)
                 pieces = self._pieces.setdefault(theirs, [])
                 pieces.append(_Piece(spec, number if place.stacked else None, place.part))

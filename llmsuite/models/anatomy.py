@@ -88,6 +88,8 @@ class LayerAnatomy:
     attention: GroupedQuery | Latent
     mlp: GatedMLP | GeluMLP | MoE
     norm: Literal["rms", "layer"] = "rms"
+    predicts_further: bool = False
+    """Whether it is `moe.MTPLayer`: it takes the embedding of the next token too, and its output is normed."""
 
     def compiles(self, parameter: str) -> bool:
         """Whether `to_static` compiles the module of a parameter of this layer, given by its full name."""

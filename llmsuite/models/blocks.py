@@ -211,13 +211,30 @@ class CausalLM(nn.Layer):
         assert cache is None or document_starts is None, "a cache has one document a row"
         inputs = self.layer_inputs(self._length(cache), x.shape[1], x.dtype, document_starts)
         present = []
-        for i, layer in enumerate(self.model.layers):
+        layers = (layer for layer in self.model.layers if not _predicts_further(layer))
+        for i, layer in enumerate(layers):
             if self.training:
                 x = layer.forward_train(x, *inputs)
             else:
                 x, kv = layer(x, *inputs, past=cache[i] if cache else None)
                 present.append(kv)
         return x, present
+
+    def mtp_hidden_states(self, hidden: Tensor, next_ids: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        """What predicts the token after the next one (`llmsuite.models.mtp`).
+
+        Args:
+            hidden: normed hidden states of the same tokens, [B, L, D].
+            next_ids: the token behind each, [B, L].
+            document_starts: as in `hidden_states`.
+
+        Returns:
+            Normed hidden states, [B, L, D], for `token_nll`.
+        """
+        (layer,) = [layer for layer in self.model.layers if _predicts_further(layer)]
+        inputs = self.layer_inputs(0, hidden.shape[1], hidden.dtype, document_starts)
+        run = layer.forward_train if self.training else layer
+        return run(hidden, self.embed(next_ids), *inputs)
 
     def decode_step(
         self, input_ids: Tensor, padding: Tensor, cache: Sequence[LayerCache] | None, filled: int | None = None
@@ -304,6 +321,10 @@ class RotaryLM(CausalLM):
     def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
         """Rotation and mask."""
         return (*rotation_at(self._frequencies, self._magnitude, positions, dtype), mask)
+
+
+def _predicts_further(layer: nn.Layer) -> bool:
+    return getattr(layer, "predicts_further", False)
 
 
 def dim_size(x: Tensor, dim: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmsuite.models.head import head_shapes
 from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.models.mtp import num_layers
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -25,7 +26,7 @@ def decoder_shapes(config: Any, layer: Callable[[int], Shapes]) -> Shapes:
         layer: the parameters of the layer with a number.
     """
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    for i in range(config.num_hidden_layers):
+    for i in range(num_layers(config)):
         shapes |= {f"model.layers.{i}.{part}": shape for part, shape in layer(i).items()}
     return {**shapes, "model.norm.weight": (config.hidden_size,), **head_shapes(config)}
 

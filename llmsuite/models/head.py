@@ -12,7 +12,7 @@ from llmsuite.errors import UserError
 
 Head = Literal["language_model", "score"]
 SCORE = "score.weight"
-NO_KEYS = ("head", "kept")
+NO_KEYS = ("head", "kept", "mtp")
 """Fields of a config that are no keys of recipes."""
 _SCORING = "ForSequenceClassification"
 

@@ -16,3 +16,5 @@ class HfTensors:
     part: int = 0
     """Which of the `num_parts` equal parts along the tensor's last dim the parameter is."""
     num_parts: int = 1
+    copies: tuple[str, ...] = ()
+    """Tensors that are written with the same values, and not read."""

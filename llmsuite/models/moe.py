@@ -5,7 +5,7 @@ Shapes: B batch, L length, D hidden, E routed experts, k experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -13,7 +13,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.models.anatomy import ATTENTION_MODULES
-from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, RotaryLM
+from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, RotaryLM, linear
 from llmsuite.models.experts import Balance, Experts
 from llmsuite.typing import Tensor
 
@@ -122,6 +122,40 @@ class MoELayer(DecoderLayer):
     ) -> Tensor:
         """[B, L, D] to [B, L, D]."""
         return x + self.mlp(self.post_attention_layernorm(x), counted)
+
+
+class MTPLayer(MoELayer):
+    """A layer that predicts the token after the next one, from hidden states and the embedding of the next token
+    (DeepSeek-V3, arXiv 2412.19437, eq. 21 to 23). Embedding and output projection are those of the model."""
+
+    predicts_further = True
+
+    def __init__(
+        self,
+        first_norm: nn.Layer,
+        attention: nn.Layer,
+        second_norm: nn.Layer,
+        mlp: nn.Layer,
+        size: int,
+        norm: Callable[[], nn.Layer],
+    ):
+        """`norm` makes a norm of the hidden size, `size`."""
+        super().__init__(first_norm, attention, second_norm, mlp)
+        self.enorm, self.hnorm = norm(), norm()
+        self.eh_proj = linear(2 * size, size)
+        self.shared_head = nn.Layer()
+        self.shared_head.norm = norm()
+
+    def forward(self, x: Tensor, embedded: Tensor, *context: Any) -> Tensor:  # type: ignore[override]
+        """Hidden states and embeddings of the tokens behind them, both [B, L, D], and what `CausalLM.layer_inputs`
+        returns, to normed hidden states [B, L, D] that predict the tokens behind those."""
+        # in the order of the published weights; eq. 21 has it the other way round
+        joined = self.eh_proj(paddle.concat([self.enorm(embedded), self.hnorm(x)], -1))
+        return self.shared_head.norm(super().forward(joined, *context)[0])
+
+    def forward_train(self, x: Tensor, *context: Any) -> Tensor:
+        """`forward`, as training calls a layer."""
+        return self(x, *context)
 
 
 class MoELM(RotaryLM):

@@ -52,6 +52,10 @@ class ShardPlan:
     """Field of the config with the number of experts."""
     gates: str = ""
     """Modules that route tokens to experts. They have `balance`, a `models.experts.Balance` in training."""
+    mtp_norms: str = ""
+    """As `last_norm`, of layers that predict further tokens."""
+    mtp_inputs: tuple[str, ...] = ()
+    """Modules of such layers in front of attention, which every rank holds whole."""
     gate_bias: str = ""
     """Parameter of a gate that affects only which experts are chosen, in shapes whose `has_gate_bias` is true. It is
     float32 whatever the precision, as its updates are small."""
@@ -85,6 +89,10 @@ class ShardPlan:
     def is_gate_bias(self, parameter: str) -> bool:
         """Whether a parameter is the bias of a gate."""
         return bool(self.gate_bias) and fnmatch.fnmatchcase(parameter, f"{self.gates}.{self.gate_bias}")
+
+    def is_last_norm(self, module: str) -> bool:
+        """Whether activations are whole again behind a module under sequence parallel."""
+        return module == self.last_norm or (bool(self.mtp_norms) and fnmatch.fnmatchcase(module, self.mtp_norms))
 
     def is_region(self, module: str) -> bool:
         """Whether a module is one of `regions`."""

@@ -1,7 +1,7 @@
 """The modules whose parameters sharding stage 3 gathers at once. Plain data, without Paddle.
 
 `gathering` executes this description, and the planner counts by it. A unit is gathered once in each forward pass that
-runs its module, and once more in the backward pass.
+runs its module, and once more in the backward pass, unless that needs no values.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class GatherUnit(NamedTuple):
     """Full name of the module; the embedding's for `logits`."""
     parameters: tuple[str, ...]
     """Full names, in the order of the model. Empty for a module without any."""
+    in_backward: bool = True
+    """Whether a backward pass needs the values: not that of a lookup."""
 
     def runs_in(self, part: int, num_parts: int) -> bool:
         """Whether a part of a pipeline runs it. A last part that has a tied embedding only makes logits with it."""
@@ -46,7 +48,7 @@ def gather_units(plan: ShardPlan, names: Sequence[str], is_tied: bool) -> list[G
 
     layers = sorted({layer for name in names if (layer := layer_of(name, plan)) is not None})
     units = [
-        *(unit("front", module) for module in plan.first),
+        *(unit("front", module)._replace(in_backward=module != plan.embedding) for module in plan.first),
         *(unit("layers", f"{plan.layers}.{layer}") for layer in layers),
         *(unit("behind", module) for module in plan.last),
     ]

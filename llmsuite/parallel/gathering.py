@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
+from paddle.autograd import PyLayer
 
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.gather_units import gather_units
@@ -39,27 +40,29 @@ class Zero3Hooks:
             if unit.place == "logits":
                 model.logits = self._around(model.logits, inside)
             elif modules.get(unit.module) is not None:  # else on another pipeline stage, or not in this model
-                self._watch(modules[unit.module], inside)
+                self._watch(modules[unit.module], inside, unit.in_backward)
                 used.update(unit.parameters)
         outside = [shard.name for shard in shards if shard.name not in used]
         assert not outside, f"the family's shard plan has no module for {outside}"
         model.after_backward = self._backward_ended
 
-    def _watch(self, module: Any, shards: list[ParameterShard]) -> None:
-        def before(module: Any, inputs: Any) -> None:
+    def _watch(self, module: Any, shards: list[ParameterShard], in_backward: bool) -> None:
+        def before(module: Any, inputs: Any) -> Any:
             if not paddle.in_dynamic_mode():  # a program of the layer is being made; the hooks stand around it
-                return
+                return None
             if _is_computed_again(module):
                 self._gather_for_backward(shards)
             else:
                 _gather(shards)
+            return _joined(inputs)
 
         def after(module: Any, inputs: Any, output: Any) -> None:
             if not paddle.in_dynamic_mode():
                 return
             if not _is_computed_again(module):
                 _free(shards)
-            self._expect_backward(output[0] if isinstance(output, tuple) else output, shards)
+            if in_backward:
+                self._expect_backward(output[0] if isinstance(output, tuple) else output, shards)
 
         module.register_forward_pre_hook(before)
         module.register_forward_post_hook(after)
@@ -105,6 +108,30 @@ class Zero3Hooks:
 def _is_computed_again(module: Any) -> bool:
     """Whether recompute runs this forward pass, inside a backward pass; the first one under recompute has no graph."""
     return getattr(module, "is_computed_again", False) and module.training and paddle.is_grad_enabled()
+
+
+def _joined(inputs: Sequence[Any]) -> Any:
+    """The inputs of a module; of several that have a gradient, copies with one backward pass.
+
+    That of the module is done then before that of anything in front begins, whose gathering frees its parameters.
+    """
+    places = [i for i, given in enumerate(inputs) if isinstance(given, paddle.Tensor) and not given.stop_gradient]
+    if len(places) < 2:
+        return None
+    joined = dict(zip(places, _Joined.apply(*(inputs[i] for i in places))))
+    return tuple(joined.get(i, given) for i, given in enumerate(inputs))
+
+
+class _Joined(PyLayer):
+    """Copies of several tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.clone() for gradient in gradients)
 
 
 def _gather(shards: Sequence[ParameterShard]) -> None:

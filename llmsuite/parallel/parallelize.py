@@ -36,6 +36,8 @@ class Strategy:
     """Names of the parameters that an optimizer will get; the others are frozen."""
     is_tied: bool
     """Whether the logits are made with the weight of the embedding."""
+    shares_embedding: bool
+    """Whether the last pipeline stage needs the embedding too."""
     sequence_parallel: bool
     sharding_stage: int
     """0 to 3."""
@@ -95,7 +97,7 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
 
 def _shard_parameter(name: str, parameter: Tensor, strategy: Strategy) -> ParameterShard:
     plan, mesh = strategy.shard_plan, strategy.mesh
-    is_tied = strategy.is_tied and name == f"{plan.embedding}.weight"
+    is_shared = strategy.shares_embedding and name == f"{plan.embedding}.weight"
     place = mesh.of_experts if plan.is_expert(name) else mesh
     is_frozen = name not in strategy.trained
-    return ParameterShard(name, parameter, place, plan.dim(name), strategy.sharding_stage, is_tied, is_frozen)
+    return ParameterShard(name, parameter, place, plan.dim(name), strategy.sharding_stage, is_shared, is_frozen)

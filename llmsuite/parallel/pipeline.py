@@ -81,6 +81,8 @@ class PipelineStage:
         self.step = 0
         """The step whose passes are made."""
         self._lengths: Any = None
+        self._document_starts: Tensor | None = None
+        """Those of the rows that a stage's loss has got hidden states of."""
         self._in_schedule = False
         self._passed: tuple[Tensor | None, Tensor] | None = None
         self._waiting: dict[tuple[int, int], Pass] = {}
@@ -153,9 +155,24 @@ class PipelineStage:
         self._passed = received, result
         for chunk in () if self._in_schedule else after:
             self._run(chunk, *self._receive())
+        self._document_starts = document_starts
         if self.is_last:
             return self.model.final_norm(result), []
         return paddle.zeros([*input_ids.shape, self._hidden_size]), []
+
+    def mtp_hidden_states(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
+        """Hidden states [B, L, D] that predict the token after the next one, of a model with a layer for it; zeros
+        where the last layers are not.
+
+        Args:
+            hidden: what `hidden_states` has returned.
+            next_ids: the token behind each input, [B, L].
+        """
+        if not self.is_last:
+            return paddle.zeros(hidden.shape)
+        if self._mesh.tensor is not None:
+            hidden = reshard(hidden, self._mesh, self._placements)
+        return self.model.mtp_hidden_states(hidden, next_ids, self._document_starts)
 
     def _check_length(self, input_ids: Tensor) -> None:
         length, tp = input_ids.shape[1], self._mesh.degrees.tp

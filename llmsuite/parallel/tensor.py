@@ -57,7 +57,7 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
             if sequence_parallel:
                 module.register_forward_pre_hook(_on_input(mesh, whole))
             module.register_forward_post_hook(_on_output(mesh, outside))
-        elif name == plan.last_norm and sequence_parallel:
+        elif plan.is_last_norm(name) and sequence_parallel:
             module.register_forward_post_hook(_on_output(mesh, whole))
 
 

@@ -71,9 +71,12 @@ class ActivationSettings:
 def kept_by_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that a layer keeps, including its output, without its input."""
     between = hidden_state_bytes(anatomy.hidden, batch, settings)
+    further = 0.0
+    if anatomy.layers[number].predicts_further:  # its inputs: no other layer keeps them
+        further = 2 * between + INDEX_BYTES * batch.tokens
     if settings.recompute == "full" and number % settings.every == 0:
-        return between
-    return inside_layer(anatomy, number, batch, settings)
+        return between + further
+    return further + inside_layer(anatomy, number, batch, settings)
 
 
 def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -86,6 +89,9 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
         2 * batch.tokens * anatomy.hidden * settings.num_bytes
     )  # of attention and MLP; gathered under sequence parallel
     kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
+    if layer.predicts_further:  # norms of both inputs and of the output; the joined inputs, and their product
+        plain = dataclasses.replace(settings, fused=settings.fused_outside)
+        kept += 3 * _norm(layer.norm, anatomy.hidden, batch, plain) + 3 * between
     return kept + 2 * between + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fnmatch
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from llmsuite.models.anatomy import Anatomy, MoE
 from llmsuite.models.shard_plan import MIXER, SECOND_FACTOR
 from llmsuite.parallel import edges, ledger_entries
-from llmsuite.parallel.gather_units import gather_units
+from llmsuite.parallel.gather_units import GatherUnit, gather_units
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import BYTES, Layout, LocalParameter
@@ -161,13 +162,20 @@ class Traffic:
         for part in layout.parts_of(self._mesh.coordinate["pp"]):
             inside = {parameter.name: parameter for parameter in self._parameters if parameter.part == part}
             for unit in gather_units(layout.shard_plan, list(inside), layout.tied):
-                if not unit.runs_in(part, len(layout.bounds) - 1):
+                if not (times := self._runs(unit, part)):
                     continue
                 for held in (inside[name] for name in unit.parameters if inside[name].is_stored_in_parts):
                     # no backward pass reaches a frozen module in front of the layers
                     is_passed_back = with_backward and (held.is_trained or unit.place != "front")
-                    count = 2 if is_passed_back else 1
+                    count = 2 * times if is_passed_back and unit.in_backward else times
                     self._add(SHARDING, "all_gather", (held.piece,), why, count, held.num_bytes, held.is_expert)
+
+    def _runs(self, unit: GatherUnit, part: int) -> int:
+        """How often a forward pass through a part runs the module of a unit."""
+        last = len(self._layout.bounds) - 2
+        is_lookup = unit.place == "front" and unit.module == self._layout.shard_plan.embedding
+        further = self._layout.num_mtp_layers if is_lookup and part == last else 0
+        return unit.runs_in(part, last + 1) + further
 
     # pipeline
 
@@ -236,7 +244,8 @@ class Traffic:
         of_heads = module.endswith((".q_norm", ".k_norm"))
         between = (
             module.endswith(("input_layernorm", "post_attention_layernorm"))
-            or module == self._layout.shard_plan.last_norm
+            or self._layout.shard_plan.is_last_norm(module)
+            or any(fnmatch.fnmatchcase(module, pattern) for pattern in self._layout.shard_plan.mtp_inputs)
         )
         second = parameter.name.endswith((f".{SECOND_FACTOR}", f".{MIXER}"))
         second = second and self._layout.shard_plan.dim(f"{module}.weight") == 0
@@ -263,6 +272,11 @@ class Traffic:
         moe_layers = [layer.mlp for layer in self._anatomy.layers if isinstance(layer.mlp, MoE)]
         if not moe_layers:
             return
+        if self._plan.recipe.train.expert_bias_rate:
+            for held in self._parameters:
+                if self._layout.shard_plan.is_gate_bias(held.name) and held.is_stored_in_parts:
+                    why = "biases of experts, which are moved"
+                    self._add(SHARDING, "all_gather", (held.piece,), why, 1, held.num_bytes, held.is_expert)
         parts = self._layout.parts_of(self._mesh.coordinate["pp"])
         here = sum(isinstance(self._anatomy.layers[i].mlp, MoE) for p in parts for i in self._layout.layers_of(p))
         if here and degrees.num_data_ranks > 1:

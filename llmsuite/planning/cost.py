@@ -90,6 +90,8 @@ def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch) -> float:
         weights += hidden * (3 * (mlp.chosen * mlp.width + mlp.shared_width) + mlp.experts)
     else:
         weights += hidden * mlp.width * (2 if isinstance(mlp, GeluMLP) else 3)
+    if layer.predicts_further:
+        weights += 2 * hidden * hidden
     return 2.0 * weights * batch.tokens + each * batch.rows * float(batch.length) ** 2
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from llmsuite.errors import UserError
 from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import is_tied
+from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import (
     adaptable_modules,
@@ -73,7 +74,7 @@ class LocalParameter:
     has_gradient: bool
     has_master: bool
     is_tied: bool
-    """Whether both the first and the last pipeline stage have it (tied embedding)."""
+    """Whether both the first and the last pipeline stage have it (a shared embedding)."""
 
     @property
     def reduce_in_backward(self) -> bool:
@@ -129,7 +130,8 @@ class ModelParameters:
             shapes: of the model's parameters without adapters; the family's own if not given.
         """
         self.shard_plan, config, lora = plan.family.shard_plan or WHOLE, plan.model_config, plan.recipe.lora
-        self.num_layers, self.tied = config.num_hidden_layers, is_tied(config)
+        self.num_layers, self.tied = num_layers(config), is_tied(config)
+        self.embedding_shared = is_embedding_shared(config)
         self.model_shapes = shapes = model_shapes(plan) if shapes is None else shapes
         if lora.rank is not None:
             adapted = pick_modules(adaptable_modules(shapes, self.shard_plan), self.shard_plan, lora.target_modules)
@@ -154,7 +156,7 @@ class ModelParameters:
     @functools.cached_property
     def costs(self) -> list[int]:
         """See `cut.layer_costs`."""
-        return layer_costs(self.shapes, self.shard_plan, self.num_layers, self.tied)
+        return layer_costs(self.shapes, self.shard_plan, self.num_layers, self.embedding_shared)
 
     @functools.cached_property
     def layers(self) -> dict[str, int | None]:
@@ -167,7 +169,7 @@ class ModelParameters:
         if key not in self._parts:
             self._parts[key] = [[] for _ in bounds[1:]]
             for name in self.shapes:
-                for part in parts_with(name, self.shard_plan, bounds, self.tied):
+                for part in parts_with(name, self.shard_plan, bounds, self.embedding_shared):
                     self._parts[key][part].append(name)
         return self._parts[key]
 
@@ -192,6 +194,11 @@ class Layout:
         self._parameters: dict[int, list[LocalParameter]] = {}
         self.sharding = SHARDING_STAGES[plan.recipe.parallel.sharding]
         self._bucket_bytes = plan.gradient_bucket_bytes
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Layers that predict further tokens, at the end of the last part."""
+        return num_mtp_layers(self.plan.model_config)
 
     @property
     def num_parameters(self) -> int:
@@ -271,7 +278,7 @@ class Layout:
                         is_trained=trained,
                         has_gradient=trained and not bias,
                         has_master=has_master(dtype, not trained),
-                        is_tied=self.tied and mesh.degrees.pp > 1 and name == embedding,
+                        is_tied=self.model.embedding_shared and mesh.degrees.pp > 1 and name == embedding,
                     )
                 )
         return result

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from llmsuite.models.anatomy import Anatomy, Latent, MoE
+from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
@@ -121,6 +122,8 @@ def full_micro_batch(plan: RunPlan) -> MicroBatch:
     if recipe.train.micro_batch_tokens is not None:
         rows = max(1, recipe.train.micro_batch_tokens // length)
     supervised = rows if plan.stage.head == "score" else rows * length
+    if num_mtp_layers(plan.model_config):
+        supervised += rows * (length - 1)
     documents = recipe.data.packing != "none" or getattr(plan.section, "document_mask", False)
     return MicroBatch(rows, length, supervised, documents, marks_padding(plan))
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from llmsuite.models.anatomy import Anatomy
+from llmsuite.models.mtp import num_layers
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.planning.cost import Hardware
 from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate_of, memory_of
@@ -160,7 +161,7 @@ def with_strategy(plan: RunPlan, strategy: Strategy) -> RunPlan:
 
 def strategies(plan: RunPlan) -> Iterator[Strategy]:
     """Powers of two for each degree: tp within a machine, pp up to the number of layers; ep 1, 8 or 64."""
-    launch, layers = plan.recipe.launch, plan.model_config.num_hidden_layers
+    launch, layers = plan.recipe.launch, num_layers(plan.model_config)
     devices = launch.num_devices * launch.nnodes
     experts = bool(plan.family.shard_plan and plan.family.shard_plan.experts)
     for tp, pp in itertools.product(_powers(min(launch.num_devices, 16)), _powers(min(devices, layers))):

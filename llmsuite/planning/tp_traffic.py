@@ -91,6 +91,10 @@ class TensorParallelTraffic:
         again: bool = False,
     ) -> None:
         layer, why = self._anatomy.layers[number], "forward: sums after attention and MLP"
+        if layer.predicts_further and not again:
+            self._sum(whole, "embedding of the next tokens: its rows are on different ranks", self._sequence_parallel)
+        if layer.predicts_further and self._sequence_parallel:
+            self._send("all_gather", piece, "norm of the layer that predicts further tokens: sequences are gathered")
         # a sum to which a bias is added is not scattered at once
         scatter = self._sequence_parallel and not isinstance(layer.mlp, GeluMLP)
         if self._sequence_parallel:
@@ -111,6 +115,8 @@ class TensorParallelTraffic:
         layer = self._anatomy.layers[number]
         if self._sequence_parallel:
             self._send("all_gather", piece, "backward of the scatter after attention and MLP", 2)
+        if layer.predicts_further and self._sequence_parallel:
+            self._send("all_gather", piece, "backward: hidden states and embeddings of further tokens", 2)
         again = self._engine.computes_again(number)
         # when only adapters are trained, the input of the first layer has no gradient, unless it is recomputed
         if not (number == 0 and self._adapter_rank is not None and not again):

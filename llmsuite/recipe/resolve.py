@@ -69,7 +69,10 @@ class RunPlan:
     @property
     def profile(self) -> StageProfile:
         """Metrics and pre-passes of the stage."""
-        return self.stage.profile(self.section)
+        profile = self.stage.profile(self.section)
+        if self.stage.trains and self.recipe.train.mtp_loss_weight:
+            return dataclasses.replace(profile, sums=(*profile.sums, "mtp_loss"))
+        return profile
 
     @property
     def gradient_bucket_bytes(self) -> int:

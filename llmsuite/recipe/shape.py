@@ -147,6 +147,8 @@ def model_config(
                 )
             ]
         config = dataclasses.replace(config, head=stage.head)
+    if stage.trains and recipe.train.mtp_loss_weight and getattr(config, "num_nextn_predict_layers", 0):
+        config = dataclasses.replace(config, mtp=True)
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, LoadedRecipe
 from llmsuite.recipe.shape import model_config, weights_of
@@ -148,6 +149,8 @@ def _shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts
             continue  # the run need not say it
         if value is None or isinstance(value, (str, bool)):  # of a size, only keep that it is not set
             shape[key] = value
+    if num_mtp_layers(config):
+        shape["num_nextn_predict_layers"] = config.num_nextn_predict_layers
     for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):
         if key in shape:
             shape[key] = max(shape[key], least)

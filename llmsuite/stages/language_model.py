@@ -16,6 +16,7 @@ import paddle
 
 from llmsuite.data.packing import best_fit
 from llmsuite.train.stage import Batch, LossTerms
+from llmsuite.typing import Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,17 +50,20 @@ def join(samples: Sequence[WeightedTokens]) -> WeightedTokens:
     return WeightedTokens(ids, weights, begins)
 
 
-def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int) -> Batch:
+def collate(
+    samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int, predicts_further: bool = False
+) -> Batch:
     """Sequences to arrays, padded on the right to a multiple; the last token of each document is only a target.
 
     With several documents in a sequence the batch has "document_starts", which `CausalLM.hidden_states` takes. The
-    padding is a document of its own then.
+    padding is a document of its own then. With `predicts_further` it has what `mtp_nll` takes.
     """
     longest = max(sample.num_inputs for sample in samples)
     length = -(-longest // length_multiple) * length_multiple
     input_ids = np.full([len(samples), length], pad_id, dtype="int64")
     starts = np.empty([len(samples), length], dtype="int64")
-    positions, targets, weights = [], [], []
+    next_ids = np.full_like(input_ids, pad_id)
+    positions, targets, weights, depths = [], [], [], []
     for i, sample in enumerate(samples):
         begins = np.array(sample.begins)
         assert not sample.weights[begins].any(), "nothing predicts the first token of a document"
@@ -68,12 +72,19 @@ def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int
         starts[i, : sample.num_inputs] = np.repeat(begins - shift, rows)
         starts[i, sample.num_inputs :] = sample.num_inputs
         input_ids[i, : sample.num_inputs] = np.delete(sample.ids, [*(begins[1:] - 1), -1])
+        next_ids[i, : sample.num_inputs] = np.delete(sample.ids, begins)
         (supervised,) = np.nonzero(sample.weights)
         # a token is predicted one position before its own
-        positions.append(i * length + supervised - np.searchsorted(begins, supervised, "right"))
+        document = np.searchsorted(begins, supervised, "right")
+        positions.append(i * length + supervised - document)
+        depths.append(supervised - begins[document - 1])
         targets.append(sample.ids[supervised])
         weights.append(sample.weights[supervised])
     batch: Batch = {"document_starts": starts} if any(len(sample.begins) > 1 for sample in samples) else {}
+    if predicts_further:
+        # two positions before its own: the first two tokens of a document are not predicted by two before them
+        (deep,) = np.nonzero(np.concatenate(depths) > 1)
+        batch |= further_targets(next_ids, *(np.concatenate(of)[deep] for of in (positions, targets, weights)))
     return batch | {
         "input_ids": input_ids,
         "positions": np.concatenate(positions),
@@ -86,23 +97,81 @@ def collate(samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int
     }
 
 
-def hidden_at_positions(model: Any, batch: Batch) -> Any:
-    """[N, D]: hidden states at the "positions" of a batch, which count through its rows [B L]. With "document_starts"
-    in the batch each token sees its own document only."""
+def hidden_at_positions(model: Any, batch: Batch) -> Tensor:
+    """[N, D]: hidden states at the "positions" of a batch, which count through its rows [B L]; see `hidden_states`."""
+    return hidden_states(model, batch).flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)
+
+
+def hidden_states(model: Any, batch: Batch) -> Tensor:
+    """[B, L, D]. With "document_starts" in the batch each token sees its own document only."""
     starts = {"document_starts": paddle.to_tensor(batch["document_starts"])} if "document_starts" in batch else {}
-    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **starts)  # [B, L, D]
-    return hidden.flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)
+    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **starts)
+    return hidden
 
 
-def weighted_loss(model: Any, batch: Batch) -> LossTerms:
+def further_targets(next_ids: np.ndarray, positions: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> Batch:
+    """The part of a batch that `mtp_nll` takes.
+
+    Args:
+        next_ids: the token behind each input, [B, L].
+        positions: where targets are predicted by the token before them, counted through the rows.
+        targets: ids of tokens that have two tokens of their document before them, [M].
+        weights: of the targets, [M].
+    """
+    if not len(targets):  # every rank runs the layer, for the sake of the others
+        positions, targets, weights = np.ones([1], "int64"), np.zeros([1], "int64"), np.zeros([1], "float32")
+    return {
+        "next_ids": next_ids,
+        "mtp_positions": positions - 1,
+        "mtp_targets": targets.astype("int64"),
+        "mtp_weights": weights.astype("float32"),
+    }
+
+
+def mtp_nll(model: Any, hidden: Tensor, positions: np.ndarray, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Negative log-probabilities of the targets of a batch, [N], and the sum over its further ones (`further_targets`),
+    times their weights.
+
+    Args:
+        model: the one that is trained.
+        hidden: its hidden states, [B, L, D].
+        positions: where they predict "targets", counted through the rows [B L].
+        batch: with "targets", "next_ids" and what else `further_targets` gives.
+    """
+    further = model.mtp_hidden_states(hidden, paddle.to_tensor(batch["next_ids"]))  # [B, L, D]
+    # one product with the output projection for both; joined before they are picked, as the gradient of what is picked
+    # is a sum over tensor parallel ranks, which Paddle would take apart in the backward pass of a concatenation
+    both = paddle.concat([hidden.flatten(0, 1), further.flatten(0, 1)])
+    picked = np.concatenate([positions, batch["next_ids"].size + batch["mtp_positions"]])
+    targets = np.concatenate([batch["targets"], batch["mtp_targets"]])
+    nll = model.token_nll(both.index_select(paddle.to_tensor(picked), 0), paddle.to_tensor(targets))
+    count = len(positions)
+    return nll[:count], (nll[count:] * paddle.to_tensor(batch["mtp_weights"])).sum()
+
+
+def with_mtp(terms: LossTerms, further: Tensor, mtp_weight: float) -> LossTerms:
+    """The loss with the term of the further tokens, their sum: divided by the same weight, as DeepSeek-V3 does (arXiv
+    2412.19437, eq. 24 and 25)."""
+    sums = {**terms.sums, "mtp_loss": (further, terms.weight)}
+    return LossTerms(terms.total + mtp_weight * further, terms.weight, sums)
+
+
+def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0) -> LossTerms:
     """Sum over the tokens of weight times negative log-probability. Logits are made for weighted positions only.
+
+    With `mtp_weight` there is the term of `with_mtp`; the batch has `further_targets`.
 
     The metric `tokens/likely` is the share of them that gets a probability above 1/2: greedy decoding picks them for
     certain, so it is a lower bound of the token accuracy, and needs the logits, which may be sharded, only once.
     """
-    picked = hidden_at_positions(model, batch)  # [N, D]
-    nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
+    further = None
+    if mtp_weight:
+        nll, further = mtp_nll(model, hidden_states(model, batch), batch["positions"], batch)
+    else:
+        picked = hidden_at_positions(model, batch)  # [N, D]
+        nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
     weights = paddle.to_tensor(batch["weights"])
     weight = batch["weight"]
     likely = (nll.detach() < math.log(2.0)).astype("float32")
-    return LossTerms((nll * weights).sum(), weight, {"tokens/likely": ((likely * weights).sum(), weight)})
+    terms = LossTerms((nll * weights).sum(), weight, {"tokens/likely": ((likely * weights).sum(), weight)})
+    return terms if further is None else with_mtp(terms, further, mtp_weight)

@@ -28,6 +28,7 @@ from llmsuite.data.remote import fetch, is_remote
 from llmsuite.errors import UserError
 from llmsuite.progress import track_bytes
 from llmsuite.resources import find
+from llmsuite.stages import language_model
 from llmsuite.stages.sections import PretrainSection
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
 
@@ -41,7 +42,7 @@ class PretrainStage(Stage[np.ndarray]):
         self._padded = -(-self._length // context.length_multiple) * context.length_multiple
         self._mix, self._split, self._max_eval_samples = section.mix, section.split, section.max_eval_samples
         self._division, self._key = section.documents, section.key
-        self._is_masked = section.document_mask
+        self._is_masked, self._mtp_weight = section.document_mask, context.recipe.train.mtp_loss_weight
 
     # data
 
@@ -159,19 +160,36 @@ class PretrainStage(Stage[np.ndarray]):
             "num_supervised": targets.size,
         }
         if not self._is_masked:
-            return batch
+            return batch | self._further(input_ids, targets, np.ones(targets.shape, "float32"))
         ends = ids[:, :-1] == self.context.tokenizer.eos_id
         begins = np.where(np.roll(ends, 1, axis=1), np.arange(self._length), 0)  # the first one is 0 in any case
         starts = np.full_like(input_ids, self._length)  # the padding is one too
         starts[:, : self._length] = np.maximum.accumulate(begins, axis=1)
         weights = 1.0 - ends.reshape(-1).astype("float32")
         num_supervised = int(weights.sum())
-        return batch | {
-            "document_starts": starts,
-            "weights": weights,
-            "weight": float(num_supervised),
-            "num_supervised": num_supervised,
-        }
+        return (
+            batch
+            | self._further(input_ids, targets, weights)
+            | {
+                "document_starts": starts,
+                "weights": weights,
+                "weight": float(num_supervised),
+                "num_supervised": num_supervised,
+            }
+        )
+
+    def _further(self, input_ids: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> Batch:
+        """What `language_model.mtp_nll` takes, where it is asked for; `targets` and `weights` are [B L]."""
+        if not self._mtp_weight:
+            return {}
+        next_ids = np.full_like(input_ids, self.context.tokenizer.pad_id)
+        next_ids[:, : self._length] = targets.reshape(-1, self._length)
+        # a target whose predecessor begins a document has one token of its own before it
+        deep = np.zeros([len(input_ids), self._length], bool)
+        deep[:, 1:] = (weights.reshape(-1, self._length)[:, 1:] * weights.reshape(-1, self._length)[:, :-1]) > 0
+        (deep,) = np.nonzero(deep.reshape(-1))
+        rows, columns = np.divmod(deep, self._length)
+        return language_model.further_targets(next_ids, rows * self._padded + columns, targets[deep], weights[deep])
 
     # loss
 
@@ -179,11 +197,16 @@ class PretrainStage(Stage[np.ndarray]):
         """Sum over the tokens; every one weighs 1. With the document mask the first token of a document weighs 0."""
         starts = {"document_starts": paddle.to_tensor(batch["document_starts"])} if self._is_masked else {}
         hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **starts)  # [B, L, D]
-        flat = hidden.flatten(0, 1)
-        if self._padded != self._length:
-            at = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)
-            flat = flat.index_select(paddle.to_tensor(at.reshape(-1)), 0)
-        nll = model.token_nll(flat, paddle.to_tensor(batch["targets"]))  # [B L]
+        at = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)
+        further = None
+        if self._mtp_weight:
+            nll, further = language_model.mtp_nll(model, hidden, at.reshape(-1), batch)
+        else:
+            flat = hidden.flatten(0, 1)
+            if self._padded != self._length:
+                flat = flat.index_select(paddle.to_tensor(at.reshape(-1)), 0)
+            nll = model.token_nll(flat, paddle.to_tensor(batch["targets"]))  # [B L]
         if self._is_masked:
             nll = nll * paddle.to_tensor(batch["weights"])
-        return LossTerms(nll.sum(), batch["weight"])
+        terms = LossTerms(nll.sum(), batch["weight"])
+        return terms if further is None else language_model.with_mtp(terms, further, self._mtp_weight)

@@ -33,6 +33,7 @@ class SftStage(Stage[WeightedTokens]):
         self._truncate, self._max_length = section.truncate, context.recipe.data.max_length
         self._is_packed = context.recipe.data.packing == "best_fit"
         self._template = context.template()
+        self._mtp_weight = context.recipe.train.mtp_loss_weight
 
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
         """The conversations that fit. Raises UserError with the line that the chat template cannot render."""
@@ -130,11 +131,12 @@ class SftStage(Stage[WeightedTokens]):
     def collate(self, samples: Sequence[WeightedTokens]) -> Batch:
         """Padding on the right, or all in one row."""
         samples = [language_model.join(samples)] if self.context.padding_free else samples
-        return language_model.collate(samples, self.context.tokenizer.pad_id, self.context.length_multiple)
+        pad_id, multiple = self.context.tokenizer.pad_id, self.context.length_multiple
+        return language_model.collate(samples, pad_id, multiple, self._mtp_weight > 0)
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the supervised tokens; every one weighs 1."""
-        return language_model.weighted_loss(model, batch)
+        return language_model.weighted_loss(model, batch, self._mtp_weight)
 
 
 def _has_answers(row: Conversation) -> bool:

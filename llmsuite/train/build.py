@@ -15,6 +15,7 @@ from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.mtp import is_embedding_shared, num_layers
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.shard_plan import WHOLE, ShardPlan
@@ -156,14 +157,14 @@ def _check_dropout(rate: float, adapted: Sequence[str], shard_plan: ShardPlan) -
 
 def _cut_pipeline(chunks: Sequence[Any], plan: RunPlan, mesh: Mesh, shapes: Mapping[str, Sequence[int]]) -> list[int]:
     """Leave in each chunk what belongs to its part of the pipeline; returns the bounds of the parts."""
-    num_layers, pp = plan.model_config.num_hidden_layers, mesh.degrees.pp
+    count, pp = num_layers(plan.model_config), mesh.degrees.pp
     if pp == 1:
-        return [0, num_layers]
-    shard_plan, tied = plan.family.shard_plan or WHOLE, is_tied(plan.model_config)
-    costs = layer_costs(shapes, shard_plan, num_layers, tied)
+        return [0, count]
+    shard_plan, shared = plan.family.shard_plan or WHOLE, is_embedding_shared(plan.model_config)
+    costs = layer_costs(shapes, shard_plan, count, shared)
     bounds = part_bounds(plan.recipe.parallel.pipeline_cut, costs, pp * plan.num_chunks)
     for number, chunk in enumerate(chunks):
-        keep_part(chunk, shard_plan, number * pp + mesh.coordinate["pp"], bounds, tied)
+        keep_part(chunk, shard_plan, number * pp + mesh.coordinate["pp"], bounds, shared)
     return bounds
 
 
@@ -175,6 +176,7 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
         dtype=backend.parameter_dtype(engine.precision),
         trained=trained.keys(),
         is_tied=is_tied(plan.model_config),
+        shares_embedding=is_embedding_shared(plan.model_config),
         sequence_parallel=parallel.sequence_parallel,
         sharding_stage=SHARDING_STAGES[parallel.sharding],
         bucket_bytes=plan.gradient_bucket_bytes,

@@ -16,6 +16,7 @@ from llmsuite.checkpoint.save import GatheredTensor, assign_writers
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.errors import UserError
+from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage
@@ -139,7 +140,7 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     if built.adapters is not None:
         values = read_from(SavedAdapters(path, built.adapters, plan.family, plan.model_config))
     else:
-        saved = open_model(path, registry.models)
+        saved = open_model(path, registry.models, mtp=num_mtp_layers(plan.model_config) > 0)
         check_shapes(saved, {name: tuple(shape) for name, shape in built.shapes.items()})
         values = read_from(saved)
     values = pad_values(values, built.shapes)

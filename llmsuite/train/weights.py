@@ -16,6 +16,7 @@ from llmsuite.checkpoint.shapes import skipped_tensors
 from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
+from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.plugins.manager import Registry
@@ -55,7 +56,9 @@ def initial_weights(
         read = draw(chunks, plan.recipe.seed, plan.model_config.initializer_range)
         source, base = None, Base(None, digest.hexdigest())
     else:
-        source = open_model(plan.weights, registry.models, load=plan.recipe.model.load)
+        source = open_model(
+            plan.weights, registry.models, load=plan.recipe.model.load, mtp=num_mtp_layers(plan.model_config) > 0
+        )
         read, base, decided_by = _from_files(plan, source, chunks, shapes)
         for text in decided_by:
             digest.update(text.encode())

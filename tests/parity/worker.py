@@ -159,10 +159,7 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
             sent[name, shape] += count
         batches = [] if objective is None else [objective.collate(samples) for samples in micro_batches]
         record = {
-            "micro_batches": [
-                [*b["input_ids"].shape, len(b["targets" if "targets" in b else "positions"]), "document_starts" in b]
-                for b in batches
-            ],
+            "micro_batches": [[*b["input_ids"].shape, _num_logits(b), "document_starts" in b] for b in batches],
             "memory": held,
             **traced,
             "sent": [[name, list(shape), count] for (name, shape), count in sorted(sent.items())],
@@ -180,6 +177,11 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
             yield
     finally:
         trainer.train_step = train_step
+
+
+def _num_logits(batch: dict[str, Any]) -> int:
+    """Positions of a batch that logits or scores are made of."""
+    return len(batch["targets" if "targets" in batch else "positions"]) + len(batch.get("mtp_targets", ()))
 
 
 class _UnderWay:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from llmsuite.models.anatomy import Anatomy, GatedMLP, Latent, LayerAnatomy, MoE
 from llmsuite.models.deepseek.config import DeepSeekConfig
+from llmsuite.models.mtp import num_mtp_layers
 
 
 def anatomy(config: DeepSeekConfig) -> Anatomy:
@@ -26,4 +29,5 @@ def anatomy(config: DeepSeekConfig) -> Anatomy:
     )
     routed = LayerAnatomy(attention=attention, mlp=mixture)
     layers = [routed if config.has_experts(i) else dense for i in range(config.num_hidden_layers)]
+    layers += [dataclasses.replace(routed, predicts_further=True)] * num_mtp_layers(config)
     return Anatomy(hidden=config.hidden_size, vocabulary=config.vocab_size, layers=layers)

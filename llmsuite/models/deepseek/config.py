@@ -76,8 +76,10 @@ class DeepSeekConfig(RotaryConfig):
     """Size of a value head."""
     max_position_embeddings: PositiveInt = 163840
     num_nextn_predict_layers: NonNegativeInt = 0
-    """Layers behind the others that predict further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2). They are kept
-    as the weights have them, and not trained."""
+    """Layers behind the others that predict further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2). One is trained
+    with train.mtp_loss_weight; else they are kept as the weights have them."""
+    mtp: bool = False
+    """Whether these layers are a part of the model; see `llmsuite.models.mtp`."""
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim"}."""

@@ -16,7 +16,8 @@ from llmsuite.devices.ops import Ops, causal_mask, document_mask
 from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, halves, linear
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.experts import Experts
-from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM
+from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM, MTPLayer
+from llmsuite.models.mtp import num_layers
 from llmsuite.typing import Tensor
 
 _LATENT_EPS = 1e-6
@@ -119,14 +120,17 @@ def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
         return DenseLayer(*around, GatedMLP(config.hidden_size, config.intermediate_size, ops))
     experts = Experts(config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, ops)
     shared = GatedMLP(config.hidden_size, config.shared_size, ops)
-    return MoELayer(*around, MoE(DeepSeekGate(config), experts, shared))
+    mixture = MoE(DeepSeekGate(config), experts, shared)
+    if number >= config.num_hidden_layers:
+        return MTPLayer(*around, mixture, config.hidden_size, lambda: _norm(config, ops))
+    return MoELayer(*around, mixture)
 
 
 class DeepSeek(MoELM):
-    """DeepSeek-V2 and V3; the layers that predict further tokens are no part of it."""
+    """DeepSeek-V2 and V3; the layers that predict further tokens are a part of it where they are trained."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
-        layers = [_layer(config, ops, i) for i in range(config.num_hidden_layers)]
+        layers = [_layer(config, ops, i) for i in range(num_layers(config))]
         super().__init__(config, ops, layers, _norm(config, ops))
 
     def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor:

@@ -17,8 +17,9 @@ from llmsuite.models.decoder_names import (
     mlp_shapes,
 )
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.head import SCORE
+from llmsuite.models.head import SCORE, is_tied
 from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.models.mtp import num_mtp_layers
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 
@@ -62,7 +63,12 @@ def parameter_shapes(config: DeepSeekConfig) -> Shapes:
         mlp = gate | routed | {f"shared_experts.{part}": shape for part, shape in shared.items()}
         return layer_shapes(hidden, weights, mlp)
 
-    return decoder_shapes(config, layer)
+    def mtp_layer(number: int) -> Shapes:
+        norms: Shapes = {f"{part}.weight": (hidden,) for part in ("enorm", "hnorm")}
+        joined: Shapes = {"eh_proj.weight": (2 * hidden, hidden), "shared_head.norm.weight": (hidden,)}
+        return layer(number) | norms | joined
+
+    return decoder_shapes(config, lambda number: (layer if number < config.num_hidden_layers else mtp_layer)(number))
 
 
 def is_linear(name: str) -> bool:
@@ -71,21 +77,36 @@ def is_linear(name: str) -> bool:
 
 
 def hf_tensors(name: str, config: DeepSeekConfig) -> HfTensors:
-    """The tensor of an HF model that holds a parameter, or those that are stacked in it."""
-    return expert_tensors(name, config.n_routed_experts) or HfTensors((name,))
+    """The tensor of an HF model that holds a parameter, or those that are stacked in it.
+
+    The published layers that predict further tokens have copies of the embedding and the output projection.
+    """
+    copies = tuple(_shared(config).get(name, ()))
+    return expert_tensors(name, config.n_routed_experts) or HfTensors((name,), copies=copies)
+
+
+def _shared(config: DeepSeekConfig) -> dict[str, list[str]]:
+    """Parameters of which layers that predict further tokens have copies in a file, with the names of the copies."""
+    layers = [f"model.layers.{config.num_hidden_layers + i}" for i in range(num_mtp_layers(config))]
+    embeddings, heads = (
+        [f"{layer}.{part}.weight" for layer in layers] for part in ("embed_tokens", "shared_head.head")
+    )
+    if is_tied(config):
+        return {"model.embed_tokens.weight": embeddings + heads}
+    return {"model.embed_tokens.weight": embeddings, "lm_head.weight": heads}
 
 
 def from_hf(name: str, config: DeepSeekConfig) -> str | None:
-    """The full name of a tensor in an HF file; None for one that is computed, or of a layer behind the last."""
-    if name.endswith("rotary_emb.inv_freq"):
+    """The full name of a tensor in an HF file; None for one that is computed, a copy, or of a layer behind the last."""
+    if name.endswith("rotary_emb.inv_freq") or any(name in copies for copies in _shared(config).values()):
         return None
     match = _LAYER.fullmatch(name)
     return None if match and int(match[1]) >= config.num_hidden_layers + config.num_nextn_predict_layers else name
 
 
 def is_carried(name: str, config: DeepSeekConfig) -> bool:
-    """Whether a tensor of an HF file belongs to a layer that predicts further tokens."""
-    match = _LAYER.fullmatch(name)
+    """Whether a tensor of an HF file belongs to a layer that predicts further tokens, and those are not trained."""
+    match = None if config.mtp else _LAYER.fullmatch(name)
     return match is not None and int(match[1]) >= config.num_hidden_layers
 
 

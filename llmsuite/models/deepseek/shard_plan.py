@@ -47,6 +47,8 @@ PLAN = ShardPlan(
     problems=_problems,
     experts="model.layers.*.mlp.experts",
     num_experts="n_routed_experts",
+    mtp_norms="model.layers.*.shared_head.norm",
+    mtp_inputs=("model.layers.*.enorm", "model.layers.*.hnorm", "model.layers.*.eh_proj"),
     gates="model.layers.*.mlp.gate",
     gate_bias="e_score_correction_bias",
 )

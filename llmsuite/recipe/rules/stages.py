@@ -41,6 +41,26 @@ def _quantised_adapters(context: RuleContext) -> Iterator[Violation]:
         yield "qat.weight_bits", message
 
 
+def _no_further_tokens(context: RuleContext) -> Iterator[Violation]:
+    weight, key = context.recipe.train.mtp_loss_weight, "train.mtp_loss_weight"
+    if not weight:
+        return
+    layers = getattr(context.config, "num_nextn_predict_layers", 0)
+    if not context.stage.predicts_further:
+        yield key, f"is {weight}; the loss of stage {context.recipe.stage} predicts no further tokens; set it to 0"
+    elif context.config is not None and layers != 1:
+        has = (
+            f"num_nextn_predict_layers is {layers}" if layers else "the model has no layer that predicts further tokens"
+        )
+        yield key, f"is {weight}, but {has}; one such layer can be trained (DeepSeek-V3); set it to 0"
+    if context.recipe.lora.rank is not None:
+        yield key, f"is {weight}, but lora.rank trains adapters and freezes the layer; set one of the two to null or 0"
+    if context.recipe.qat.weight_bits is not None:
+        yield key, f"is {weight}; quantisation-aware training leaves that layer out; set one of the two to null or 0"
+    if context.recipe.engine.mode == "to_static":
+        yield key, f"is {weight}; to_static cannot compile a layer with two inputs; set engine.mode to dynamic"
+
+
 def _not_quantised(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.qat.weight_bits is not None and not context.stage.quantises and not context.stage.adapters:
         message = f"is 8, which stage {context.recipe.stage} does not support; use pretrain or sft, or set it to null"
@@ -181,6 +201,13 @@ STAGE_RULES = (
         "it is tested with these two only",
         ("--qat.weight_bits=8",),
         _not_quantised,
+    ),
+    Rule(
+        "`mtp_loss_weight` with a model that has not one layer to predict further tokens, with another stage than "
+        "`pretrain` and `sft`, adapters, `qat` or `to_static`",
+        "there is no such layer, or it is not trained",
+        ("--train.mtp_loss_weight=0.3",),
+        _no_further_tokens,
     ),
     Rule(
         "`qat.activation_bits` with `to_static`",

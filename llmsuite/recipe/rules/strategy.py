@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmsuite.models.mtp import num_layers
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.rule import Rule, Violation
 
@@ -46,7 +47,7 @@ def _empty_part(context: RuleContext) -> Iterator[Violation]:
     if context.config is None or not context.shard_plan.layers:
         return
     pp, chunks = context.recipe.parallel.pipeline_parallel_degree, context.recipe.parallel.num_chunks
-    layers = context.config.num_hidden_layers
+    layers = num_layers(context.config)
     if pp > layers:
         yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers; use at most {layers}"
     elif pp * chunks > layers:
@@ -57,14 +58,14 @@ def _empty_part(context: RuleContext) -> Iterator[Violation]:
 def _wrong_cut(context: RuleContext) -> Iterator[Violation]:
     parallel = context.recipe.parallel
     pp, chunks, cut = parallel.pipeline_parallel_degree, parallel.num_chunks, parallel.pipeline_cut
-    if context.config is None or isinstance(cut, str) or pp * chunks > context.config.num_hidden_layers:
+    if context.config is None or isinstance(cut, str) or pp * chunks > num_layers(context.config):
         return
     if len(cut) != pp * chunks - 1:
         parts = f"{pp} pipeline stages x {chunks} chunks = {pp * chunks} parts"
         message = f"names {len(cut)} layers; {parts}: name the first layer of each but the first, {pp * chunks - 1}"
         yield "parallel.pipeline_cut", message
-    elif cut[-1] >= context.config.num_hidden_layers:
-        last = context.config.num_hidden_layers - 1
+    elif cut[-1] >= num_layers(context.config):
+        last = num_layers(context.config) - 1
         yield "parallel.pipeline_cut", f"names layer {cut[-1]}; the model has layers 0 to {last}"
 
 

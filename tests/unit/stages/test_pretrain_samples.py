@@ -136,12 +136,18 @@ def test_split(num_documents: int, parts: list[int]) -> None:
     assert len(parts) == 3 or last == num_documents
 
 
-def stage(max_length: int = 8, length_multiple: int = 1, report: Any = lambda text: None, **keys: Any) -> PretrainStage:
+def stage(
+    max_length: int = 8,
+    length_multiple: int = 1,
+    report: Any = lambda text: None,
+    mtp_loss_weight: float = 0.0,
+    **keys: Any,
+) -> PretrainStage:
     recipe = Recipe(
         stage="pretrain",
         model=ModelSection(family="llama"),
         data=DataSection(train="nothing", max_length=max_length),
-        train=train_section(),
+        train=train_section(mtp_loss_weight=mtp_loss_weight),
         output_dir="nothing is written",
     )
     context = StageContext(
@@ -268,6 +274,24 @@ def test_masked_documents_are_as_if_they_were_alone(drawn: list[list[int]]) -> N
         terms = made.loss(llama, batch)
         assert terms.weight == count
         assert float(terms.total) == pytest.approx(total, rel=1e-6, abs=1e-6)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([2, 2, 5, 6, 7, 8]), min_size=9, max_size=9), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_tokens_with_two_of_their_document_before_them_are_predicted_by_these(
+    drawn: list[list[int]], mask: bool
+) -> None:
+    samples = [np.array(sample) for sample in drawn]
+    batch: Any = stage(length_multiple=5, document_mask=mask, mtp_loss_weight=0.3).collate(samples)
+    found = [
+        (batch["input_ids"].flat[at], batch["next_ids"].flat[at], target)
+        for at, target, weight in zip(batch["mtp_positions"], batch["mtp_targets"], batch["mtp_weights"])
+        if weight
+    ]
+    documents = (d for sample in samples for d in (documents_in(sample, 2) if mask else [sample]))
+    assert found == [triple for document in documents for triple in zip(document, document[1:], document[2:])]
 
 
 def test_documents_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Multi-token prediction trains as in one process on every mesh; what is sent and kept is as planned; checkpoints are
+of no mesh, and are written as the published weights are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, plan_of, run_cases
+from tests.parity.planned import check_truth
+
+TP, SP = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "sequence_parallel": True}
+PP = {"pipeline_parallel_degree": 2}
+KEPT, AGAIN = "--engine.recompute=none", "--engine.recompute=full"
+# name: stage, ranks, what is parallel, further words
+MESHES: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
+    "tp2, again": ("sft", 2, TP, (AGAIN,)),
+    "tp2 in sequences": ("sft", 2, SP, (KEPT,)),
+    "ep2 stage1, again": ("sft", 2, {"expert_parallel_degree": 2, "sharding": "stage1"}, (AGAIN,)),
+    "stage3": ("sft", 2, {"sharding": "stage3"}, (KEPT,)),
+    "interleaved": ("sft", 2, {**PP, "pipeline_schedule": "interleaved"}, (KEPT,)),
+    "tp2 pp2": ("pretrain", 4, {**SP, **PP}, ("--engine.recompute=selective",)),
+    "pp2 ep2 stage3": ("pretrain", 4, {**PP, "expert_parallel_degree": 2, "sharding": "stage3"}, (AGAIN,)),
+}
+OF_STAGE = {
+    "sft": ("--data.packing=best_fit",),
+    "pretrain": ("--pretrain.document_mask=true", "--pretrain.split=null", "--train.min_lr_ratio=0"),
+}
+CONTINUED = {"ep2 stage1, again": "interleaved"}
+"""A checkpoint of the one, and what goes on from it."""
+
+
+def _case(name: str, mesh: str, resume: bool = False) -> Case:
+    alone = mesh.removeprefix("one ")
+    stage, num_ranks, parallel, more = MESHES.get(mesh, (alone, 1, {}, ("--train.micro_batch_size=8", KEPT)))
+    words = [
+        *COMMON, *OPTIMIZERS["adamw"], "--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}",
+        f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps(parallel)}", "--train.micro_batch_size=2",
+        "--train.mtp_loss_weight=0.3", "--train.expert_balance_loss=0.3", "--train.expert_bias_rate=0.01",
+        "--model.config.num_nextn_predict_layers=1", "--data.max_length=192", *OF_STAGE[stage], *more,
+    ]  # fmt: skip
+    last = {word.partition("=")[0]: word for word in words}
+    recipe = f"recipes/deepseek/{stage}.json"
+    return Case(name, num_ranks, list(last.values()), recipe=recipe, resume=resume, trace=num_ranks > 1)
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs everything; what was printed of the cases that did not end well."""
+    ended = run_cases(runner, [_case(name, name) for name in ("one sft", "one pretrain", *MESHES)])
+    cases = []
+    for source, target in CONTINUED.items():
+        if source not in ended:
+            name, step = f"{source} then {target}", "checkpoints/step-1"
+            shutil.copytree(runner.directory / source / step, runner.directory / name / step)
+            cases.append(_case(name, target, resume=True))
+    return ended | run_cases(runner, cases)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equal_to_one_process(runner: Runner, failed: dict[str, str], mesh: str) -> None:
+    one = f"one {MESHES[mesh][0]}"
+    for name in (one, mesh):
+        assert name not in failed, failed[name]
+    assert compare(runner, one, mesh).problems == []
+    for a, b in zip(runner.metrics(one), runner.metrics(mesh), strict=True):
+        for key in ("mtp_loss", "experts/max_load", "experts/balance_loss"):
+            assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_run_is_as_planned(runner: Runner, failed: dict[str, str], mesh: str) -> None:
+    assert mesh not in failed, failed[mesh]
+    found = check_truth(runner.directory / mesh, plan_of(_case(mesh, mesh)))
+    assert abs(found.memory["between_steps"]) <= 0.01
+    assert abs(found.memory["gradients"]) <= 0.01
+
+
+@pytest.mark.parametrize("source", CONTINUED)
+def test_a_checkpoint_is_continued_on_another_mesh(runner: Runner, failed: dict[str, str], source: str) -> None:
+    name = f"{source} then {CONTINUED[source]}"
+    assert name not in failed, failed[name]
+    whole, found = runner.metrics("one sft")[1:], runner.metrics(name)
+    assert [record["step"] for record in found] == [record["step"] for record in whole] == [2, 3]
+    for a, b in zip(whole, found):
+        for key in ("loss", "grad_norm", "mtp_loss"):
+            assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)

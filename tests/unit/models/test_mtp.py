@@ -1,0 +1,216 @@
+"""Multi-token prediction against the formulas of DeepSeek-V3 (arXiv 2412.19437, section 2.2), written out plainly: a
+document at a time, a token at a time. And its files, against the names of the published ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.model_writer import write_hf, write_model
+from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.devices.ops import Ops
+from llmsuite.errors import UserError
+from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
+from llmsuite.models.deepseek.layers import DeepSeek
+from llmsuite.models.deepseek.names import parameter_shapes
+from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.stages import language_model
+from llmsuite.stages.language_model import WeightedTokens
+from tests.tools.fp8_model import further_layers
+from tests.unit import alone
+from tests.unit.families import FAMILIES
+from tests.unit.fill import fill_parameters
+
+CONFIG = DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 2}, num_nextn_predict_layers=1, mtp=True)
+LAYER = "model.layers.2"
+EPS = CONFIG.rms_norm_eps
+DOCUMENTS = [[5, 17, 300, 8, 44, 2], [7, 9], [100, 3, 61, 2], [11, 12, 2]]
+WEIGHTS = [[0, 0, 1, 1, 1, 1], [0, 1], [0, 1, 0, 1], [0, 0, 1]]
+
+
+def made(config: DeepSeekConfig) -> Any:
+    """A model whose values depend on names alone."""
+    paddle.seed(0)
+    model = DeepSeek(config, Ops())
+    rng = np.random.default_rng(0)
+    for _, parameter in sorted(model.named_parameters()):
+        around = 1.0 if parameter.ndim == 1 else 0.0
+        parameter.set_value((around + 0.1 * rng.standard_normal(parameter.shape)).astype("float32"))
+    return model
+
+
+def block(model: Any) -> Any:
+    """The transformer block of the layer, as the one layer of a model of its own."""
+    shape = {**SMOKE, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    found = DeepSeek(DeepSeekConfig(**shape), Ops())
+    values = dict(model.named_parameters())
+    for name, parameter in found.named_parameters():
+        if name.startswith("model.layers.0."):
+            parameter.set_value(values[name.replace("model.layers.0", LAYER)])
+    return found
+
+
+def rms(x: Any, gain: Any) -> Any:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * gain
+
+
+def by_hand(model: Any, mtp_weight: float) -> tuple[Any, Any]:
+    """The loss summed over all documents, and the part of it that is of further tokens."""
+    p, trm = dict(model.named_parameters()), block(model)
+    main, further = [], []
+    for ids, weights in zip(DOCUMENTS, WEIGHTS):
+        hidden = model.hidden_states(paddle.to_tensor([ids[:-1]]))[0][0]  # [T, D]
+        for i in range(len(ids) - 1):
+            logits = paddle.matmul(hidden[i], p["lm_head.weight"])
+            main.append(weights[i + 1] * (logits.logsumexp() - logits[ids[i + 1]]))
+        pairs = []
+        for i in range(len(ids) - 2):
+            embedded = p["model.embed_tokens.weight"][ids[i + 1]]
+            parts = [rms(embedded, p[f"{LAYER}.enorm.weight"]), rms(hidden[i], p[f"{LAYER}.hnorm.weight"])]
+            pairs.append(paddle.matmul(paddle.concat(parts), p[f"{LAYER}.eh_proj.weight"]))
+        if not pairs:
+            continue
+        out = trm.decode(paddle.stack(pairs).unsqueeze(0))[0][0]
+        for i, state in enumerate(out):
+            logits = paddle.matmul(rms(state, p[f"{LAYER}.shared_head.norm.weight"]), p["lm_head.weight"])
+            further.append(weights[i + 2] * (logits.logsumexp() - logits[ids[i + 2]]))
+    total = paddle.add_n(further)
+    return paddle.add_n(main) + mtp_weight * total, total
+
+
+def samples() -> list[WeightedTokens]:
+    return [
+        WeightedTokens(np.array(ids, "int32"), np.array(weights, "float32")) for ids, weights in zip(DOCUMENTS, WEIGHTS)
+    ]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_loss_and_gradients_are_those_of_the_formula(packed: bool) -> None:
+    model = made(CONFIG)
+    expected, further = by_hand(model, 0.3)
+    expected.backward()
+    names = ("model.embed_tokens.weight", "lm_head.weight", f"{LAYER}.eh_proj.weight", f"{LAYER}.hnorm.weight")
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if name in names}
+    model.clear_gradients()
+
+    rows = [language_model.join(samples())] if packed else samples()
+    batch = language_model.collate(rows, pad_id=0, length_multiple=8, predicts_further=True)
+    part = PipelineStage([model], alone.MESH, CONFIG.hidden_size, [], None)
+    part.train()
+    terms = language_model.weighted_loss(part, batch, 0.3)
+    weight = float(sum(map(sum, WEIGHTS)))
+    assert terms.weight == weight
+    assert float(terms.total) == pytest.approx(float(expected), rel=1e-6)
+    total, divisor = terms.sums["mtp_loss"]
+    assert divisor == weight
+    assert float(total) == pytest.approx(float(further), rel=1e-6)
+    terms.total.backward()
+    for name, parameter in model.named_parameters():
+        if name in names:
+            difference = np.linalg.norm(parameter.grad.numpy() - gradients[name])
+            assert difference <= 1e-5 * np.linalg.norm(gradients[name]), name
+
+
+def test_evaluation_and_training_agree_and_logits_are_without_the_layer() -> None:
+    model, plain = made(CONFIG), DeepSeek(dataclasses.replace(CONFIG, mtp=False), Ops())
+    values = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        parameter.set_value(values[name])
+    assert values.keys() - dict(plain.named_parameters()).keys() == {n for n in values if n.startswith(f"{LAYER}.")}
+    ids = paddle.to_tensor([DOCUMENTS[0]])
+    model.eval()
+    plain.eval()
+    np.testing.assert_array_equal(model(ids).numpy(), plain(ids).numpy())
+    hidden = model.hidden_states(ids)[0]
+    evaluated = model.mtp_hidden_states(hidden, ids)
+    model.train()
+    np.testing.assert_allclose(model.mtp_hidden_states(hidden, ids).numpy(), evaluated.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@given(
+    st.lists(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=4), min_size=1, max_size=3)
+)
+def test_every_weighted_token_with_two_before_it_is_predicted_by_them(rows: list[list[list[bool]]]) -> None:
+    """Documents of one token more than there are weights, each token with a number of its own."""
+    number, packs, expected = 1, [], set()
+    for row in rows:
+        parts = []
+        for weights in row:
+            ids = np.arange(number, number + len(weights) + 1, dtype="int32")
+            number += len(ids)
+            parts.append(WeightedTokens(ids, np.array([False, *weights], "float32")))
+            expected |= {int(t) for t, w in zip(ids[2:], weights[1:]) if w}
+        packs.append(language_model.join(parts))
+    batch: Any = language_model.collate(packs, 0, 4, predicts_further=True)
+    found = {int(t) for t, w in zip(batch["mtp_targets"], batch["mtp_weights"]) if w}
+    assert found == expected
+    for at, target, weight in zip(batch["mtp_positions"], batch["mtp_targets"], batch["mtp_weights"]):
+        if weight:
+            assert batch["input_ids"].flat[at] == target - 2
+            assert batch["next_ids"].flat[at] == target - 1
+
+
+# files
+
+
+def write(directory: Path, model: Any) -> Path:
+    directory.mkdir()
+    values = {name: parameter.numpy() for name, parameter in model.named_parameters()}
+    specs = [TensorSpec(name, tuple(value.shape), "float32") for name, value in values.items()]
+    write_model(directory, FAMILIES["deepseek"], CONFIG, values.__getitem__, specs)
+    return directory
+
+
+def tensors(directory: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for path in directory.glob("model*.safetensors"):
+        found |= safetensors.numpy.load_file(path)
+    return found
+
+
+def test_shapes_are_those_of_the_model() -> None:
+    found = {name: tuple(parameter.shape) for name, parameter in made(CONFIG).named_parameters()}
+    assert list(parameter_shapes(CONFIG).items()) == list(found.items())
+
+
+def test_files_are_as_published_and_come_back(tmp_path: Path) -> None:
+    model = made(CONFIG)
+    written = tensors(write(tmp_path / "trained", model))
+    published = further_layers(FAMILIES["deepseek"], dataclasses.replace(CONFIG, mtp=False))
+    layer = {name: value for name, value in written.items() if name.startswith(f"{LAYER}.")}
+    assert layer.keys() == published.keys() | {f"{LAYER}.mlp.gate.e_score_correction_bias"}
+    np.testing.assert_array_equal(layer[f"{LAYER}.embed_tokens.weight"], written["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(layer[f"{LAYER}.shared_head.head.weight"], written["lm_head.weight"])
+
+    again = made(dataclasses.replace(CONFIG, rms_norm_eps=2e-6))
+    source = open_model(tmp_path / "trained", FAMILIES, mtp=True)
+    assert source.carried == []
+    fill_parameters(again, source)
+    for (name, value), (_, expected) in zip(again.named_parameters(), model.named_parameters()):
+        np.testing.assert_array_equal(value.numpy(), expected.numpy(), err_msg=name)
+
+    # without the layer in the model, all of it is carried along
+    carried = open_model(tmp_path / "trained", FAMILIES)
+    assert set(carried.carried) == set(layer)
+    (tmp_path / "copied").mkdir()
+    write_hf(carried, tmp_path / "copied")
+    copied = tensors(tmp_path / "copied")
+    assert copied.keys() == written.keys()
+    for name, value in written.items():
+        np.testing.assert_array_equal(copied[name], value, err_msg=name)
+
+
+def test_weights_without_the_layer_are_refused(tmp_path: Path) -> None:
+    model = made(dataclasses.replace(CONFIG, mtp=False))
+    write(tmp_path / "plain", model)
+    with pytest.raises(UserError, match=rf"missing .*{LAYER}\.input_layernorm\.weight"):
+        open_model(tmp_path / "plain", FAMILIES, mtp=True)
