@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from llmsuite.errors import UserError
@@ -118,8 +119,18 @@ def _of_file(key: str) -> Score:
     parsed = python_function(key)
     assert parsed is not None, key
     path, name = Path(parsed[0]).resolve(), parsed[1]
-    if path.stem in sys.modules:
+    module = sys.modules.get(path.stem)
+    if module is None:
+        module = _imported(path)
+    elif Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UserError(f"reward {key}: a module {path.stem!r} is imported already; give the file another name")
+    if not hasattr(module, name):
+        raise UserError(f"reward {key}: {path} has no function {name!r}")
+    function: Score = getattr(module, name)
+    return function
+
+
+def _imported(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -127,10 +138,7 @@ def _of_file(key: str) -> Score:
     assert spec.loader is not None
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise UserError(f"reward {key}: {path} has no function {name!r}")
-    function: Score = getattr(module, name)
-    return function
+    return module
 
 
 def main(pipe: int) -> None:

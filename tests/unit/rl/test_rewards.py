@@ -141,11 +141,18 @@ def test_keys_are_read_of_rewards_that_are_named_only() -> None:
 
 
 def test_a_function_in_a_file(make: Making, tmp_path: Path) -> None:
-    file = functions(tmp_path, "def words(completions):\n    return [len(c.text.split()) for c in completions]\n")
-    rewards = make({f"{file}:words": 0.5, "exact": 1.0})
-    assert rewards.names == ("words", "exact")
+    code = "def words(completions):\n    return [len(c.text.split()) for c in completions]\n"
+    file = functions(tmp_path, code + "def one(completions):\n    return (1,)\n")
+    rewards = make({f"{file}:words": 0.5, "exact": 1.0, f"{file}:one": 2.0})
+    assert rewards.names == ("words", "exact", "one")
     found = rewards.score([completion("a b"), completion("4")])
-    assert rewards.total(found).tolist() == [1.0, 1.5]
+    assert rewards.total(found).tolist() == [3.0, 3.5]
+
+
+def test_a_file_called_as_another_module(make: Making, tmp_path: Path) -> None:
+    (tmp_path / "pickle.py").write_text("def score(completions):\n    return [1]\n")
+    with pytest.raises(UserError, match="a module 'pickle' is imported already; give the file another name"):
+        make({f"{tmp_path}/pickle.py:score": 1.0}).score([completion("4")])
 
 
 @pytest.mark.parametrize(
