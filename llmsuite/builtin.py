@@ -11,6 +11,7 @@ from typing import Any
 from llmsuite.observe import loggers
 from llmsuite.plugins.hookspecs import hookimpl
 from llmsuite.rl import reward_sections
+from llmsuite.schema.reward import RewardSection
 from llmsuite.specs import (
     DataFormat,
     DeviceSpec,
@@ -20,6 +21,7 @@ from llmsuite.specs import (
     RewardSpec,
     StageSpec,
 )
+from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection, RolloutSection
 from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
 
 
@@ -31,6 +33,14 @@ def lazily(address: str) -> Callable[[], Any]:
 CONVERSATIONS = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
 PREFERENCE = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
 UNPAIRED = {"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"}
+ROLLOUTS = {
+    "data.train": "data/digits/sft/train.jsonl",
+    "data.eval": "data/digits/sft/eval.jsonl",
+    "rollout.num_generations": 4,
+    "rollout.max_completion_length": 16,
+    # a model with random weights is right once in a while only if this is easy
+    "reward": {"functions": {"format": 1.0}, "format": {"pattern": "[a-m].*"}},
+}
 TEXT = {"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt"}
 
 
@@ -93,6 +103,15 @@ def llmsuite_register_stages() -> list[StageSpec]:
             profile=KtoSection.profile,
             factory=lazily("llmsuite.stages.kto:KtoStage"),
             smoke=UNPAIRED,
+        ),
+        StageSpec(
+            name="grpo",
+            help="group relative policy optimisation on completions the model draws: dapo, grpo, dr_grpo, cispo, sapo",
+            config_cls=GrpoSection,
+            sections={"rollout": RolloutSection, "reward": RewardSection, "eval_rollout": EvalRolloutSection},
+            profile=GrpoSection.profile,
+            factory=lazily("llmsuite.stages.grpo:GrpoStage"),
+            smoke=ROLLOUTS,
         ),
         StageSpec(
             name="infer",

@@ -44,7 +44,20 @@ def _batch(plan: RunPlan) -> str:
     each = f"{train.micro_batch_size} x {plan.accumulate_steps} micro-batches"
     if train.micro_batch_tokens is not None:
         each = f"micro-batches of up to {train.micro_batch_tokens} tokens"
-    return f"; {train.global_batch_size} samples a step = {each} x {plan.degrees.num_data_ranks} data ranks"
+    return (
+        f"; {train.global_batch_size} samples a step = {each} x {plan.degrees.num_data_ranks} data ranks{_drawn(plan)}"
+    )
+
+
+def _drawn(plan: RunPlan) -> str:
+    """What a rollout draws."""
+    updates, size = plan.profile.updates, plan.recipe.train.global_batch_size
+    if not updates:
+        return ""
+    recipe: Any = plan.recipe
+    each, longest = recipe.rollout.num_generations, recipe.rollout.max_completion_length
+    steps = f"{updates} steps" if updates > 1 else "step"
+    return f"; before each {steps}: {size * updates} prompts x {each} completions of up to {longest} tokens"
 
 
 COMMAND = Command(

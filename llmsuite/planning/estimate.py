@@ -180,5 +180,5 @@ def micro_batches(plan: RunPlan, batch: MicroBatch) -> int:
     """Micro-batches of a step on one rank; with `micro_batch_tokens`, the number of full ones."""
     if plan.accumulate_steps is not None:
         return plan.accumulate_steps
-    samples = max(1, batch.rows // plan.stage.rows_per_sample)
+    samples = max(1, batch.rows // plan.rows_per_sample)
     return math.ceil(plan.recipe.train.global_batch_size / (samples * plan.degrees.num_data_ranks))

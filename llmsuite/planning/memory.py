@@ -16,6 +16,7 @@ from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.layout import BYTES, Layout, LocalParameter, ranks
+from llmsuite.planning.rollouts import cache_bytes, decoder_bytes
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.recipe.resolve import RunPlan
 
@@ -50,15 +51,19 @@ class StageMemory:
     """What the optimizer step takes besides parameters, masters and moments."""
     host: float
     """What `offload_optimizer` keeps in host memory."""
+    decoder: float = 0.0
+    """Weights for rollouts, which live from step to step too."""
+    cache: float = 0.0
+    """The cache of a rollout, while there are no activations and gradients."""
 
     @property
     def between_steps(self) -> float:
-        return self.parameters + self.masters + self.moments
+        return self.parameters + self.masters + self.moments + self.decoder
 
     @property
     def peak(self) -> float:
         """The most memory at once, in the passes or in the update."""
-        return self.between_steps + max(self.held + self.buffers, self.update)
+        return self.between_steps + max(self.held + self.buffers, self.update, self.cache)
 
 
 def activation_settings(layout: Layout) -> ActivationSettings:
@@ -118,7 +123,7 @@ def full_micro_batch(plan: RunPlan) -> MicroBatch:
     if recipe.parallel.sequence_parallel:
         multiple = multiple if multiple % plan.degrees.tp == 0 else multiple * plan.degrees.tp
     length = -(-recipe.data.max_length // multiple) * multiple
-    rows = recipe.train.micro_batch_size * plan.stage.rows_per_sample
+    rows = recipe.train.micro_batch_size * plan.rows_per_sample
     if recipe.train.micro_batch_tokens is not None:
         rows = max(1, recipe.train.micro_batch_tokens // length)
     supervised = rows if plan.stage.head == "score" else rows * length
@@ -194,6 +199,8 @@ def _memory_of_rank(
         buffers=buffers,
         update=_update_bytes(held, plan.recipe.train.optimizer, offloads),
         host=masters + moments if offloads else 0.0,
+        decoder=decoder_bytes(layout, mesh),
+        cache=cache_bytes(layout, anatomy, mesh),
     )
 
 

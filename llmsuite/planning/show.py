@@ -53,6 +53,8 @@ def inexact(found: Estimate) -> Iterator[str]:
         yield NOT_COUNTED[2]
     if found.plan.degrees.ep > 1:
         yield "bytes to and from experts: taken as evenly loaded; calls, and all other bytes, are exact"
+    if found.plan.profile.updates:
+        yield "rollouts: the time they take, and the messages that gather weights and completions, are not counted"
     if found.plan.device.name != "cpu":
         yield "buffers and fused kernels of this device: not measured on such a device"
     yield "times: they assume " + " to ".join(
@@ -82,6 +84,9 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
     yield from table(rows)
     if any(stage.host for stage in found.stages):
         yield f"in host memory, a rank: {size(max(stage.host for stage in found.stages))} of optimizer state"
+    if any(stage.decoder for stage in found.stages):
+        weights, cache = (max(getattr(stage, name) for stage in found.stages) for name in ("decoder", "cache"))
+        yield f"of it for rollouts: {size(weights)} of weights, whole; before a step up to {size(cache)} of cache"
     if memory is not None:
         verdict = "fits" if found.peak <= memory else "does not fit"
         yield f"peak {size(found.peak)}: {verdict} in {size(memory)}"

@@ -75,6 +75,12 @@ class RunPlan:
         return profile
 
     @property
+    def rows_per_sample(self) -> int:
+        """Sequences that a sample has in a micro-batch: where there are rollouts, the completions of a prompt."""
+        rollout = getattr(self.recipe, "rollout", None) if self.stage.trains and self.profile.updates else None
+        return self.stage.rows_per_sample * (rollout.num_generations if rollout is not None else 1)
+
+    @property
     def gradient_bucket_bytes(self) -> int:
         """The size of gradient buckets: from the recipe, else from the device."""
         chosen = self.recipe.parallel.gradient_bucket_bytes

@@ -53,7 +53,7 @@ def assert_stage_contract(stage: str, directory: Path, keys: Mapping[str, Any] |
     _check_schema(spec, registry, path)
     one, again, two = (directory / name for name in ("one", "again", "two"))
     _run(path, one, ["--checkpoint.save_steps=2"])
-    _check_learning(one)
+    _check_learning(one, spec)
     _stop_at_saved_step(one, again)
     _run(path, again, ["--checkpoint.save_steps=2", "--resume"])
     _check_resumed(one, again)
@@ -125,7 +125,10 @@ def _refused(path: Path, words: Sequence[str], registry: Registry) -> list[str]:
     return []
 
 
-def _check_learning(one: Path) -> None:
+def _check_learning(one: Path, spec: StageSpec) -> None:
+    if spec.sections.get("rollout") is not None:  # what is learnt from differs in each step
+        assert any(record.get("grad_norm", 0) > 0 for record in _metrics(one)), "no step has a gradient"
+        return
     evaluated = [record["eval/loss"] for record in _metrics(one) if "eval/loss" in record]
     assert len(evaluated) == STEPS // SAVED_STEP, f"{len(evaluated)} evaluations"
     first, last = evaluated
@@ -146,7 +149,7 @@ def _check_ranks(one: Path, two: Path) -> None:
     alone, together = ([r for r in _metrics(run) if "loss" in r] for run in (one, two))
     for a, b in zip(alone, together, strict=True):
         for key in ("tokens", "supervised_tokens", "loss", "grad_norm"):
-            assert math.isclose(a[key], b[key], rel_tol=LIMIT), (
+            assert math.isclose(a[key], b[key], rel_tol=LIMIT, abs_tol=LIMIT * (key == "loss")), (
                 f"step {a['step']}: {key} is {b[key]} on two ranks and {a[key]} on one. The sums of `loss` may not be "
                 "divided in the stage, nor depend on what else is in the micro-batch"
             )

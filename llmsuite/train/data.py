@@ -133,6 +133,7 @@ def make_stage(
         autocast=autocast,
         length_multiple=length_multiple(plan),
         report=report,
+        rewards=registry.rewards,
         padding_free=padding_free,
         keeps_tokens=True,
     )

@@ -16,7 +16,10 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.progress import StepLine, report
 from llmsuite.specs import RunView
 
-_SHOWN = ("loss", "learning_rate", "grad_norm", "rewards/margin", "rewards/accuracy")
+_SHOWN = (
+    *("loss", "reward", "pass@1", "completions/length", "learning_rate", "grad_norm"),
+    *("rewards/margin", "rewards/accuracy"),
+)
 
 
 class Silence:

@@ -4,12 +4,13 @@
 """
 
 from llmsuite.recipe.rules.context import RuleContext
+from llmsuite.recipe.rules.rollouts import ROLLOUT_RULES
 from llmsuite.recipe.rules.stages import STAGE_RULES, UNTRAINED_STAGE_RULES
 from llmsuite.recipe.rules.strategy import GENERAL_RULES, STRATEGY_RULES
 
 __all__ = ["RULES", "UNTRAINED_RULES", "RuleContext"]
 
-RULES = (*STRATEGY_RULES, *STAGE_RULES)
+RULES = (*STRATEGY_RULES, *STAGE_RULES, *ROLLOUT_RULES)
 """Rules between sections, the model's shape and the device."""
 
 UNTRAINED_RULES = (*GENERAL_RULES, *UNTRAINED_STAGE_RULES)

@@ -27,7 +27,8 @@ def _nothing_to_switch_off(context: RuleContext) -> Iterator[Violation]:
     stage = context.recipe.stage
     reference = getattr(getattr(context.recipe, stage, None), "reference", None)
     if reference == "adapter_off" and context.recipe.lora.rank is None:
-        yield f"{stage}.reference", "is adapter_off, which needs adapters; set lora.rank, or set it to cache"
+        other = "copy" if context.stage.profile(getattr(context.recipe, stage)).updates else "cache"
+        yield f"{stage}.reference", f"is adapter_off, which needs adapters; set lora.rank, or set it to {other}"
 
 
 def _nothing_to_train(context: RuleContext) -> Iterator[Violation]:

@@ -1,0 +1,42 @@
+"""What rollouts take on a rank beside training: a whole model for generation, and its cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llmsuite.models.anatomy import Anatomy, GroupedQuery
+from llmsuite.models.targets import is_factor
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.planning.layout import BYTES, Layout
+
+_COPIES = 2
+"""The cache is copied where completions join it or leave it."""
+
+
+def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
+    """The weights for generation, whole on each rank that reads data; 0 for a stage without rollouts."""
+    plan = layout.plan
+    if not plan.profile.updates or not mesh.reads_data:
+        return 0.0
+    values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
+    return float(values * BYTES[plan.recipe.engine.precision])
+
+
+def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
+    """The keys and values of the completions that a rank draws at once, all as long as can be."""
+    plan = layout.plan
+    if not plan.profile.updates or not mesh.reads_data:
+        return 0.0
+    recipe: Any = plan.recipe  # whose section `rollout` only such stages have
+    rollout = recipe.rollout
+    prompts = -(-plan.recipe.train.global_batch_size * plan.profile.updates // len(mesh.readers))
+    rows = min(max(rollout.batch_size, rollout.num_generations), prompts * rollout.num_generations)
+    each = 0
+    for layer in anatomy.layers:
+        attention = layer.attention
+        if isinstance(attention, GroupedQuery):
+            each += 2 * attention.kv_heads * attention.head_size
+        else:
+            each += attention.heads * (attention.nope + attention.rope + attention.value)
+    return float(_COPIES * rows * plan.recipe.data.max_length * each * BYTES[plan.recipe.engine.precision])

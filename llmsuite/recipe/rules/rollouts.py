@@ -1,0 +1,106 @@
+"""Rules about stages that learn from completions which the model draws itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llmsuite.recipe.rules.context import RuleContext
+from llmsuite.schema.rule import Rule, Violation
+
+
+def _updates(context: RuleContext) -> int:
+    """Steps that learn from a rollout; 0 for other stages."""
+    if not context.stage.trains:
+        return 0
+    return context.stage.profile(getattr(context.recipe, context.stage.section_name)).updates
+
+
+def _rollout(context: RuleContext) -> Any:
+    """The section `rollout`; None for other stages."""
+    return getattr(context.recipe, "rollout", None) if _updates(context) else None
+
+
+def _no_room(context: RuleContext) -> Iterator[Violation]:
+    rollout, longest = _rollout(context), context.recipe.data
+    if rollout is not None and rollout.max_completion_length >= longest.max_length:
+        message = f"is {rollout.max_completion_length}, which leaves no room for a prompt in data.max_length"
+        yield "rollout.max_completion_length", f"{message} {longest.max_length}; lower it, or raise that"
+
+
+def _one_completion(context: RuleContext) -> Iterator[Violation]:
+    rollout, section = _rollout(context), getattr(context.recipe, context.stage.section_name, None)
+    compared = getattr(section, "advantage", "reinforce") != "reinforce"
+    if rollout is not None and rollout.num_generations == 1 and compared:
+        name = context.stage.section_name
+        message = f"is 1, and {name}.advantage compares the completions of a prompt; set it to 2 or more"
+        yield "rollout.num_generations", message
+
+
+def _split_rollout(context: RuleContext) -> Iterator[Violation]:
+    updates, train, name = _updates(context), context.recipe.train, context.stage.section_name
+    if updates <= 1:
+        return
+    if train.max_steps is None:
+        yield "train.num_epochs", f"ends anywhere in the {updates} steps of a rollout ({name}.updates); set max_steps"
+    keys = {
+        "train.max_steps": train.max_steps,
+        "train.eval_steps": train.eval_steps,
+        "checkpoint.save_steps": context.recipe.checkpoint.save_steps,
+    }
+    for key, value in keys.items():
+        if value == "epoch" or (isinstance(value, int) and value % updates):
+            yield key, f"is {value}; it has to be a multiple of {name}.updates = {updates}, the steps of a rollout"
+
+
+def _rolled_back(context: RuleContext) -> Iterator[Violation]:
+    if _updates(context) and context.recipe.train.may_roll_back:
+        key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
+        yield f"train.{key}", f"is roll_back, which stage {context.recipe.stage} does not support; choose skip"
+
+
+def _drawn_by_another(context: RuleContext) -> Iterator[Violation]:
+    lora = context.recipe.lora
+    if not _updates(context) or lora.rank is None:
+        return
+    if lora.base_dtype is not None:
+        message = f"is {lora.base_dtype}, and completions are drawn from whole matrices"
+        yield "lora.base_dtype", f"{message}; set it to null"
+    if lora.dropout:
+        yield "lora.dropout", f"is {lora.dropout}: completions are drawn without; set it to 0"
+    section = getattr(context.recipe, context.stage.section_name)
+    if getattr(section, "reference", None) == "copy":
+        name = f"{context.stage.section_name}.reference"
+        yield name, "is copy; adapters need none, set it to adapter_off"
+
+
+def _read_ahead(context: RuleContext) -> Iterator[Violation]:
+    if _updates(context) and context.recipe.data.num_workers:
+        message = f"is {context.recipe.data.num_workers}; there is nothing to prepare in advance of a rollout"
+        yield "data.num_workers", f"{message}; set it to 0"
+
+
+ROLLOUT_RULES = (
+    Rule("a completion as long as `data.max_length`", "there is no room for a prompt", (), _no_room),
+    Rule(
+        "`rollout.num_generations` 1 with advantages within a group",
+        "there is nothing to compare with",
+        (),
+        _one_completion,
+    ),
+    Rule(
+        "steps, evaluations or checkpoints that are no multiple of `updates`",
+        "checkpoints have no rollouts, so that its steps are not separated",
+        (),
+        _split_rollout,
+    ),
+    Rule("`roll_back` with rollouts", "it would skip prompts of a rollout that is under way", (), _rolled_back),
+    Rule(
+        "rollouts with `lora.base_dtype`, with dropout of adapters, or with a copy as reference beside adapters",
+        "what is drawn has to be what is trained",
+        (),
+        _drawn_by_another,
+    ),
+    Rule("`data.num_workers` with rollouts", "there is nothing to prepare", (), _read_ahead),
+)
+"""Rules between sections, for stages with rollouts."""

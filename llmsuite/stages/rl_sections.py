@@ -1,0 +1,151 @@
+"""The recipe sections of stages that draw what they learn from. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from llmsuite.schema.numbers import NonNegativeFloat, PositiveFloat, PositiveInt
+from llmsuite.schema.section import Section
+from llmsuite.specs import PrePass, StageProfile
+
+
+@dataclasses.dataclass(kw_only=True)
+class RolloutSection(Section):
+    """How completions are drawn from the model that is trained."""
+
+    num_generations: PositiveInt = 8
+    """Completions of each prompt: its group, which is never cut. Batch sizes count prompts."""
+    max_completion_length: PositiveInt = 256
+    """Longest completion in tokens, the end-of-sequence token included. Longer ones are truncated. data.max_length
+    has to hold prompt and completion."""
+    temperature: PositiveFloat = 1.0
+    """Logits are divided by it, in rollouts and in the loss."""
+    batch_size: PositiveInt = 128
+    """Completions that a rank draws together; it decides memory and speed, not what is drawn."""
+    max_logprob_gap: PositiveFloat | None = 0.1
+    """Stop the run when the log-probabilities of tokens as they were drawn and those of the training pass differ by
+    more than this on average over a step. null: never."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class EvalRolloutSection(Section):
+    """How completions are drawn in evaluations, with random numbers that are the same in each."""
+
+    num_generations: PositiveInt = 1
+    """Completions of each prompt."""
+    temperature: NonNegativeFloat = 0.0
+    """0: the most likely tokens."""
+    pass_at: list[PositiveInt] = dataclasses.field(default_factory=lambda: [1])
+    """Report pass@k for these k: the probability that of k completions at least one is right (Chen et al. 2021, arXiv
+    2107.03374), which is one whose reward is pass_reward or more."""
+    pass_reward: float = 1.0
+    """The reward of a right completion."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.pass_at and max(self.pass_at) > self.num_generations:
+            yield "pass_at", f"has {max(self.pass_at)}, more than num_generations = {self.num_generations}"
+        if self.temperature == 0 and self.num_generations > 1:
+            yield "num_generations", f"is {self.num_generations}, all alike at temperature 0; set it to 1"
+
+
+Normaliser = Literal["sequence_mean", "token_mean", "constant"]
+_NORMALISERS: Mapping[str, Normaliser] = {
+    "grpo": "sequence_mean",
+    "dapo": "token_mean",
+    "dr_grpo": "constant",
+    "cispo": "token_mean",
+    "sapo": "sequence_mean",
+}
+
+
+@dataclasses.dataclass(kw_only=True)
+class GrpoSection(Section):
+    """Group relative policy optimisation and its relatives: completions with more reward than others become
+    likelier."""
+
+    loss: Literal["grpo", "dapo", "dr_grpo", "cispo", "sapo"] = "dapo"
+    """The objective, and how tokens are averaged. With PPO's clip, grpo: the mean over completions of the mean over
+    their tokens (Shao et al. 2024, arXiv 2402.03300); dapo: the mean over all tokens of the global batch (Yu et al.
+    2025, arXiv 2503.14476); dr_grpo: the sum of the tokens, divided by the number of completions and
+    rollout.max_completion_length (Liu et al. 2025, arXiv 2503.20783). cispo: no token loses its gradient, ratios are
+    bounded by 1 + epsilon_high (MiniMax 2025, arXiv 2506.13585), averaged as dapo. sapo: a soft gate in place of the
+    clip (Gao et al. 2025, arXiv 2511.20347), averaged as grpo."""
+    advantage: Literal["group", "rloo", "reinforce", "reinforce_baseline"] = "group"
+    """What a reward is compared with. group: the mean of its group (GRPO); rloo: that of the others of its group
+    (Ahmadian et al. 2024, arXiv 2402.14740); reinforce: nothing, reinforce_baseline: the mean of its group
+    (REINFORCE++, Hu 2025, arXiv 2501.03262: scale_rewards is batch)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of the rewards of the group, of those of the global batch, or by
+    nothing, as Dr. GRPO does."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """sequence: the ratio of a completion is the geometric mean of those of its tokens (GSPO, Zheng et al. 2025, arXiv
+    2507.18071)."""
+    epsilon: NonNegativeFloat = 0.2
+    """How far below 1 the ratio to the model that has drawn a token counts."""
+    epsilon_high: NonNegativeFloat | None = None
+    """How far above 1. Default: as epsilon."""
+    dual_clip: Annotated[float, Ge(1)] | None = None
+    """Bound the ratio of completions with a negative advantage too (Ye et al. 2020, arXiv 1912.09729). null: do not."""
+    updates: PositiveInt = 1
+    """Optimizer steps for each rollout: so many global batches of prompts are drawn at once, and each step learns from
+    one. 1: every step draws with the weights it updates, and all ratios are 1."""
+    beta: NonNegativeFloat = 0.0
+    """Weight of the divergence from the reference model in the loss."""
+    kl: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    """How the divergence is estimated from a token (Schulman 2020). k1+ and k3+ have the gradient of k2, which is that
+    of the divergence."""
+    reference: Literal["none", "adapter_off", "copy"] = "none"
+    """The reference model, which is the initial one: the model without its adapters, which takes `lora.rank`, or a copy
+    of the weights, sharded as they are."""
+    mask_truncated: bool = False
+    """Learn nothing from completions without an end."""
+    overlong_buffer: PositiveInt | None = None
+    """Take up to 1 off the reward of a completion, the more the closer it comes to rollout.max_completion_length, from
+    so many tokens before that on (DAPO). null: do not."""
+    patience: PositiveInt | None = 50
+    """Stop the run after so many rollouts in a row in which no group has completions of different rewards, so that
+    there is nothing to learn. null: never."""
+
+    def profile(self) -> StageProfile:
+        """Pre-passes: log-probabilities before the first of several updates, and those of the reference."""
+        sums = ["ratio", "clip_ratio/low", "clip_ratio/high", "logprob_gap"]
+        prepasses: list[PrePass] = []
+        if self.updates > 1:
+            prepasses.append(PrePass(kind="model"))
+        if self.reference != "none":
+            sums.append("kl")
+            prepasses.append(PrePass(kind="adapters_off" if self.reference == "adapter_off" else "reference"))
+        return StageProfile(
+            sums=tuple(sums), prepasses=tuple(prepasses), updates=self.updates, maxima=("logprob_gap/max",)
+        )
+
+    @property
+    def normaliser(self) -> Normaliser:
+        """How the losses of tokens are averaged, see `rl_losses.token_weights`."""
+        return _NORMALISERS[self.loss]
+
+    @property
+    def upper(self) -> float:
+        """`epsilon_high`, with its default."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.beta > 0 and self.reference == "none":
+            yield "beta", f"is {self.beta}, but reference is none; set that to adapter_off or copy, or beta to 0"
+        if self.beta == 0 and self.reference != "none":
+            yield "reference", f"is {self.reference}, but beta is 0, so nothing is held to it; set it to none"
+        if self.beta == 0 and self.kl != "k3":
+            yield "kl", "has no effect while beta is 0; set that too, or remove it"
+        for key in ("epsilon", "dual_clip") if self.loss in ("cispo", "sapo") else ():
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default:
+                yield key, f"has no effect with loss {self.loss}; remove it"
+        if self.loss == "sapo" and self.epsilon_high is not None:
+            yield "epsilon_high", "has no effect with loss sapo; remove it"
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.upper:
+            yield "dual_clip", f"is {self.dual_clip}; it has to be above 1 + epsilon_high = {1 + self.upper}"
+        if self.advantage.startswith("reinforce") and self.scale_rewards == "group":
+            yield "scale_rewards", f"is group, but advantage {self.advantage} is scaled over the batch; set it to batch"

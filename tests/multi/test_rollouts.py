@@ -1,0 +1,122 @@
+"""Completions are the same on any mesh, and what is learnt from them; checkpoints hold nothing of a rollout."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.parity.cases import LIMIT, Case, run_cases
+
+STEPS, SAVED = 4, 2
+WORDS = (
+    f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.lr_schedule=constant",
+    "--train.warmup_ratio=0", "--train.optimizer=sgd", "--train.learning_rate=0.2", "--data.max_length=64",
+    "--rollout.batch_size=10", "--model.config.num_hidden_layers=4", "--engine.recompute=none",
+)  # fmt: skip
+_TP, _PP = {"tensor_parallel_degree": 2, "sequence_parallel": True}, {"pipeline_parallel_degree": 2}
+RUNS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "adapters": ("--lora.rank=4", "--grpo.reference=adapter_off", "--grpo.beta=0.1", "--grpo.loss=grpo"),
+    "updates": (
+        "--grpo.updates=2", "--grpo.reference=copy", "--grpo.beta=0.1", "--rollout.temperature=0.8",
+        "--grpo.loss=dr_grpo", "--grpo.scale_rewards=none",
+    ),
+    "experts": ("--grpo.importance_sampling_level=sequence",),
+}  # fmt: skip
+SPREADS: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
+    "micro-batches of 1": ("plain", 1, {}, ("--train.micro_batch_size=1", "--rollout.batch_size=100")),
+    "dp2, by tokens": ("plain", 2, {}, ("--train.micro_batch_tokens=300",)),
+    "tp2, sequence parallel": ("plain", 2, _TP, ()),
+    "stage3, static": ("plain", 2, {"sharding": "stage3"}, ("--engine.mode=to_static",)),
+    "pp4": ("plain", 4, {"pipeline_parallel_degree": 4}, ()),
+    "adapters, tp2-pp2": ("adapters", 4, {**_TP, **_PP}, ()),
+    "updates, stage3": ("updates", 2, {"sharding": "stage3"}, ()),
+    "experts, ep2": ("experts", 2, {"expert_parallel_degree": 2}, ()),
+}
+"""What it is compared with, ranks, what is parallel, and more overrides."""
+
+
+def _case(name: str, run: str, ranks: int, parallel: dict[str, object], more: tuple[str, ...]) -> Case:
+    recipe = "recipes/qwen_moe/grpo.json" if run == "experts" else "recipes/llama/grpo.json"
+    words = [*WORDS, *RUNS[run], f"--launch.num_devices={ranks}", f"--parallel={json.dumps(parallel)}", *more]
+    sized = any(word.startswith("--train.micro_batch_size") for word in more)
+    words += [] if sized else [f"--train.micro_batch_size={8 if ranks == 1 else 2}"]
+    if not any("save_steps" in word for word in more):
+        words.append("--checkpoint.save_steps=null")
+    if run != "plain" or ranks > 1:
+        words.append("--data.eval=null")
+    return Case(name, ranks, list({word.partition("=")[0]: word for word in words}.values()), recipe=recipe)
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    saved = (f"--checkpoint.save_steps={SAVED}", "--checkpoint.keep_last=2")
+    ones = [_case(run, run, 1, {}, saved) for run in RUNS]
+    return run_cases(runner, [*ones, *(_case(name, *spread) for name, spread in SPREADS.items())])
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_rollouts_and_updates_equal_those_of_one_process(runner: Runner, failed: dict[str, str], name: str) -> None:
+    run = SPREADS[name][0]
+    assert run not in failed, failed[run]
+    assert name not in failed, failed[name]
+    alone, found = runner.metrics(run), runner.metrics(name)
+    assert len(alone) == len(found) == STEPS
+    for a, b in zip(alone, found, strict=True):
+        assert {key: a[key] for key in _EXACT} == {key: b[key] for key in _EXACT}  # the same completions
+        assert abs(a["loss"] - b["loss"]) <= LIMIT
+        for key in ("grad_norm", "entropy", "ratio", *(["kl"] if run in ("adapters", "updates") else [])):
+            assert math.isclose(a[key], b[key], rel_tol=1e-4 if key == "kl" else LIMIT, abs_tol=1e-8), key
+
+
+_EXACT = ("tokens", "supervised_tokens", "reward", "rewards/format", "completions/length", "groups/without_signal")
+
+
+def test_there_is_something_to_learn(runner: Runner, failed: dict[str, str]) -> None:
+    for run in RUNS:
+        assert any(record["grad_norm"] > 1e-3 for record in runner.metrics(run)), run
+
+
+def test_the_ratio_is_one_until_something_is_updated(runner: Runner, failed: dict[str, str]) -> None:
+    for name in [*RUNS, *SPREADS]:
+        first_updates = runner.metrics(name)[:: 2 if "updates" in name else 1]
+        assert all(record["ratio"] == 1.0 for record in first_updates), name
+    assert all(record["ratio"] != 1.0 for record in runner.metrics("updates")[1::2])
+
+
+def test_rollouts_and_training_compute_the_same(runner: Runner, failed: dict[str, str]) -> None:
+    for name in [*RUNS, *SPREADS]:
+        assert all(record["logprob_gap/max"] <= 1e-4 for record in runner.metrics(name)), name
+
+
+@pytest.mark.parametrize("run", ["plain", "updates"])
+def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed: dict[str, str], run: str) -> None:
+    name = f"{run} again"
+    directory = runner.directory / name
+    shutil.copytree(runner.directory / run, directory)
+    shutil.rmtree(directory / "checkpoints" / f"step-{STEPS}")
+    (directory / "checkpoints" / "latest").write_text(f"step-{SAVED}\n")
+    case = _case(run, run, 1, {}, (f"--checkpoint.save_steps={SAVED}", "--checkpoint.keep_last=2"))
+    runner.run("run", case.recipe, "--smoke", *case.words, f"--output_dir={directory}", "--resume")
+    assert _lasting(runner.metrics(name)) == _lasting(runner.metrics(run))
+    for stem in ("model", "optimizer"):
+        expected, found = runner.weights(run, STEPS, stem), runner.weights(name, STEPS, stem)
+        assert expected.keys() == found.keys()
+        assert all(np.array_equal(expected[key], found[key]) for key in expected)
+
+
+def _lasting(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    machine = ("avg_", "speed", "ips", "peak_memory_bytes")
+    return [{key: value for key, value in record.items() if not key.startswith(machine)} for record in records]
+
+
+def test_an_evaluation_draws_completions(runner: Runner, failed: dict[str, str]) -> None:
+    lines = (runner.directory / "plain" / "metrics.jsonl").read_text().splitlines()
+    (record,) = (found for line in lines if "eval/reward" in (found := json.loads(line)))
+    assert 0 <= record["eval/pass@1"] == record["eval/reward"] <= 1
