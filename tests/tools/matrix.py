@@ -71,8 +71,11 @@ class Entry:
         return plan_run(ROOT / self.path, self.words(registry), registry, smoke=True)
 
     def common(self, registry: Registry) -> list[str]:
-        stage = json.loads((ROOT / self.path).read_text(encoding="utf-8"))["stage"]
-        return [*_COMMON, _RATE[registry.stages[stage].adapters]] if registry.stages[stage].trains else []
+        data = json.loads((ROOT / self.path).read_text(encoding="utf-8"))
+        stage = registry.stages[data["stage"]]
+        # a rollout of several steps would need as many
+        updates = [f"--{stage.name}.updates=1"] if data.get(stage.name, {}).get("updates", 1) > 1 else []
+        return [*_COMMON, _RATE[stage.adapters], *updates] if stage.trains else []
 
     def words(self, registry: Registry) -> list[str]:
         if not self.trains(registry):
@@ -144,7 +147,7 @@ def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dic
             record |= _same_answers(runner, ones[entry].name, entry.name)
         else:
             record |= _compared(runner, ones[entry].name, entry.name, plan)
-            if record["passed"]:
+            if record["passed"] and not plan.profile.updates:  # no plan has the messages of rollouts
                 record |= _planned(runner, entry.name, plan)
         records.append(record)
     return records
@@ -157,6 +160,8 @@ def _compared(runner: Runner, one: str, many: str, plan: RunPlan) -> dict[str, A
     expected, found = runner.metrics(one), runner.metrics(many)
     if [len(expected), len(found)] != [STEPS, STEPS]:
         return {"passed": False, "problem": f"{len(expected)} and {len(found)} steps were recorded"}
+    if plan.profile.updates:
+        return _same_rollouts(expected, found)
     if abs(expected[-1]["loss"] / expected[0]["loss"] - 1) < 1e-3:  # steps see other samples: it need not have fallen
         return {"passed": False, "problem": "the loss stays what it was, so nothing was compared"}
     keys = ("loss", "grad_norm")
@@ -171,6 +176,21 @@ def _compared(runner: Runner, one: str, many: str, plan: RunPlan) -> dict[str, A
     if max(found_by["grad_norm"]) > LIMIT and not rounded:
         told["grad_norm_limit"] = max(limits["grad_norm"])
     return {**{key: max(values) for key, values in found_by.items()}, **told, "passed": True}
+
+
+def _same_rollouts(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same for steps that learn from rollouts, whose loss is about 0: its difference is not divided by it. The
+    completions are the same."""
+    pairs = list(zip(expected, found, strict=True))
+    if not any(a["grad_norm"] > 1e-3 for a in expected):
+        return {"passed": False, "problem": "no step has a gradient, so nothing was compared"}
+    if any(a[key] != b[key] for a, b in pairs for key in ("tokens", "supervised_tokens", "reward")):
+        return {"passed": False, "problem": "other completions were drawn"}
+    loss = max(abs(b["loss"] - a["loss"]) for a, b in pairs)
+    norm = max(abs(b["grad_norm"] - a["grad_norm"]) / (a["grad_norm"] or 1.0) for a, b in pairs)
+    if not max(loss, norm) <= LIMIT:
+        return {"passed": False, "problem": f"differs by {loss:.2g} in the loss, {norm:.2g} in the gradient norm"}
+    return {"loss": loss, "grad_norm": norm, "passed": True}
 
 
 def margin_rounding(plan: RunPlan, record: Mapping[str, float]) -> float:
