@@ -103,6 +103,8 @@ class FactorPair:
     num_parts: int
     index: int | None = None
     """Which matrix of a stack it is; None for others."""
+    is_embedding: bool = False
+    """Whether it is the embedding, whose factors have names of their own in PEFT."""
 
 
 def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: Layout) -> dict[str, list[FactorPair]]:
@@ -113,13 +115,14 @@ def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: L
             f"a {config.to_hf()['model_type']} has no PaddleNLP layout that we know; its adapters are PEFT's"
         )
     found: dict[str, FactorPair] = {}
+    embedding = None if family.shard_plan is None else family.shard_plan.embedding
     for module in adapters.modules:
         place = names.hf_tensors(f"{module}.weight", config)
         for index, name in enumerate(place.names):
             theirs = name.removesuffix(".weight")
             if layout == "paddlenlp":
                 theirs = re.sub(r"^model\.", str(prefix), theirs)
-            pair = FactorPair(theirs, [], place.num_parts, index if place.stacked else None)
+            pair = FactorPair(theirs, [], place.num_parts, index if place.stacked else None, module == embedding)
             found.setdefault(theirs, pair).members.append((module, place.part))
     pairs: dict[str, list[FactorPair]] = {}
     for pair in found.values():
@@ -141,7 +144,10 @@ def check_layout(adapters: Adapters, family: ModelFamily, config: Any) -> None:
             )
 
 
-def stored_factor(module: str, factor: str, layout: Layout) -> str:
+def stored_factor(pair: FactorPair, factor: str, layout: Layout) -> str:
+    module = pair.module
+    if pair.is_embedding:
+        return f"base_model.model.{module}.{factor.replace('lora_', 'lora_embedding_')}"
     if factor == MAGNITUDE:
         return f"base_model.model.{module}.lora_magnitude_vector"
     return f"base_model.model.{module}.{factor}.weight" if layout == "hf" else f"{module}.{factor}"
@@ -166,7 +172,7 @@ class SavedAdapters:
         self._state = None if adapters.is_plain else TensorFiles(directory, STATE)
         kinds = [FIRST_FACTOR, SECOND_FACTOR] + [MAGNITUDE] * adapters.has_magnitudes
         stored = [pair for pairs in self._pairs.values() for pair in pairs]
-        wanted = {stored_factor(pair.module, kind, layout) for pair in stored for kind in kinds}
+        wanted = {stored_factor(pair, kind, layout) for pair in stored for kind in kinds}
         wanted.update(stored_parameter(name, layout) for name in adapters.beside)
         if differing := sorted(wanted.symmetric_difference(self._files.names)):
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
@@ -204,7 +210,7 @@ class SavedAdapters:
     def _place(self, name: str, pair: FactorPair, index: Sequence[slice] | None) -> tuple[str, list[slice]]:
         """The stored tensor that holds a factor, and its place in there, with the dims as in memory."""
         module, _, factor = name.rpartition(".")
-        stored = stored_factor(pair.module, factor, self._layout)
+        stored = stored_factor(pair, factor, self._layout)
         shape = self._files.spec(stored).shape
         num_rows, num_columns = shape[::-1] if self._layout == "hf" else shape
         number, part = next((i, part) for i, (ours, part) in enumerate(pair.members) if ours == module)
@@ -246,7 +252,7 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
         base=base or Base(data.get("base_model_name_or_path"), ""),
     )
     pairs = factor_pairs(whole, family, config, layout)
-    here = [module for module, of in pairs.items() if stored_factor(of[0].module, FIRST_FACTOR, layout) in stored]
+    here = [module for module, of in pairs.items() if stored_factor(of[0], FIRST_FACTOR, layout) in stored]
     adapters = dataclasses.replace(whole, modules=here)
     return adapters, SavedAdapters(directory, adapters, family, config, layout)
 

@@ -27,6 +27,7 @@ from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.model_writer import OrderedGather, copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_tensors
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
+from llmsuite.errors import UserError
 from llmsuite.files import write_json
 from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR
 from llmsuite.specs import ModelFamily
@@ -58,6 +59,8 @@ def write_adapters(
     """
     found = factor_pairs(adapters, family, config, layout).values()
     pairs = list({pair.module: pair for of_module in found for pair in of_module}.values())
+    if layout == "paddlenlp" and any(pair.is_embedding for pair in pairs):
+        raise UserError("the embedding has an adapter, which PaddleNLP's layout has no place for; merge it")
     metadata = {"format": "pt" if layout == "hf" else "np"}
     state = ManifestPart()
     if not adapters.is_plain:
@@ -126,14 +129,14 @@ class _StoredFactors:
         first = self._by_name[f"{pair.members[0][0]}.{factor}"]
         if factor == MAGNITUDE:
             size = first.shape[0] * pair.num_parts
-            return TensorSpec(stored_factor(pair.module, factor, self._layout), (size,), first.dtype)
+            return TensorSpec(stored_factor(pair, factor, self._layout), (size,), first.dtype)
         num_rows, num_columns = first.shape[-2:]
         if factor == FIRST_FACTOR:
             num_columns *= len(pair.members)
         else:
             num_rows, num_columns = num_rows * len(pair.members), num_columns * pair.num_parts
         shape = (num_columns, num_rows) if self._layout == "hf" else (num_rows, num_columns)
-        return TensorSpec(stored_factor(pair.module, factor, self._layout), shape, first.dtype)
+        return TensorSpec(stored_factor(pair, factor, self._layout), shape, first.dtype)
 
     def read(self, name: str) -> np.ndarray:
         """The values of a tensor."""
@@ -170,7 +173,8 @@ def _config(
     # several in one: a larger rank, and as much larger an alpha that the scale is the same
     wide = {pair.module: len(pair.members) for pair in pairs if len(pair.members) > 1}
     grown = math.sqrt if lora.rslora else float
-    linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules}
+    embedded = {module for pair in pairs if pair.is_embedding for module, _ in pair.members}
+    linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules if module not in embedded}
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",

@@ -27,10 +27,10 @@ class Adapter(nn.Layer):
     complete_sum: Callable[[Tensor], Tensor]
     """Applied to each product with x: adds up the parts of the ranks, where each has only a part of the sum."""
 
-    def take(self, linear: nn.Linear) -> None:
+    def take(self, linear: nn.Linear | nn.Embedding) -> None:
         """Take over W and bias of a layer."""
         self.lora_dropout = self.complete_sum = identity
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias = linear.weight, getattr(linear, "bias", None)
 
     def base(self, x: Tensor) -> Tensor:
         """x W + bias."""

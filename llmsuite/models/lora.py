@@ -14,7 +14,7 @@ from llmsuite.models.adapter import Adapter, is_plain_linear
 from llmsuite.models.dropout import TokenDropout
 from llmsuite.models.experts import Stacked
 from llmsuite.models.shard_plan import ShardPlan
-from llmsuite.models.targets import is_trained, pick_modules
+from llmsuite.models.targets import has_own_head, is_trained, pick_modules
 
 
 def add_adapters(model: nn.Layer, modules: Sequence[str], config: Any, seed: int = 0) -> None:
@@ -22,7 +22,7 @@ def add_adapters(model: nn.Layer, modules: Sequence[str], config: Any, seed: int
 
     Args:
         model: with or without memory.
-        modules: names of linear layers and stacks of routed experts.
+        modules: names of linear layers, stacks of routed experts, and the embedding.
         config: a `paddlenlp.peft.LoRAConfig`.
         seed: of their dropout.
 
@@ -49,5 +49,10 @@ def adapters(model: nn.Layer) -> Iterator[Adapter]:
 
 def adapted_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
     """Names of the modules of a whole model that get adapters; see `pick_modules`."""
-    found = [name for name, module in model.named_sublayers() if is_plain_linear(module) or type(module) is Stacked]
+    embedding = plan.embedding if has_own_head(name for name, _ in model.named_parameters()) else None
+    found = [
+        name
+        for name, module in model.named_sublayers()
+        if is_plain_linear(module) or type(module) is Stacked or (name == embedding and type(module) is nn.Embedding)
+    ]
     return pick_modules(found, plan, patterns)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
+import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.models.adapter import Adapter, identity
@@ -134,10 +135,41 @@ class LoraExperts(Adapter, Stacked):
         return y + grouped_matmul(narrow, local(self.lora_B), counts)
 
 
-def adapter_layer(layer: nn.Linear | Stacked, config: Any) -> Adapter:
-    """The layer with an adapter that replaces a linear layer or a stack of experts."""
-    if isinstance(layer, Stacked):
+class LoraEmbedding(Adapter):
+    """W[id] + scale A[id] B for the rows of an embedding W [V, D], with factors A [V, R] and B [R, D].
+
+    As the layer `Embedding` of HF PEFT's LoRA; paddlenlp has none.
+    """
+
+    def __init__(self, embedding: nn.Embedding, config: Any):
+        """
+        Args:
+            embedding: the layer it replaces.
+            config: a `paddlenlp.peft.LoRAConfig`.
+        """
+        super().__init__()
+        self.take(embedding)
+        self.scaling, self.is_on = config.scaling, True
+        self.look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding
+        """Ids and a table to rows of it; under tensor parallel each rank has some of the rows."""
+        faster = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), learning_rate=config.lora_plus_scale)
+        num_rows, width = embedding.weight.shape
+        with paddle.LazyGuard():
+            self.lora_A = self.create_parameter([num_rows, config.r])
+            self.lora_B = self.create_parameter([config.r, width], attr=faster)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[B, L] to [B, L, D]."""
+        y = self.look_up(input_ids, self.weight)
+        if not self.is_on:
+            return y
+        return y + paddle.matmul(self.look_up(input_ids, self.lora_A) * self.scaling, self.lora_B)
+
+
+def adapter_layer(layer: nn.Linear | nn.Embedding | Stacked, config: Any) -> Adapter:
+    """The layer with an adapter that replaces a linear layer, an embedding, or a stack of experts."""
+    if not isinstance(layer, nn.Linear):
         assert type(config) is LoRAConfig, "a rule refuses other methods"
         assert not config.lora_use_mixer, "a rule refuses mixers"
-        return LoraExperts(layer, config)
+        return LoraExperts(layer, config) if isinstance(layer, Stacked) else LoraEmbedding(layer, config)
     return (DoraLinear if isinstance(config, DoraConfig) else LoraLinear)(layer, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE
@@ -17,7 +17,7 @@ def pick_modules(
     routed experts.
 
     Args:
-        modules: names of all modules that are a matrix, or a stack of routed experts.
+        modules: names of all modules that are a matrix, or a stack of routed experts or an embedding.
         plan: shard plan of their family.
         patterns: `fnmatch` patterns, each for a module's whole name or its last words: "q_proj", "layers.0.mlp.*".
         key: the recipe key the patterns are from, for the message.
@@ -35,9 +35,10 @@ def pick_modules(
         matching = [name for name in known if matches(name, pattern)]
         if not matching:
             ends = sorted({name.rpartition(".")[2] for name in known})
+            shown = next((name for name in known if plan.layers and name.startswith(plan.layers)), known[0])
             raise UserError(
                 f"{key}: {pattern!r} matches no matrix of the model; it has {', '.join(ends)}, "
-                f"with whole names such as {known[0]}"
+                f"with whole names such as {shown}"
             )
         chosen.update(matching)
     return [name for name in known if name in chosen]
@@ -49,9 +50,17 @@ def matches(module: str, pattern: str) -> bool:
 
 
 def adaptable_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
-    """The modules that may have an adapter, by the shapes of all parameters: every matrix and stack of experts."""
+    """The modules that may have an adapter, by the shapes of all parameters: every matrix and stack of experts, and
+    the embedding, unless it is tied."""
     found = set(linear_modules(shapes, plan)).union(expert_modules(shapes, plan))
+    if has_own_head(shapes):
+        found.add(plan.embedding)
     return [module for name in shapes if (module := name.removesuffix(".weight")) in found]
+
+
+def has_own_head(parameters: Iterable[str]) -> bool:
+    """Whether a model of these parameters has a head that is not its embedding."""
+    return any(name in ("lm_head.weight", SCORE) for name in parameters)
 
 
 def expert_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:

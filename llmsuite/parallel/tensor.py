@@ -13,7 +13,6 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
-from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
@@ -40,7 +39,11 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
     modules = dict(model.named_sublayers())
     if plan.embedding in modules:  # not on every pipeline stage
         embedding = modules[plan.embedding]
-        embedding.forward = VocabularyParallelLookup(embedding, mesh, outside).lookup
+        look_up = VocabularyParallelLookup(mesh, outside, embedding.weight.shape[0]).look_up
+        if isinstance(embedding, Adapter):
+            embedding.look_up = look_up
+        else:
+            embedding.forward = lambda input_ids: look_up(input_ids, embedding.weight)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh, vocabulary)
     complete_sum, complete_columns = _to(mesh, outside), _to(mesh, whole)  # one for all: compiled layers are alike
@@ -139,16 +142,16 @@ class VocabularyParallelLookup(dist.LocalLayer):
     `F.embedding` on a table cut along the vocabulary would gather the table (Paddle 3.3.1).
     """
 
-    def __init__(self, embedding: nn.Embedding, mesh: Mesh, placements: list[Any]):
+    def __init__(self, mesh: Mesh, placements: list[Any], num_rows: int):
         stacked = [(mesh.tensor, [dist.Shard(0)])]
         gradients = [(mesh.tensor, [dist.Replicate()]), (mesh.tensor, [dist.Shard(0)])]
         super().__init__(stacked, gradients)
-        self._weight, self._mesh, self._placements = embedding.weight, mesh, placements
-        self._first = mesh.coordinate["tp"] * (embedding.weight.shape[0] // mesh.degrees.tp)
+        self._mesh, self._placements = mesh, placements
+        self._first = mesh.coordinate["tp"] * (num_rows // mesh.degrees.tp)
 
-    def lookup(self, input_ids: Tensor) -> Tensor:
-        """Ids [B, L] to vectors [B, L, D]."""
-        parts = self(_replicated(input_ids, self._mesh), self._weight)  # [tp, B, L, D], one part a rank
+    def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
+        """Ids [B, L] to the rows [B, L, D] of a table."""
+        parts = self(_replicated(input_ids, self._mesh), table)  # [tp, B, L, D], one part a rank
         return reshard(parts.sum(0), self._mesh, self._placements)
 
     def forward(self, input_ids: Tensor, rows: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class ActivationSettings:
     """Elements that an adapter keeps of each token besides its product with the first factor, by module."""
     adapted_experts: frozenset[str] = frozenset()
     """Those of `adapted` that are routed experts: their adapters see the rows of experts."""
+    adapts_embedding: bool = False
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
     rounds_inputs: bool = False
@@ -237,6 +238,10 @@ def kept_in_front(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSetti
     When only adapters are trained, nothing here has a gradient: less is kept than `kept_by_layer` says, unless the
     layer is recomputed.
     """
+    if settings.adapts_embedding:
+        assert settings.adapter_rank is not None
+        width = anatomy.hidden + settings.adapter_rank
+        return batch.tokens * INDEX_BYTES + hidden_state_bytes(width, batch, settings)
     if settings.adapter_rank is not None and settings.recompute != "full":
         return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, settings)
     positions = INDEX_BYTES * batch.length if anatomy.learned_positions else 0

@@ -250,6 +250,7 @@ class Traffic:
         second = parameter.name.endswith((f".{SECOND_FACTOR}", f".{MIXER}"))
         second = second and self._layout.shard_plan.dim(f"{module}.weight") == 0
         second = second and self._layout.shard_plan.is_region(module.rpartition(".")[0])
+        second = second or parameter.name == f"{self._layout.shard_plan.embedding}.{SECOND_FACTOR}"
         return of_heads or (self._sequence_parallel and (between or second))
 
     def _small(self) -> None:

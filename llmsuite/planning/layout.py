@@ -209,6 +209,10 @@ class Layout:
     def num_trained(self) -> int:
         return sum(math.prod(self.shapes[name]) for name in self.trained)
 
+    @property
+    def adapts_embedding(self) -> bool:
+        return self.shard_plan.embedding in self.adapted
+
     def layers_of(self, part: int) -> range:
         """The numbers of a part's layers."""
         return range(self.bounds[part], self.bounds[part + 1])

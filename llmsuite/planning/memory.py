@@ -87,6 +87,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         adapted=layout.adapted,
         adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted - experts},
         adapted_experts=experts,
+        adapts_embedding=layout.adapts_embedding,
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
     )

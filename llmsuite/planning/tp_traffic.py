@@ -38,6 +38,8 @@ class TensorParallelTraffic:
         whole, piece = self._shapes(batch)
         if part == 0:
             self._sum(whole, "embedding: its rows are on different ranks", scatter=self._sequence_parallel)
+            if self._layout.adapts_embedding and with_adapters:
+                self._sum((*whole[:2], self._adapter_rank or 0), "adapters: embedding", self._sequence_parallel)
         for number in self._layout.layers_of(part):
             self._layer_forward(number, batch, whole, piece, with_adapters)
         if self._is_last(part):
@@ -56,6 +58,9 @@ class TensorParallelTraffic:
                 self._sum(whole, why, self._sequence_parallel)
             else:
                 self._send("all_reduce", (count, self._anatomy.hidden), why)
+            if "lm_head" in self._layout.adapted:
+                shape = whole[:2] if self._takes_all and count == batch.tokens else (count,)
+                self._send("all_reduce", (*shape, self._adapter_rank or 0), "adapters, backward: head")
         for number in self._layout.layers_of(part):
             if self._engine.computes_again(number):
                 self._layer_forward(number, batch, whole, piece, with_adapters=True, again=True)
@@ -64,6 +69,8 @@ class TensorParallelTraffic:
             self._send("all_gather", piece, "embedding, backward")
             if self._anatomy.learned_positions:
                 self._send("all_gather", (1, *piece[1:]), "positions, backward")
+        if part == 0 and self._sequence_parallel and self._layout.adapts_embedding:
+            self._send("all_gather", (*piece[:2], self._adapter_rank or 0), "adapters, backward: embedding")
 
     def _shapes(self, batch: MicroBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of a hidden state between layers: whole, and sharded along the sequence."""
@@ -119,7 +126,8 @@ class TensorParallelTraffic:
             self._send("all_gather", piece, "backward: hidden states and embeddings of further tokens", 2)
         again = self._engine.computes_again(number)
         # when only adapters are trained, the input of the first layer has no gradient, unless it is recomputed
-        if not (number == 0 and self._adapter_rank is not None and not again):
+        no_gradient = self._adapter_rank is not None and not self._layout.adapts_embedding
+        if not (number == 0 and no_gradient and not again):
             self._attention_backward(number, batch, whole)
         elif isinstance(layer.attention, Latent):
             self._latent_backward(layer.attention, batch, None)

@@ -194,8 +194,8 @@ class LoraSection(Section):
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
     target_modules: list[str] | None = None
     """Matrices that get an adapter: patterns that match the name of a module, or its end after a dot, such as "q_proj",
-    "layers.0.mlp.*" or "experts.*": routed experts get one each. Default: every matrix of attention and MLP, except the
-    routed experts."""
+    "layers.0.mlp.*" or "experts.*": routed experts get one each. "embed_tokens" and "lm_head" may have one. Default:
+    every matrix of attention and MLP, except the routed experts."""
     lora_plus_ratio: PositiveFloat = 1.0
     """Learning rate of the factor B divided by that of A (LoRA+, Hayou et al. 2024, arXiv 2402.12354)."""
     base_dtype: Literal["nf4", "fp4", "int8"] | None = None

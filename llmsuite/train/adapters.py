@@ -32,20 +32,28 @@ def adapter_config(lora: LoraSection) -> Any:
     )
 
 
-def with_factors(read: ReadSlice, seed: int, shapes: Mapping[str, Sequence[int]]) -> ReadSlice:
+def with_factors(
+    read: ReadSlice, seed: int, shapes: Mapping[str, Sequence[int]], embedding: str | None = None
+) -> ReadSlice:
     """The values of a model and of its adapters, which change nothing at first: B is zero, A is random, and so is a
     mixer. The magnitudes of DoRA are the lengths of the columns of W.
 
-    A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP.
+    A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP. Of
+    an embedding A is zero and B standard normal, as in HF PEFT.
 
     Args:
         read: values of the model.
         seed: of the recipe.
         shapes: of every parameter of the whole model.
+        embedding: name of that module.
     """
 
     def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         module, _, kind = name.rpartition(".")
+        if module == embedding and kind == SECOND_FACTOR:
+            return initial_values(seed, name, shape, 1.0, index)
+        if module == embedding and kind == FIRST_FACTOR:
+            return np.zeros([part.stop - part.start for part in index], "float32")
         if kind in (FIRST_FACTOR, MIXER):
             return initial_values(seed, name, shape, (3 * shape[-2]) ** -0.5, index)
         if kind == SECOND_FACTOR:

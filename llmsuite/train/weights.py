@@ -67,7 +67,8 @@ def initial_weights(
         read, base = QuantisedReads(read, shapes, base_format), dataclasses.replace(base, format=base_format)
         digest.update(json.dumps(dataclasses.asdict(base_format)).encode())
     if plan.recipe.lora.rank is not None:
-        read = with_factors(read, plan.recipe.seed, shapes)
+        embedding = None if plan.family.shard_plan is None else plan.family.shard_plan.embedding
+        read = with_factors(read, plan.recipe.seed, shapes, embedding)
     return InitialWeights(read, base, digest.hexdigest(), source)
 
 

@@ -28,6 +28,7 @@ PREFERENCE = {"stage": "dpo"}
 EP = {"expert_parallel_degree": 2}
 # routed experts, and one matrix of shared and dense ones
 EXPERTS = {**ADAMW, "family": "deepseek", "run": ('--lora.target_modules=["experts.*", "o_proj", "down_proj"]',)}
+ENDS = {**ADAMW, "run": ('--lora.target_modules=["embed_tokens", "lm_head", "layers.2.*"]',)}
 # matrices with adapters and without, of row- and column-parallel ones
 NF4 = {
     "run": ("--lora.base_dtype=nf4", "--lora.base_block=16", '--lora.target_modules=["q_proj", "o_proj", "up_proj"]')
@@ -44,6 +45,7 @@ ONES = {
     "dropout": case("dropout", words=("--train.micro_batch_size=8",), **DROPOUT),
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
     "experts": case("experts", words=("--train.micro_batch_size=8",), **EXPERTS),
+    "ends": case("ends", words=("--train.micro_batch_size=8",), **ENDS),
 }
 MANY: dict[str, tuple[str, Case]] = {
     "tp2, sequence parallel, recompute": ("sft", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,))),
@@ -61,6 +63,9 @@ MANY: dict[str, tuple[str, Case]] = {
     ),
     "dropout, pp2": ("dropout", case("dropout-pp", 2, INTERLEAVED, **DROPOUT)),
     "dropout, stage3": ("dropout", case("dropout-stage3", 2, {"sharding": "stage3"}, **DROPOUT)),
+    "ends, tp2, sequence parallel": ("ends", case("ends-tp", 2, {**TP, **SP}, **ENDS)),
+    "ends, pp2": ("ends", case("ends-pp", 2, INTERLEAVED, **ENDS)),
+    "ends, stage3": ("ends", case("ends-stage3", 2, {"sharding": "stage3"}, (RECOMPUTE,), **ENDS)),
     "experts, tp2, sequence parallel": ("experts", case("experts-tp", 2, {**TP, **SP}, **EXPERTS)),
     "experts, pp2": ("experts", case("experts-pp", 2, PP, (RECOMPUTE,), **EXPERTS)),
     "experts, ep2": ("experts", case("experts-ep", 2, EP, **EXPERTS)),

@@ -21,6 +21,7 @@ KEPT, STATIC, TIED = (
 )
 AGAIN = ("--engine.recompute=full",)
 TWO = ("--train.micro_batch_size=2",)
+ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "stage 2": ("llama/sft", {"sharding": "stage2"}, ()),
     "stage 3": ("llama/sft", {"sharding": "stage3"}, ()),
@@ -52,6 +53,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]'),
     ),
     "adapters, experts, tensor": ("deepseek/lora", TP, (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
+    "adapters, ends, sequence": ("llama/lora", SP, (*KEPT, ENDS)),
     "adapters, stage 3": ("llama/lora", {"sharding": "stage3"}, ()),
 }
 ALONE = {
@@ -60,6 +62,7 @@ ALONE = {
     "one, selective": ("qwen/sft", ("--engine.recompute=selective",)),
     "one, gpt": ("gpt/sft", KEPT),
     "one, deepseek": ("deepseek/sft", KEPT),
+    "one, ends": ("llama/lora", (*KEPT, ENDS)),
     "one, experts": ("deepseek/lora", (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
 }
 COMMON = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from llmsuite.models.targets import expert_modules, matches, quantised_modules
+from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.rule import Rule, Violation
 
@@ -119,18 +119,29 @@ def _drops_in_a_program(context: RuleContext) -> Iterator[Violation]:
         )
 
 
-def _no_such_experts(context: RuleContext) -> Iterator[Violation]:
-    lora, names = context.recipe.lora, context.family.names()
-    is_plain = lora.method == "lora" and not lora.dropout
-    if lora.rank is None or is_plain or context.config is None or not hasattr(names, "parameter_shapes"):
+def _no_such_target(context: RuleContext) -> Iterator[Violation]:
+    lora, names, plan = context.recipe.lora, context.family.names(), context.shard_plan
+    if lora.rank is None or context.config is None or not hasattr(names, "parameter_shapes"):
         return
-    experts = expert_modules(names.parameter_shapes(context.config), context.shard_plan)
-    if found := [p for p in lora.target_modules or () if any(matches(name, p) for name in experts)]:
-        message = (
-            f"{found[0]!r} matches routed experts ({experts[0]}), which have adapters of lora.method lora without "
-            "dropout only; set that, or name others, such as shared_experts.* and self_attn.*"
-        )
-        yield "lora.target_modules", message
+    key, shapes = "lora.target_modules", names.parameter_shapes(context.config)
+    linear, experts = linear_modules(shapes, plan), expert_modules(shapes, plan)
+    for pattern in lora.target_modules or ():
+        if lora.method != "lora" or lora.dropout:
+            special = [*experts, *([plan.embedding] if has_own_head(shapes) else [])]
+            if found := [name for name in special if matches(name, pattern)]:
+                what = "the embedding" if found[0] == plan.embedding else "routed experts"
+                yield (
+                    key,
+                    f"{pattern!r} matches {what} ({found[0]}), with adapters of lora.method lora without dropout only; "
+                    "set that, or name others, such as shared_experts.* and self_attn.*",
+                )
+        tied = not has_own_head(shapes) and any(matches(name, pattern) for name in (plan.embedding, "lm_head"))
+        if tied and not any(matches(name, pattern) for name in (*linear, *experts)):
+            yield (
+                key,
+                f"{pattern!r} is the embedding or the head, which are one matrix in this model (tie_word_embeddings), "
+                "and an adapter is for one of them; remove it",
+            )
 
 
 def _not_one_group(context: RuleContext) -> Iterator[Violation]:
@@ -192,10 +203,11 @@ STAGE_RULES = (
         _drops_in_a_program,
     ),
     Rule(
-        "`lora.target_modules` that match routed experts, with `lora.dropout` or a `lora.method` but `lora`",
-        "those are of layers for one matrix, not for a stack of them",
+        "`lora.target_modules` that match routed experts or the embedding, with `lora.dropout` or a `lora.method` but "
+        "`lora`; or that name the embedding or the head where they are tied",
+        "the methods are for one matrix and its inputs; two matrices that are one cannot get different updates",
         (),
-        _no_such_experts,
+        _no_such_target,
     ),
     Rule(
         "`qat` with another stage than `pretrain` and `sft`",

@@ -48,6 +48,7 @@ TARGETS = {
     "gpt": ["layers.0.*", "layers.1.self_attn.v_proj", "layers.1.mlp.up_proj"],
     # routed experts, shared ones and dense ones; only one matrix of the routed; only routed ones
     "deepseek": ["*_proj"],
+    "qwen": ["*_proj", "embed_tokens", "lm_head"],
     "qwen_moe": ["self_attn.*", "experts.down_proj"],
     "ernie_moe": ["mlp.experts.*"],
 }

@@ -152,8 +152,20 @@ def test_accumulate_steps(plan: Plan) -> None:
                 "lora": {"rank": 2, "method": "dora", "target_modules": ["q_proj", "down_proj"]},
             },
             "lora.target_modules",
-            "'down_proj' matches routed experts (model.layers.1.mlp.experts.gate_proj), which have adapters of "
-            "lora.method lora without dropout only; set that, or name others, such as shared_experts.* and self_attn.*",
+            "'down_proj' matches routed experts (model.layers.1.mlp.experts.down_proj), with adapters of lora.method "
+            "lora without dropout only; set that, or name others, such as shared_experts.* and self_attn.*",
+        ),
+        (
+            {"lora": {"rank": 2, "dropout": 0.1, "target_modules": ["embed_tokens"]}},
+            "lora.target_modules",
+            "'embed_tokens' matches the embedding (model.embed_tokens), with adapters of lora.method lora without "
+            "dropout only; set that, or name others, such as shared_experts.* and self_attn.*",
+        ),
+        (
+            {"model.config": {"tie_word_embeddings": True}, "lora": {"rank": 2, "target_modules": ["lm_head"]}},
+            "lora.target_modules",
+            "'lm_head' is the embedding or the head, which are one matrix in this model (tie_word_embeddings), and an "
+            "adapter is for one of them; remove it",
         ),
         (
             {"lora.rank": 2, "lora.base_block": 32},
