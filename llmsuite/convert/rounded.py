@@ -26,11 +26,12 @@ class RoundedModel(ModelDirectory):
             return super().read(name, index)
         if index is None:
             return self._rounded(super().read(name))
-        start, stop, _ = index[0].indices(self.spec(name).shape[0])
+        *stack, inputs, outputs = index
+        start, stop, _ = inputs.indices(self.spec(name).shape[-2])
         block = self.format.block
         first = start // block * block
-        values = self._rounded(super().read(name, [slice(first, -(-stop // block) * block), index[1]]))
-        return values[start - first : stop - first]
+        values = self._rounded(super().read(name, [*stack, slice(first, -(-stop // block) * block), outputs]))
+        return values[..., start - first : stop - first, :]
 
     def _rounded(self, values: np.ndarray) -> np.ndarray:
         return self.format.rounded(np.ascontiguousarray(values, "float32"))

@@ -43,7 +43,10 @@ def is_quantised_part(parameter: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """How a matrix [I, O] is stored: codes, and the scale of each block in float32, [I / block, O]."""
+    """How a matrix [I, O] is stored: codes, and the scale of each block in float32, [I / block, O].
+
+    A stack of matrices [E, I, O] is stored as stacks of their codes and scales.
+    """
 
     dtype: str
     """nf4, fp4 or int8."""
@@ -60,16 +63,19 @@ class BlockFormat:
         """Dtype of the codes."""
         return "int8" if self.dtype == "int8" else "uint8"
 
-    def shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, int]]:
-        """The shapes of codes and scales of a matrix, by `CODES` and `ABSMAX`."""
-        num_inputs, num_outputs = shape
+    def shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The shapes of codes and scales of a matrix or a stack, by `CODES` and `ABSMAX`."""
+        *stack, num_inputs, num_outputs = shape
         assert num_inputs % self.block == 0, (shape, self)
-        return {CODES: (num_inputs // self.per_code, num_outputs), ABSMAX: (num_inputs // self.block, num_outputs)}
+        return {
+            CODES: (*stack, num_inputs // self.per_code, num_outputs),
+            ABSMAX: (*stack, num_inputs // self.block, num_outputs),
+        }
 
     def in_matrix(self, part: str, index: Sequence[slice]) -> list[slice]:
-        """The slice of the matrix whose codes or scales are a slice of them."""
-        times = self.per_code if part == CODES else self.block
-        return [slice(index[0].start * times, index[0].stop * times), index[1]]
+        """The slice of the matrix or stack whose codes or scales are a slice of them."""
+        times, (*stack, inputs, outputs) = self.per_code if part == CODES else self.block, index
+        return [*stack, slice(inputs.start * times, inputs.stop * times), outputs]
 
     def quantise(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of a matrix, or of whole blocks of it."""
@@ -117,8 +123,9 @@ class BlockFormat:
         return found.reshape(-1, num_outputs)
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """A matrix as it is after it was stored, in float32."""
-        return self.dequantise(*self.quantise(values))
+        """A matrix or a stack as it is after it was stored, in float32."""
+        flat = values.reshape(-1, values.shape[-1])  # blocks do not reach from one matrix of a stack into the next
+        return self.dequantise(*self.quantise(flat)).reshape(values.shape)
 
 
 _ROWS = 32

@@ -17,6 +17,7 @@ from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import ZEROS
+from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.typing import Tensor
 
 Local = Callable[[Tensor], Tensor]
@@ -36,6 +37,8 @@ class Stacked(nn.Layer):
 
     def product(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
         """Rows [N, inputs], sorted by expert with so many `counts` for each, to [N, outputs]."""
+        if isinstance(self.weight, QuantisedMatrix):
+            return self.weight.grouped_product(x, counts)
         return grouped_matmul(x, local(self.weight), counts)
 
 

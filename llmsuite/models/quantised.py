@@ -5,7 +5,7 @@ Shapes: I inputs and O outputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from llmsuite.typing import Tensor
 
 
 class QuantisedMatrix(nn.Layer):
-    """A frozen matrix [I, O] as codes and the scales of their blocks; it stands where the parameter was."""
+    """A frozen matrix [I, O], or a stack of them, as codes and scales of blocks, in place of the parameter."""
 
     codes: Tensor
     absmax: Tensor
@@ -46,6 +46,16 @@ class QuantisedMatrix(nn.Layer):
             return dequantise(codes, absmax, self.format).astype(dtype)
         local = dequantise(codes._local_value(), absmax._local_value(), self.format)
         return dtensor_from_local(local.astype(dtype), codes.process_mesh, codes.placements)
+
+    def grouped_product(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Consecutive rows of x [N, I], so many `counts` for each matrix of this rank's part of a stack, to [N, O]."""
+        return _GroupedProduct.apply(x, (self,), list(counts))
+
+    @paddle.no_grad()
+    def one(self, number: int, dtype: Any) -> Tensor:
+        """A matrix of this rank's part of a stack."""
+        codes, absmax = (part._local_value() if part.is_dist() else part for part in (self.codes, self.absmax))
+        return dequantise(codes[number], absmax[number], self.format).astype(dtype)
 
 
 class QuantisedLinear(nn.Layer):
@@ -74,6 +84,26 @@ class _Product(PyLayer):
         return paddle.matmul(gradient, ctx.matrix.dense(ctx.dtype), transpose_y=True)
 
 
+class _GroupedProduct(PyLayer):
+    """`_Product` for a stack: one matrix after the other is made, but for those without rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stacks: tuple[QuantisedMatrix], counts: list[int]) -> Tensor:
+        (ctx.stack,), ctx.dtype, ctx.counts = stacks, x.dtype, counts
+        return _by_matrix(x, counts, lambda number: ctx.stack.one(number, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _by_matrix(gradient, ctx.counts, lambda number: ctx.stack.one(number, ctx.dtype).t())
+
+
+def _by_matrix(x: Tensor, counts: Sequence[int], matrix: Callable[[int], Tensor]) -> Tensor:
+    groups = [(number, rows) for number, rows in enumerate(x.split(counts)) if counts[number]]
+    if not groups:
+        return paddle.matmul(x, matrix(0))  # no rows, but of the right width
+    return paddle.concat([paddle.matmul(rows, matrix(number)) for number, rows in groups])
+
+
 def dequantise(codes: Tensor, absmax: Tensor, format: BlockFormat) -> Tensor:
     """The matrix of plain tensors, in float32: as `BlockFormat.dequantise`, on any device."""
     if codes.place.is_cpu_place():  # Paddle's gather takes five times as long there as NumPy's
@@ -95,11 +125,11 @@ def dequantise_on_device(codes: Tensor, absmax: Tensor, format: BlockFormat) -> 
 
 
 def quantise_matrices(model: nn.Layer, modules: Sequence[str], format: BlockFormat) -> None:
-    """Let these linear layers, with adapters or without, keep their matrix quantised.
+    """Let these layers, with adapters or without, keep their matrix or stack quantised.
 
     Args:
         model: without memory (`paddle.LazyGuard`); its quantised matrices have none either.
-        modules: names of linear layers.
+        modules: names of linear layers and stacks of routed experts.
         format: of their matrices.
     """
     found = dict(model.named_sublayers(include_self=True))

@@ -65,7 +65,7 @@ def has_own_head(parameters: Iterable[str]) -> bool:
 
 def expert_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
     """The modules that are a stack of routed experts, by the shapes of all parameters."""
-    return [name.removesuffix(".weight") for name in shapes if plan.is_expert(name)]
+    return [name.removesuffix(".weight") for name in shapes if plan.is_expert(name) and name.endswith(".weight")]
 
 
 def linear_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
@@ -75,9 +75,10 @@ def linear_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list
 
 
 def quantised_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:
-    """The matrices that a quantised base stores so: all in the decoder layers but the routed experts, by the shapes of
-    all parameters."""
-    return pick_modules(linear_modules(shapes, plan), plan, None)
+    """The matrices that a quantised base stores so: all in the decoder layers and the stacks of routed experts, by the
+    shapes of all parameters."""
+    found = {*pick_modules(linear_modules(shapes, plan), plan, None), *expert_modules(shapes, plan)}
+    return [module for name in shapes if (module := name.removesuffix(".weight")) in found]
 
 
 def factor_shapes(method: str, rank: int, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -19,6 +19,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.models.experts import Experts, combine, dispatch, sort_rows
+from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
@@ -41,6 +42,7 @@ class SharedExperts:
         self._experts, self._mesh = experts, mesh
         tp, ep = mesh.degrees.tp, mesh.degrees.ep
         weight = experts.gate_proj.weight
+        weight = weight.codes if isinstance(weight, QuantisedMatrix) else weight
         self._num_here = weight.shape[0] // (tp if weight.is_dist() else 1)
         # slot of each expert among those with this tensor parallel coordinate, in the order of the ranks along ep; all
         # other experts have the slot behind the last

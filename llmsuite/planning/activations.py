@@ -63,6 +63,8 @@ class ActivationSettings:
     adapted_experts: frozenset[str] = frozenset()
     """Those of `adapted` that are routed experts: their adapters see the rows of experts."""
     adapts_embedding: bool = False
+    keeps_expert_rows: bool = True
+    """Whether the inputs of the experts' matrices are kept: those of quantised ones only for adapters."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
     rounds_inputs: bool = False
@@ -168,6 +170,8 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
         return tokens * e * 2 * what.width / settings.tp
     rows = _expert_rows(what, batch, settings)
     routed = rows * e * (hidden + times * what.width) + tokens * what.chosen * e * hidden
+    if not settings.keeps_expert_rows:
+        routed -= rows * e * (hidden + what.width)
     shared = tokens * e * times * what.shared_width / settings.tp
     # scores; for each choice its number, weight and place among the sorted rows
     gate = tokens * (2 * what.experts * 4 + what.chosen * (3 * INDEX_BYTES + 4))

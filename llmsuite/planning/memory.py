@@ -88,6 +88,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted - experts},
         adapted_experts=experts,
         adapts_embedding=layout.adapts_embedding,
+        keeps_expert_rows=plan.recipe.lora.base_format is None or bool(experts),
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
     )
@@ -291,7 +292,9 @@ def _buffers(
     forward = activations.mask_bytes(layer, batch, settings) + scores
     if settings.recompute == "none":
         forward -= of_mlp + behind
-    dequantised = max((_DEQUANTISED * h.num_values for h in held if h.is_codes), default=0)
+    # of a stack, one matrix at a time
+    whole = (h.num_values / (h.local_shape[0] if h.is_expert else 1) for h in held if h.is_codes)
+    dequantised = _DEQUANTISED * max(whole, default=0.0)
     return max(head, in_mlp, in_attention, forward, 0.0) + _gathered(held) + dequantised
 
 

@@ -118,9 +118,20 @@ class QuantisedReads:
         place = self._format.in_matrix(part, index)
         if self._place != (matrix, place) or part not in self._parts:
             self._parts.clear()
-            codes, absmax = self._format.quantise(self._read(matrix, self._shapes[matrix], place))
+            codes, absmax = self._quantised(matrix, place)
             self._place, self._parts = (matrix, place), {CODES: codes, ABSMAX: absmax}
         return self._parts.pop(part)
+
+    def _quantised(self, matrix: str, place: Sequence[slice]) -> tuple[np.ndarray, np.ndarray]:
+        whole = self._shapes[matrix]
+        if len(whole) == 2:
+            return self._format.quantise(self._read(matrix, whole, place))
+        stored = []  # of a stack, one matrix after the other
+        for number in range(place[0].start, place[0].stop):
+            (values,) = self._read(matrix, whole, [slice(number, number + 1), *place[1:]])
+            stored.append(self._format.quantise(values))
+        codes, absmax = zip(*stored)
+        return np.stack(codes), np.stack(absmax)
 
 
 def read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:

@@ -28,6 +28,12 @@ PREFERENCE = {"stage": "dpo"}
 EP = {"expert_parallel_degree": 2}
 # routed experts, and one matrix of shared and dense ones
 EXPERTS = {**ADAMW, "family": "deepseek", "run": ('--lora.target_modules=["experts.*", "o_proj", "down_proj"]',)}
+# all experts are quantised, and get adapters
+NF4_EXPERTS = {
+    **ADAMW,
+    "family": "deepseek",
+    "run": ("--lora.base_dtype=nf4", "--lora.base_block=8", *EXPERTS["run"]),  # type: ignore[misc]
+}
 ENDS = {**ADAMW, "run": ('--lora.target_modules=["embed_tokens", "lm_head", "layers.2.*"]',)}
 # matrices with adapters and without, of row- and column-parallel ones
 NF4 = {
@@ -45,6 +51,7 @@ ONES = {
     "dropout": case("dropout", words=("--train.micro_batch_size=8",), **DROPOUT),
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
     "experts": case("experts", words=("--train.micro_batch_size=8",), **EXPERTS),
+    "nf4 experts": case("nf4 experts", words=("--train.micro_batch_size=8",), **NF4_EXPERTS),
     "ends": case("ends", words=("--train.micro_batch_size=8",), **ENDS),
 }
 MANY: dict[str, tuple[str, Case]] = {
@@ -63,6 +70,12 @@ MANY: dict[str, tuple[str, Case]] = {
     ),
     "dropout, pp2": ("dropout", case("dropout-pp", 2, INTERLEAVED, **DROPOUT)),
     "dropout, stage3": ("dropout", case("dropout-stage3", 2, {"sharding": "stage3"}, **DROPOUT)),
+    "nf4 experts, tp2, sequence parallel": ("nf4 experts", case("nf4-experts-tp", 2, {**TP, **SP}, **NF4_EXPERTS)),
+    "nf4 experts, pp2": ("nf4 experts", case("nf4-experts-pp", 2, PP, **NF4_EXPERTS)),
+    "nf4 experts, ep2, stage3": (
+        "nf4 experts",
+        case("nf4-experts-stage3", 2, {**EP, "sharding": "stage3"}, (RECOMPUTE,), **NF4_EXPERTS),
+    ),
     "ends, tp2, sequence parallel": ("ends", case("ends-tp", 2, {**TP, **SP}, **ENDS)),
     "ends, pp2": ("ends", case("ends-pp", 2, INTERLEAVED, **ENDS)),
     "ends, stage3": ("ends", case("ends-stage3", 2, {"sharding": "stage3"}, (RECOMPUTE,), **ENDS)),

@@ -92,20 +92,13 @@ def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
         )
         return
     shapes = names.parameter_shapes(context.config)
-    if expert := next((name for name in shapes if context.shard_plan.is_expert(name)), None):
-        yield (
-            key,
-            f"is {lora.base_dtype}; routed experts are stacks ({expert}), which are not quantised; set it to null",
-        )
-        return
     for module in quantised_modules(shapes, context.shard_plan):
         name = f"{module}.weight"
-        parts = tp if context.shard_plan.dim(name) == 0 else 1
-        if shapes[name][0] % (parts * block):
-            each = f"{shapes[name][0]} inputs" + (
-                f", {shapes[name][0] // parts} on each of {tp} ranks" if parts > 1 else ""
-            )
-            divisor = math.gcd(block, shapes[name][0] // parts)
+        cut = context.shard_plan.dim(name) == 0 and not context.shard_plan.is_expert(name)
+        parts, inputs = tp if cut else 1, shapes[name][-2]
+        if inputs % (parts * block):
+            each = f"{inputs} inputs" + (f", {inputs // parts} on each of {tp} ranks" if parts > 1 else "")
+            divisor = math.gcd(block, inputs // parts)
             yield "lora.base_block", f"is {block}; {module} has {each}, which are not whole blocks; use {divisor}"
             return
 
@@ -190,8 +183,7 @@ STAGE_RULES = (
         _quantised_adapters,
     ),
     Rule(
-        "`lora.base_dtype` with `to_static` or routed experts, or blocks that do not divide the inputs of a matrix on "
-        "every rank",
+        "`lora.base_dtype` with `to_static`, or blocks that do not divide the inputs of a matrix on every rank",
         "a quantised matrix is a table of whole blocks, made whole where it is multiplied",
         ("--lora.rank=8", "--lora.base_dtype=nf4", "--lora.base_block=48"),
         _no_quantised_base,

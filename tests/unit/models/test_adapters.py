@@ -32,11 +32,15 @@ from llmsuite.models.lora_layers import LoraLinear
 from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import is_factor
+from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.pipeline import PipelineStage
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.schema.recipe import LoraSection, TrainSection
 from llmsuite.train.adapters import adapter_config
+from llmsuite.train.build import build_model
 from llmsuite.train.initial_values import initial_values
+from tests.paths import ROOT
 from tests.unit import alone
 from tests.unit.families import FAMILIES, tiny
 from tests.unit.fill import fill_parameters
@@ -206,6 +210,32 @@ def test_base_and_adapter_make_the_same_logits(made: Any) -> None:
     merged = load_model(add_adapter(open_model(directory / "base", FAMILIES), directory / "adapter"), CpuBackend())
     # rounded to float32 with its adapter in it, a matrix moves the logits of ERNIE, up to 5, by 3.2e-6 of the largest
     np.testing.assert_allclose(merged(paddle.to_tensor(IDS)).numpy(), logits, rtol=0, atol=4e-6 * np.abs(logits).max())
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_a_quantised_base_and_adapter_make_the_same_logits(family: str, tmp_path: Path, registry: Registry) -> None:
+    """The base is merged with the values that its codes stand for, those of routed experts too."""
+    base_of(family, tmp_path / "base")
+    words = ["--launch.num_devices=1", "--parallel={}", "--lora.base_dtype=nf4", f"--model.weights={tmp_path / 'base'}"]
+    if family in TARGETS:
+        words.append(f"--lora.target_modules={json.dumps(TARGETS[family])}")
+    plan = plan_run(ROOT / f"recipes/{family}/lora.json", words, registry, smoke=True)
+    built = build_model(plan, registry, CpuBackend(), Mesh(plan.degrees, 0))
+    (model,) = built.part.chunks
+    for name, parameter in model.named_parameters():
+        if is_factor(name):
+            parameter.set_value(initial_values(1, name, parameter.shape, 0.2))
+    model.eval()
+    values, adapters = factors_of(model), built.adapters
+    assert adapters is not None
+    specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
+    opened = open_model(tmp_path / "base", FAMILIES)
+    (tmp_path / "adapter").mkdir()
+    write_adapters(tmp_path / "adapter", adapters, opened.family, opened.config, values.__getitem__, specs)
+    logits = model(paddle.to_tensor(IDS)).numpy()
+    merged = load_model(add_adapter(opened, tmp_path / "adapter"), CpuBackend())(paddle.to_tensor(IDS)).numpy()
+    assert np.abs(load_model(opened, CpuBackend())(paddle.to_tensor(IDS)).numpy() - logits).max() > 0.1
+    np.testing.assert_allclose(merged, logits, rtol=0, atol=4e-6 * np.abs(logits).max())
 
 
 def test_what_was_written_is_read(made: Any) -> None:

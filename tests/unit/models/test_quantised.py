@@ -12,6 +12,7 @@ from paddle import nn
 from paddle.base import core
 
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat
+from llmsuite.models.experts import Stacked
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.quantised import dequantise, dequantise_on_device, quantise_matrices
@@ -88,13 +89,48 @@ def test_a_pass_keeps_no_matrix_for_its_backward_pass(format: BlockFormat) -> No
     assert kept() - before <= 2 * y.numel().item() * 4 + 512
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapter"])
+@pytest.mark.parametrize("format", FORMATS, ids=IDS)
+def test_a_stack_computes_as_its_dequantised_matrices(format: BlockFormat, adapted: bool) -> None:
+    rng, counts = np.random.default_rng(3), [3, 0, 2]
+    with paddle.LazyGuard():
+        model = nn.Sequential(Stacked(3, INPUTS, OUTPUTS))
+        if adapted:
+            add_adapters(model, ["0"], lora_config(r=2))
+        quantise_matrices(model, ["0"], format)
+    stacks = [format.quantise(rng.normal(size=[INPUTS, OUTPUTS]).astype("float32")) for _ in counts]
+    values = {part: np.stack([stack[number] for stack in stacks]) for number, part in enumerate((CODES, ABSMAX))}
+    for name, parameter in model.named_parameters():
+        part = name.rpartition(".")[2]
+        assert part not in values or list(values[part].shape) == parameter.shape
+        parameter._set_impl(paddle.to_tensor(values.get(part, rng.normal(size=parameter.shape).astype("float32"))))
+    layer = model[0]
+    matrices = [paddle.to_tensor(format.dequantise(*stack)) for stack in stacks]
+    if adapted:
+        matrices = [
+            w + layer.scaling * a @ b for w, a, b in zip(matrices, layer.lora_A.detach(), layer.lora_B.detach())
+        ]
+    x = paddle.to_tensor(rng.normal(size=[5, INPUTS]).astype("float32"), stop_gradient=False)
+    y = layer.product(x, counts)
+    y.square().sum().backward()
+    wanted = [rows @ matrices[number] for number, rows in zip((0, 2), x.detach().split([3, 2]))]
+    found = [2 * of_y @ matrices[number].t() for number, of_y in zip((0, 2), wanted)]
+    np.testing.assert_allclose(y.numpy(), paddle.concat(wanted).numpy(), rtol=1e-5, atol=1e-4)
+    scale = float(paddle.concat(found).abs().max())
+    np.testing.assert_allclose(x.grad.numpy(), paddle.concat(found).numpy(), rtol=1e-5, atol=1e-5 * scale)
+    assert layer.product(paddle.zeros([0, INPUTS]), [0, 0, 0]).shape == [0, OUTPUTS]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_matrices_of_the_layers_are_quantised_and_nothing_else(family: str) -> None:
     model, plan = tiny(family), FAMILIES[family].shard_plan
     assert plan is not None
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     modules = quantised_modules(shapes, plan)
-    assert modules == adapted_modules(model, plan, None)
+    experts = {name.removesuffix(".weight") for name in shapes if plan.is_expert(name)}
+    assert modules == [
+        name for name, _ in model.named_sublayers() if name in {*adapted_modules(model, plan, None), *experts}
+    ]
     with paddle.LazyGuard():
         add_adapters(model, modules[::2], lora_config(r=2))
         quantise_matrices(model, modules, BlockFormat("nf4", 8))

@@ -106,10 +106,10 @@ def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any
     assert with_adapters(shapes, expected, 3) == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", ["nf4", "int8"])
-def test_a_quantised_base_is_planned_as_it_is_made(dtype: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "nf4"), ("llama", "int8"), ("deepseek", "nf4")])
+def test_a_quantised_base_is_planned_as_it_is_made(family: str, dtype: str) -> None:
     words = ("--launch.num_devices=1", "--parallel={}", f"--lora.base_dtype={dtype}")
-    plan = run_plan("recipes/llama/lora.json", *words, smoke=True)
+    plan = run_plan(f"recipes/{family}/lora.json", *words, smoke=True)
     built = build_model(plan, load_plugins(builtin, commands), CpuBackend(), Mesh(plan.degrees, 0))
     made = dict(built.part.named_parameters())
     sizes = {"uint8": 1, "int8": 1, "float32": 4}
