@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from llmsuite.models.anatomy import Anatomy, GeluMLP, Latent, MoE
+from llmsuite.models.anatomy import Anatomy, GatedMLP, GeluMLP, GroupedQuery, Latent, MoE
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import Layout
@@ -102,16 +102,15 @@ class TensorParallelTraffic:
             self._sum(whole, "embedding of the next tokens: its rows are on different ranks", self._sequence_parallel)
         if layer.predicts_further and self._sequence_parallel:
             self._send("all_gather", piece, "norm of the layer that predicts further tokens: sequences are gathered")
-        # a sum to which a bias is added is not scattered at once
-        scatter = self._sequence_parallel and not isinstance(layer.mlp, GeluMLP)
         if self._sequence_parallel:
             self._send("all_gather", piece, "forward: sequences before attention and MLP", 2)
-        self._sum(whole, why, scatter if again else self._sequence_parallel)  # attention
+        # a sum to which a bias is added is not scattered at once
+        self._sum(whole, why, self._sequence_parallel and not _output_biased(layer.attention))
         if isinstance(layer.mlp, MoE):
             count = 2 if layer.mlp.shared_width else 1
             self._send("all_reduce", whole, "forward: sums after routed and shared experts", count)
         else:
-            self._sum(whole, why, scatter)
+            self._sum(whole, why, self._sequence_parallel and not _output_biased(layer.mlp))
         for module in self._inside(self._layout.rounded, number, dim=0):
             outputs = self._layout.shapes[f"{module}.weight"][1]
             self._send("all_reduce", (outputs,), "scales of rounded weights that are sharded by inputs", width=4)
@@ -169,9 +168,12 @@ class TensorParallelTraffic:
 
     def _adds_locally(self, number: int, region: str) -> bool:
         """Whether the gradients of the input of attention or MLP are summed on the rank before they are reduced: in
-        compiled programs, unless gradients of adapters, which are not partial, are among them."""
+        compiled programs, or where there is one, unless gradients of adapters, which are not partial, are among them.
+        """
         inside = f"{self._layout.shard_plan.layers}.{number}.{region}."
-        return self._compiled and not any(module.startswith(inside) for module in self._layout.adapted)
+        is_one = region == "mlp" and isinstance(self._anatomy.layers[number].mlp, GeluMLP)
+        adapted = any(module.startswith(inside) for module in self._layout.adapted)
+        return (self._compiled or is_one) and not adapted
 
     # adapters: products with the first factor have the width of the adapter's rank
 
@@ -209,3 +211,10 @@ class TensorParallelTraffic:
         inside = (f"{module}.weight" for module in modules if module.startswith(f"{plan.layers}.{number}."))
         cut = [weight for weight in inside if plan.dim(weight) == dim and not plan.is_expert(weight)]
         return [weight.removesuffix(".weight") for weight in cut]
+
+
+def _output_biased(part: GroupedQuery | Latent | GatedMLP | GeluMLP | MoE) -> bool:
+    """Whether a bias is added to the output of attention or MLP."""
+    if isinstance(part, GroupedQuery):
+        return part.output_biased
+    return isinstance(part, GeluMLP) or (isinstance(part, GatedMLP) and part.biased)

@@ -20,6 +20,7 @@ KEPT, STATIC, TIED = (
     ("--model.config.tie_word_embeddings=true",),
 )
 AGAIN = ("--engine.recompute=full",)
+BIASES = ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")
 TWO = ("--train.micro_batch_size=2",)
 ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -33,6 +34,13 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "qwen": ("qwen/sft", TP, ()),
     "gpt, sequence": ("gpt/sft", SP, ()),
     "gpt, sequence, kept": ("gpt/sft", SP, KEPT),
+    "gpt, compiled sequence": ("gpt/sft", SP, (*STATIC, *AGAIN, *TWO)),
+    "gpt, adapters, sequence": ("gpt/lora", SP, KEPT),
+    "biases": ("llama/sft", TP, BIASES),
+    "biases, sequence": ("llama/sft", SP, (*KEPT, *BIASES)),
+    "biases, sequence, again": ("llama/sft", SP, (*AGAIN, *BIASES)),
+    "biases, compiled sequence": ("llama/sft", SP, (*STATIC, *AGAIN, *BIASES, *TWO)),
+    "biases, adapters, sequence": ("llama/lora", SP, BIASES),
     "deepseek": ("deepseek/sft", TP, AGAIN),
     "deepseek, sequence": ("deepseek/sft", SP, ()),
     "deepseek, compiled": ("deepseek/sft", SP, (*STATIC, *AGAIN)),

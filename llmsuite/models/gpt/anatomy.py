@@ -9,7 +9,8 @@ from llmsuite.models.gpt.config import GPTConfig
 def anatomy(config: GPTConfig) -> Anatomy:
     """Sizes of the parts of a GPT model of this shape."""
     heads = config.num_attention_heads
-    attention = GroupedQuery(heads=heads, kv_heads=heads, head_size=config.head_size, rotary=False, biased=True)
+    size = config.head_size
+    attention = GroupedQuery(heads=heads, kv_heads=heads, head_size=size, rotary=False, biased=True, output_biased=True)
     layer = LayerAnatomy(attention=attention, mlp=GeluMLP(width=config.mlp_size), norm="layer")
     return Anatomy(
         hidden=config.hidden_size,

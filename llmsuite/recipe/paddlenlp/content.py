@@ -71,9 +71,10 @@ def _refuse_what_models_add(run: Conversion, preset: str | None) -> None:
     if run.family.name == "deepseek" and model_type != "deepseek_v2":
         key = "num_nextn_predict_layers"
         if run.left.pop(key, None) != 0:
-            run.refuse(
-                key, "not given", f"with DeepSeek-V3 it is 1, and layers of that kind are not trained; set {key} to 0"
-            )
+            # its deepseek_v2/modeling.py: hidden states in front of embeddings in the input of eh_proj, the norm
+            # of the model in place of shared_head.norm, and the last token of a sample in neither loss (3.0.0b4)
+            reason = "with DeepSeek-V3 it is 1, and its layer is another one than the published weights have"
+            run.refuse(key, "not given", f"{reason}; set {key} to 0, and train.mtp_loss_weight to train theirs")
 
 
 def family_targets(run: Conversion) -> dict[str, Any]:
