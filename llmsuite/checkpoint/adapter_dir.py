@@ -4,7 +4,7 @@
     lora_config.json, peft_model-*.safetensors + index    the layout of PaddleNLP
     base.json                                             path and sha256 of the model they were trained on, and how
                                                           its matrices were stored, if quantised
-    adapter_state.safetensors                             of a mixer and DoRA, what is trained, to go on training
+    adapter_state.safetensors                             of a mixer, PiSSA and DoRA, what goes on being trained
 
 Inside llmsuite the factors of a matrix [I, O] are A [I, R] and B [R, O], as PaddleNLP has them; PEFT has them
 transposed. `adapter_writer.py` writes such a directory.
@@ -79,7 +79,7 @@ class Adapters:
     @property
     def is_plain(self) -> bool:
         """Whether they are factors A and B, and nothing else."""
-        return not self.config.lora_use_mixer and not self.has_magnitudes
+        return not self.config.lora_use_mixer and not self.config.pissa and not self.has_magnitudes
 
     @property
     def has_magnitudes(self) -> bool:

@@ -29,7 +29,8 @@ from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_te
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
-from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR
+from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, START_FIRST, START_SECOND
+from llmsuite.models.targets import is_fixed
 from llmsuite.specs import ModelFamily
 
 
@@ -68,6 +69,8 @@ def write_adapters(
         trained = [spec for spec in specs if spec.name not in adapters.beside]
         state = write_file(directory / f"{STATE}{SUFFIX}", trained, values.__getitem__, {"format": "llmsuite"})
         adapters, specs, read = _without_mixer(adapters, specs, values)
+        if adapters.config.pissa:
+            adapters, specs, read = _without_start(adapters, specs, values)
     stored = _StoredFactors(pairs, adapters, specs, read, layout)
     if layout == "hf":  # PEFT reads one file
         written = write_file(directory / f"{STEMS[layout]}{SUFFIX}", stored.specs, stored.read, metadata)
@@ -95,6 +98,27 @@ def _without_mixer(
 
     plain = dataclasses.replace(adapters, config=dataclasses.replace(adapters.config, lora_use_mixer=False))
     return plain, [spec for spec in specs if not spec.name.endswith(f".{MIXER}")], read
+
+
+def _without_start(
+    adapters: Adapters, specs: Sequence[TensorSpec], values: Mapping[str, np.ndarray]
+) -> tuple[Adapters, Sequence[TensorSpec], Callable[[str], np.ndarray]]:
+    """The same adapters with twice the rank: A B - A0 B0 is [A, A0] times [B; -B0], and the scale stays."""
+    config = adapters.config
+    alpha = config.lora_alpha * (math.sqrt(2) if config.rslora else 2)
+    plain = dataclasses.replace(config, pissa=False, r=2 * config.r, lora_alpha=alpha)
+
+    def read(name: str) -> np.ndarray:
+        module, _, kind = name.rpartition(".")
+        if kind == FIRST_FACTOR:
+            return np.concatenate([values[name], values[f"{module}.{START_FIRST}"]], 1)
+        if kind == SECOND_FACTOR:
+            return np.concatenate([values[name], -values[f"{module}.{START_SECOND}"]], 0)
+        return values[name]
+
+    kept = [spec for spec in specs if not is_fixed(spec.name)]
+    wide = [dataclasses.replace(spec, shape=read(spec.name).shape) for spec in kept]
+    return dataclasses.replace(adapters, config=plain), wide, read
 
 
 class _StoredFactors:

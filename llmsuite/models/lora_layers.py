@@ -105,6 +105,35 @@ class DoraLinear(LoraLinear):
         raise NotImplementedError("merged where weights are read, see `llmsuite.convert.adapter`")
 
 
+class PissaLinear(LoraLinear):
+    """x W + scale (x A) B - scale (x A0) B0: factors A, B that begin with the largest singular vectors of W, as A0, B0.
+
+    Meng et al. 2024, PiSSA (arXiv 2404.02948), eq. 2 to 5, which takes scale A0 B0 off W. Here W stays as it is, so
+    that it may be quantised, and that a model with its adapters switched off is the base. paddlenlp's own takes it off
+    W in the first forward pass, and again after a reload.
+    """
+
+    def __init__(self, linear: nn.Linear, config: Any):
+        super().__init__(linear, config)
+        with paddle.LazyGuard():
+            self.lora_A0 = self.create_parameter([linear.weight.shape[0], config.r])
+            self.lora_B0 = self.create_parameter([config.r, linear.weight.shape[1]])
+        self.lora_A0.stop_gradient = self.lora_B0.stop_gradient = True
+
+    def get_delta_weight(self, *factors: Tensor) -> Tensor:
+        """As of `LoRALinear`."""
+        return super().get_delta_weight(*factors) - paddle.matmul(self.lora_A0, self.lora_B0) * self.scaling
+
+    def _update(self, x: Tensor) -> Tensor:
+        x = self.lora_dropout(x)
+        # not as one pair of factors side by side: Paddle 3.3.1 gathers parts of them to put them there
+        update, start = (
+            paddle.matmul(self.complete_sum(paddle.matmul(x, first)) * self.scaling, second)
+            for first, second in ((self.lora_A, self.lora_B), (self.lora_A0, self.lora_B0))
+        )
+        return update - start
+
+
 class LoraExperts(Adapter, Stacked):
     """x W + scale (x A) B for each expert, with factors A [E, I, R] and B [E, R, O] of its own.
 
@@ -171,5 +200,8 @@ def adapter_layer(layer: nn.Linear | nn.Embedding | Stacked, config: Any) -> Ada
     if not isinstance(layer, nn.Linear):
         assert type(config) is LoRAConfig, "a rule refuses other methods"
         assert not config.lora_use_mixer, "a rule refuses mixers"
+        assert not config.pissa, "a rule refuses pissa"
         return LoraExperts(layer, config) if isinstance(layer, Stacked) else LoraEmbedding(layer, config)
-    return (DoraLinear if isinstance(config, DoraConfig) else LoraLinear)(layer, config)
+    if isinstance(config, DoraConfig):
+        return DoraLinear(layer, config)
+    return (PissaLinear if config.pissa else LoraLinear)(layer, config)

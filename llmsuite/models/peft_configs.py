@@ -17,13 +17,14 @@ class DoraConfig(LoRAConfig):
     use_dora: bool = True
 
 
-def lora_config(method: str = "lora", **keys: Any) -> Any:
+def lora_config(method: str = "lora", init: str = "default", **keys: Any) -> Any:
     """The configuration of a kind of adapters.
 
     Args:
         method: as of `lora.method`.
+        init: as of `lora.init`.
         keys: fields of `LoRAConfig`.
     """
     if method == "dora":
         return DoraConfig(**keys)
-    return LoRAConfig(lora_use_mixer=method == "mixer", **keys)
+    return LoRAConfig(lora_use_mixer=method == "mixer", pissa=init == "pissa", **keys)

@@ -14,11 +14,15 @@ FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
 """Names of the factors of an adapter, beside the `weight` of their module."""
 MIXER, MAGNITUDE = "lora_AB", "lora_magnitude"
 """Names of the matrix between the factors of a mixer, and of the lengths of DoRA's columns."""
+START_FIRST, START_SECOND = "lora_A0", "lora_B0"
+"""Names of what the factors of PiSSA began with, which is not trained and taken off."""
 FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     FIRST_FACTOR: (0, None),
     MIXER: (None, None),
     SECOND_FACTOR: (None, 1),
     MAGNITUDE: (None, 0),
+    START_FIRST: (0, None),
+    START_SECOND: (None, 1),
 }
 """Every parameter of an adapter: the dim that is cut with a matrix cut along its inputs, and along its outputs."""
 

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from llmsuite.errors import UserError
 from llmsuite.models.head import SCORE
-from llmsuite.models.shard_plan import FACTORS, FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, ShardPlan
+from llmsuite.models.shard_plan import (
+    FACTORS,
+    FIRST_FACTOR,
+    MAGNITUDE,
+    MIXER,
+    SECOND_FACTOR,
+    START_FIRST,
+    START_SECOND,
+    ShardPlan,
+)
 
 
 def pick_modules(
@@ -81,13 +90,14 @@ def quantised_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> l
     return [module for name in shapes if (module := name.removesuffix(".weight")) in found]
 
 
-def factor_shapes(method: str, rank: int, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def factor_shapes(method: str, rank: int, shape: Sequence[int], init: str = "default") -> dict[str, tuple[int, ...]]:
     """The parameters of an adapter, in the order of the layer.
 
     Args:
         method: that of `lora.method`.
         rank: of the adapter.
         shape: that of its matrix, [inputs, outputs], or of a stack, [experts, inputs, outputs].
+        init: that of `lora.init`.
     """
     *stacked, num_inputs, num_outputs = shape
     if stacked:
@@ -98,11 +108,13 @@ def factor_shapes(method: str, rank: int, shape: Sequence[int]) -> dict[str, tup
     found[SECOND_FACTOR] = rank, num_outputs
     if method == "dora":
         found[MAGNITUDE] = (num_outputs,)
+    if init == "pissa":
+        found |= {START_FIRST: found[FIRST_FACTOR], START_SECOND: found[SECOND_FACTOR]}
     return found
 
 
 def with_adapters(
-    shapes: Mapping[str, Sequence[int]], modules: Sequence[str], rank: int, method: str = "lora"
+    shapes: Mapping[str, Sequence[int]], modules: Sequence[str], rank: int, method: str = "lora", init: str = "default"
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's parameters and of the adapters on these modules."""
     result: dict[str, tuple[int, ...]] = {}
@@ -111,7 +123,7 @@ def with_adapters(
         module = name.rpartition(".")[0]
         result[name] = tuple(shape)
         if module in adapted and name.endswith(".weight"):
-            own = factor_shapes(method, rank, shape)
+            own = factor_shapes(method, rank, shape, init)
             factors[module] = {f"{module}.{kind}": of_kind for kind, of_kind in own.items()}
     for of_module in factors.values():
         result |= of_module
@@ -120,7 +132,12 @@ def with_adapters(
 
 def is_trained(parameter: str) -> bool:
     """Whether a parameter of a model with adapters is trained: the adapters are, and a score head, as it is new."""
-    return is_factor(parameter) or parameter == SCORE
+    return (is_factor(parameter) and not is_fixed(parameter)) or parameter == SCORE
+
+
+def is_fixed(parameter: str) -> bool:
+    """Whether a parameter of an adapter keeps the value it began with, and is saved with the others."""
+    return parameter.rpartition(".")[2] in (START_FIRST, START_SECOND)
 
 
 def is_factor(parameter: str) -> bool:

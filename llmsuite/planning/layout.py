@@ -135,7 +135,7 @@ class ModelParameters:
         self.model_shapes = shapes = model_shapes(plan) if shapes is None else shapes
         if lora.rank is not None:
             adapted = pick_modules(adaptable_modules(shapes, self.shard_plan), self.shard_plan, lora.target_modules)
-            shapes = with_adapters(shapes, adapted, lora.rank, lora.method)
+            shapes = with_adapters(shapes, adapted, lora.rank, lora.method, lora.init)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
         qat = plan.recipe.qat
         rounded: Sequence[str] = ()

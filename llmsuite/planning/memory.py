@@ -111,6 +111,9 @@ def _adapter_width(layout: Layout, module: str) -> float:
         dropped = _local_sizes(layout, module)[0] * (1 + 1 / BYTES[layout.plan.recipe.engine.precision])
     if lora.method == "mixer":
         return dropped + float(lora.rank or 0)
+    if lora.init == "pissa":
+        # the second product with a first factor, and two updates
+        return dropped + float(lora.rank or 0)
     if lora.method != "dora":
         return dropped
     is_scattered = layout.plan.recipe.parallel.sequence_parallel and shard_plan.is_region(module.rpartition(".")[0])

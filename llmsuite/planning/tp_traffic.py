@@ -21,6 +21,10 @@ class Send(Protocol):
     def __call__(self, operation: str, shape: Sequence[int], why: str, count: int = 1, width: int = 0) -> None: ...
 
 
+_FIRST_IN_LAYER = (".self_attn.q_proj", ".self_attn.k_proj", ".self_attn.v_proj")
+"""Matrices that multiply what comes into a layer."""
+
+
 class TensorParallelTraffic:
     """The tensor parallel traffic of one rank, reported to `send` as its passes are walked through."""
 
@@ -29,6 +33,7 @@ class TensorParallelTraffic:
         self._layout, self._anatomy, self._mesh, self._own, self._send = layout, anatomy, mesh, own_reduce_scatter, send
         recipe = layout.plan.recipe
         self._engine, self._adapter_rank = recipe.engine, recipe.lora.rank
+        self._pairs = recipe.lora.num_pairs
         self._compiled = self._engine.mode == "to_static"
         self._sequence_parallel = recipe.parallel.sequence_parallel
         self._is_scored, self._takes_all = layout.plan.stage.head == "score", layout.plan.stage.takes_all
@@ -182,7 +187,8 @@ class TensorParallelTraffic:
             narrow = batch.rows, batch.length, self._adapter_rank
             for module in self._inside(self._layout.adapted, number, dim=0):
                 scatter = self._sequence_parallel and self._ends_region(module)
-                self._sum(narrow, "adapters, forward: of matrices sharded by inputs", scatter)
+                for _ in range(self._pairs):
+                    self._sum(narrow, "adapters, forward: of matrices sharded by inputs", scatter)
                 if self._layout.plan.recipe.lora.method == "dora":
                     outputs = self._layout.shapes[f"{module}.weight"][1]
                     self._send("all_reduce", (outputs,), "adapters: lengths of columns sharded by inputs", width=4)
@@ -191,12 +197,16 @@ class TensorParallelTraffic:
         if self._adapter_rank is None:
             return
         narrow = batch.rows, batch.length, self._adapter_rank
-        for _ in self._inside(self._layout.adapted, number, dim=1):
-            self._send("all_reduce", narrow, "adapters, backward: of matrices sharded by outputs")
+        for module in self._inside(self._layout.adapted, number, dim=1):
+            # a frozen factor behind an input without a gradient needs none
+            ends = number == 0 and not self._engine.computes_again(number) and module.endswith(_FIRST_IN_LAYER)
+            for _ in range(1 if ends else self._pairs):
+                self._send("all_reduce", narrow, "adapters, backward: of matrices sharded by outputs")
         for module in self._inside(self._layout.adapted, number, dim=0):
             if self._sequence_parallel and self._ends_region(module):
                 piece = batch.rows, batch.length // self._mesh.degrees.tp, self._adapter_rank
-                self._send("all_gather", piece, "adapters, backward of the scatter after them")
+                for _ in range(self._pairs):
+                    self._send("all_gather", piece, "adapters, backward of the scatter after them")
                 if self._layout.plan.recipe.lora.method == "dora":
                     outputs = self._layout.shapes[f"{module}.weight"][1]
                     self._send("all_reduce", (outputs,), "adapters: gradients of magnitudes, from each rank's tokens")

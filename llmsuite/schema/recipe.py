@@ -6,6 +6,7 @@ Only data lives here: no class paths, no callables, nothing that a recipe could 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -184,6 +185,9 @@ class LoraSection(Section):
     method: Literal["lora", "mixer", "dora"] = "lora"
     """lora: two factors A and B. mixer: with a trained matrix of rank x rank between them (MoSLoRA, Wu et al. 2024,
     arXiv 2406.11909). dora: with a trained length of each column of W + A B (Liu et al. 2024, arXiv 2402.09353)."""
+    init: Literal["default", "pissa"] = "default"
+    """default: A random, B zero. pissa: both begin with the largest singular vectors of W, and what they began with is
+    taken off (Meng et al. 2024, arXiv 2404.02948); with method lora."""
     alpha: PositiveFloat = 16.0
     """The outputs of adapters are multiplied by alpha / rank."""
     dropout: Decay = 0.0
@@ -210,9 +214,22 @@ class LoraSection(Section):
         """How the frozen matrices are stored; None for in engine.precision."""
         return None if self.base_dtype is None else BlockFormat(self.base_dtype, self.base_block)
 
+    @property
+    def scale(self) -> float:
+        """Factor of the outputs of adapters."""
+        assert self.rank is not None
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of factors that an adapter multiplies with."""
+        return 1 if self.init == "default" else 2
+
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
             yield "target_modules", "is empty, so nothing would be trained; name some, or leave it out"
+        if self.init != "default" and self.method != "lora":
+            yield "init", f"is {self.init}, which is for lora.method lora; set it to default, or lora.method to lora"
         if self.base_dtype is not None and self.method == "dora":
             yield "base_dtype", f"is {self.base_dtype}, but DoRA needs W itself; set it to null, or lora.method to lora"
         if self.base_dtype is None and self.base_block != 64 and self.rank is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR
+from llmsuite.errors import UserError
+from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, START_FIRST, START_SECOND
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.schema.recipe import LoraSection
 from llmsuite.train.initial_values import initial_values
@@ -24,6 +25,7 @@ def adapter_config(lora: LoraSection) -> Any:
     assert lora.rank is not None
     return lora_config(
         lora.method,
+        lora.init,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -33,20 +35,27 @@ def adapter_config(lora: LoraSection) -> Any:
 
 
 def with_factors(
-    read: ReadSlice, seed: int, shapes: Mapping[str, Sequence[int]], embedding: str | None = None
+    read: ReadSlice,
+    seed: int,
+    shapes: Mapping[str, Sequence[int]],
+    embedding: str | None = None,
+    lora: LoraSection | None = None,
 ) -> ReadSlice:
     """The values of a model and of its adapters, which change nothing at first: B is zero, A is random, and so is a
-    mixer. The magnitudes of DoRA are the lengths of the columns of W.
+    mixer. The magnitudes of DoRA are the lengths of the columns of W. Those of PiSSA begin with the largest singular
+    vectors of W, and are taken off.
 
     A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP. Of
     an embedding A is zero and B standard normal, as in HF PEFT.
 
     Args:
-        read: values of the model.
+        read: values of the model, W as it is without quantisation.
         seed: of the recipe.
         shapes: of every parameter of the whole model.
         embedding: name of that module.
+        lora: of the recipe; None for the default `init`.
     """
+    principal = None if lora is None or lora.init == "default" else PrincipalFactors(read, shapes, lora)
 
     def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         module, _, kind = name.rpartition(".")
@@ -54,6 +63,8 @@ def with_factors(
             return initial_values(seed, name, shape, 1.0, index)
         if module == embedding and kind == FIRST_FACTOR:
             return np.zeros([part.stop - part.start for part in index], "float32")
+        if principal is not None and kind in _OF_PAIR:
+            return principal.of(module)[_OF_PAIR[kind]][tuple(index)]
         if kind in (FIRST_FACTOR, MIXER):
             return initial_values(seed, name, shape, (3 * shape[-2]) ** -0.5, index)
         if kind == SECOND_FACTOR:
@@ -65,3 +76,56 @@ def with_factors(
         return read(name, shape, index)
 
     return initial
+
+
+_OF_PAIR = {FIRST_FACTOR: 0, START_FIRST: 0, SECOND_FACTOR: 1, START_SECOND: 1}
+
+
+class PrincipalFactors:
+    """Factors with scale A B = U S V: the R largest singular values of W [I, O] with their vectors, the root of S on
+    either side (Meng et al. 2024, PiSSA, arXiv 2404.02948, eq. 2 and 3)."""
+
+    def __init__(self, read: ReadSlice, shapes: Mapping[str, Sequence[int]], lora: LoraSection):
+        """
+        Args:
+            read: values of the model.
+            shapes: of every parameter of the whole model.
+            lora: of the recipe.
+        """
+        assert lora.rank is not None
+        self._read, self._shapes, self._rank, self._scale = read, shapes, lora.rank, lora.scale
+        self._module, self._pair = "", (np.zeros(0), np.zeros(0))
+
+    def of(self, module: str) -> tuple[np.ndarray, np.ndarray]:
+        """A [I, R] and B [R, O] of a module, in float32.
+
+        Raises:
+            UserError: W has fewer singular values.
+        """
+        if self._module != module:
+            shape = tuple(self._shapes[f"{module}.weight"])
+            if self._rank > min(shape):
+                raise UserError(
+                    f"lora.rank: is {self._rank}, but {module} is {shape[0]} x {shape[1]} and has no more than "
+                    f"{min(shape)} singular vectors for pissa; lower it, or set lora.init to default"
+                )
+            value = self._read(f"{module}.weight", shape, [slice(0, size) for size in shape])
+            self._module, self._pair = module, principal_factors(value, self._rank, self._scale)
+        return self._pair
+
+
+def principal_factors(matrix: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """The factors of `PrincipalFactors` of one matrix. The largest element of each column of A is positive, so that
+    they are the same wherever they are computed."""
+    from scipy.sparse.linalg import svds  # takes a tenth of a second to import
+
+    matrix = matrix.astype("float64")
+    if 3 * rank < min(matrix.shape):  # a few vectors: seconds where all of them take a minute
+        u, s, v = svds(matrix, rank, v0=np.ones(min(matrix.shape)), solver="arpack")
+        u, s, v = u[:, ::-1], s[::-1], v[::-1]
+    else:
+        u, s, v = np.linalg.svd(matrix, full_matrices=False)
+        u, s, v = u[:, :rank], s[:rank], v[:rank]
+    signs = np.sign(u[np.abs(u).argmax(0), np.arange(rank)])
+    roots = np.sqrt(s / scale)
+    return (u * signs * roots).astype("float32"), ((signs * roots)[:, None] * v).astype("float32")

@@ -19,7 +19,7 @@ from llmsuite.models.mtp import is_embedding_shared, num_layers
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.shard_plan import WHOLE, ShardPlan
-from llmsuite.models.targets import is_factor, is_trained, quantised_modules
+from llmsuite.models.targets import is_factor, is_fixed, is_trained, quantised_modules
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.p2p import P2PChannels
@@ -47,7 +47,8 @@ class BuiltModel:
     shards: list[ParameterShard]
     """This rank's shard of each of its trained parameters; adapters only, where there are any."""
     shapes: dict[str, list[int]]
-    """Shape of every parameter that is saved, in the order of the layers: of the whole model, or of its adapters."""
+    """Shape of every parameter that is saved, in the order of the layers: of the whole model, or of its adapters, with
+    what PiSSA began with, which is not trained."""
     every_shard: list[ParameterShard]
     """As `shards`, with frozen parameters too."""
     every_shape: dict[str, list[int]]
@@ -79,6 +80,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     whole = _build_chunks(plan, backend, config, tp=1)[0][0] if padded else chunks[0]
     shapes = {name: list(p.shape) for name, p in whole.named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
+    saved = {name: shape for name, shape in shapes.items() if name in trained or is_fixed(name)}
     if lora.base_format is not None:
         with paddle.LazyGuard():
             for chunk in chunks:
@@ -109,7 +111,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     own = [shard for shard in shards if shard.name in trained]
     carried = weights.source if weights.source is not None and weights.source.carried else None
     return BuiltModel(
-        part, own, trained, shards, shapes, bounds, weights.digest, adapters, balance, rounded, scales, carried
+        part, own, saved, shards, shapes, bounds, weights.digest, adapters, balance, rounded, scales, carried
     )
 
 

@@ -18,12 +18,14 @@ from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.errors import UserError
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.targets import is_fixed
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage
 from llmsuite.parallel.fill import read_local
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer, StateTensor
 from llmsuite.parallel.partition import local_slice
+from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.vocabulary import pad_values, read_padded, without_padding
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
@@ -49,7 +51,8 @@ class WholeModel:
         """
         shard_plan, shapes = plan.family.shard_plan or WHOLE, built.shapes
         owners = {name: owner_stage(name, shard_plan, built.bounds, mesh.degrees.pp) for name in shapes}
-        here = {shard.name: shard for shard in optimizer.shards if owners[shard.name] == mesh.coordinate["pp"]}
+        shards = [*optimizer.shards, *_fixed(built)]
+        here = {shard.name: shard for shard in shards if owners[shard.name] == mesh.coordinate["pp"]}
         parameters = []
         for name, shape in shapes.items():
             of_parameter = "float32" if shard_plan.is_gate_bias(name) else dtype
@@ -69,7 +72,17 @@ class WholeModel:
             ]
         else:  # they go into one file
             self.parameters = [_on_every_stage(tensor, owners[tensor.name]) for tensor in parameters]
-        self.state = _optimizer_state(shapes, owners, optimizer, mesh)
+        self.state = _optimizer_state(_trained(shapes), owners, optimizer, mesh)
+
+
+def _trained(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Those that the optimizer has."""
+    return {name: shape for name, shape in shapes.items() if not is_fixed(name)}
+
+
+def _fixed(built: BuiltModel) -> list[ParameterShard]:
+    """Those that are saved, and not trained."""
+    return [shard for shard in built.every_shard if is_fixed(shard.name)]
 
 
 def _cut(gather: Callable[[], Any], shape: Sequence[int]) -> Callable[[], Any]:
@@ -144,13 +157,14 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
         check_shapes(saved, {name: tuple(shape) for name, shape in built.shapes.items()})
         values = read_from(saved)
     values = pad_values(values, built.shapes)
-    for shard in optimizer.shards:
+    for shard in (*optimizer.shards, *_fixed(built)):
         shard.load(read_local(shard.name, shard.shape, shard_plan, mesh, values))
+    for shard in optimizer.shards:
         optimizer.to_host(shard)
     if not list(optimizer.state()):
         return
     files = TensorFiles(path, "optimizer")
-    slots = {f"{name}/{slot}" for name in built.shapes for slot in optimizer.slots}
+    slots = {f"{name}/{slot}" for name in _trained(built.shapes) for slot in optimizer.slots}
     if differing := sorted(slots.symmetric_difference(files.names)):
         raise UserError(f"{path}: its optimizer has other tensors than this one: {', '.join(differing)}")
 

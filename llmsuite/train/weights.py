@@ -68,7 +68,7 @@ def initial_weights(
         digest.update(json.dumps(dataclasses.asdict(base_format)).encode())
     if plan.recipe.lora.rank is not None:
         embedding = None if plan.family.shard_plan is None else plan.family.shard_plan.embedding
-        read = with_factors(read, plan.recipe.seed, shapes, embedding)
+        read = with_factors(read, plan.recipe.seed, shapes, embedding, plan.recipe.lora)
     return InitialWeights(read, base, digest.hexdigest(), source)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 
 import paddle
 
-from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, WHOLE
+from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, START_FIRST, START_SECOND, WHOLE
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage
@@ -51,15 +50,18 @@ def whole_weights(plan: RunPlan, built: BuiltModel, dtype: str, mesh: Mesh) -> I
 
 
 def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> Tensor:
-    """W + scale A M B of an adapted matrix, for DoRA with the lengths of its columns; see `models.lora_layers`."""
+    """W + scale A M B of an adapted matrix, for DoRA with the lengths of its columns, for PiSSA without what it
+    began with; see `models.lora_layers`."""
     lora = plan.recipe.lora
-    assert lora.rank is not None
     weight = read(f"{module}.weight")
     first, second = (read(f"{module}.{kind}").astype("float32") for kind in (FIRST_FACTOR, SECOND_FACTOR))
     if f"{module}.{MIXER}" in names:
         first = paddle.matmul(first, read(f"{module}.{MIXER}").astype("float32"))
-    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
-    whole = weight.astype("float32") + paddle.matmul(first, second) * scale
+    update = paddle.matmul(first, second)
+    if f"{module}.{START_FIRST}" in names:
+        start = (read(f"{module}.{kind}").astype("float32") for kind in (START_FIRST, START_SECOND))
+        update = update - paddle.matmul(*start)
+    whole = weight.astype("float32") + update * lora.scale
     if f"{module}.{MAGNITUDE}" in names:
         lengths = (whole.square().sum(0) + 1e-12).sqrt()
         whole = whole * (read(f"{module}.{MAGNITUDE}").astype("float32") / lengths)

@@ -22,8 +22,10 @@ TIED = {"run": ("--model.config.tie_word_embeddings=true",)}
 # of which the first part of a pipeline has none
 SOME = {"run": ('--lora.target_modules=["layers.2.*", "layers.3.mlp.up_proj"]', "--lora.rslora=true")}
 MIXER, DORA = {"run": ("--lora.method=mixer",)}, {"run": ("--lora.method=dora",)}
+PISSA = {"run": ("--lora.init=pissa",)}
 # packed rows: which documents are in a row depends on nothing but the data, but where a row is in a batch does
 DROPOUT = {"run": ("--lora.dropout=0.25", "--data.packing=best_fit")}
+METHODS = {"mixer": MIXER, "dora": DORA, "pissa": PISSA, "dropout": DROPOUT}
 PREFERENCE = {"stage": "dpo"}
 EP = {"expert_parallel_degree": 2}
 # routed experts, and one matrix of shared and dense ones
@@ -49,6 +51,7 @@ ONES = {
     "nf4": case("nf4", words=("--train.micro_batch_size=8",), **NF4),
     "mixer": case("mixer", words=("--train.micro_batch_size=8",), **MIXER),
     "dropout": case("dropout", words=("--train.micro_batch_size=8",), **DROPOUT),
+    "pissa": case("pissa", words=("--train.micro_batch_size=8",), **PISSA),
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
     "experts": case("experts", words=("--train.micro_batch_size=8",), **EXPERTS),
     "nf4 experts": case("nf4 experts", words=("--train.micro_batch_size=8",), **NF4_EXPERTS),
@@ -86,6 +89,8 @@ MANY: dict[str, tuple[str, Case]] = {
         "experts",
         case("experts-stage3", 2, {**EP, "sharding": "stage3"}, (RECOMPUTE,), **EXPERTS),
     ),
+    "pissa, tp2, sequence parallel": ("pissa", case("pissa-tp", 2, {**TP, **SP}, **PISSA)),
+    "pissa, stage3": ("pissa", case("pissa-stage3", 2, {"sharding": "stage3"}, **PISSA)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),
     "nf4, pp2": ("nf4", case("nf4-pp", 2, INTERLEAVED, **NF4)),
@@ -111,6 +116,10 @@ def failed(runner: Runner) -> dict[str, str]:
             shutil.copytree(checkpoint, runner.directory / name / "checkpoints" / "step-1")
             words = ("--train.micro_batch_size=8",) if on is not EP else ()
             cases.append(case(name, num_ranks, on, words, resume=True, **run))  # type: ignore[arg-type]
+    for method, run in METHODS.items():
+        checkpoint = runner.directory / method / "checkpoints" / "step-1"
+        shutil.copytree(checkpoint, runner.directory / f"{method}-again" / "checkpoints" / "step-1")
+        cases.append(case(f"{method}-again", words=("--train.micro_batch_size=8",), resume=True, **run))
     return failed | run_cases(runner, cases)
 
 
@@ -154,3 +163,17 @@ def test_a_checkpoint_is_continued_bit_by_bit_and_on_another_mesh(
             assert value.tobytes() == again[name].tobytes(), name
             assert abs(on_two[name] - value).max() <= 1e-5 * abs(value).max(), name
     assert not list((runner.directory / one).glob("checkpoints/*/model*")), "the base was saved"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_kind_is_continued_bit_by_bit(runner: Runner, failed: dict[str, str], method: str) -> None:
+    assert not {method, f"{method}-again"} & failed.keys(), failed
+    stems = [STEM] if method == "dropout" else [STEM, "adapter_state"]
+    for stem in stems:
+        whole, again = (runner.weights(name, STEPS, stem) for name in (method, f"{method}-again"))
+        assert whole.keys() == again.keys()
+        for name, value in whole.items():
+            assert value.tobytes() == again[name].tobytes(), name
+    assert any(
+        (value != runner.weights(method, 1, STEM)[n]).any() for n, value in runner.weights(method, STEPS, STEM).items()
+    )

@@ -12,6 +12,7 @@ from tests.parity.lora import case
 METHODS: dict[str, tuple[str, ...]] = {
     "mixer": ("--lora.method=mixer",),
     "dora": ("--lora.method=dora",),
+    "pissa": ("--lora.init=pissa",),
     "dropout": ("--lora.dropout=0.25",),
 }
 """Kinds of adapters, and what else each of them computes with."""

@@ -52,6 +52,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "adapters, sequence, kept": ("llama/lora", SP, KEPT),
     "mixer, sequence, kept": ("llama/lora", SP, (*KEPT, "--lora.method=mixer")),
     "dora, kept": ("llama/lora", TP, (*KEPT, "--lora.method=dora")),
+    "pissa, sequence, kept": ("llama/lora", SP, (*KEPT, "--lora.init=pissa")),
     "dropout, kept": ("llama/lora", TP, (*KEPT, "--lora.dropout=0.1")),
     "dropout, pipeline": ("llama/lora", PP, ("--lora.dropout=0.1",)),
     "dora, sequence": ("llama/lora", SP, ("--lora.method=dora",)),

@@ -204,16 +204,22 @@ def lora(run: Conversion) -> dict[str, Any]:
     dropout = run.number("lora_dropout", 0.0)
     if plus:  # run_dpo.py sets these three
         rslora, ratio, alpha = True, 4.0, 4
+    pissa = run.flag("pissa")
     if not wanted and run.stage != "lora":
         return {}
+    if pissa:  # LoRALinear: the scale is 1 then, whatever is said
+        rslora, alpha = False, rank
+        if mixer or dora:
+            run.refuse("pissa", pissa, "goes with neither a mixer nor DoRA: lora.init")
     # run_finetune.py: 4 with rsLoRA, else twice the rank
     lora: dict[str, Any] = {"rank": rank, "alpha": float(alpha if alpha > 0 else 4 if rslora else 2 * rank)}
-    special = {"lora_use_mixer": mixer, "use_dora": dora, "lora_dropout": dropout}
+    special = {"lora_use_mixer": mixer, "use_dora": dora, "lora_dropout": dropout, "pissa": pissa}
     if run.family.name == "qwen_moe":
         for key in (key for key, value in special.items() if value):
             why = "routed experts get adapters there; here they have plain ones only: lora.target_modules"
             run.refuse(key, special[key], why)
     lora |= {"method": "mixer"} if mixer else {"method": "dora"} if dora else {}
+    lora |= {"init": "pissa"} if pissa else {}
     lora |= {"dropout": float(dropout)} if dropout else {}
     lora |= {"rslora": True} if rslora else {}
     lora |= {"lora_plus_ratio": float(ratio)} if ratio != 1 else {}

@@ -10,7 +10,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.recipe.paddlenlp.conversion import is_true
 
-_ADAPTERS = "there is no such adapter; there are LoRA, rsLoRA, LoRA+, mixers and DoRA: section lora"
+_ADAPTERS = "there is no such adapter; there are LoRA, rsLoRA, LoRA+, PiSSA, mixers and DoRA: section lora"
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
 """Why dropout is refused."""
@@ -44,7 +44,6 @@ REFUSED: Mapping[str, _Refusal] = {
     "lokr": _Refusal(_ADAPTERS),
     "vera": _Refusal(_ADAPTERS),
     "reft": _Refusal(_ADAPTERS),
-    "pissa": _Refusal(_ADAPTERS),
     "loraga": _Refusal(_ADAPTERS),
     "use_mora": _Refusal(_ADAPTERS),
     "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),

@@ -119,14 +119,15 @@ def _no_such_target(context: RuleContext) -> Iterator[Violation]:
     key, shapes = "lora.target_modules", names.parameter_shapes(context.config)
     linear, experts = linear_modules(shapes, plan), expert_modules(shapes, plan)
     for pattern in lora.target_modules or ():
-        if lora.method != "lora" or lora.dropout:
+        if lora.method != "lora" or lora.init != "default" or lora.dropout:
             special = [*experts, *([plan.embedding] if has_own_head(shapes) else [])]
             if found := [name for name in special if matches(name, pattern)]:
                 what = "the embedding" if found[0] == plan.embedding else "routed experts"
                 yield (
                     key,
-                    f"{pattern!r} matches {what} ({found[0]}), with adapters of lora.method lora without dropout only; "
-                    "set that, or name others, such as shared_experts.* and self_attn.*",
+                    f"{pattern!r} matches {what} ({found[0]}), with adapters of lora.method lora, "
+                    "lora.init default and no dropout only; set that, or name others, such as shared_experts.* and "
+                    "self_attn.*",
                 )
         tied = not has_own_head(shapes) and any(matches(name, pattern) for name in (plan.embedding, "lm_head"))
         if tied and not any(matches(name, pattern) for name in (*linear, *experts)):
@@ -195,8 +196,8 @@ STAGE_RULES = (
         _drops_in_a_program,
     ),
     Rule(
-        "`lora.target_modules` that match routed experts or the embedding, with `lora.dropout` or a `lora.method` but "
-        "`lora`; or that name the embedding or the head where they are tied",
+        "`lora.target_modules` that match routed experts or the embedding, with `lora.dropout`, or a `lora.method` or "
+        "`lora.init` but the first; or that name the embedding or the head where they are tied",
         "the methods are for one matrix and its inputs; two matrices that are one cannot get different updates",
         (),
         _no_such_target,

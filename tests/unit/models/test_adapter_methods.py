@@ -18,15 +18,21 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.inference.load import load_model
 from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.lora_layers import DoraLinear, LoraLinear
+from llmsuite.models.lora_layers import DoraLinear, LoraLinear, PissaLinear
 from llmsuite.models.peft_configs import lora_config
-from llmsuite.models.targets import with_adapters
-from llmsuite.train.adapters import adapter_config, with_factors
+from llmsuite.models.quantised import quantise_matrices
+from llmsuite.models.targets import is_factor, quantised_modules, with_adapters
+from llmsuite.train.adapters import PrincipalFactors, adapter_config, principal_factors, with_factors
 from tests.unit.families import FAMILIES, tiny
 from tests.unit.models.test_adapters import IDS, adapted, base_of, factors_of, section, write
 from tests.unit.models.test_lora_layers import filled, linear
 
-METHODS = ("mixer", "dora")
+METHODS = ("mixer", "dora", "pissa")
+
+
+def keys_of(method: str) -> dict[str, str]:
+    """The keys of section `lora` of a kind of adapters."""
+    return {"init": method} if method == "pissa" else {"method": method}
 
 
 @pytest.fixture(scope="module", params=[(method, family) for method in METHODS for family in ("llama", "gpt")], ids=str)
@@ -35,7 +41,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     method, family = request.param
     directory = tmp_path_factory.mktemp("methods")
     base_of(family, directory / "base")
-    lora = section(method=method, rslora=family == "gpt")
+    lora = section(**keys_of(method), rslora=family == "gpt")
     model, modules = adapted(family, directory / "base", lora)
     told = write(directory / "adapter", model, modules, lora, directory / "base")
     return method, family, directory, model, told
@@ -78,8 +84,10 @@ def test_parameters_are_those_that_are_planned_and_cut(method: str, family: str)
     assert plan is not None
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     modules = adapted_modules(model, plan, None)
-    add_adapters(model, modules, adapter_config(section(method=method)))
-    assert with_adapters(shapes, modules, 3, method) == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    add_adapters(model, modules, adapter_config(section(**keys_of(method))))
+    assert with_adapters(shapes, modules, 3, **keys_of(method)) == {
+        n: tuple(p.shape) for n, p in model.named_parameters()
+    }
     for name in modules:
         dim = plan.dim(f"{name}.weight")
         assert plan.dim(f"{name}.lora_AB") is None
@@ -87,12 +95,13 @@ def test_parameters_are_those_that_are_planned_and_cut(method: str, family: str)
 
 
 def test_merged_and_unmerged_are_the_same(made: Any) -> None:
-    _, _, directory, model, _ = made
+    method, _, directory, model, _ = made
     base = open_model(directory / "base", FAMILIES)
     source = add_adapter(base, directory / "adapter")
     merged = load_model(source, CpuBackend())(paddle.to_tensor(IDS)).numpy()
     live = model(paddle.to_tensor(IDS)).numpy()
-    np.testing.assert_allclose(merged, live, rtol=0, atol=2e-6 * np.abs(live).max())
+    limit = 5e-6 if method == "pissa" else 2e-6  # two updates as large as W
+    np.testing.assert_allclose(merged, live, rtol=0, atol=limit * np.abs(live).max())
     assert np.abs(live - load_model(base, CpuBackend())(paddle.to_tensor(IDS)).numpy()).max() > 0.1
     for name in source.names:  # of a slice of its rows, too
         whole, half = source.read(name), source.spec(name).shape[0] // 2
@@ -111,7 +120,8 @@ def test_what_was_trained_is_read_again(made: Any) -> None:
 
 
 def test_files_are_those_of_peft(made: Any) -> None:
-    """A mixer is in its first factor, so that any reader of LoRA has it; DoRA has PEFT's names."""
+    """A mixer is in its first factor and PiSSA in a larger rank, so that any reader of LoRA has them; DoRA has PEFT's
+    names."""
     method, _, directory, _, _ = made
     names = {name.rpartition(".lora_")[2] for name in safetensors.numpy.load_file(_file(directory))}
     assert names == {"A.weight", "B.weight"} | ({"magnitude_vector"} if method == "dora" else set())
@@ -124,10 +134,11 @@ def _file(directory: Path) -> Path:
 @pytest.mark.parametrize("method", METHODS)
 def test_training_begins_with_the_base(method: str, tmp_path: Path) -> None:
     base_of("llama", tmp_path / "base")
-    model, _ = adapted("llama", tmp_path / "base", section(method=method))
+    lora = section(**keys_of(method))
+    model, _ = adapted("llama", tmp_path / "base", lora)
     base = open_model(tmp_path / "base", FAMILIES)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    read = with_factors(lambda name, shape, index: base.read(name, index), 3, shapes)
+    read = with_factors(lambda name, shape, index: base.read(name, index), 3, shapes, lora=lora)
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[2].startswith("lora_"):
             parameter.set_value(read(name, parameter.shape, [slice(0, n) for n in parameter.shape]))
@@ -141,3 +152,65 @@ def test_dora_on_a_part_of_a_fused_matrix_is_refused() -> None:
     told = Adapters(["model.layers.0.self_attn.q_proj"], lora_config("dora", r=2), Base(None, ""))
     with pytest.raises(UserError, match=r"lora.target_modules: of .*c_attn.* names only .*q_proj"):
         check_layout(told, family, config)
+
+
+# PiSSA
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (30, 40), (6, 50)], ids=str)
+def test_principal_factors_are_the_best_of_their_rank(shape: tuple[int, int]) -> None:
+    matrix = np.random.default_rng(0).normal(size=shape).astype("float32")
+    first, second = principal_factors(matrix, 4, 0.5)
+    u, s, v = np.linalg.svd(matrix.astype("float64"))
+    np.testing.assert_allclose(0.5 * first @ second, (u[:, :4] * s[:4]) @ v[:4], atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(first, axis=0), np.linalg.norm(second, axis=1), rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(first, axis=0) ** 2, s[:4] / 0.5, rtol=1e-5)
+    assert (first[np.abs(first).argmax(0), np.arange(4)] > 0).all()
+
+
+def test_pissa_by_hand() -> None:
+    layer = filled(PissaLinear(linear(6, 10), lora_config(init="pissa", r=3, lora_alpha=6.0)))
+    x, weights = paddle.randn([2, 4, 6]), paddle.randn([2, 4, 10])
+    update = layer.lora_A @ layer.lora_B - layer.lora_A0 @ layer.lora_B0
+    y = layer(x)
+    np.testing.assert_allclose(y.numpy(), (layer.base(x) + 2.0 * x @ update).numpy(), rtol=1e-4, atol=1e-5)
+    (y * weights).sum().backward()
+    expected = 2.0 * paddle.einsum("bli,blo,ro->ir", x, weights, layer.lora_B)
+    np.testing.assert_allclose(layer.lora_A.grad.numpy(), expected.numpy(), rtol=1e-3, atol=1e-4)
+    assert layer.lora_A0.grad is None
+    assert layer.lora_B0.grad is None
+    layer.is_on = False
+    np.testing.assert_array_equal(layer(x).numpy(), layer.base(x).numpy())
+
+
+def test_more_rank_than_singular_vectors_is_refused() -> None:
+    shapes = {"q.weight": [4, 9]}
+    principal = PrincipalFactors(lambda *_: np.ones([4, 9], "float32"), shapes, section(rank=5, init="pissa"))
+    with pytest.raises(UserError, match=r"lora.rank: is 5, but q is 4 x 9 and has no more than 4"):
+        principal.of("q")
+
+
+@pytest.mark.parametrize("method", ["lora", *METHODS])
+@pytest.mark.parametrize("base_dtype", ["nf4", "int8"])
+def test_merged_and_unmerged_are_the_same_on_a_quantised_base(method: str, base_dtype: str, tmp_path: Path) -> None:
+    if method == "dora":
+        assert [key for key, _ in section(method="dora", base_dtype=base_dtype).problems()] == ["base_dtype"]
+        return
+    lora = section(**keys_of(method) if method != "lora" else {}, base_dtype=base_dtype, base_block=8)
+    base_of("llama", tmp_path / "base")
+    model, modules = adapted("llama", tmp_path / "base", lora)
+    assert lora.base_format is not None
+    values = {name: p.numpy() for name, p in model.named_parameters() if not is_factor(name)}
+    shapes = {name: value.shape for name, value in values.items()}
+    stored = quantised_modules(shapes, FAMILIES["llama"].shard_plan)  # type: ignore[arg-type]
+    quantise_matrices(model, stored, lora.base_format)
+    found = dict(model.named_sublayers())
+    for name in stored:
+        matrix, (codes, absmax) = found[name].weight, lora.base_format.quantise(values[f"{name}.weight"])
+        matrix.codes.set_value(codes)
+        matrix.absmax.set_value(absmax)
+    told = write(tmp_path / "adapter", model, modules, lora, tmp_path / "base")
+    assert told.base.format == lora.base_format
+    merged = load_model(add_adapter(open_model(tmp_path / "base", FAMILIES), tmp_path / "adapter"), CpuBackend())
+    live = model(paddle.to_tensor(IDS)).numpy()
+    np.testing.assert_allclose(merged(paddle.to_tensor(IDS)).numpy(), live, rtol=0, atol=1e-5 * np.abs(live).max())

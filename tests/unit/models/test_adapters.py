@@ -91,7 +91,7 @@ def factors_of(model: Any) -> dict[str, np.ndarray]:
 
 def write(directory: Path, model: Any, modules: list[str], lora: LoraSection, base: Path, **options: Any) -> Adapters:
     opened, values = open_model(base, FAMILIES), factors_of(model)
-    told = Adapters(modules, adapter_config(lora), Base(str(base), opened.digest()))
+    told = Adapters(modules, adapter_config(lora), Base(str(base), opened.digest(), lora.base_format))
     specs = [TensorSpec(name, value.shape, "float32") for name, value in values.items()]
     directory.mkdir()
     write_adapters(directory, told, opened.family, opened.config, values.__getitem__, specs, **options)

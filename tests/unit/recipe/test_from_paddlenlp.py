@@ -141,6 +141,7 @@ def test_lora(converted: Convert) -> None:
     [
         ({"lora_dropout": 0.05}, {"dropout": 0.05}),
         ({"lora_dropout": 0}, {}),
+        ({"pissa": True, "rslora": True}, {"init": "pissa", "alpha": 16.0}),
     ],
 )
 def test_kinds_of_adapters(converted: Convert, given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -228,7 +229,7 @@ def test_no_argument_is_lost(values: dict[str, Any], converted: Convert) -> None
     anyway |= {"sharding_parallel_degree", "recompute_granularity", "to_static", "max_grad_norm", "label_smoothing"}
     anyway |= {"continue_training", "warmup_ratio", "do_eval", "save_strategy", "evaluation_strategy", "recompute"}
     anyway |= {"num_train_epochs", "save_steps", "lora", "tokenizer_name_or_path", "do_train", "split"}
-    anyway |= {"per_device_eval_batch_size"}
+    anyway |= {"per_device_eval_batch_size", "pissa"}
     whole = converted(values)
     for key in values.keys() - anyway - {"model_name_or_path", "input_dir", "train_dataset_path", "learning_rate"}:
         if key == "dataset_name_or_path":
@@ -243,12 +244,12 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "reft": True, "intervention_type": "x"}, "reft = True: there is no such adapter"),
     ({**LORA, "lokr": True}, "lokr = True"),
     ({**LORA, "vera": 1}, "vera = 1"),
-    ({**LORA, "pissa": True}, "pissa = True"),
     (
         {**LORA, "model_name_or_path": "Qwen/Qwen2-57B-A14B", "lora_use_mixer": True},
         "lora_use_mixer = True: routed experts get adapters there",
     ),
     ({**LORA, "model_name_or_path": "baidu/ERNIE-4.5-21B-A3B-PT"}, "lora = True: PaddleNLP names no matrices"),
+    ({**LORA, "pissa": True, "lora_use_mixer": True}, "pissa = True: goes with neither"),
     ({**LORA, "use_mora": True}, "use_mora = True"),
     (
         {**LORA, "weight_quantize_algo": "nf4"},
