@@ -24,8 +24,8 @@ class GatherUnit(NamedTuple):
     """Full name of the module; the embedding's for `logits`."""
     parameters: tuple[str, ...]
     """Full names, in the order of the model. Empty for a module without any."""
-    in_backward: bool = True
-    """Whether a backward pass needs the values: not that of a lookup."""
+    in_backward: tuple[str, ...]
+    """Those whose values a backward pass needs: not that of a lookup."""
 
     def runs_in(self, part: int, num_parts: int) -> bool:
         """Whether a part of a pipeline runs it. A last part that has a tied embedding only makes logits with it."""
@@ -43,16 +43,18 @@ def gather_units(plan: ShardPlan, names: Sequence[str], is_tied: bool) -> list[G
         is_tied: whether logits are made with the weight of the embedding.
     """
 
+    table = f"{plan.embedding}.weight"
+
     def unit(place: Place, module: str) -> GatherUnit:
-        return GatherUnit(place, module, tuple(name for name in names if name.startswith(f"{module}.")))
+        inside = tuple(name for name in names if name.startswith(f"{module}."))
+        return GatherUnit(place, module, inside, tuple(name for name in inside if name != table))
 
     layers = sorted({layer for name in names if (layer := layer_of(name, plan)) is not None})
     units = [
-        *(unit("front", module)._replace(in_backward=module != plan.embedding) for module in plan.first),
+        *(unit("front", module) for module in plan.first),
         *(unit("layers", f"{plan.layers}.{layer}") for layer in layers),
         *(unit("behind", module) for module in plan.last),
     ]
-    tied = f"{plan.embedding}.weight"
-    if is_tied and tied in names:
-        units.append(GatherUnit("logits", plan.embedding, (tied,)))
+    if is_tied and table in names:
+        units.append(GatherUnit("logits", plan.embedding, (table,), (table,)))
     return units

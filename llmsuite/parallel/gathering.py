@@ -40,18 +40,18 @@ class Zero3Hooks:
             if unit.place == "logits":
                 model.logits = self._around(model.logits, inside)
             elif modules.get(unit.module) is not None:  # else on another pipeline stage, or not in this model
-                self._watch(modules[unit.module], inside, unit.in_backward)
+                self._watch(modules[unit.module], inside, [by_name[name] for name in unit.in_backward])
                 used.update(unit.parameters)
         outside = [shard.name for shard in shards if shard.name not in used]
         assert not outside, f"the family's shard plan has no module for {outside}"
         model.after_backward = self._backward_ended
 
-    def _watch(self, module: Any, shards: list[ParameterShard], in_backward: bool) -> None:
+    def _watch(self, module: Any, shards: list[ParameterShard], in_backward: list[ParameterShard]) -> None:
         def before(module: Any, inputs: Any) -> Any:
             if not paddle.in_dynamic_mode():  # a program of the layer is being made; the hooks stand around it
                 return None
             if _is_computed_again(module):
-                self._gather_for_backward(shards)
+                self._gather_for_backward(in_backward)
             else:
                 _gather(shards)
             return _joined(inputs)
@@ -62,7 +62,7 @@ class Zero3Hooks:
             if not _is_computed_again(module):
                 _free(shards)
             if in_backward:
-                self._expect_backward(output[0] if isinstance(output, tuple) else output, shards)
+                self._expect_backward(output[0] if isinstance(output, tuple) else output, in_backward)
 
         module.register_forward_pre_hook(before)
         module.register_forward_post_hook(after)

@@ -167,7 +167,7 @@ class Traffic:
                 for held in (inside[name] for name in unit.parameters if inside[name].is_stored_in_parts):
                     # no backward pass reaches a frozen module in front of the layers
                     is_passed_back = with_backward and (held.is_trained or unit.place != "front")
-                    count = 2 * times if is_passed_back and unit.in_backward else times
+                    count = 2 * times if is_passed_back and held.name in unit.in_backward else times
                     self._add(SHARDING, "all_gather", (held.piece,), why, count, held.num_bytes, held.is_expert)
 
     def _runs(self, unit: GatherUnit, part: int) -> int:

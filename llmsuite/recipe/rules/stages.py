@@ -113,12 +113,15 @@ def _drops_in_a_program(context: RuleContext) -> Iterator[Violation]:
 
 
 def _no_such_target(context: RuleContext) -> Iterator[Violation]:
-    lora, names, plan = context.recipe.lora, context.family.names(), context.shard_plan
-    if lora.rank is None or context.config is None or not hasattr(names, "parameter_shapes"):
+    lora, plan = context.recipe.lora, context.shard_plan
+    if lora.rank is None or not lora.target_modules or context.config is None:
+        return
+    names = context.family.names()
+    if not hasattr(names, "parameter_shapes"):
         return
     key, shapes = "lora.target_modules", names.parameter_shapes(context.config)
     linear, experts = linear_modules(shapes, plan), expert_modules(shapes, plan)
-    for pattern in lora.target_modules or ():
+    for pattern in lora.target_modules:
         if lora.method != "lora" or lora.init != "default" or lora.dropout:
             special = [*experts, *([plan.embedding] if has_own_head(shapes) else [])]
             if found := [name for name in special if matches(name, pattern)]:

@@ -52,7 +52,7 @@ def batch(seed: int, num_experts: int, num_chosen: int, tokens: int = 10, of: in
 
 def dense(experts: Experts, x: Any, weights: Any, chosen: Any) -> Any:
     """Every expert for every token, times the weight it has."""
-    gate, up, down = experts.matrices()
+    gate, up, down = (part.weight for part in (experts.gate_proj, experts.up_proj, experts.down_proj))
     table = (F.one_hot(chosen, gate.shape[0]) * weights.unsqueeze(-1)).sum(-2)  # [B, L, E]
     parts = [
         paddle.matmul(F.silu(paddle.matmul(x, gate[e])) * paddle.matmul(x, up[e]), down[e]) * table[..., e : e + 1]
