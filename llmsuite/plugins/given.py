@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import types
@@ -14,6 +13,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.manager import REGISTRATIONS, PluginInfo, Registry, tail
+from llmsuite.python_files import import_file
 
 FILES = "LLMSUITE_PLUGIN_FILES"
 """Variable with the plugins that are files, as `--plugin my_model.py` names them: the ranks of a run inherit it."""
@@ -64,18 +64,10 @@ def load_file(path: Path) -> PluginInfo:
 
 
 def _import(path: Path) -> types.ModuleType:
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return import_file(path)
     except (Exception, SystemExit) as error:  # it is somebody else's code
-        del sys.modules[path.stem]
         raise UserError(f"plugin {path}: {tail(error)}") from error
-    return module
 
 
 def plugin_of(specs: Sequence[Any]) -> types.SimpleNamespace:

@@ -7,18 +7,17 @@ each as it has it.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.launch.ranks import die_with_parent
+from llmsuite.python_files import import_file
 from llmsuite.rl.completion import Completion
 from llmsuite.schema.reward import python_function
 from llmsuite.specs import Score
@@ -121,24 +120,13 @@ def _of_file(key: str) -> Score:
     path, name = Path(parsed[0]).resolve(), parsed[1]
     module = sys.modules.get(path.stem)
     if module is None:
-        module = _imported(path)
+        module = import_file(path)
     elif Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UserError(f"reward {key}: a module {path.stem!r} is imported already; give the file another name")
     if not hasattr(module, name):
         raise UserError(f"reward {key}: {path} has no function {name!r}")
     function: Score = getattr(module, name)
     return function
-
-
-def _imported(path: Path) -> ModuleType:
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def main(pipe: int) -> None:
