@@ -118,12 +118,13 @@ class PreferenceAccuracy:
 def preference_accuracy(
     score: Scorer, tokenizer: TextTokenizer, template: ChatTemplate, rows: Sequence[Preference], max_length: int
 ) -> PreferenceAccuracy:
-    """How often a model prefers the chosen answer, by the log-probabilities of both.
+    """How often a model prefers the chosen answer, by the log-probabilities of both; equal answers are half a win.
 
     Raises:
         UserError: a pair is longer than the model's maximum length.
     """
-    texts, starts = [], []
+    texts: list[tuple[int, ...]] = []
+    starts: list[int] = []
     for number, row in enumerate(rows, 1):
         for answer in (row.chosen, row.rejected):
             before, completion = template.split(row.prompt, answer)
@@ -132,9 +133,12 @@ def preference_accuracy(
                 raise UserError(
                     f"row {number}: has {len(prompt)} + {len(ids)} tokens; the model takes 2 to {max_length}"
                 )
-            texts.append([*prompt, *ids])
+            texts.append((*prompt, *ids))
             starts.append(len(prompt) - 1)
-    answers = [values[start:] for values, start in zip(score(texts), starts)]
+    # Each distinct text is scored once: in another row of a batch the same text may round otherwise, and would win.
+    distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    values = score(list(distinct))
+    answers = [values[distinct[text]][start:] for text, start in zip(texts, starts)]
     sums, means = ([float(f(values)) for values in answers] for f in (np.sum, np.mean))
     return PreferenceAccuracy(_wins(sums), _wins(means), len(rows))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def test_preference_accuracy_is_that_of_the_sums(model: Any, directory: Path) ->
     assert 0 < found.share < 1
     with pytest.raises(UserError, match="row 1: has"):
         preference_accuracy(scorer(model, 4), tokenizer, template, rows, 5)
+
+
+def test_equal_answers_tie_where_rows_of_a_batch_round_otherwise(directory: Path) -> None:
+    tokenizer = TextTokenizer(directory)
+    template = load_template("tokenizer", directory, tokenizer.special_tokens)
+
+    def score(texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return [np.full(len(text) - 1, -1 - 1e-7 * row) for row, text in enumerate(texts)]
+
+    rows = [Preference((Message("user", "Same?"),), answer, answer) for answer in ("yes", "no", "yes")]
+    found = preference_accuracy(score, tokenizer, template, rows, 200)
+    assert found.share == found.share_per_token == 0.5
 
 
 def test_eval_on_files(directory: Path, tmp_path: Path, capsys: Any) -> None:
