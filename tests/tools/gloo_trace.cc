@@ -1,9 +1,9 @@
-// Writes down what Paddle's distributed tensors send over Gloo: operation and shape, whoever asked for it.
+// Records every message of Paddle's distributed tensors over Gloo: operation and shape, whatever caused it.
 //
 // Implicit reshards happen inside Paddle's C++ operators, where Python sees nothing; all of them end in these members.
-// A line a message: operation, which communicator, bytes of an element, dims.
-// Loaded with RTLD_GLOBAL before `import paddle`, they come first and call the real ones. Links nothing of Paddle: see
-// front.cc.
+// One line per message: operation, communicator, bytes per element, dims.
+// Loaded with RTLD_GLOBAL before `import paddle`, they take precedence and call the real ones. Links nothing of Paddle:
+// see front.cc.
 #include <dlfcn.h>
 
 #include <mutex>

@@ -1,10 +1,9 @@
-// The names under which Paddle looks for what kernels.cc does. They come before those of the wheel by symbol
-// interposition: this library is loaded with RTLD_GLOBAL before `import paddle`, and hands each call on to kernels.cc,
-// which is loaded after it.
+// Symbols that replace the wheel's by interposition: this library is loaded with RTLD_GLOBAL before `import paddle` and
+// forwards each call to kernels.cc, which is loaded after it.
 //
-// Neither may bring Paddle's own libraries into the global scope. libphi_core.so of Paddle 3.3.1 has copies of inline
-// functions that need AVX-512; libpaddle.so has its own, for any x86-64, and they are found first as long as none of
-// the two is global. So this file needs no library of Paddle, and none of its headers.
+// Neither file may pull Paddle's own libraries into the global scope. libphi_core.so of Paddle 3.3.1 has copies of
+// inline functions that need AVX-512; libpaddle.so has its own, for any x86-64, and those are found first as long as
+// neither library is global. So this file links no library of Paddle and includes none of its headers.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -31,7 +30,7 @@ static void* kernels = nullptr;
 
 extern "C" void use_kernels(void* library) { kernels = library; }
 
-// The definition in kernels.cc of a function of this file.
+// The address in kernels.cc of the function that this file forwards to.
 template <typename F>
 static F* Real(F* front) {
   Dl_info own;
@@ -87,8 +86,8 @@ phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* o
 }  // namespace framework
 }  // namespace paddle
 
-// By the C++ ABI a class with a destructor is passed by its address, whatever is in it, and a plain one of two words
-// in registers (kernels.cc asserts which is which).
+// The C++ ABI passes a class with a destructor by address, whatever its members, and a trivial one of two words in
+// registers (kernels.cc asserts which is which).
 struct Returned {
   ~Returned() {}
 };

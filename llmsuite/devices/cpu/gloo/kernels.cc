@@ -1,6 +1,6 @@
 // What the CPU wheel of Paddle 3.3.1 lacks for several processes over Gloo.
 //
-// Called in place of the wheel's stubs, by way of front.cc; loaded once Paddle is. Built once per Paddle version by
+// Called through front.cc in place of the wheel's stubs; loaded after Paddle. Built once per Paddle version by
 // build.py, against the headers the wheel ships.
 #include <dlfcn.h>
 
@@ -33,7 +33,7 @@ class Context {
 namespace phi {
 namespace distributed {
 
-// The members of the real class that are used here. Declared again because its header needs Gloo's own headers,
+// The members of the real class that are used here, declared again because its header needs Gloo's own headers,
 // which the wheel does not ship; none of these is virtual and the layout is one shared_ptr.
 class GlooCommContext final : public CommContext {
  public:
@@ -42,7 +42,7 @@ class GlooCommContext final : public CommContext {
   void Send(const DenseTensor&, int, uint32_t);
   void Recv(DenseTensor*, int, uint32_t);
 
-  // Gloo gives up after 30 s: one slow rank, a compilation or a checkpoint would end the run.
+  // Gloo's default time-out is 30 s: one slow rank, a compilation or a checkpoint would end the run.
   GlooCommContext* Patient() {
     static const char* seconds = std::getenv("LLMSUITE_GLOO_TIMEOUT_S");
     gloo_context_->setTimeout(std::chrono::seconds(seconds ? std::atoll(seconds) : 1800));
@@ -72,7 +72,7 @@ static void FillHeader(const DenseTensor& x, int64_t* header) {
 }
 
 // The stubs throw "not compiled with NCCL or BKCL". Gloo has no reduce-scatter or all-to-all of its own here, so both
-// are made of its all-reduce and all-gather: more traffic, the same values.
+// are built from its all-reduce and all-gather: more traffic, the same values.
 template <typename T, typename C>
 void ReduceScatterKernel(const C& context, const DenseTensor& x, int nranks, DenseTensor* out) {
   auto* comm = Comm(context);
@@ -141,8 +141,8 @@ void PRecvKernel(const C& context, int peer, DataType dtype, const std::vector<i
 namespace paddle {
 namespace framework {
 
-// Static programs: the executor gives all CPU collectives one shared device context, so whichever group is set first
-// serves every ring. Here each ring gets a context of its own.
+// Static programs: the executor gives all CPU collectives one shared device context, so the first group set would
+// serve every ring. Here each ring gets its own context.
 phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* origin, const phi::Place& place,
                                        const std::string& stream, int priority) {
   if (origin == nullptr || place.GetType() != phi::AllocationType::CPU) return origin;
@@ -155,7 +155,7 @@ phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* o
   const std::string ring = std::to_string(read_int(&attribute->second));
   auto& manager = phi::distributed::CommContextManager::GetInstance();
   if (!manager.Has(ring)) return origin;
-  static std::map<std::string, phi::CPUContext*> contexts;  // live as long as the process
+  static std::map<std::string, phi::CPUContext*> contexts;  // live for the whole process
   auto*& context = contexts[ring];
   if (context == nullptr) {
     context = new phi::CPUContext(place);
@@ -173,15 +173,15 @@ phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* o
 }  // namespace framework
 }  // namespace paddle
 
-// dist.reshard waits for the other ranks with Python's lock held, unlike every other op. The threads that send the
-// messages of a pipeline stand still meanwhile, and with them the rank that waits for a message: a deadlock.
+// dist.reshard waits for the other ranks while holding the GIL, unlike every other op. The threads that send a
+// pipeline's messages block meanwhile, and so does the rank that waits for a message: a deadlock.
 extern "C" {
 int PyGILState_Check();
 void* PyEval_SaveThread();
 void PyEval_RestoreThread(void*);
 }
 
-// front.cc knows no more of these than how they are passed
+// front.cc relies only on how these types are passed
 static_assert(std::is_trivially_copyable_v<phi::Place> && sizeof(phi::Place) <= 2 * sizeof(long));
 static_assert(sizeof(phi::Place) > sizeof(long));
 static_assert(!std::is_trivially_copyable_v<paddle::Tensor> && !std::is_trivially_copyable_v<paddle::optional<paddle::Tensor*>>);

@@ -1,4 +1,4 @@
-// For which element types there are kernels; inside of namespace phi, behind the templates.
+// Element types that kernels are instantiated for; included inside namespace phi, after the templates.
 #define LLMSUITE_KERNELS(T)                                                                                   \
   template void ReduceScatterKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, int, DenseTensor*); \
   template void AllToAllKernel<T, CPUContext>(const CPUContext&, const DenseTensor&, DenseTensor*);           \

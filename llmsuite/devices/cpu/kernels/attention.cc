@@ -1,10 +1,10 @@
-// Causal attention of blocks of queries (Dao et al. 2022, arXiv 2205.14135, without its blocks of keys): scores exist
-// for one block of one head at a time, keys that a block does not see are skipped, and the backward pass makes the
-// scores again from the logarithm of their sum. Heads lie where the projections have put them: nothing is transposed.
+// Causal attention by blocks of queries (FlashAttention, Dao et al. 2022, arXiv 2205.14135; no blocks of keys).
+// Scores exist for one block of one head at a time, keys outside a block's mask are skipped, and the backward pass
+// recomputes the scores from the saved log-sum-exp. Heads stay where the projections wrote them: nothing is transposed.
 //
-// Shapes: B batch, L queries, S keys, H query heads, J key-value heads, K head size. Query i of a row sees the keys up to
-// i + S - L. With spans [B, 3, L], and as many queries as keys, it sees those from spans[b, 0, i] up to spans[b, 1, i],
-// which is not one of them, and those from spans[b, 2, i] up to i.
+// Shapes: B batch, L queries, S keys, H query heads, J key-value heads, K head size. Query i of a row attends to
+// keys 0 to i + S - L. With spans [B, 3, L], and as many queries as keys: to [spans[b, 0, i], spans[b, 1, i]) and to
+// [spans[b, 2, i], i].
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -37,14 +37,14 @@ Shape Read(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::opti
   return s;
 }
 
-// Some of the numbers from `from` up to `to`, which is not one of them.
+// The half-open range [from, to).
 struct Range {
   int64_t from, to;
   int64_t size() const { return to - from; }
 };
 
-// One block of queries of one head, and the keys that any of them sees. Those are one run, or two that lie apart, whose
-// scores lie side by side.
+// One block of queries of one head, and the keys that any of them attends to: one run of keys, or two separate ones
+// whose scores are stored side by side.
 class Block {
  public:
   int64_t first, rows;
@@ -67,9 +67,9 @@ class Block {
     if (apart.size() > 0 && apart.to >= own.from) own.from = std::min(own.from, apart.from), apart = {0, 0};
   }
   int64_t keys() const { return runs[0].size() + runs[1].size(); }
-  // where the scores of a run begin
+  // offset of a run's scores
   int64_t at(int run) const { return run ? runs[0].size() : 0; }
-  // the scores of the block that query r sees; the first range may be empty
+  // ranges of the block's scores that query r attends to; the first may be empty
   std::array<Range, 2> Scores(int64_t r) const {
     if (!spans_) return {Range{0, 0}, Range{0, first + r + shift_ + 1}};
     auto [document, part] = Seen(r);
@@ -93,7 +93,7 @@ class Block {
   }
 };
 
-// All scores of a row that are in none of the ranges.
+// Clears the scores of a row that lie outside both ranges.
 void Clear(float* row, int64_t size, const std::array<Range, 2>& seen) {
   std::fill(row, row + seen[0].from, 0.f);
   std::fill(row + seen[0].to, row + seen[1].from, 0.f);
@@ -159,7 +159,7 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
   return {out, sums};
 }
 
-// Gradients [B, S, H, K] of the keys or values that each query head has seen, as those [B, S, J, K] of `given`.
+// Sums gradients [B, S, H, K], one per query head, over the heads of a group into [B, S, J, K], the shape of `given`.
 Tensor Grouped(const Tensor& each, const Tensor& given, int64_t group) {
   if (group == 1) return each;
   Tensor sum = Like(given);
@@ -181,7 +181,7 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
   const Shape s = Read(q, k, v, spans);
   const Tensor d_whole = d_out.contiguous();
   const int64_t group = s.H / s.J;
-  // every query head has keys of its own here, so that heads can be assigned to threads; those of a group are summed
+  // one gradient per query head, so that threads can take heads without locks; heads of a group are summed
   Tensor dq = Like(q), dk = Floats({s.B, s.S, s.H, s.K}, q), dv = Floats({s.B, s.S, s.H, s.K}, q);
   const float *pq = q.data<float>(), *pk = k.data<float>(), *pv = v.data<float>();
   const float *ps = sums.data<float>(), *pd = d_whole.data<float>();
@@ -219,7 +219,7 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
                 weight[i] = Exp(weight[i] - log_sum);
                 sum += weight[i], dot += weight[i] * slope[i];
               }
-            // by the sums of these very numbers, not by 1 and d_out * out: so what has to cancel out does
+            // sums of these rounded numbers, not 1 and d_out * out: terms that must cancel then do
             const float inverse = 1.f / sum, mean = dot * inverse;
             for (const auto [from, to] : seen)
 #pragma omp simd

@@ -1,4 +1,4 @@
-// What the kernels share. All tensors are float32, in host memory and without gaps.
+// Helpers of the kernels. All tensors are float32, contiguous and in host memory.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -19,7 +19,7 @@ inline void Check(const Tensor& x, const char* name) {
 }
 
 // e^x for a loop that the compiler vectorises: x = n ln 2 + r, e^r by a polynomial (Cephes, expf.c), 2^n by its bits.
-// Within 2e-7 of the value; 0 below -87.3, where float32 has no more normal numbers; NaN stays NaN.
+// Within 2e-7 of the value; 0 below -87.3, where float32 has no normal numbers; NaN stays NaN.
 inline float Exp(float x) {
   float y = x > 88.f ? 88.f : x;
   y = y < -88.f ? -88.f : y;

@@ -1,6 +1,6 @@
-// One new token of each row through a whole decoder, as generation asks for it: every weight is read once, in the order
-// in which it lies, and all threads go from layer to layer together, without an operation to start or a thread to wake
-// in between. A row is added up the same way whatever rows are beside it and however many threads there are.
+// One decoding step: one new token of each row through the whole decoder. Every weight is read once, in memory order,
+// and all threads move from layer to layer together, with no operator launch and no thread wake-up in between. A row is
+// summed in the same order whatever rows are beside it and however many threads there are.
 //
 // Shapes: B rows, D hidden, H query heads, J key-value heads, K head size, F intermediate, S columns of the cache,
 // V vocabulary.
@@ -24,13 +24,13 @@ constexpr int kWidth = 8;
 #endif
 typedef float Vector __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
 
-constexpr int kRows = 8;   // that share what is read of a matrix
-constexpr int kDepth = 8;  // rows of a matrix that are added up in registers
+constexpr int kRows = 8;   // rows that share one read of a matrix
+constexpr int kDepth = 8;  // rows of a matrix accumulated in registers
 
 inline const Vector& Load(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 inline Vector& Load(float* p) { return *reinterpret_cast<Vector*>(p); }
 
-// Where threads wait for each other.
+// A barrier that spins before it sleeps.
 class Team {
  public:
   void Wait(int threads) {
@@ -42,7 +42,7 @@ class Team {
       if (asleep_ > 0) Futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
       return;
     }
-    // the others are but microseconds behind, unless they have no processor to run on
+    // the others are microseconds behind, unless they have no core to run on
     for (int spins = 0; spins < 2000; ++spins) {
       if (round_ != round) return;
       __builtin_ia32_pause();
@@ -113,7 +113,7 @@ void Dots(const float* x, int64_t size, const float* w, int64_t from, int64_t to
   }
 }
 
-// f(R) with the number of rows as a constant
+// Calls f with the number of rows as a compile-time constant.
 template <typename F>
 void WithRows(int64_t rows, F f) {
   switch (rows) {
@@ -146,7 +146,7 @@ void WithRows(int64_t rows, F f) {
 // n in [from, to) of y [B, N] = x [B, D] w^T, w [N, D]
 void TurnedProduct(int64_t B, const float* x, int64_t D, const float* w, int64_t N, int64_t from, int64_t to,
                    float* y) {
-  constexpr int64_t kBlock = 16;  // rows of w that stay near for more rows of x
+  constexpr int64_t kBlock = 16;  // rows of w kept in cache for several rows of x
   for (int64_t n = from; n < to; n += kBlock)
     for (int64_t b = 0; b < B; b += kRows)
       WithRows(B - b, [&](auto rows) { Dots<rows()>(x + b * D, D, w, n, std::min(n + kBlock, to), y + b * N, N); });
@@ -209,7 +209,7 @@ struct Shape {
   int64_t heads() const { return H + 2 * J; }
 };
 
-// What the threads share.
+// State shared by the threads.
 struct Work {
   Shape s;
   float eps;
@@ -219,7 +219,7 @@ struct Work {
   float *x, *qkv, *attended, *inner, *added;
 };
 
-// new keys and values into the cache, and what the queries of a key-value head j of row b take from it
+// Writes the new keys and values of key-value head j of row b into the cache, then attends its queries to it.
 void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float* scores) {
   const Shape& s = w.s;
   const int64_t group = s.H / s.J, half = s.K / 2, at = (b * s.J + j) * s.S * s.K;
@@ -236,7 +236,7 @@ void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float*
            w.attended + (b * s.H + j * group + g) * s.K);
 }
 
-// x += what a thread has of a product
+// x += this thread's part of a product
 void Add(const Work& w, const Share& mine) {
   for (int64_t b = 0; b < w.s.B; ++b)
 #pragma omp simd
@@ -262,7 +262,7 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
   team.Wait(threads);
   Norm(s.B, s.D, w.x, layer.second_norm, w.eps, normed);
   const Share inner(s.F, kWidth, thread, threads);
-  // gate and up lie beside each other, and so does what comes of them: the gate then takes their product
+  // gate and up are adjacent, and so are their products; silu(gate) * up overwrites the gate's
   Product(s.B, normed, s.D, s.D, layer.gate_up, 2 * s.F, inner.from, inner.to, w.inner);
   Product(s.B, normed, s.D, s.D, layer.gate_up, 2 * s.F, s.F + inner.from, s.F + inner.to, w.inner);
   for (int64_t b = 0; b < s.B; ++b) {
@@ -276,7 +276,7 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
   team.Wait(threads);
 }
 
-// logits [B, V]; the cache gets the new keys and values, in place, in its column `filled`
+// Returns logits [B, V]; writes the new keys and values into column `filled` of the cache, in place.
 std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& padding,
                             const std::vector<Tensor>& layers, const Tensor& norm, const Tensor& head,
                             const std::vector<Tensor>& cache, float eps, int64_t num_queries, bool has_bias,

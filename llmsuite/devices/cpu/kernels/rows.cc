@@ -1,4 +1,4 @@
-// Operations on rows of numbers that plain operations would read and write several times: each is one pass here.
+// Row-wise operations in one pass over memory, where plain operators would make several.
 #include <algorithm>
 #include <cmath>
 
@@ -33,7 +33,7 @@ std::vector<Tensor> NormBackward(const Tensor& x, const Tensor& weight, const Te
   Tensor dx = Like(x), dw = Like(weight);
   const float *px = x.data<float>(), *pw = weight.data<float>(), *ps = scales.data<float>(), *pd = d_whole.data<float>();
   float *pdx = dx.data<float>(), *pdw = dw.data<float>();
-  // sums of a few rows, then of those: neither many threads nor many rows change what comes out by much
+  // sums of a few rows, then of those sums, so that rounding grows little with rows and threads
   constexpr int64_t kRows = 32;
   const int64_t parts = (rows + kRows - 1) / kRows;
   std::vector<float> sums(parts * size, 0.f);
@@ -60,7 +60,7 @@ std::vector<Tensor> NormBackward(const Tensor& x, const Tensor& weight, const Te
   return {dx, dw};
 }
 
-// the halves of each head, turned: x [B, L, H, K]; cos, sin [1 or B, L, 1, K / 2]
+// Rotary embedding, the two halves of each head as pairs: x [B, L, H, K]; cos, sin [1 or B, L, 1, K / 2]
 
 Tensor Turned(const Tensor& given, const Tensor& cos, const Tensor& sin, float sign) {
   const Tensor x = given.contiguous();
@@ -145,7 +145,7 @@ std::vector<Tensor> CrossEntropyForward(const Tensor& logits, const Tensor& targ
   return {nll, sums};
 }
 
-// the gradient takes the place of the logits, which nobody needs behind it
+// The gradient overwrites the logits, which have no later reader.
 std::vector<Tensor> CrossEntropyBackward(const Tensor& logits, const Tensor& targets, const Tensor& sums,
                                          const Tensor& d_nll) {
   const Tensor d_whole = d_nll.contiguous();
@@ -161,7 +161,7 @@ std::vector<Tensor> CrossEntropyBackward(const Tensor& logits, const Tensor& tar
     float sum = 0.f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < size; ++j) sum += row[j] = Exp(row[j] - log_sum);
-    // by the sum of these very numbers, not by 1: the gradients of a row cancel out
+    // the sum of these rounded numbers, not 1: the gradients of a row then sum to zero
     const float each = d / sum;
 #pragma omp simd
     for (int64_t j = 0; j < size; ++j) row[j] *= each;
