@@ -8,7 +8,7 @@ padding whose values could leak.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -117,18 +117,29 @@ def token_rewards(rewards: ArrayLike, kl: Sequence[ArrayLike], beta: float) -> T
     return found
 
 
-def whitened(values: Sequence[ArrayLike], keep_mean: bool = False) -> Tokens:
+def whitened(
+    values: Sequence[ArrayLike],
+    keep_mean: bool = False,
+    counted: Sequence[bool] | None = None,
+    total: Callable[[Sequence[float]], list[float]] = list,
+) -> Tokens:
     """Values by token, less their mean over all tokens of the batch and divided by their standard deviation (ddof 1),
     plus 1e-8: the normalisation of REINFORCE++ (arXiv 2501.03262) and of PPO's advantages.
 
     Args:
         values: for each completion those of its tokens.
         keep_mean: do not subtract the mean.
+        counted: which completions the mean and the deviation are of, None for all.
+        total: adds up numbers over the ranks that have a part of the batch each.
     """
     rows = [np.asarray(row, "float64") for row in values]
-    every = np.concatenate(rows) if rows else np.zeros(0)
-    mean, scale = (0.0 if keep_mean else _mean(every)), _std(every) + 1e-8
-    return [(row - mean) / scale for row in rows]
+    kept = rows if counted is None else [row for row, counts in zip(rows, counted, strict=True) if counts]
+    every = np.concatenate(kept) if kept else np.zeros(0)
+    count, summed = total([float(every.size), float(every.sum())])
+    mean = summed / max(count, 1.0)
+    (squares,) = total([float(((every - mean) ** 2).sum())])
+    scale = math.sqrt(squares / max(count - 1, 1.0)) + 1e-8
+    return [(row - (0.0 if keep_mean else mean)) / scale for row in rows]
 
 
 def generalised(

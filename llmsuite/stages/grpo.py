@@ -19,7 +19,15 @@ import paddle
 
 from llmsuite.data.rows import Prompt
 from llmsuite.errors import UserError
-from llmsuite.rl.advantages import advantages, overlong_penalty, pass_at, without_signal
+from llmsuite.rl.advantages import (
+    Scale,
+    advantages,
+    overlong_penalty,
+    pass_at,
+    returns_to_go,
+    whitened,
+    without_signal,
+)
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.drawing import Drawing
 from llmsuite.rl.rewards import Rewards
@@ -27,6 +35,7 @@ from llmsuite.rl.rollouts import RolloutPrompt, Rollouts, Scored
 from llmsuite.rl.table import completion_rows
 from llmsuite.stages import rl_losses
 from llmsuite.stages.answers import Answer, pack_rows
+from llmsuite.stages.by_token import Total, is_counted, put_advantages, rewards_by_token
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.rl_sections import GrpoSection
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, PrePassKind, RolledOut, Stage, StageContext, Sums
@@ -39,7 +48,7 @@ class Group:
 
     completions: Sequence[Completion]
     advantages: np.ndarray
-    """[completions]."""
+    """[completions]. Where there are advantages by token, the rewards that these are made of."""
     is_counted: np.ndarray
     """[completions], bool: those that are learnt from."""
 
@@ -60,7 +69,7 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
         self._loss, self._normaliser, self._level = section.loss, section.normaliser, section.importance_sampling_level
         self._low, self._high, self._dual = section.epsilon, section.upper, section.dual_clip
         self._estimator, self._scale = section.advantage, section.scale_rewards
-        self._beta, self._kl = section.beta, section.kl
+        self._beta, self._kl, self._kl_in = section.beta, section.kl, section.kl_in
         self._masks_truncated, self._overlong = section.mask_truncated, section.overlong_buffer
         self._patience, self._profile = section.patience, section.profile()
         self._max_gap, self._longest = rollout.max_logprob_gap, rollout.max_completion_length
@@ -128,7 +137,8 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
         batch["weights"][np.repeat(counted, lengths)] = weights
         batch["weight"] = weight
         batch["completion_lengths"] = lengths.tolist()
-        batch["advantages"] = np.repeat(np.concatenate([g.advantages for g in groups]), lengths).astype("float32")
+        batch["rewards"] = np.concatenate([group.advantages for group in groups])
+        batch["advantages"] = np.repeat(batch["rewards"], lengths).astype("float32")
         drawn = [logprob for group in groups for c in group.completions for logprob in c.logprobs]
         batch["drawn"] = np.array(drawn, "float32")
         return batch
@@ -144,17 +154,35 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
             lengths = np.array([len(c.ids) for c in flat])
             rewards = rewards + overlong_penalty(lengths, self._longest, self._overlong).reshape(rewards.shape)
         number = np.repeat(np.arange(len(rewards)), rewards.shape[1])
-        found = advantages(rewards.ravel(), number, self._estimator, self._scale).reshape(rewards.shape)
+        scale: Scale = "none" if self._by_token else self._scale
+        found = advantages(rewards.ravel(), number, self._estimator, scale).reshape(rewards.shape)
         counted = ~np.isnan(rewards)
         if self._masks_truncated:
             counted &= ~np.array([c.truncated for c in flat]).reshape(counted.shape)
-        idle = without_signal(rewards.ravel(), number)
-        metrics["groups/without_signal"] = float(idle.mean())
-        self._check_signal(step, bool(idle.all()))
+        metrics["groups/without_signal"] = float(without_signal(rewards.ravel(), number).mean())
+        compared = np.zeros_like(number) if self._estimator == "reinforce" else number
+        self._check_signal(step, bool(without_signal(rewards.ravel(), compared).all()))
         groups = [Group(*parts) for parts in zip(scored.groups, found, counted)]
         names = self._rewards.names
-        rows = completion_rows(scored.groups, scored.scores, names, rewards, found, version=step - 1)
+        shown = np.full_like(found, np.nan) if self._by_token else found
+        rows = completion_rows(scored.groups, scored.scores, names, rewards, shown, version=step - 1)
         return RolledOut(groups, metrics, rows)
+
+    @property
+    def _by_token(self) -> bool:
+        """Whether `finish_rollout` makes advantages by token, of those of completions."""
+        return self._kl_in == "reward"
+
+    def finish_rollout(self, batches: Sequence[Batch], total: Total) -> Mapping[str, float]:
+        """With the divergence in the reward: what comes from each token on, normalised over all tokens of the rollout
+        (REINFORCE++, arXiv 2501.03262)."""
+        if self._by_token:
+            returns = [row for batch in batches for row in returns_to_go(rewards_by_token(batch, self._beta))]
+            if self._scale == "batch":
+                counted = [counts for batch in batches for counts in is_counted(batch)]
+                returns = whitened(returns, counted=counted, total=total)
+            put_advantages(batches, returns)
+        return {}
 
     def evaluate_rollouts(self, samples: Sequence[RolloutPrompt | Group], rollouts: Rollouts) -> Mapping[str, float]:
         """Rewards, lengths, and pass@k."""
@@ -247,7 +275,7 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
         observed = {"ratio": ratio, "clip_ratio/low": low, "clip_ratio/high": high, "logprob_gap": gap}
         if "reference" in batch:
             observed["kl"] = rl_losses.kl(logps, paddle.to_tensor(batch["reference"]), self._kl)
-            losses = losses + self._beta * observed["kl"]
+            losses = losses + self._beta * observed["kl"] if self._kl_in == "loss" else losses
         count = float(len(batch["targets"]))
         sums = {name: (values.detach().sum(), count) for name, values in observed.items()}
         return LossTerms((losses * weights).sum(), batch["weight"], self._profile.checked(sums))

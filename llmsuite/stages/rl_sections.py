@@ -98,6 +98,10 @@ class GrpoSection(Section):
     kl: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
     """How the divergence is estimated from a token (Schulman 2020). k1+ and k3+ have the gradient of k2, which is that
     of the divergence."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """reward: take beta times the divergence off the reward of each token, estimated by k1 of the tokens as they were
+    drawn; a token's advantage is the sum of the rewards from it on (REINFORCE++, Hu 2025, arXiv 2501.03262). With
+    advantage reinforce or reinforce_baseline; scale_rewards batch normalises over all tokens of the rollout."""
     reference: Literal["none", "adapter_off", "copy"] = "none"
     """The reference model, which is the initial one: the model without its adapters, which takes `lora.rank`, or a copy
     of the weights, sharded as they are."""
@@ -143,6 +147,12 @@ class GrpoSection(Section):
         for key in ("epsilon", "dual_clip") if self.loss in ("cispo", "sapo") else ():
             if getattr(self, key) != type(self).__dataclass_fields__[key].default:
                 yield key, f"has no effect with loss {self.loss}; remove it"
+        if self.kl_in == "reward" and self.beta == 0:
+            yield "kl_in", "is reward, but beta is 0; set that too, or kl_in to loss"
+        if self.kl_in == "reward" and not self.advantage.startswith("reinforce"):
+            yield "kl_in", f"is reward, but advantage {self.advantage} is one for a completion; choose reinforce"
+        if self.kl_in == "reward" and self.kl not in ("k1", "k3"):
+            yield "kl", f"is {self.kl}, which is for kl_in loss; in the reward it is k1"
         if self.loss == "sapo" and self.epsilon_high is not None:
             yield "epsilon_high", "has no effect with loss sapo; remove it"
         if self.dual_clip is not None and self.dual_clip <= 1 + self.upper:

@@ -176,8 +176,10 @@ class RolloutReader:
 
     def _run_prepasses(self) -> None:
         """Over all steps of the rollout, before the first of them changes the weights."""
-        batches = [batch for step in self._waiting for batch in step]
+        batches, stage = [batch for step in self._waiting for batch in step], self._data.stage
         run_prepasses(self._passes, BatchReader(self.objective, batches))
+        if stage is not None:
+            self._metrics |= stage.finish_rollout(batches, collective.sum_over_data)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -186,6 +186,22 @@ class Stage(abc.ABC, Generic[S]):
         """
         raise AssertionError(f"{type(self).__name__} has `updates` in its profile and no method `roll_out`")
 
+    def finish_rollout(
+        self, batches: Sequence[Batch], total: Callable[[Sequence[float]], list[float]]
+    ) -> Mapping[str, float]:
+        """Called with this rank's batches of a rollout after the pre-passes over them, for what depends on those, such
+        as advantages by token. Where the last layers are not, a batch has zeros in place of what a pre-pass found, and
+        its loss is not used.
+
+        Args:
+            batches: of all steps that learn from the rollout.
+            total: adds up numbers over the data ranks; all of them have to call it with as many.
+
+        Returns:
+            Metrics of the rollout, the same on every rank.
+        """
+        return {}
+
     def evaluate_rollouts(self, samples: Sequence[S], rollouts: Rollouts) -> Mapping[str, float]:
         """Metrics of completions that are drawn for the samples of the evaluation; called as `roll_out`."""
         raise AssertionError(f"{type(self).__name__} has `updates` in its profile and no method `evaluate_rollouts`")

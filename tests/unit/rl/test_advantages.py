@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from typing import Any, get_args
 
@@ -23,6 +25,7 @@ from llmsuite.rl.advantages import (
     whitened,
     without_signal,
 )
+from tests.paths import REFERENCE
 
 NAN = float("nan")
 REWARDS = [1.0, 0.0, 0.0, 2.0, 0.5, 0.5, NAN, 0.5]
@@ -160,6 +163,55 @@ def test_the_whole_return_does_not_depend_on_the_critic(rows: Any, gamma: float)
     _, returns = generalised(rewards, values, gamma, 1.0)
     for row, wanted in zip(returns, returns_to_go(rewards, gamma)):
         np.testing.assert_allclose(row, wanted, rtol=1e-9, atol=1e-8)
+
+
+@given(st.lists(st.lists(st.tuples(finite, finite), min_size=1, max_size=8), min_size=1, max_size=4), st.floats(0, 1))
+def test_one_step_ahead_is_the_error_of_the_critic(rows: Any, gamma: float) -> None:
+    rewards, values = ([[pair[i] for pair in row] for row in rows] for i in (0, 1))
+    found, _ = generalised(rewards, values, gamma, 0.0)
+    for row, reward, value in zip(found, rewards, values):
+        following = np.array([*value[1:], 0.0])
+        np.testing.assert_allclose(row, np.array(reward) + gamma * following - value, rtol=1e-12, atol=1e-12)
+
+
+@functools.cache
+def verl() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((REFERENCE / "rl" / "verl.json").read_text())
+    return found
+
+
+def _near(found: Any, wanted: Any) -> None:
+    for row, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(row, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", verl()["gae"], ids=lambda case: f"{case['gamma']},{case['lambda']}")
+def test_generalised_as_verl(case: dict[str, Any]) -> None:
+    """Whose masks leave out tokens of an environment, which rows do not have here."""
+    found, returns = generalised(verl()["rewards"], verl()["values"], case["gamma"], case["lambda"])
+    _near(returns, case["returns"])
+    _near(whitened(found), case["advantages"])  # verl adds 1e-8 to the variance
+
+
+def test_reinforce_plus_plus_as_verl() -> None:
+    case = verl()["reinforce_pp"]
+    returns = returns_to_go(case["rewards"], case["gamma"])
+    _near(returns, case["returns"])
+    _near(whitened(returns), case["advantages"])
+
+
+@given(st.lists(st.lists(finite, min_size=1, max_size=6), min_size=2, max_size=6), st.integers(1, 5), st.data())
+def test_normalisation_does_not_depend_on_the_ranks(rows: Any, cut: int, data: Any) -> None:
+    counted = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    sums: list[list[float]] = []
+    expected = whitened(rows, counted=counted, total=lambda numbers: sums.append(list(numbers)) or list(numbers))
+    parts = [rows[:cut], rows[cut:]], [counted[:cut], counted[cut:]]
+    for part, counts in zip(*parts):
+        given_sums = iter(sums)
+        found = whitened(part, counted=counts, total=lambda numbers: next(given_sums))  # noqa: B023
+        for row in found:
+            match = expected.pop(0)
+            np.testing.assert_allclose(row, match, rtol=1e-9, atol=1e-9)
 
 
 def test_pass_at_k() -> None:

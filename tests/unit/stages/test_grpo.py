@@ -190,6 +190,36 @@ def test_a_missing_reward_is_not_learnt_from(registry: Registry) -> None:
         _roll(made, [[np.nan, np.nan, 0.0], [1.0, np.nan, np.nan]])
 
 
+def test_the_divergence_in_the_reward(registry: Registry) -> None:
+    """REINFORCE++, eqs. 4 and 5: by token r 1(end) - beta log(p / p_ref), summed from the token on, normalised."""
+    words = ["--grpo.kl_in=reward", "--grpo.beta=0.1", "--grpo.reference=copy", "--grpo.advantage=reinforce"]
+    made, samples = stage(registry, *words, "--grpo.scale_rewards=batch"), groups()
+    batches = [made.collate(samples[:2]), made.collate(samples[2:])]
+    draw, wanted, counted = np.random.default_rng(2), [], []
+    for batch, part in zip(batches, (samples[:2], samples[2:])):
+        batch["reference"] = draw.normal(-1, 0.5, len(batch["targets"])).astype("float32")
+        given = iter(batch["reference"].astype("float64"))
+        for c, reward, counts in [x for g in part for x in zip(g.completions, g.advantages, g.is_counted)]:
+            rewards = [-0.1 * (logp - next(given)) for logp in c.logprobs]
+            rewards[-1] += reward
+            wanted += [sum(rewards[t:]) for t in range(len(rewards))]
+            counted += [counts] * len(rewards)
+    assert made.finish_rollout(batches, list) == {}
+    known = np.array(wanted)[counted]
+    expected = (np.array(wanted) - known.mean()) / known.std(ddof=1)
+    found = np.concatenate([batch["advantages"] for batch in batches])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    live = model()
+    assert float(made.loss(live, batches[0]).sums["ratio"][0]) == len(batches[0]["targets"])
+
+
+def test_rewards_of_one_completion_a_prompt_are_compared_over_the_batch(registry: Registry) -> None:
+    made = stage(registry, "--grpo.advantage=reinforce", "--grpo.scale_rewards=batch", "--grpo.patience=2")
+    for _ in range(3):
+        rolled = _roll(made, [[1.0], [0.0]])
+    assert rolled.samples[0].advantages == pytest.approx([0.5 / (0.5**0.5 + 1e-4)])
+
+
 def test_truncated_completions_are_masked_or_cost(registry: Registry) -> None:
     rewards = [[1.0, 0.0], [1.0, 0.0]]
     masked = _roll(stage(registry, "--grpo.mask_truncated=true"), rewards, truncated=True)
@@ -254,6 +284,19 @@ def test_prompts_keep_their_columns_and_leave_room(registry: Registry) -> None:
         ("grpo.reference", ["--grpo.reference=copy"]),
         ("grpo.beta", ["--grpo.beta=0.1"]),
         ("grpo.kl", ["--grpo.kl=k2"]),
+        ("grpo.kl_in", ["--grpo.kl_in=reward"]),
+        ("grpo.kl_in", ["--grpo.kl_in=reward", "--grpo.beta=0.1", "--grpo.reference=copy"]),
+        (
+            "grpo.kl",
+            [
+                "--grpo.kl_in=reward",
+                "--grpo.beta=0.1",
+                "--grpo.reference=copy",
+                "--grpo.advantage=reinforce",
+                "--grpo.scale_rewards=batch",
+                "--grpo.kl=k2",
+            ],
+        ),
         ("grpo.epsilon", ["--grpo.loss=cispo", "--grpo.epsilon=0.1"]),
         ("grpo.epsilon_high", ["--grpo.loss=sapo", "--grpo.epsilon_high=0.1"]),
         ("grpo.dual_clip", ["--grpo.dual_clip=1.1"]),

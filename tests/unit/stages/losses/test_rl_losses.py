@@ -283,3 +283,15 @@ def test_value_loss_takes_the_worse_of_both() -> None:
     assert slopes(loss, 1.9) == near(0.0)
     assert slopes(loss, 0.5) == near(-1.5)
     assert rl_losses.value_loss(tensor([1.9]), tensor([1.0]), tensor([2.0]), None).item() == pytest.approx(0.005)
+
+
+def test_value_loss_as_verl() -> None:
+    case = json.loads((REFERENCE / "rl" / "verl.json").read_text())["value_loss"]
+    values, old, returns, slope = (
+        np.concatenate(case[key]) for key in ("values", "old", "returns", "gradient")
+    )  # fmt: skip
+    leaf = paddle.to_tensor(values, dtype="float64", stop_gradient=False)
+    loss = rl_losses.value_loss(leaf, tensor(old, "float64"), tensor(returns, "float64"), case["clip"]).mean()
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-12)
+    np.testing.assert_allclose(leaf.grad.numpy(), slope, rtol=1e-10, atol=1e-15)
