@@ -1,0 +1,64 @@
+"""The whole model, adapters merged, that generation beside training draws from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.ops import Ops
+from llmsuite.models.targets import is_factor
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.train.build import build_model
+from llmsuite.train.initial_values import initial_values
+from llmsuite.train.whole_weights import whole_weights
+from tests.paths import ROOT
+
+IDS = np.array([[1, 7, 11, 3, 2], [4, 4, 9, 0, 5]])
+EVERYWHERE = ["*_proj", "embed_tokens", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llama", {}),
+        ("llama", {"rslora": True, "target_modules": EVERYWHERE}),
+        ("qwen", {"method": "mixer"}),
+        ("qwen", {"method": "dora"}),
+        ("llama", {"init": "pissa"}),
+        ("gpt", {"init": "pissa", "rslora": True}),
+        ("deepseek", {"target_modules": ["*_proj"]}),
+        ("qwen_moe", {"target_modules": ["self_attn.*", "experts.down_proj"]}),
+        ("ernie_moe", {"target_modules": ["mlp.experts.*"]}),
+    ],
+)
+def test_merged_weights_make_the_same_logits(family: str, keys: dict[str, Any], registry: Registry) -> None:
+    words = [f"--lora.{key}={json.dumps(value) if key != 'init' else value}" for key, value in keys.items()]
+    words += ["--launch.num_devices=1", "--parallel={}"]
+    plan = plan_run(ROOT / f"recipes/{family}/lora.json", words, registry, smoke=True)
+    mesh = Mesh(plan.degrees, 0)
+    built = build_model(plan, registry, CpuBackend(), mesh)
+    (model,) = built.part.chunks
+    for name, parameter in model.named_parameters():
+        if is_factor(name):
+            parameter.set_value(parameter + paddle.to_tensor(initial_values(1, name, parameter.shape, 0.1)))
+    model.eval()
+    with paddle.LazyGuard():
+        plain = plan.family.factory()(plan.model_config, Ops())
+    places = dict(plain.named_parameters())
+    for name, value in whole_weights(plan, built, "float32", mesh):
+        places.pop(name).set_value(value)
+    assert not places, "a parameter of the plain model has no value"
+    plain.eval()
+    wanted, found = (m(paddle.to_tensor(IDS)).numpy() for m in (model, plain))
+    with built.part.adapters_off():
+        base = built.part(paddle.to_tensor(IDS)).numpy()
+    assert np.abs(base - wanted).max() > 0.01 * np.abs(wanted).max()
+    # rounded to float32 with its adapter in it, a matrix moves a logit by some millionths of the largest
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=4e-6 * np.abs(wanted).max())
