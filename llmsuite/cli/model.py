@@ -24,15 +24,18 @@ class OpenedModel:
     """Where the model was found."""
     model: Any = None
     """The live model; None for an exported one."""
+    refreshable: Any = None
+    """The live model as one that can take new weights (`llmsuite.inference.refresh.RefreshableModel`), if asked for."""
 
 
-def open_generator(args: Any, registry: Registry, cached: bool = True) -> OpenedModel:
+def open_generator(args: Any, registry: Registry, cached: bool = True, refreshable: bool = False) -> OpenedModel:
     """Start Paddle and load the model.
 
     Args:
         args: has what `llmsuite.cli.generate.add_model_arguments` adds.
         registry: of devices and families.
         cached: whether to keep keys and values between tokens.
+        refreshable: whether its weights will be replaced; on one device, and not of an exported model.
 
     Raises:
         UserError: there is no such model, device or precision.
@@ -51,6 +54,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.load import as_first_rank, load_model, open_any, tokenizer_directory
     from llmsuite.inference.prompts import stop_tokens
+    from llmsuite.inference.refresh import RefreshableModel
     from llmsuite.parallel import collective
     from llmsuite.schema.degrees import Degrees
 
@@ -59,7 +63,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
     backend.activate(collective.local_rank())
     mesh = collective.start(Degrees(1, 1, 1, args.num_devices))
     decoder: Decoder
-    model = None
+    model = taking = None
     if args.engine == "static":
         from llmsuite.inference.predictor import Predictor
 
@@ -72,7 +76,9 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
         source = open_any(where, registry.models, base, config, args.allow_pickle)
         directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
         model = load_model(source, backend, args.precision, mesh)
-        if args.num_devices == 1:
+        if refreshable:
+            taking = RefreshableModel(model, backend.ops(args.precision))
+        elif args.num_devices == 1:
             fuse(model, backend.ops(args.precision))
         decoder = ModelDecoder(model, lambda: backend.autocast(args.precision), mesh)
     if not cached:
@@ -80,4 +86,4 @@ def open_generator(args: Any, registry: Registry, cached: bool = True) -> Opened
 
     tokenizer = TextTokenizer(directory)
     generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), as_first_rank)
-    return OpenedModel(generator, collective.rank() == 0, where, model)
+    return OpenedModel(generator, collective.rank() == 0, where, model, taking)

@@ -40,11 +40,20 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--max_body_bytes", type=PositiveInt, default=1_000_000, help="of a request")
     parser.add_argument("--body_timeout", type=PositiveFloat, default=10.0, help="seconds for a request to arrive")
     parser.add_argument("--request_timeout", type=PositiveFloat, default=600.0, help="seconds for an answer")
+    parser.add_argument(
+        "--rl",
+        action="store_true",
+        help="be the engine of a trainer (off by default): let clients replace the weights by those in a directory of "
+        "this machine (/v1/pause, /v1/update_weights, /v1/resume), and give them token ids (return_token_ids)",
+    )
 
 
 def run(args: Any, registry: Registry) -> int:
     if args.num_devices > 1:
         raise UserError("--num_devices: serve runs on one device")
+    key = args.api_key or os.environ.get(_KEY) or None
+    if args.rl:
+        _check_rl(args, key)
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -56,12 +65,13 @@ def run(args: Any, registry: Registry) -> int:
 
     name = args.name or _name(args.model)
     find_model_arguments(args)
-    opened = open_generator(args, registry)
+    opened = open_generator(args, registry, refreshable=args.rl)
     from llmsuite.inference.prompts import Prompter
     from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
     from llmsuite.serving.metrics import Metrics
     from llmsuite.serving.service import Service
+    from llmsuite.serving.weights import ServedWeights
 
     limits = Limits(
         args.batch_size,
@@ -71,11 +81,11 @@ def run(args: Any, registry: Registry) -> int:
         args.body_timeout,
         args.request_timeout,
     )
-    key = args.api_key or os.environ.get(_KEY) or None
     if key is None and not _is_loopback(args.host):
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
     prompter = Prompter(opened.generator.tokenizer, args.chat_template)
-    app = make_app(Service(opened.generator, prompter, name, limits, Metrics()), key)
+    weights = ServedWeights(opened.refreshable, registry.models) if args.rl else None
+    app = make_app(Service(opened.generator, prompter, name, limits, Metrics()), key, weights)
 
     class Server(uvicorn.Server):
         """Prints where it listens, and shuts down cleanly on a signal."""
@@ -116,6 +126,14 @@ def run(args: Any, registry: Registry) -> int:
     except SystemExit as error:  # it could not listen, and has said why
         raise UserError(f"--host {args.host} --port {args.port}: cannot listen there") from error
     return 0
+
+
+def _check_rl(args: Any, key: str | None) -> None:
+    """Raise UserError if the weights cannot be replaced, or anybody could do it."""
+    if args.engine == "static":
+        raise UserError("--rl: the weights of an exported model cannot be replaced; use --engine dynamic")
+    if key is None and not _is_loopback(args.host):
+        raise UserError(f"--rl: {args.host} can be reached by others, who could replace the weights; set --api_key")
 
 
 def _name(model: str) -> str:

@@ -13,18 +13,20 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from llmsuite.inference.batch import Line
-from llmsuite.serving import protocol
+from llmsuite.serving import protocol, training
 from llmsuite.serving.events import EventStream
 from llmsuite.serving.limits import BodyLimits
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import R, Service
+from llmsuite.serving.weights import ServedWeights
 
 _PAGE = Path(__file__).with_name("page.html")
-_PATHS = ("/", "/healthz", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+_PATHS = ("/", "/healthz", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", *training.PATHS)
 
 
-def make_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """The application of a service. With a key, everything under /v1 and the metrics ask for it."""
+def make_app(service: Service, api_key: str | None = None, weights: ServedWeights | None = None) -> FastAPI:
+    """The application of a service. With a key, everything under /v1 and the metrics ask for it. With weights that can
+    be replaced it also answers a trainer."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -38,7 +40,9 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(404, _refuse)
     app.add_exception_handler(405, _refuse)
-    _add_api(app, service)
+    if weights is not None:
+        training.add_api(app, service, weights)
+    _add_api(app, service, weights)
     _add_pages(app, service)
     return app
 
@@ -71,7 +75,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse(protocol.error(str(getattr(error, "detail", error)), kind, code), status, headers)
 
 
-def _add_api(app: FastAPI, service: Service) -> None:
+def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> None:
     """The routes of OpenAI's API."""
     tokenizer = service.generator.tokenizer
 
@@ -88,6 +92,9 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
+        if weights is not None and training.wants_ids(await request.body()):
+            return await training.draw(service, weights, request)
+
         def choice(line: Line, asked: CompletionRequest) -> dict[str, Any]:
             wants_logprobs = asked.logprobs is not None
             return {
@@ -100,7 +107,8 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": service.name, "object": "model", "created": 0, "owned_by": "local"}]}
+        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "local", **service.marks()}
+        return {"object": "list", "data": [model]}
 
 
 async def _answer(
@@ -109,13 +117,14 @@ async def _answer(
     """Answer a request of a kind: as a stream of events, or whole with a choice for each line."""
     asked = await service.read(request, kind)
     job, num_prompts = await service.start(asked)
+    marks = service.marks()  # those of when it was queued: weights are replaced when nothing is left in the queue
     if asked.stream:
         events = EventStream(service, asked, job, num_prompts).events()
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
     await service.whole(request, job)
     choices = [{"index": number, **choice(line, asked)} for number, line in enumerate(job.lines)]
     head = protocol.envelope(name, service.name)
-    return JSONResponse({**head, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
+    return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from llmsuite.inference.batch import Batch, Line
 from llmsuite.inference.decoder import Decoder
@@ -19,8 +21,13 @@ class Busy(Exception):
     """As many requests wait as are allowed to."""
 
 
+class Paused(Exception):
+    """Nothing new is begun until `Scheduler.resume`."""
+
+
 class Scheduler:
-    """Decodes lines, and calls their listeners with the text."""
+    """Decodes lines, and calls their listeners with the text. Between two passes it calls functions that use the model
+    otherwise."""
 
     def __init__(self, decoder: Decoder, metrics: Metrics, batch_size: int, max_waiting: int):
         """
@@ -36,7 +43,11 @@ class Scheduler:
         self._listeners: dict[Line, Listener] = {}
         self._waiting: collections.deque[Line] = collections.deque()
         self._cancelled: list[Line] = []
+        self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
         self._changed = threading.Condition()
+        self.is_paused = False
+        self._is_resting = False
+        """Whether the thread waits for something to do."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
@@ -47,31 +58,70 @@ class Scheduler:
         """End the thread after the pass it is in; lines that are open end as failed."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join()
 
     def submit(self, lines: Sequence[Line], listeners: Sequence[Listener]) -> None:
-        """Queue lines, all of them or none. Raises Busy."""
+        """Queue lines, all of them or none. Raises Busy or Paused."""
         with self._changed:
+            if self.is_paused:
+                raise Paused
             if self._stopping or len(self._waiting) + len(lines) > self._max_waiting:
                 raise Busy
             self._listeners.update(zip(lines, listeners))
             self._waiting.extend(lines)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def cancel(self, lines: Sequence[Line]) -> None:
         """Stop decoding lines that no client waits for any more."""
         with self._changed:
             self._cancelled += [line for line in lines if line in self._listeners]
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def call(self, work: Callable[[], Any], while_paused: bool = False) -> concurrent.futures.Future[Any]:
+        """Let the thread call a function between two passes; its result, or what it raises, is in the future.
+
+        Args:
+            work: has the model for itself while it runs.
+            while_paused: whether it is called in a pause too.
+
+        Raises:
+            Busy: too much waits.
+            Paused: there is a pause.
+        """
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._changed:
+            if self.is_paused and not while_paused:
+                raise Paused
+            if self._stopping or len(self._calls) >= self._max_waiting:
+                raise Busy
+            self._calls.append((work, future))
+            self._changed.notify_all()
+        return future
+
+    def pause(self, timeout: float) -> bool:
+        """Begin nothing new, and wait until what has begun is at its end; whether it came to that in so many
+        seconds."""
+        with self._changed:
+            self.is_paused = True
+            return self._changed.wait_for(lambda: self._is_resting and not (self._waiting or self._calls), timeout)
+
+    def resume(self) -> None:
+        """Begin new lines and calls again."""
+        with self._changed:
+            self.is_paused = False
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._stopping or self._waiting or self._cancelled or self._batch.lines):
+                while not (self._stopping or self._waiting or self._cancelled or self._batch.lines or self._calls):
+                    self._is_resting = True
+                    self._changed.notify_all()
                     self._changed.wait()
+                self._is_resting = False
                 if self._stopping:
                     break
+                call = self._calls.popleft() if self._calls else None
                 for line in self._cancelled:
                     self._listeners.pop(line, None)
                     if line in self._waiting:
@@ -80,6 +130,8 @@ class Scheduler:
                 free = self._batch_size - len(self._batch.lines) + sum(line in cancelled for line in self._batch.lines)
                 new = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
                 self._metrics.waiting.set(len(self._waiting))
+            if call is not None:
+                _answer(*call)
             try:
                 self._batch.drop(cancelled)
                 if new or self._batch.lines:
@@ -91,6 +143,8 @@ class Scheduler:
                 self._fail(lines)
             self._metrics.running.set(len(self._batch.lines))
         self._fail(set(self._listeners))
+        for _, future in self._calls:
+            future.cancel()
 
     def _notify(self, steps: Sequence[tuple[Line, str]]) -> None:
         self._metrics.passes.inc()
@@ -109,3 +163,13 @@ class Scheduler:
                 listener = self._listeners.pop(line, None)
             if listener is not None:
                 listener("", True)  # it has ended and is not finished
+
+
+def _answer(work: Callable[[], Any], future: concurrent.futures.Future[Any]) -> None:
+    """Call a function for its future, unless nobody waits any more."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except Exception as error:  # whatever it is, it is for the one who waits, and the server goes on
+        future.set_exception(error)

@@ -7,11 +7,11 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line
@@ -21,9 +21,10 @@ from llmsuite.serving import protocol
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
-from llmsuite.serving.scheduler import Busy, Scheduler
+from llmsuite.serving.scheduler import Busy, Paused, Scheduler
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
+B = TypeVar("B", bound=BaseModel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,10 @@ class Service:
         """`prompter` has the model's chat template; `name` is what clients call the model."""
         self.generator, self.prompter, self.name, self.limits, self.metrics = generator, prompter, name, limits, metrics
         self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting)
+        self.marks: Callable[[], dict[str, Any]] = dict
+        """What every answer names beside the model, such as the version of its weights."""
 
-    async def read(self, request: Request, kind: type[R]) -> R:
+    async def body(self, request: Request, kind: type[B]) -> B:
         """The body of a request. Raises HTTPException saying what is wrong with it."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the body has to be application/json")
@@ -94,8 +97,14 @@ class Service:
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:5])
                 raise HTTPException(400, wrong) from None
             raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
-        if asked.model not in (None, self.name):
-            raise HTTPException(404, f"model {asked.model!r} is not served here; this is {self.name!r}")
+        model = getattr(asked, "model", None)
+        if model not in (None, self.name):
+            raise HTTPException(404, f"model {model!r} is not served here; this is {self.name!r}")
+        return asked
+
+    async def read(self, request: Request, kind: type[R]) -> R:
+        """A request for answers. Raises as `body`."""
+        asked = await self.body(request, kind)
         if asked.stream_options is not None and not asked.stream:
             raise HTTPException(400, "stream_options: only with stream")
         return asked
@@ -139,11 +148,10 @@ class Service:
         begun = time.monotonic()
         try:
             lines, num_prompts = await asyncio.to_thread(self.lines, asked)
-            job = Job(lines, self.scheduler, begun + self.limits.request_timeout)
+            with refusals():
+                job = Job(lines, self.scheduler, begun + self.limits.request_timeout)
         except UserError as error:
             raise HTTPException(400, str(error)) from None
-        except Busy:
-            raise HTTPException(429, "the server has no room for more requests; try again later") from None
         self.metrics.prompt_tokens.inc(sum(len(line.prompt) for line in lines[:: len(lines) // num_prompts]))
         return job, num_prompts
 
@@ -167,3 +175,14 @@ class Service:
             if first and piece.text:
                 self.metrics.first_token.observe(time.monotonic() - begun)
                 first = False
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turns what a scheduler raises into answers."""
+    try:
+        yield
+    except Busy:
+        raise HTTPException(429, "the server has no room for more requests; try again later") from None
+    except Paused:
+        raise HTTPException(503, "the server is paused; try again after /v1/resume") from None
