@@ -4,7 +4,7 @@
     lora_config.json, peft_model-*.safetensors + index    the layout of PaddleNLP
     base.json                                             path and sha256 of the model they were trained on, and how
                                                           its matrices were stored, if quantised
-    adapter_state.safetensors                             of a mixer, PiSSA and DoRA, what goes on being trained
+    adapter_state.safetensors                             of all but plain ones, what goes on being trained
 
 Inside llmsuite the factors of a matrix [I, O] are A [I, R] and B [R, O], as PaddleNLP has them; PEFT has them
 transposed. `adapter_writer.py` writes such a directory.
@@ -41,6 +41,8 @@ UNKNOWN = (
 """Keys of such a file that change the sum W + scale * A B, or its W, and are not implemented here."""
 NOT_PLAIN = (*UNKNOWN, "use_dora", "lora_use_mixer", "lora_bias")
 """Those that no other layout has, too."""
+MORA = "MORA"
+"""What `peft_type` says of adapters of MoRA, of which PEFT has none."""
 CONFIG_NAMES: Mapping[Layout, str] = dict(zip(("hf", "paddlenlp"), CONFIGS))
 STATE = "adapter_state"
 """Stem of the file with the parameters of adapters that are not plain, by our names."""
@@ -79,7 +81,13 @@ class Adapters:
     @property
     def is_plain(self) -> bool:
         """Whether they are factors A and B, and nothing else."""
-        return not self.config.lora_use_mixer and not self.config.pissa and not self.has_magnitudes
+        config = self.config
+        return not (config.lora_use_mixer or config.pissa or self.has_magnitudes or self.is_structured)
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether they are no factors of a product; their parameters are in files as they are."""
+        return bool(self.config.use_mora)
 
     @property
     def has_magnitudes(self) -> bool:
@@ -133,9 +141,15 @@ def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: L
 
 def check_layout(adapters: Adapters, family: ModelFamily, config: Any) -> None:
     """Raises UserError when adapters of this kind on these modules cannot be saved."""
-    if not adapters.has_magnitudes:
+    if not adapters.has_magnitudes and not adapters.is_structured:
         return
     for (pair,) in factor_pairs(adapters, family, config, "hf").values():
+        if adapters.is_structured and pair.num_parts > 1:
+            raise UserError(
+                f"lora.target_modules: names {pair.members[0][0]}, a part of {pair.module}, which is one matrix in "
+                "files; there is no place for an adapter of lora.method mora on a part: name others, or choose another "
+                "method"
+            )
         if len(pair.members) < pair.num_parts:
             raise UserError(
                 f"lora.target_modules: of {pair.module}, which is one matrix in files, it names only "
@@ -151,6 +165,11 @@ def stored_factor(pair: FactorPair, factor: str, layout: Layout) -> str:
     if factor == MAGNITUDE:
         return f"base_model.model.{module}.lora_magnitude_vector"
     return f"base_model.model.{module}.{factor}.weight" if layout == "hf" else f"{module}.{factor}"
+
+
+def stored_structure(pair: FactorPair, kind: str) -> str:
+    """Name in a file of a parameter of an adapter that is no pair of factors."""
+    return f"base_model.model.{pair.module}.{kind}"
 
 
 def stored_parameter(parameter: str, layout: Layout) -> str:
@@ -170,12 +189,21 @@ class SavedAdapters:
         self._files, self._rank = TensorFiles(directory, STEMS[layout]), adapters.config.r
         self._beside = set(adapters.beside)
         self._state = None if adapters.is_plain else TensorFiles(directory, STATE)
-        kinds = [FIRST_FACTOR, SECOND_FACTOR] + [MAGNITUDE] * adapters.has_magnitudes
-        stored = [pair for pairs in self._pairs.values() for pair in pairs]
-        wanted = {stored_factor(pair, kind, layout) for pair in stored for kind in kinds}
+        if adapters.is_structured and self._state is not None:
+            wanted = {stored_structure(of[0], kind) for of in self._pairs.values() for kind in self._kinds(of[0])}
+        else:
+            kinds = [FIRST_FACTOR, SECOND_FACTOR] + [MAGNITUDE] * adapters.has_magnitudes
+            stored = [pair for pairs in self._pairs.values() for pair in pairs]
+            wanted = {stored_factor(pair, kind, layout) for pair in stored for kind in kinds}
         wanted.update(stored_parameter(name, layout) for name in adapters.beside)
         if differing := sorted(wanted.symmetric_difference(self._files.names)):
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
+
+    def _kinds(self, pair: FactorPair) -> list[str]:
+        """The parameters of an adapter in the file of the state, by their last words."""
+        assert self._state is not None
+        (module, _), names = pair.members[0], [name.rpartition(".") for name in self._state.names]
+        return [kind for owner, _, kind in names if owner == module]
 
     def spec(self, name: str) -> TensorSpec:
         """Shape and dtype of a factor."""

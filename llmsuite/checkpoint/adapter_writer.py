@@ -14,6 +14,7 @@ import numpy as np
 from llmsuite.checkpoint.adapter_dir import (
     BASE,
     CONFIG_NAMES,
+    MORA,
     STATE,
     STEMS,
     Adapters,
@@ -22,6 +23,7 @@ from llmsuite.checkpoint.adapter_dir import (
     factor_pairs,
     stored_factor,
     stored_parameter,
+    stored_structure,
 )
 from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.model_writer import OrderedGather, copy_tokenizer
@@ -71,7 +73,10 @@ def write_adapters(
         adapters, specs, read = _without_mixer(adapters, specs, values)
         if adapters.config.pissa:
             adapters, specs, read = _without_start(adapters, specs, values)
-    stored = _StoredFactors(pairs, adapters, specs, read, layout)
+    if adapters.is_structured and layout == "paddlenlp":
+        raise UserError("PaddleNLP's layout has no place for adapters of lora.method mora; merge them")
+    stored: _StoredFactors | _StoredAsTheyAre
+    stored = (_StoredAsTheyAre if adapters.is_structured else _StoredFactors)(pairs, adapters, specs, read, layout)
     if layout == "hf":  # PEFT reads one file
         written = write_file(directory / f"{STEMS[layout]}{SUFFIX}", stored.specs, stored.read, metadata)
     else:
@@ -176,6 +181,36 @@ class _StoredFactors:
         return value.T if self._layout == "hf" else value
 
 
+class _StoredAsTheyAre:
+    """The tensors of adapters that are no pairs of factors: the same values, under the names of the matrices."""
+
+    def __init__(
+        self,
+        pairs: Sequence[FactorPair],
+        adapters: Adapters,
+        specs: Sequence[TensorSpec],
+        read: Callable[[str], np.ndarray],
+        layout: Layout,
+    ):
+        """Arguments as of `write_adapters`."""
+        owners, self._read = {pair.members[0][0]: pair for pair in pairs}, read
+        self._ours: dict[str, str] = {}
+        self._beside = {stored_parameter(name, layout) for name in adapters.beside}
+        self.specs: list[TensorSpec] = []
+        """Name, shape and dtype of each tensor, in the order of the file."""
+        for spec in specs:
+            module, _, kind = spec.name.rpartition(".")
+            beside = spec.name in adapters.beside
+            stored = stored_parameter(spec.name, layout) if beside else stored_structure(owners[module], kind)
+            self._ours[stored] = spec.name
+            self.specs.append(TensorSpec(stored, spec.shape[::-1] if beside else spec.shape, spec.dtype))
+
+    def read(self, name: str) -> np.ndarray:
+        """The values of a tensor."""
+        value = self._read(self._ours[name])
+        return value.T if name in self._beside else value
+
+
 def _on_diagonal(parts: Sequence[np.ndarray], pair: FactorPair) -> np.ndarray:
     rank, num_outputs = parts[0].shape
     value = np.zeros([len(parts) * rank, pair.num_parts * num_outputs], parts[0].dtype)
@@ -194,6 +229,16 @@ def _config(
         named = base_keys(adapters.base)["base_model_name_or_path"]
         said = dataclasses.replace(lora, target_modules=patterns, base_model_name_or_path=named)
         return {**said.to_dict(), "scaling": said.scaling}  # as its `save_pretrained`
+    common = {
+        "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",
+        "modules_to_save": [name.removesuffix(".weight") for name in adapters.beside] or None,
+        **base_keys(adapters.base),
+        "r": lora.r,
+        "target_modules": targets,
+        "inference_mode": True,
+    }
+    if adapters.is_structured:  # PEFT has no such kind, and says so
+        return {"peft_type": MORA, "use_mora": True, "lora_dropout": lora.lora_dropout, **common}
     # several in one: a larger rank, and as much larger an alpha that the scale is the same
     wide = {pair.module: len(pair.members) for pair in pairs if len(pair.members) > 1}
     grown = math.sqrt if lora.rslora else float
@@ -201,20 +246,15 @@ def _config(
     linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules if module not in embedded}
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",
-        "modules_to_save": [name.removesuffix(".weight") for name in adapters.beside] or None,
-        **base_keys(adapters.base),
-        "r": lora.r,
+        **common,
         "lora_alpha": lora.lora_alpha,
         "use_rslora": lora.rslora,
         "use_dora": adapters.has_magnitudes,
         "lora_dropout": lora.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": linears == {False},
-        "target_modules": targets,
         "rank_pattern": {re.escape(module): count * lora.r for module, count in wide.items()},
         "alpha_pattern": {re.escape(module): grown(count) * lora.lora_alpha for module, count in wide.items()},
-        "inference_mode": True,
     }
 
 

@@ -16,20 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import CONFIGS, UNKNOWN, stored_format
+from llmsuite.checkpoint.adapter_dir import CONFIGS, MORA, UNKNOWN, stored_format
 from llmsuite.checkpoint.model_dir import ModelDirectory, hf_name
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.convert.rounded import rounded_model
+from llmsuite.convert.structured import mora_update
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
+from llmsuite.models.adapter_sizes import square_size
 from llmsuite.models.head import SCORE, head_of, is_tied
 from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.models.shard_plan import SQUARE
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _PICKLE = "lora_model_state.pdparams"
 _PART = re.compile(r"(.*)\.lora_(embedding_)?(A|B|AB|magnitude_vector)(?:\.default)?(\.weight|\.bias)?")
+_STRUCTURE = re.compile(rf"(.*)\.({SQUARE})")
 _WRAPPERS = ("", "base_model.model.", "model.")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of PEFT's `init_lora_weights` that take something off the base; it says true once that is put back."""
@@ -69,7 +73,8 @@ class Adapted:
         config = read_json_file(config_path)
         if not isinstance(config, dict):
             raise UserError(f"{config_path}: is no JSON object")
-        if on := [key for key in UNKNOWN if config.get(key)]:
+        is_ours = config.get("peft_type") == MORA
+        if on := [key for key in UNKNOWN if config.get(key) and not (is_ours and key == "use_mora")]:
             raise UserError(
                 f"{config_path}: {', '.join(on)} is on; merged are LoRA, rank-stabilised LoRA, mixers and DoRA"
             )
@@ -81,6 +86,8 @@ class Adapted:
         self._files = _open_files(directory, allow_pickle)
         self._factors: dict[str, Factors] = {}
         self._biases: dict[str, tuple[str, float]] = {}
+        self._structures: dict[str, dict[str, str]] = {}
+        """Stored names of the parameters of each adapter that is no pair of factors, by their last words."""
         self._replaced: dict[str, str] = {}
         self._assign(config_path, config)
 
@@ -89,6 +96,12 @@ class Adapted:
         parts: dict[str, dict[str, tuple[str, bool]]] = {}
         unknown = []
         for name in self._files.names:
+            if structure := _STRUCTURE.fullmatch(name):
+                if (target := self._name(f"{structure[1]}.weight")) is None:
+                    unknown.append(name)
+                else:
+                    self._structures.setdefault(target, {})[structure[2]] = name
+                continue
             match = _PART.fullmatch(name)
             module = match[1] if match else re.sub(r"\.modules_to_save(\.default)?|\.base_layer", "", name)
             target = self._name(f"{module}.weight" if match else module)
@@ -114,7 +127,9 @@ class Adapted:
             found, wanted = self._replacement(target).shape, self.spec(target).shape
             if found != wanted:
                 raise UserError(f"{self._path}: {name!r} is {list(found)}, the base's is {list(wanted)}")
-        if not self._factors:
+        for target, kinds in self._structures.items():
+            self._check_structure(config, target, kinds)
+        if not self._factors and not self._structures:
             raise UserError(f"{self._path}: has no lora_A and lora_B")
 
     def _name(self, name: str) -> str | None:
@@ -172,6 +187,12 @@ class Adapted:
         scale = _scale(config_path, config, target, a[1])
         return Factors(first, second, scale, by_rows, mixer, magnitudes)
 
+    def _check_structure(self, config: Mapping[str, Any], target: str, kinds: Mapping[str, str]) -> None:
+        shape, found = self.spec(target).shape, {kind: self._files.spec(name).shape for kind, name in kinds.items()}
+        size = square_size(config["r"], *shape)
+        if found != {SQUARE: (size, size)}:
+            raise UserError(f"{self._path}: {', '.join(kinds.values())} are not what {target} {list(shape)} wants")
+
     def _replacement(self, target: str) -> np.ndarray:
         value = self._files.read(self._replaced[target])
         by_rows = (self._path / CONFIGS[0]).is_file()
@@ -207,6 +228,9 @@ class Adapted:
         if name in self._biases:
             bias, scale = self._biases[name]
             return (value + scale * self._files.read(bias)[tuple(index or ())].astype("float32")).astype(dtype)
+        if (structure := self._structures.get(name)) is not None:
+            update = mora_update(self._files.read(structure[SQUARE]), self.spec(name).shape)
+            return (value.astype("float32") + update[tuple(index or ())]).astype(dtype)
         if factors is None:
             return value.astype(dtype, copy=False)
         first, second = (self._files.read(n).astype("float32") for n in (factors.first, factors.second))

@@ -16,9 +16,11 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.models.adapter import Adapter, identity
+from llmsuite.models.adapter_sizes import square_size
 from llmsuite.models.experts import Local, Stacked, grouped_matmul, whole
 from llmsuite.models.paddlenlp_peft import import_alone
 from llmsuite.models.peft_configs import DoraConfig, LoRAConfig
+from llmsuite.models.structured import Part, StructuredLinear, mora_update
 from llmsuite.typing import Tensor
 
 _LoRALinear: Any = import_alone("paddlenlp.peft.lora.lora_layers")[0].LoRALinear
@@ -134,6 +136,43 @@ class PissaLinear(LoraLinear):
         return update - start
 
 
+class MoraLinear(StructuredLinear, _LoRALinear):
+    """x W + f(x) with a square matrix in place of two factors, which has their number of parameters and a higher rank
+    (MoRA, Jiang et al. 2024, arXiv 2405.12130); `mora_update` is f.
+
+    paddlenlp's own takes the matrix for its transpose when it is merged, multiplies 16-bit inputs by float32 numbers,
+    and does not run on several ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, config: Any):
+        """
+        Args:
+            linear: the layer it replaces.
+            config: a `paddlenlp.peft.LoRAConfig`.
+
+        Raises:
+            UserError: the rank is too large, see `square_size`.
+        """
+        num_inputs, num_outputs = linear.weight.shape
+        size = square_size(config.r, num_inputs, num_outputs)
+        bias = False if linear.bias is None else None
+        with paddle.LazyGuard():
+            _LoRALinear.__init__(self, num_inputs, num_outputs, r=config.r, use_mora=True, bias_attr=bias)
+        square = self.lora_A
+        assert square.shape == [size, size]
+        del self.lora_A, self.cos, self.sin  # a name of its own: what is called A is cut with W
+        self.lora_square = square
+        self.part, self.is_on = Part(), True
+        self.take(linear)
+
+    def own(self) -> list[Tensor]:
+        return [self.lora_square]
+
+    def update(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        (square,) = parameters
+        return mora_update(x, square, self.out_features)
+
+
 class LoraExperts(Adapter, Stacked):
     """x W + scale (x A) B for each expert, with factors A [E, I, R] and B [E, R, O] of its own.
 
@@ -201,7 +240,10 @@ def adapter_layer(layer: nn.Linear | nn.Embedding | Stacked, config: Any) -> Ada
         assert type(config) is LoRAConfig, "a rule refuses other methods"
         assert not config.lora_use_mixer, "a rule refuses mixers"
         assert not config.pissa, "a rule refuses pissa"
+        assert not config.use_mora, "a rule refuses mora"
         return LoraExperts(layer, config) if isinstance(layer, Stacked) else LoraEmbedding(layer, config)
     if isinstance(config, DoraConfig):
         return DoraLinear(layer, config)
+    if config.use_mora:
+        return MoraLinear(layer, config)
     return (PissaLinear if config.pissa else LoraLinear)(layer, config)

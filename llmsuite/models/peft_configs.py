@@ -27,4 +27,4 @@ def lora_config(method: str = "lora", init: str = "default", **keys: Any) -> Any
     """
     if method == "dora":
         return DoraConfig(**keys)
-    return LoRAConfig(lora_use_mixer=method == "mixer", pissa=init == "pissa", **keys)
+    return LoRAConfig(lora_use_mixer=method == "mixer", pissa=init == "pissa", use_mora=method == "mora", **keys)

@@ -16,6 +16,8 @@ MIXER, MAGNITUDE = "lora_AB", "lora_magnitude"
 """Names of the matrix between the factors of a mixer, and of the lengths of DoRA's columns."""
 START_FIRST, START_SECOND = "lora_A0", "lora_B0"
 """Names of what the factors of PiSSA began with, which is not trained and taken off."""
+SQUARE = "lora_square"
+"""Name of the matrix of MoRA, which every rank has whole."""
 FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     FIRST_FACTOR: (0, None),
     MIXER: (None, None),
@@ -23,6 +25,7 @@ FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     MAGNITUDE: (None, 0),
     START_FIRST: (0, None),
     START_SECOND: (None, 1),
+    SQUARE: (None, None),
 }
 """Every parameter of an adapter: the dim that is cut with a matrix cut along its inputs, and along its outputs."""
 

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 
 from llmsuite.errors import UserError
+from llmsuite.models.adapter_sizes import square_size
 from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import (
     FACTORS,
@@ -13,6 +14,7 @@ from llmsuite.models.shard_plan import (
     MAGNITUDE,
     MIXER,
     SECOND_FACTOR,
+    SQUARE,
     START_FIRST,
     START_SECOND,
     ShardPlan,
@@ -102,6 +104,9 @@ def factor_shapes(method: str, rank: int, shape: Sequence[int], init: str = "def
     *stacked, num_inputs, num_outputs = shape
     if stacked:
         return {FIRST_FACTOR: (*stacked, num_inputs, rank), SECOND_FACTOR: (*stacked, rank, num_outputs)}
+    if method == "mora":
+        size = square_size(rank, num_inputs, num_outputs)
+        return {SQUARE: (size, size)}
     found: dict[str, tuple[int, ...]] = {FIRST_FACTOR: (num_inputs, rank)}
     if method == "mixer":
         found[MIXER] = rank, rank

@@ -7,7 +7,7 @@ lookup and cross-entropy, which do without bringing the vocabulary together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -20,6 +20,7 @@ from llmsuite.launch import calls
 from llmsuite.models.adapter import Adapter
 from llmsuite.models.dropout import Select, TokenDropout
 from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.structured import Part, StructuredLinear
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.typing import Tensor
 
@@ -54,6 +55,8 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
             module.complete_sum = complete_sum
         if isinstance(module, Adapter) and plan.dim(f"{name}.weight") == 0:
             module.complete_columns = complete_columns
+        if isinstance(module, StructuredLinear):
+            module.part = RankPart(mesh, plan.dim(f"{name}.weight"), module.weight.shape)
         if isinstance(module, TokenDropout):
             module.select = select
         if plan.is_region(name):
@@ -131,6 +134,61 @@ def _on_output(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
         return reshard(output, mesh, placements)
 
     return hook
+
+
+class RankPart(Part):
+    """The part of a rank of the tensor parallel group.
+
+    With a matrix that is cut along its outputs it makes its part of them, and has a part of the sum that the gradient
+    of the input is; with one cut along its inputs the other way round. Of a gradient of the adapter's parameters, which
+    all ranks have whole, it has a part of the sum: what comes from its inputs, outputs or tokens.
+    """
+
+    def __init__(self, mesh: Mesh, dim: int | None, shape: Sequence[int]):
+        """
+        Args:
+            mesh: the rank's place.
+            dim: the dim of the matrix that is cut; None if none is.
+            shape: of the whole matrix, [inputs, outputs].
+        """
+        self._mesh, self._dim = mesh, dim
+        if dim is not None:
+            size, at = shape[dim] // mesh.degrees.tp, mesh.coordinate["tp"]
+            part = slice(at * size, (at + 1) * size)
+            self.inputs, self.outputs = (part, None) if dim == 0 else (None, part)
+
+    def _placements(self, x: Tensor) -> tuple[list[Any], list[Any]]:
+        """Those of the input and of the output."""
+        if self._dim is None:
+            return x.placements, x.placements
+        last = [dist.Shard(x.ndim - 1)]
+        return (last, [dist.Partial()]) if self._dim == 0 else ([dist.Replicate()], last)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return local_value(tensor)
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        placements, of_output = self._placements(x)
+        assert x.placements == placements, "an input that is cut in another way"
+        return dtensor_from_local(y, self._mesh.tensor, of_output)
+
+    def output_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        _, (placement,) = self._placements(x)
+        wanted = dist.Replicate() if placement.is_partial() else placement
+        return local_value(reshard(gradient, self._mesh, [wanted]))
+
+    def input_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        if self._dim != 1:
+            return dtensor_from_local(gradient, self._mesh.tensor, x.placements)
+        return reshard(self._sum(gradient), self._mesh, x.placements)
+
+    def parameter_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        if self._dim is None and x.placements[0].is_replicated():
+            return dtensor_from_local(gradient, self._mesh.tensor, x.placements)
+        return self._sum(gradient)
+
+    def _sum(self, gradient: Tensor) -> Tensor:
+        return dtensor_from_local(gradient, self._mesh.tensor, [dist.Partial()])
 
 
 # vocabulary

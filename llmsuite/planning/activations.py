@@ -59,7 +59,7 @@ class ActivationSettings:
     adapted: frozenset[str] = frozenset()
     """Full names of the modules that have adapters."""
     adapter_widths: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Elements that an adapter keeps of each token besides its product with the first factor, by module."""
+    """Elements that an adapter keeps of each token, by module."""
     adapted_experts: frozenset[str] = frozenset()
     """Those of `adapted` that are routed experts: their adapters see the rows of experts."""
     adapts_embedding: bool = False
@@ -192,7 +192,7 @@ def _adapters(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: Act
         return 0.0
     inside = [name for name in settings.adapted if f".{number}." in name]
     of_tokens = [name for name in inside if name not in settings.adapted_experts]
-    kept = batch.tokens * sum(settings.adapter_rank + settings.adapter_widths.get(name, 0) for name in of_tokens)
+    kept = batch.tokens * sum(settings.adapter_widths[name] for name in of_tokens)
     if isinstance(layer.mlp, MoE):
         experts = len(inside) - len(of_tokens)
         kept += _expert_rows(layer.mlp, batch, settings) * experts * settings.adapter_rank

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from llmsuite.models.anatomy import Anatomy, MoE
-from llmsuite.models.shard_plan import MIXER, SECOND_FACTOR
+from llmsuite.models.shard_plan import MIXER, SECOND_FACTOR, SQUARE
 from llmsuite.parallel import edges, ledger_entries
 from llmsuite.parallel.gather_units import GatherUnit, gather_units
 from llmsuite.parallel.mesh import Mesh
@@ -247,6 +247,8 @@ class Traffic:
             or self._layout.shard_plan.is_last_norm(module)
             or any(fnmatch.fnmatchcase(module, pattern) for pattern in self._layout.shard_plan.mtp_inputs)
         )
+        if parameter.name.endswith(f".{SQUARE}"):
+            return self._layout.shard_plan.dim(f"{module}.weight") is not None
         second = parameter.name.endswith((f".{SECOND_FACTOR}", f".{MIXER}"))
         second = second and self._layout.shard_plan.dim(f"{module}.weight") == 0
         second = second and self._layout.shard_plan.is_region(module.rpartition(".")[0])

@@ -103,12 +103,15 @@ def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
 
 
 def _adapter_width(layout: Layout, module: str) -> float:
-    """See `ActivationSettings.adapter_widths`: what a mixer multiplies, or the output that DoRA scales; and of
-    dropout the inputs that are left, and their mask, of a byte each."""
+    """See `ActivationSettings.adapter_widths`: the product with the first factor, what a mixer multiplies, or the
+    output that DoRA scales; and of dropout the inputs that are left, and their mask, of a byte each."""
     lora, shard_plan = layout.plan.recipe.lora, layout.shard_plan
     dropped = 0.0
     if lora.dropout:
         dropped = _local_sizes(layout, module)[0] * (1 + 1 / BYTES[layout.plan.recipe.engine.precision])
+    if lora.method == "mora":  # computed again
+        return dropped
+    dropped += lora.rank or 0
     if lora.method == "mixer":
         return dropped + float(lora.rank or 0)
     if lora.init == "pissa":

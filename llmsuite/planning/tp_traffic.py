@@ -200,7 +200,7 @@ class TensorParallelTraffic:
         for module in self._inside(self._layout.adapted, number, dim=1):
             # a frozen factor behind an input without a gradient needs none
             ends = number == 0 and not self._engine.computes_again(number) and module.endswith(_FIRST_IN_LAYER)
-            for _ in range(1 if ends else self._pairs):
+            for _ in range(min(1, self._pairs) if ends else self._pairs):
                 self._send("all_reduce", narrow, "adapters, backward: of matrices sharded by outputs")
         for module in self._inside(self._layout.adapted, number, dim=0):
             if self._sequence_parallel and self._ends_region(module):

@@ -182,9 +182,11 @@ class LoraSection(Section):
 
     rank: PositiveInt | None = None
     """Rank of the adapters; null: no adapters, the model itself is trained."""
-    method: Literal["lora", "mixer", "dora"] = "lora"
+    method: Literal["lora", "mixer", "dora", "mora"] = "lora"
     """lora: two factors A and B. mixer: with a trained matrix of rank x rank between them (MoSLoRA, Wu et al. 2024,
-    arXiv 2406.11909). dora: with a trained length of each column of W + A B (Liu et al. 2024, arXiv 2402.09353)."""
+    arXiv 2406.11909). dora: with a trained length of each column of W + A B (Liu et al. 2024, arXiv 2402.09353).
+    mora: a square matrix in place of the factors, with as many parameters and no scale (Jiang et al. 2024, arXiv
+    2405.12130)."""
     init: Literal["default", "pissa"] = "default"
     """default: A random, B zero. pissa: both begin with the largest singular vectors of W, and what they began with is
     taken off (Meng et al. 2024, arXiv 2404.02948); with method lora."""
@@ -223,6 +225,8 @@ class LoraSection(Section):
     @property
     def num_pairs(self) -> int:
         """Pairs of factors that an adapter multiplies with."""
+        if self.method == "mora":
+            return 0
         return 1 if self.init == "default" else 2
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -230,6 +234,10 @@ class LoraSection(Section):
             yield "target_modules", "is empty, so nothing would be trained; name some, or leave it out"
         if self.init != "default" and self.method != "lora":
             yield "init", f"is {self.init}, which is for lora.method lora; set it to default, or lora.method to lora"
+        if self.method == "mora":
+            for key, plain in (("alpha", 16.0), ("rslora", False), ("lora_plus_ratio", 1.0)):
+                if getattr(self, key) != plain:
+                    yield key, "has no effect on lora.method mora, which has neither a scale nor a factor B; remove it"
         if self.base_dtype is not None and self.method == "dora":
             yield "base_dtype", f"is {self.base_dtype}, but DoRA needs W itself; set it to null, or lora.method to lora"
         if self.base_dtype is None and self.base_block != 64 and self.rank is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.errors import UserError
-from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, START_FIRST, START_SECOND
+from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, SQUARE, START_FIRST, START_SECOND
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.schema.recipe import LoraSection
 from llmsuite.train.initial_values import initial_values
@@ -42,8 +42,8 @@ def with_factors(
     lora: LoraSection | None = None,
 ) -> ReadSlice:
     """The values of a model and of its adapters, which change nothing at first: B is zero, A is random, and so is a
-    mixer. The magnitudes of DoRA are the lengths of the columns of W. Those of PiSSA begin with the largest singular
-    vectors of W, and are taken off.
+    mixer; the matrix of MoRA is zero. The magnitudes of DoRA are the lengths of the columns of W. Those of PiSSA begin
+    with the largest singular vectors of W, and are taken off.
 
     A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP. Of
     an embedding A is zero and B standard normal, as in HF PEFT.
@@ -67,7 +67,7 @@ def with_factors(
             return principal.of(module)[_OF_PAIR[kind]][tuple(index)]
         if kind in (FIRST_FACTOR, MIXER):
             return initial_values(seed, name, shape, (3 * shape[-2]) ** -0.5, index)
-        if kind == SECOND_FACTOR:
+        if kind in (SECOND_FACTOR, SQUARE):
             return np.zeros([part.stop - part.start for part in index], "float32")
         if kind == MAGNITUDE:
             whole = tuple(shapes[f"{module}.weight"])

@@ -6,7 +6,17 @@ from collections.abc import Callable, Collection, Iterator
 
 import paddle
 
-from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, START_FIRST, START_SECOND, WHOLE
+from llmsuite.models.shard_plan import (
+    FIRST_FACTOR,
+    MAGNITUDE,
+    MIXER,
+    SECOND_FACTOR,
+    SQUARE,
+    START_FIRST,
+    START_SECOND,
+    WHOLE,
+)
+from llmsuite.models.structured import mora_update
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage
@@ -45,15 +55,19 @@ def whole_weights(plan: RunPlan, built: BuiltModel, dtype: str, mesh: Mesh) -> I
         if is_factor(name):
             continue
         module, _, kind = name.rpartition(".")
-        is_adapted = kind == "weight" and f"{module}.{FIRST_FACTOR}" in shapes
+        is_adapted = kind == "weight" and any(f"{module}.{own}" in shapes for own in (FIRST_FACTOR, SQUARE))
         yield name, _merged(read, module, plan, shapes.keys()) if is_adapted else read(name)
 
 
 def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> Tensor:
     """W + scale A M B of an adapted matrix, for DoRA with the lengths of its columns, for PiSSA without what it
-    began with; see `models.lora_layers`."""
+    began with, and of MoRA W with its update; see `models.lora_layers`."""
     lora = plan.recipe.lora
     weight = read(f"{module}.weight")
+    if f"{module}.{SQUARE}" in names:
+        square = read(f"{module}.{SQUARE}").astype("float32")
+        update = mora_update(paddle.eye(weight.shape[0]), square, weight.shape[1])
+        return (weight.astype("float32") + update).astype(weight.dtype)
     first, second = (read(f"{module}.{kind}").astype("float32") for kind in (FIRST_FACTOR, SECOND_FACTOR))
     if f"{module}.{MIXER}" in names:
         first = paddle.matmul(first, read(f"{module}.{MIXER}").astype("float32"))

@@ -13,6 +13,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "mixer": ("--lora.method=mixer",),
     "dora": ("--lora.method=dora",),
     "pissa": ("--lora.init=pissa",),
+    "mora": ("--lora.method=mora", "--lora.lora_plus_ratio=1"),
     "dropout": ("--lora.dropout=0.25",),
 }
 """Kinds of adapters, and what else each of them computes with."""
@@ -35,7 +36,9 @@ def _run(method: str, family: str = "llama") -> dict[str, object]:
     # see test_lora; a mixer, whose first factor is a product of two, learns less in a step
     rate = ("--train.learning_rate=0.05",) if (method, family) == ("dora", "deepseek") else ()
     optimizer = ADAMW if family == "llama" else {}
-    return {**optimizer, "family": family, "run": (*METHODS[method], *rate)}
+    # q, k and v are one matrix in files
+    targets = ('--lora.target_modules=["o_proj", "mlp.*"]',) if (method, family) == ("mora", "gpt") else ()
+    return {**optimizer, "family": family, "run": (*METHODS[method], *rate, *targets)}
 
 
 def _one(method: str, family: str = "llama") -> Case:
@@ -46,7 +49,7 @@ TABLE: dict[str, tuple[Case, Case]] = {
     f"{method} {mesh}": (_one(method), case(f"{method} {mesh}", num_ranks, parallel, words, **_run(method)))  # type: ignore[arg-type]
     for method in METHODS
     for mesh, (num_ranks, parallel, words) in MESHES.items()
-    if not (method == "dropout" and STATIC in words)
+    if not (method in ("dropout", "mora") and STATIC in words)
 } | {
     f"{method} {name}": (_one(method, family), case(f"{method} {name}", num_ranks, parallel, **_run(method, family)))  # type: ignore[arg-type]
     for method in METHODS

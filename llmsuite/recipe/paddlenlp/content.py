@@ -200,7 +200,7 @@ def lora(run: Conversion) -> dict[str, Any]:
     wanted, rank = run.flag("lora"), run.number("lora_rank", 8)
     plus, rslora = run.flag("rslora_plus"), run.flag("rslora")
     ratio, alpha = run.number("lora_plus_scale", 1.0), run.number("lora_alpha", 0)
-    mixer, dora = run.flag("lora_use_mixer"), run.flag("use_dora")
+    mixer, dora, mora = run.flag("lora_use_mixer"), run.flag("use_dora"), run.flag("use_mora")
     dropout = run.number("lora_dropout", 0.0)
     if plus:  # run_dpo.py sets these three
         rslora, ratio, alpha = True, 4.0, 4
@@ -213,12 +213,17 @@ def lora(run: Conversion) -> dict[str, Any]:
             run.refuse("pissa", pissa, "goes with neither a mixer nor DoRA: lora.init")
     # run_finetune.py: 4 with rsLoRA, else twice the rank
     lora: dict[str, Any] = {"rank": rank, "alpha": float(alpha if alpha > 0 else 4 if rslora else 2 * rank)}
-    special = {"lora_use_mixer": mixer, "use_dora": dora, "lora_dropout": dropout, "pissa": pissa}
+    if mora:  # LoRALinear: there is neither a scale nor B, and the others are left out
+        if mixer or dora or pissa:
+            run.refuse("use_mora", mora, "goes with neither a mixer, DoRA nor PiSSA: lora.method")
+        rslora, ratio = False, 1
+        del lora["alpha"]
+    special = {"lora_use_mixer": mixer, "use_dora": dora, "use_mora": mora, "lora_dropout": dropout, "pissa": pissa}
     if run.family.name == "qwen_moe":
         for key in (key for key, value in special.items() if value):
             why = "routed experts get adapters there; here they have plain ones only: lora.target_modules"
             run.refuse(key, special[key], why)
-    lora |= {"method": "mixer"} if mixer else {"method": "dora"} if dora else {}
+    lora |= {"method": "mixer"} if mixer else {"method": "dora"} if dora else {"method": "mora"} if mora else {}
     lora |= {"init": "pissa"} if pissa else {}
     lora |= {"dropout": float(dropout)} if dropout else {}
     lora |= {"rslora": True} if rslora else {}

@@ -10,7 +10,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.recipe.paddlenlp.conversion import is_true
 
-_ADAPTERS = "there is no such adapter; there are LoRA, rsLoRA, LoRA+, PiSSA, mixers and DoRA: section lora"
+_ADAPTERS = "there is no such adapter; there are LoRA, rsLoRA, LoRA+, PiSSA, mixers, DoRA and MoRA: section lora"
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
 """Why dropout is refused."""
@@ -45,7 +45,6 @@ REFUSED: Mapping[str, _Refusal] = {
     "vera": _Refusal(_ADAPTERS),
     "reft": _Refusal(_ADAPTERS),
     "loraga": _Refusal(_ADAPTERS),
-    "use_mora": _Refusal(_ADAPTERS),
     "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
     "prefix_path": _Refusal(_ADAPTERS),
     "weight_quantize_algo": _Refusal(_QUANTISED),

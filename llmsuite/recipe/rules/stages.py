@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
+from llmsuite.errors import UserError
+from llmsuite.models.targets import (
+    expert_modules,
+    factor_shapes,
+    has_own_head,
+    linear_modules,
+    matches,
+    quantised_modules,
+)
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.rule import Rule, Violation
 
@@ -141,6 +149,35 @@ def _no_such_target(context: RuleContext) -> Iterator[Violation]:
             )
 
 
+def _no_such_structure(context: RuleContext) -> Iterator[Violation]:
+    lora, plan = context.recipe.lora, context.shard_plan
+    if lora.rank is None or lora.num_pairs:
+        return
+    if context.recipe.engine.mode == "to_static":
+        yield (
+            "lora.method",
+            f"is {lora.method}, which is computed again in the backward pass, as no program compiled by to_static is; "
+            "set engine.mode to dynamic",
+        )
+    names = context.family.names()
+    if context.config is None or not hasattr(names, "parameter_shapes"):
+        return
+    shapes, patterns = names.parameter_shapes(context.config), lora.target_modules
+    if patterns is not None and (found := [pattern for pattern in patterns if matches("lm_head", pattern)]):
+        yield (
+            "lora.target_modules",
+            f"{found[0]!r} matches lm_head, whose outputs may be padded, which {lora.method} would see; name others",
+        )
+    for module in linear_modules(shapes, plan):
+        if module != "lm_head" and (patterns is None or any(matches(module, pattern) for pattern in patterns)):
+            try:
+                factor_shapes(lora.method, lora.rank, shapes[f"{module}.weight"])
+            except UserError as error:
+                key, _, message = str(error).partition(": ")
+                yield key, message
+                return
+
+
 def _not_one_group(context: RuleContext) -> Iterator[Violation]:
     degree, stage = context.recipe.parallel.tensor_parallel_degree, context.recipe.stage
     if not context.stage.trains and context.num_devices != degree:
@@ -204,6 +241,12 @@ STAGE_RULES = (
         "the methods are for one matrix and its inputs; two matrices that are one cannot get different updates",
         (),
         _no_such_target,
+    ),
+    Rule(
+        "`lora.method` `mora` with `to_static`, on `lm_head`, or with a rank that is too high for a matrix",
+        "its update of a matrix is a function of all inputs and outputs, computed again in the backward pass",
+        ("--lora.rank=8", "--lora.method=mora", "--engine.mode=to_static"),
+        _no_such_structure,
     ),
     Rule(
         "`qat` with another stage than `pretrain` and `sft`",

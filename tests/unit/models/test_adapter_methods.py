@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import safetensors.numpy
 from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters, check_layout
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.convert.adapter import add_adapter
+from llmsuite.convert.structured import mora_update
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.inference.load import load_model
+from llmsuite.models.adapter_sizes import square_size
 from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.lora_layers import DoraLinear, LoraLinear, PissaLinear
+from llmsuite.models.lora_layers import DoraLinear, LoraLinear, MoraLinear, PissaLinear
 from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.targets import is_factor, quantised_modules, with_adapters
@@ -27,7 +30,9 @@ from tests.unit.families import FAMILIES, tiny
 from tests.unit.models.test_adapters import IDS, adapted, base_of, factors_of, section, write
 from tests.unit.models.test_lora_layers import filled, linear
 
-METHODS = ("mixer", "dora", "pissa")
+METHODS = ("mixer", "dora", "pissa", "mora")
+STRUCTURED = ("mora",)
+"""Those that are no pairs of factors."""
 
 
 def keys_of(method: str) -> dict[str, str]:
@@ -41,7 +46,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     method, family = request.param
     directory = tmp_path_factory.mktemp("methods")
     base_of(family, directory / "base")
-    lora = section(**keys_of(method), rslora=family == "gpt")
+    keys: dict[str, Any] = {"rslora": family == "gpt"}
+    if method in STRUCTURED and family == "gpt":  # whose q, k and v are one matrix in files
+        keys["target_modules"] = ["o_proj", "mlp.*"]
+    lora = section(**keys_of(method), **keys)
     model, modules = adapted(family, directory / "base", lora)
     told = write(directory / "adapter", model, modules, lora, directory / "base")
     return method, family, directory, model, told
@@ -100,7 +108,7 @@ def test_merged_and_unmerged_are_the_same(made: Any) -> None:
     source = add_adapter(base, directory / "adapter")
     merged = load_model(source, CpuBackend())(paddle.to_tensor(IDS)).numpy()
     live = model(paddle.to_tensor(IDS)).numpy()
-    limit = 5e-6 if method == "pissa" else 2e-6  # two updates as large as W
+    limit = 5e-6 if method in ("pissa", *STRUCTURED) else 2e-6  # updates as large as W
     np.testing.assert_allclose(merged, live, rtol=0, atol=limit * np.abs(live).max())
     assert np.abs(live - load_model(base, CpuBackend())(paddle.to_tensor(IDS)).numpy()).max() > 0.1
     for name in source.names:  # of a slice of its rows, too
@@ -124,6 +132,10 @@ def test_files_are_those_of_peft(made: Any) -> None:
     names."""
     method, _, directory, _, _ = made
     names = {name.rpartition(".lora_")[2] for name in safetensors.numpy.load_file(_file(directory))}
+    if method == "mora":  # of which PEFT has no form
+        assert names == {"square"}
+        assert json.loads((directory / "adapter" / "adapter_config.json").read_text())["peft_type"] == "MORA"
+        return
     assert names == {"A.weight", "B.weight"} | ({"magnitude_vector"} if method == "dora" else set())
 
 
@@ -140,7 +152,7 @@ def test_training_begins_with_the_base(method: str, tmp_path: Path) -> None:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     read = with_factors(lambda name, shape, index: base.read(name, index), 3, shapes, lora=lora)
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2].startswith("lora_"):
+        if is_factor(name):
             parameter.set_value(read(name, parameter.shape, [slice(0, n) for n in parameter.shape]))
     wanted = load_model(base, CpuBackend())(paddle.to_tensor(IDS)).numpy()
     np.testing.assert_allclose(model(paddle.to_tensor(IDS)).numpy(), wanted, rtol=0, atol=1e-5)
@@ -152,6 +164,75 @@ def test_dora_on_a_part_of_a_fused_matrix_is_refused() -> None:
     told = Adapters(["model.layers.0.self_attn.q_proj"], lora_config("dora", r=2), Base(None, ""))
     with pytest.raises(UserError, match=r"lora.target_modules: of .*c_attn.* names only .*q_proj"):
         check_layout(told, family, config)
+
+
+# MoRA
+
+
+def paddlenlps(layer: MoraLinear, rank: int) -> Any:
+    """paddlenlp's own layer with the values of ours."""
+    theirs = MoraLinear.__mro__[3](layer.in_features, layer.out_features, r=rank, use_mora=True)
+    for name, value in (("weight", layer.weight), ("bias", layer.bias), ("lora_A", layer.lora_square)):
+        getattr(theirs, name).set_value(value)
+    return theirs
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "rank"), [(6, 10, 1), (10, 6, 2), (48, 80, 4), (8, 30, 2)])
+def test_mora_computes_what_paddlenlp_computes_and_merges_it(num_inputs: int, num_outputs: int, rank: int) -> None:
+    """Of paddlenlp's own, what it merges is something else: it takes the matrix for its transpose."""
+    layer = filled(MoraLinear(linear(num_inputs, num_outputs), lora_config("mora", r=rank)))
+    theirs = paddlenlps(layer, rank)
+    assert type(theirs).__module__ == "paddlenlp.peft.lora.lora_layers"
+    x, weights, found = paddle.randn([2, 4, num_inputs]), paddle.randn([2, 4, num_outputs]), []
+    for each, square in ((layer, layer.lora_square), (theirs, theirs.lora_A)):
+        own = x.clone()
+        own.stop_gradient = False
+        y = each(own)
+        (y * weights).sum().backward()
+        found.append([y.numpy(), own.grad.numpy(), square.grad.numpy()])
+    for ours, wanted in zip(*found):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-4)
+    update = mora_update(layer.lora_square.numpy(), (num_inputs, num_outputs))
+    np.testing.assert_allclose(
+        found[0][0], (layer.base(x) + x @ paddle.to_tensor(update)).numpy(), rtol=1e-4, atol=1e-4
+    )
+    theirs.merge()
+    assert np.abs(theirs(x).numpy() - found[1][0]).max() > 1
+    layer.is_on = False
+    np.testing.assert_array_equal(layer(x).numpy(), layer.base(x).numpy())
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_gradients_of_a_layer_that_computes_its_update_again(drops: bool) -> None:
+    """Those of the same without computing anything again, with a mask on the inputs of the adapter or without."""
+    layer = filled(MoraLinear(linear(7, 9), lora_config("mora", r=2)))
+    x, weights, mask = paddle.randn([2, 3, 7]), paddle.randn([2, 3, 9]), 2.0 * (paddle.randn([2, 3, 7]) > 0)
+    x.stop_gradient = False
+    if drops:
+        layer.lora_dropout = lambda x: x * mask
+    (layer(x) * weights).sum().backward()
+    found = [x.grad.numpy(), layer.lora_square.grad.numpy()]
+    x.clear_gradient()
+    layer.clear_gradients()
+    y = layer.base(x) + layer.update(x * mask if drops else x, layer.lora_square)
+    (y * weights).sum().backward()
+    np.testing.assert_allclose(found[0], x.grad.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[1], layer.lora_square.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_mora_on_a_part_of_a_matrix_in_files_is_refused() -> None:
+    family = FAMILIES["gpt"]
+    config = family.config_cls(**family.smoke)
+    told = Adapters(["model.layers.0.self_attn.q_proj"], lora_config("mora", r=2), Base(None, ""))
+    with pytest.raises(UserError, match=r"lora.target_modules: names .*q_proj, a part of .*c_attn.*choose another"):
+        check_layout(told, family, config)
+
+
+def test_more_rank_than_the_inputs_have_room_for_is_refused() -> None:
+    assert square_size(4, 48, 80) == 22
+    with pytest.raises(UserError, match=r"lora.rank: is 4, .*beside one of 8 x 120 is 22 wide.*lower it to 2"):
+        square_size(4, 8, 120)
+    assert square_size(2, 8, 120) == 16
 
 
 # PiSSA

@@ -148,6 +148,11 @@ def test_kinds_of_adapters(converted: Convert, given: dict[str, Any], expected: 
     assert converted({**LORA, **given}).recipe["lora"] == {"rank": 16, "alpha": 32.0, **expected}
 
 
+def test_mora_has_no_scale(converted: Convert) -> None:
+    recipe = converted({**LORA, "use_mora": True, "rslora": True, "lora_plus_scale": 4.0}).recipe
+    assert recipe["lora"] == {"rank": 16, "method": "mora"}
+
+
 def test_dpo_with_adapters(converted: Convert) -> None:
     recipe = converted(DPO, num_devices=16).recipe
     assert recipe["stage"] == "dpo"
@@ -250,7 +255,7 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ),
     ({**LORA, "model_name_or_path": "baidu/ERNIE-4.5-21B-A3B-PT"}, "lora = True: PaddleNLP names no matrices"),
     ({**LORA, "pissa": True, "lora_use_mixer": True}, "pissa = True: goes with neither"),
-    ({**LORA, "use_mora": True}, "use_mora = True"),
+    ({**LORA, "use_mora": True, "pissa": True}, "use_mora = True: goes with neither"),
     (
         {**LORA, "weight_quantize_algo": "nf4"},
         "weight_quantize_algo = nf4: its blocks or scales are others",
