@@ -31,6 +31,7 @@ EVERYWHERE = ["*_proj", "embed_tokens", "lm_head"]
         ("llama", {"rslora": True, "target_modules": EVERYWHERE}),
         ("qwen", {"method": "mixer"}),
         ("qwen", {"method": "dora"}),
+        ("qwen", {"method": "mora"}),
         ("llama", {"init": "pissa"}),
         ("gpt", {"init": "pissa", "rslora": True}),
         ("deepseek", {"target_modules": ["*_proj"]}),
