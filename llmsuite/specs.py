@@ -55,6 +55,8 @@ class StageProfile:
     updates: int = 0
     """Steps that learn from one rollout, see `Stage.roll_out`; 0 for a stage that learns from its samples as they
     are."""
+    entropy: bool = False
+    """Whether its loss takes the entropy of tokens, `model.token_nll_and_entropy`; for `llmsuite plan`."""
     maxima: tuple[str, ...] = ()
     """Metrics of a step that are the largest number of all ranks, see `Stage.maxima`."""
 

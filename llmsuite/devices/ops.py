@@ -97,6 +97,22 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="none").flatten()
 
 
+def nll_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Negative log-probability of each target, and the entropy of the distribution it is of, in nats. logits [N, V]
+    float32, targets [N] -> [N] each."""
+    shifted = logits - logits.detach().max(-1, keepdim=True)
+    exponentials = shifted.exp()
+    total = exponentials.sum(-1)
+    nll = total.log() - paddle.take_along_axis(shifted, targets.unsqueeze(-1), 1).squeeze(-1)
+    return nll, entropy_of_sums(total, (exponentials * shifted).sum(-1))
+
+
+def entropy_of_sums(total: Tensor, weighted: Tensor) -> Tensor:
+    """Entropy from two sums over the vocabulary, such as ranks have that hold a part of it each: with x the logits less
+    a number m that is the same for all, `total` is the sum of exp(x) and `weighted` that of x exp(x); both [N]."""
+    return total.log() - weighted / total
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderWeights:
     """All parameters of a decoder with grouped-query attention and gated MLPs, in the form of

@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.ops import Ops, nll_and_entropy
 from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.rope import magnitude
 from llmsuite.typing import Tensor
@@ -159,7 +159,7 @@ class CausalLM(nn.Layer):
         """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head`."""
         super().__init__()
         self.config, self.ops = config, ops
-        self.cross_entropy = ops.cross_entropy
+        self.cross_entropy, self.nll_and_entropy = ops.cross_entropy, nll_and_entropy
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
         scores = head_of(config) == "score"
         self.lm_head = None if scores or is_tied(config) else linear(config.hidden_size, config.vocab_size)
@@ -292,6 +292,10 @@ class CausalLM(nn.Layer):
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Hidden states [N, D] and target ids [N] to the negative log-probability of each target, [N] in float32."""
         return self.cross_entropy(self.logits(hidden).astype("float32"), targets)
+
+    def token_nll_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As `token_nll`, and the entropy of each distribution over the vocabulary: [N] each, in float32."""
+        return self.nll_and_entropy(self.logits(hidden).astype("float32"), targets)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] to scores [N] in float32."""

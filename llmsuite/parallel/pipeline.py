@@ -186,6 +186,12 @@ class PipelineStage:
         """Negative log-probability of each target, [N]; zeros where the last layers are not."""
         return self.model.token_nll(hidden, targets) if self.is_last else paddle.zeros([targets.shape[0]])
 
+    def token_nll_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As `token_nll`, and the entropy of each distribution over the vocabulary, in nats: [N] each."""
+        if not self.is_last:
+            return paddle.zeros([targets.shape[0]]), paddle.zeros([targets.shape[0]])
+        return self.model.token_nll_and_entropy(hidden, targets)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V], whole on every rank; zeros where the last layers are not.
 

@@ -16,6 +16,7 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
+from llmsuite.devices.ops import entropy_of_sums
 from llmsuite.launch import calls
 from llmsuite.models.adapter import Adapter
 from llmsuite.models.dropout import Select, TokenDropout
@@ -47,6 +48,7 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
             embedding.forward = lambda input_ids: look_up(input_ids, embedding.weight)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh, vocabulary)
+    model.nll_and_entropy = _vocabulary_parallel_nll_and_entropy(mesh, vocabulary)
     complete_sum, complete_columns = _to(mesh, outside), _to(mesh, whole)  # one for all: compiled layers are alike
     select = _part_of_mask(mesh)
     for name, module in model.named_sublayers():
@@ -241,20 +243,40 @@ def _vocabulary_parallel_cross_entropy(mesh: Mesh, vocabulary: int | None) -> Ca
     """
 
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-        targets = _replicated(targets, mesh)
-        here = logits.shape[-1] // mesh.degrees.tp
-        first = mesh.coordinate["tp"] * here
-        # cut as the logits: else each rank would keep a tensor as long as the whole vocabulary
-        ids = paddle.arange(first, first + here, dtype=targets.dtype)
-        if vocabulary is not None and logits.shape[-1] > vocabulary:
-            lowest = (ids >= vocabulary).astype(logits.dtype) * -1e30
-            logits = logits + dtensor_from_local(lowest, mesh.tensor, [dist.Shard(0)])
-        ids = dtensor_from_local(ids, mesh.tensor, [dist.Shard(0)])
-        shifted = logits - logits.detach().max(-1, keepdim=True)
-        is_target = (ids == targets.unsqueeze(-1)).astype(shifted.dtype)
+        shifted, is_target = _shifted(mesh, vocabulary, logits, targets)
         nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)
         # from here on every rank has the same plain numbers
         whole = [dist.Replicate()]
         return dtensor_to_local(reshard(nll.squeeze(-1), mesh, whole), mesh.tensor, whole)
 
     return cross_entropy
+
+
+def _vocabulary_parallel_nll_and_entropy(
+    mesh: Mesh, vocabulary: int | None
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`devices.ops.nll_and_entropy` of logits that are cut along the vocabulary, in the same way."""
+
+    def nll_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        shifted, is_target = _shifted(mesh, vocabulary, logits, targets)
+        exponentials, whole = shifted.exp(), [dist.Replicate()]
+        sums = [part.sum(-1) for part in (exponentials, exponentials * shifted, shifted * is_target)]
+        total, weighted, picked = (dtensor_to_local(reshard(part, mesh, whole), mesh.tensor, whole) for part in sums)
+        return total.log() - picked, entropy_of_sums(total, weighted)
+
+    return nll_and_entropy
+
+
+def _shifted(mesh: Mesh, vocabulary: int | None, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, V] each, cut along the vocabulary: logits less the largest of their row, and 1 for targets, else 0."""
+    targets = _replicated(targets, mesh)
+    here = logits.shape[-1] // mesh.degrees.tp
+    first = mesh.coordinate["tp"] * here
+    # cut as the logits: else each rank would keep a tensor as long as the whole vocabulary
+    ids = paddle.arange(first, first + here, dtype=targets.dtype)
+    if vocabulary is not None and logits.shape[-1] > vocabulary:
+        lowest = (ids >= vocabulary).astype(logits.dtype) * -1e30
+        logits = logits + dtensor_from_local(lowest, mesh.tensor, [dist.Shard(0)])
+    ids = dtensor_from_local(ids, mesh.tensor, [dist.Shard(0)])
+    shifted = logits - logits.detach().max(-1, keepdim=True)
+    return shifted, (ids == targets.unsqueeze(-1)).astype(shifted.dtype)

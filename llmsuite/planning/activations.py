@@ -67,6 +67,8 @@ class ActivationSettings:
     """Whether the inputs of the experts' matrices are kept: those of quantised ones only for adapters."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
+    entropy: bool = False
+    """Whether the loss takes the entropy of tokens: no kernel makes it in place."""
     rounds_inputs: bool = False
     """Whether the inputs of these modules are rounded too."""
 
@@ -290,6 +292,7 @@ def kept_behind(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSetting
     picked = batch.supervised * (anatomy.hidden * settings.num_bytes + INDEX_BYTES)
     if scores:
         return norm + picked
-    # float32 logits, or the output of their softmax; over tp: shifted logits, exponentials, and which one is the target
-    times = 1 if settings.tp == 1 else 3
+    # float32 logits, or the output of their softmax; for the entropy shifted logits and exponentials; over tp these,
+    # and which one is the target
+    times = 3 if settings.tp > 1 else 2 if settings.entropy else 1
     return norm + picked + batch.supervised * (times * 4 * anatomy.vocabulary / settings.tp + 3 * 4)

@@ -90,6 +90,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         adapts_embedding=layout.adapts_embedding,
         keeps_expert_rows=plan.recipe.lora.base_format is None or bool(experts),
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
+        entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
     )
 
@@ -275,7 +276,8 @@ def _buffers(
     if is_last and not scores_only:
         # forward: logits besides the softmax; backward: its gradient; a fused kernel works in place. 16-bit logits are
         # copied to float32 first
-        wide = 0 if "cross_entropy" in settings.fused and settings.tp == 1 else 4
+        wide = 0 if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy else 4
+        wide += 4 if settings.entropy else 0  # the gradient of the exponentials beside that of the logits
         wide += settings.num_bytes if settings.num_bytes < 4 else 0
         outside = _largest(h for h in held if h.layer is None)
         head = batch.supervised * anatomy.vocabulary / settings.tp * wide + outside

@@ -51,7 +51,8 @@ class TensorParallelTraffic:
             if self._sequence_parallel:
                 self._send("all_gather", piece, "last norm: sequences are gathered")
             if not self._is_scored:
-                self._send("all_reduce", (batch.supervised, 1), "cross-entropy: numbers of each token", 3, width=4)
+                count = 4 if self._layout.plan.profile.entropy else 3
+                self._send("all_reduce", (batch.supervised, 1), "cross-entropy: numbers of each token", count, width=4)
 
     def backward(self, part: int, batch: MicroBatch) -> None:
         """One backward pass, including the forward passes of recomputed layers."""

@@ -55,11 +55,19 @@ class Rollouts:
             seed: of the recipe.
         """
         self._decoder, self._stop_ids, self._decode, self._seed = decoder, set(stop_ids), decode, seed
+        self.further: Callable[[int], Sequence[Any]] = _nothing_further
+        """Gives so many samples that come behind those of the rollout; they are used up then."""
         self.seconds = {"drawing": 0.0, "scoring": 0.0}
         """Time of this rank since the run began."""
 
     def draw(
-        self, prompts: Sequence[RolloutPrompt], step: int, drawing: Drawing, score: Score, num_scores: int
+        self,
+        prompts: Sequence[RolloutPrompt],
+        step: int,
+        drawing: Drawing,
+        score: Score,
+        num_scores: int,
+        before: Sequence[RolloutPrompt] = (),
     ) -> Scored:
         """Completions of each prompt, the same on every rank.
 
@@ -69,11 +77,12 @@ class Rollouts:
             drawing: how to draw.
             score: called with whole groups that this rank has drawn, in the order of the prompts.
             num_scores: components of a score.
+            before: prompts that were drawn before for the same step; groups are numbered behind them.
 
         Raises:
             UserError: a prompt has no room in the model, logits are not finite, or `score` raises it.
         """
-        seen: collections.Counter[tuple[int, ...]] = collections.Counter()
+        seen = collections.Counter(prompt.ids for prompt in before)
         requests = []
         for prompt in prompts:
             requests.append(Request(prompt.ids, request_key(self._seed, step, prompt.ids, seen[prompt.ids])))
@@ -82,12 +91,15 @@ class Rollouts:
         began = time.perf_counter()
         drawn = draw_groups(self._decoder, [requests[i] for i in mine], drawing, self._stop_ids)
         drawn_at = time.perf_counter()
-        completions = [self._completion(prompts[i], i, n, d) for i, of in zip(mine, drawn) for n, d in enumerate(of)]
+        first = len(before)
+        completions = [
+            self._completion(prompts[i], first + i, n, d) for i, of in zip(mine, drawn) for n, d in enumerate(of)
+        ]
         scores = score(completions) if completions else np.zeros([0, num_scores])
         assert scores.shape == (len(completions), num_scores), (scores.shape, len(completions), num_scores)
         self.seconds["drawing"] += drawn_at - began
         self.seconds["scoring"] += time.perf_counter() - drawn_at
-        return self._exchanged(prompts, drawing.num_generations, completions, scores)
+        return self._exchanged(prompts, first, drawing.num_generations, completions, scores)
 
     def _own_share(self, prompts: Sequence[RolloutPrompt]) -> list[int]:
         """Numbers of the prompts that this rank draws for, ascending: long and short ones for everyone."""
@@ -113,11 +125,17 @@ class Rollouts:
         return self._decode(ids[:-1] if finish_reason == "stop" else ids)
 
     def _exchanged(
-        self, prompts: Sequence[RolloutPrompt], count: int, completions: Sequence[Completion], scores: np.ndarray
+        self,
+        prompts: Sequence[RolloutPrompt],
+        first: int,
+        count: int,
+        completions: Sequence[Completion],
+        scores: np.ndarray,
     ) -> Scored:
-        """What all ranks have drawn: each fills its own part of arrays, which are added up."""
+        """What all ranks have drawn, groups numbered from `first`: each fills its own part of arrays, which are added
+        up."""
         num_scores, total = scores.shape[1], len(prompts) * count
-        rows = np.array([c.group * count + c.number for c in completions], "int64")
+        rows = np.array([(c.group - first) * count + c.number for c in completions], "int64")
         heads = np.zeros([total, 2 + 2 * num_scores])  # length, whether it has ended, scores, which are missing
         heads[rows, 0] = [len(c.ids) for c in completions]
         heads[rows, 1] = [c.finish_reason == "stop" for c in completions]
@@ -140,5 +158,9 @@ class Rollouts:
                 own = slice(ends[row] - int(heads[row, 0]), ends[row])
                 ids, logprobs = tokens[0, own].astype("int64").tolist(), tokens[1, own].tolist()
                 drawn = Drawn(np.zeros(0), ids, logprobs, "stop" if heads[row, 1] else "length")
-                groups[-1].append(known.get(row) or self._completion(prompt, i, number, drawn))
+                groups[-1].append(known.get(row) or self._completion(prompt, first + i, number, drawn))
         return Scored(groups, found.reshape(len(prompts), count, num_scores))
+
+
+def _nothing_further(count: int) -> Sequence[Any]:
+    raise AssertionError("an evaluation has its own prompts and no further ones")

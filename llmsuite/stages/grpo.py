@@ -9,36 +9,31 @@ Shapes: C completions, T tokens of completions, one completion after the other.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 
-from llmsuite.data.rows import Prompt
 from llmsuite.errors import UserError
 from llmsuite.rl.advantages import (
     Scale,
     advantages,
     overlong_penalty,
-    pass_at,
     returns_to_go,
     whitened,
     without_signal,
 )
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.drawing import Drawing
-from llmsuite.rl.rewards import Rewards
-from llmsuite.rl.rollouts import RolloutPrompt, Rollouts, Scored
+from llmsuite.rl.rollouts import RolloutPrompt, Rollouts
 from llmsuite.rl.table import completion_rows
 from llmsuite.stages import rl_losses
 from llmsuite.stages.answers import Answer, pack_rows
 from llmsuite.stages.by_token import Total, is_counted, put_advantages, rewards_by_token
+from llmsuite.stages.completions import CompletionStage
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.rl_sections import GrpoSection
-from llmsuite.train.stage import Batch, DropCounts, LossTerms, PrePassKind, RolledOut, Stage, StageContext, Sums
+from llmsuite.train.stage import Batch, LossTerms, PrePassKind, RolledOut, StageContext, Sums
 from llmsuite.typing import Tensor
 
 
@@ -51,64 +46,32 @@ class Group:
     """[completions]. Where there are advantages by token, the rewards that these are made of."""
     is_counted: np.ndarray
     """[completions], bool: those that are learnt from."""
+    entropy_weight: float = 1.0
+    """See `rl_losses.entropy_weight`, of its global batch."""
 
     @property
     def answers(self) -> list[Answer]:
         return [Answer(list(c.prompt_ids), list(c.ids)) for c in self.completions]
 
 
-class GrpoStage(Stage["RolloutPrompt | Group"]):
+class GrpoStage(CompletionStage):
     """Makes completions likelier that have more reward than others of their prompt."""
-
-    row_kind = "prompt"
 
     def __init__(self, section: GrpoSection, context: StageContext):
         super().__init__(section, context)
         recipe: Any = context.recipe
-        rollout, evaluation = recipe.rollout, recipe.eval_rollout
         self._loss, self._normaliser, self._level = section.loss, section.normaliser, section.importance_sampling_level
         self._low, self._high, self._dual = section.epsilon, section.upper, section.dual_clip
         self._estimator, self._scale = section.advantage, section.scale_rewards
         self._beta, self._kl, self._kl_in = section.beta, section.kl, section.kl_in
+        self._entropy_coef, self._size = section.entropy_coef, recipe.train.global_batch_size
         self._masks_truncated, self._overlong = section.mask_truncated, section.overlong_buffer
-        self._patience, self._profile = section.patience, section.profile()
-        self._max_gap, self._longest = rollout.max_logprob_gap, rollout.max_completion_length
-        self._temperature = rollout.temperature
-        self._drawing = Drawing(rollout.num_generations, self._longest, rollout.temperature, rollout.batch_size)
-        self._eval_drawing = dataclasses.replace(
-            self._drawing, num_generations=evaluation.num_generations, temperature=evaluation.temperature
-        )
-        self._pass_at, self._pass_reward = list(evaluation.pass_at), evaluation.pass_reward
-        self._longest_prompt = recipe.data.max_length - self._longest
-        self._template = context.template()
-        self._rewards = Rewards(recipe.reward, context.rewards)
-        self._idle = 0
-        """Rollouts in a row in which no group has a signal."""
+        if self._overlong is not None:
+            self._overlong = min(self._overlong, self._longest)
+        self._profile, self._max_gap = section.profile(), recipe.rollout.max_logprob_gap
         self._gaps: list[Tensor] = []
 
     # data
-
-    def make_samples(self, rows: Sequence[Prompt], counts: DropCounts) -> list[RolloutPrompt]:
-        """Prompts that leave room for a completion."""
-        texts, kept = [], []
-        for number, row in enumerate(rows):
-            try:
-                texts.append(self._template.render(row.messages, add_generation_prompt=True, tools=row.tools))
-                kept.append(row)
-            except UserError as error:
-                counts.bad(number, str(error))
-        prompts = []
-        for row, text, ids in zip(kept, texts, self.context.encode(texts)):
-            if not ids:
-                counts.drop("with a prompt of no tokens (nothing would predict the completion)")
-            elif len(ids) > self._longest_prompt:
-                counts.drop(
-                    f"with a prompt of more than {self._longest_prompt} tokens (data.max_length less "
-                    "rollout.max_completion_length)"
-                )
-            else:
-                prompts.append(RolloutPrompt(tuple(ids), row.columns, text))
-        return prompts
 
     def row_lengths(self, samples: Sequence[RolloutPrompt | Group]) -> np.ndarray | None:
         """[groups, completions], the last token of each being a target only; where the prompt is shared, [groups, 1]:
@@ -136,6 +99,9 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
         batch["weights"] = np.zeros(lengths.sum(), "float32")
         batch["weights"][np.repeat(counted, lengths)] = weights
         batch["weight"] = weight
+        if self._entropy_coef:
+            each = np.repeat([group.entropy_weight for group in groups], [len(group.completions) for group in groups])
+            batch["entropy_weights"] = np.repeat(each * counted, lengths).astype("float32")
         batch["completion_lengths"] = lengths.tolist()
         batch["rewards"] = np.concatenate([group.advantages for group in groups])
         batch["advantages"] = np.repeat(batch["rewards"], lengths).astype("float32")
@@ -146,23 +112,31 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
     # rollouts
 
     def roll_out(self, step: int, samples: Sequence[RolloutPrompt | Group], rollouts: Rollouts) -> RolledOut:
-        """Draw a group for each prompt, and compare the rewards."""
-        scored = self._draw(samples, step, self._drawing, rollouts)
+        """Draw a group for each prompt, or for others in its place, and compare the rewards."""
+        filled = self._fill(step, samples, rollouts)
+        scored, picked = filled.scored, filled.picked
         rewards, metrics = self._judge(scored)
         flat = np.array([c for group in scored.groups for c in group], object)
         if self._overlong is not None:
             lengths = np.array([len(c.ids) for c in flat])
             rewards = rewards + overlong_penalty(lengths, self._longest, self._overlong).reshape(rewards.shape)
-        number = np.repeat(np.arange(len(rewards)), rewards.shape[1])
+        learnt = rewards.copy()
+        if self._is_dynamic:
+            learnt[~filled.is_useful] = np.nan
+            metrics["groups/drawn"], metrics["groups/missing"] = len(scored.groups), filled.num_missing
+        learnt = learnt[picked]
+        number = np.repeat(np.arange(len(learnt)), learnt.shape[1])
         scale: Scale = "none" if self._by_token else self._scale
-        found = advantages(rewards.ravel(), number, self._estimator, scale).reshape(rewards.shape)
-        counted = ~np.isnan(rewards)
+        found = np.zeros(rewards.shape)
+        found[picked] = advantages(learnt.ravel(), number, self._estimator, scale).reshape(learnt.shape)
+        counted = ~np.isnan(learnt)
         if self._masks_truncated:
-            counted &= ~np.array([c.truncated for c in flat]).reshape(counted.shape)
-        metrics["groups/without_signal"] = float(without_signal(rewards.ravel(), number).mean())
+            counted &= ~np.array([c.truncated for c in flat]).reshape(rewards.shape)[picked]
+        idle = ~filled.is_useful if self._is_dynamic else without_signal(learnt.ravel(), number)
+        metrics["groups/without_signal"] = float(idle.mean())
         compared = np.zeros_like(number) if self._estimator == "reinforce" else number
-        self._check_signal(step, bool(without_signal(rewards.ravel(), compared).all()))
-        groups = [Group(*parts) for parts in zip(scored.groups, found, counted)]
+        self._check_signal(step, bool(without_signal(learnt.ravel(), compared).all()))
+        groups = self._weighed([Group(scored.groups[i], found[i], row) for i, row in zip(picked, counted)])
         names = self._rewards.names
         shown = np.full_like(found, np.nan) if self._by_token else found
         rows = completion_rows(scored.groups, scored.scores, names, rewards, shown, version=step - 1)
@@ -184,80 +158,37 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
             put_advantages(batches, returns)
         return {}
 
-    def evaluate_rollouts(self, samples: Sequence[RolloutPrompt | Group], rollouts: Rollouts) -> Mapping[str, float]:
-        """Rewards, lengths, and pass@k."""
-        scored = self._draw(samples, 0, self._eval_drawing, rollouts)
-        rewards, metrics = self._judge(scored)
-        right = (np.nan_to_num(rewards, nan=-np.inf) >= self._pass_reward).sum(1)
-        for k in self._pass_at:
-            metrics[f"pass@{k}"] = float(np.mean([pass_at(int(c), rewards.shape[1], k) for c in right]))
-        return metrics
-
-    def _draw(
-        self, samples: Sequence[RolloutPrompt | Group], step: int, drawing: Drawing, rollouts: Rollouts
-    ) -> Scored:
-        prompts = [sample for sample in samples if isinstance(sample, RolloutPrompt)]
-        assert len(prompts) == len(samples), "completed twice"
-        score = functools.partial(self._rewards.score, total=len(prompts) * drawing.num_generations)
-        scored = rollouts.draw(prompts, step, drawing, score, len(self._rewards.names))
-        self._rewards.check(scored.scores)
-        return scored
-
-    def _judge(self, scored: Scored) -> tuple[np.ndarray, dict[str, float]]:
-        """Rewards [prompts, completions], NaN where one is missing, and the metrics of completions and rewards."""
-        rewards = self._rewards.total(scored.scores)
-        flat = list(itertools.chain(*scored.groups))
-        lengths = [len(c.ids) for c in flat]
-        logprobs = np.concatenate([c.logprobs for c in flat])
-        metrics = {
-            "reward": _mean(rewards),
-            "reward/std": _std(rewards),
-            "rewards/missing": float(np.isnan(rewards).mean()),
-            "entropy": float(-logprobs.mean()),  # an estimate without bias: the tokens are drawn from the model
-            "completions/length": float(np.mean(lengths)),
-            "completions/length_max": float(np.max(lengths)),
-            "completions/truncated": float(np.mean([c.truncated for c in flat])),
-        }
-        for i, name in enumerate(self._rewards.names):
-            metrics[f"rewards/{name}"], metrics[f"rewards/{name}/std"] = (
-                measure(scored.scores[..., i]) for measure in (_mean, _std)
-            )
-        return rewards, metrics
-
-    def _check_signal(self, step: int, is_idle: bool) -> None:
-        """Raises UserError after `patience` rollouts without a signal."""
-        self._idle = self._idle + 1 if is_idle else 0
-        if self._patience is not None and self._idle >= self._patience:
-            raise UserError(
-                f"step {step}: in {self._idle} rollouts in a row (grpo.patience) all completions of each prompt had "
-                "the same reward, so there is nothing to learn; look at completions.jsonl. Are the prompts too easy or "
-                "too hard, are completions truncated before they can be right, does the reward never apply, or has too "
-                "high a learning rate made the model say one thing only?"
-            )
-
-    def state(self) -> dict[str, Any]:
-        return {"idle": self._idle}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._idle = int(state.get("idle", 0))
+    def _weighed(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with the weights of their entropies in the global batch that each is of."""
+        found: list[Group] = []
+        for i in range(0, len(groups), self._size):
+            part = groups[i : i + self._size]
+            lengths = [len(c.ids) for group in part for c, counts in zip(group.completions, group.is_counted) if counts]
+            weight = rl_losses.entropy_weight(self._normaliser, lengths, self._longest)
+            found += [dataclasses.replace(group, entropy_weight=weight) for group in part]
+        return found
 
     # loss
 
     def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
         """Log-probabilities of the tokens before the first update, or by the reference."""
-        batch["old" if kind == "model" else "reference"] = self._logps(model, batch).numpy()
+        batch["old" if kind == "model" else "reference"] = self._logps(model, batch)[0].numpy()
         return {}
 
-    def _logps(self, model: Any, batch: Batch) -> Tensor:
-        """[T]: log-probabilities of the tokens under the distribution they were drawn from."""
-        hidden = hidden_at_positions(model, batch)  # [T, D]
+    def _logps(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """[T] each: log-probabilities of the tokens under the distributions they were drawn from, and where it is
+        needed the entropy of these."""
+        hidden, targets = hidden_at_positions(model, batch), paddle.to_tensor(batch["targets"])  # [T, D]
         if self._temperature != 1:
             hidden = hidden / self._temperature  # as logits are linear in it
-        return -model.token_nll(hidden, paddle.to_tensor(batch["targets"]))
+        if not self._entropy_coef:
+            return -model.token_nll(hidden, targets), None
+        nll, entropy = model.token_nll_and_entropy(hidden, targets)
+        return -nll, entropy
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the tokens; those of completions that do not count weigh 0."""
-        logps = self._logps(model, batch)
+        logps, entropy = self._logps(model, batch)
         taken, weights = paddle.to_tensor(batch["advantages"]), paddle.to_tensor(batch["weights"])
         completions = rl_losses.Completions(batch["completion_lengths"])
         old = paddle.to_tensor(batch["old"]) if "old" in batch else logps.detach()
@@ -277,8 +208,12 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
             observed["kl"] = rl_losses.kl(logps, paddle.to_tensor(batch["reference"]), self._kl)
             losses = losses + self._beta * observed["kl"] if self._kl_in == "loss" else losses
         count = float(len(batch["targets"]))
+        total = (losses * weights).sum()
+        if entropy is not None:
+            observed["entropy/exact"] = entropy
+            total = total - self._entropy_coef * (entropy * paddle.to_tensor(batch["entropy_weights"])).sum()
         sums = {name: (values.detach().sum(), count) for name, values in observed.items()}
-        return LossTerms((losses * weights).sum(), batch["weight"], self._profile.checked(sums))
+        return LossTerms(total, batch["weight"], self._profile.checked(sums))
 
     def maxima(self) -> Mapping[str, float]:
         """The largest difference of a token's log-probabilities."""
@@ -293,12 +228,3 @@ class GrpoStage(Stage["RolloutPrompt | Group"]):
                 f"differ by {metrics['logprob_gap']:.3g} on average, more than rollout.max_logprob_gap "
                 f"{self._max_gap}: what would be learnt is not what was drawn"
             )
-
-
-def _mean(values: np.ndarray) -> float:
-    """Mean of those that are there; 0 if none is."""
-    return float(np.nanmean(values)) if not np.isnan(values).all() else 0.0
-
-
-def _std(values: np.ndarray) -> float:
-    return float(np.nanstd(values)) if not np.isnan(values).all() else 0.0

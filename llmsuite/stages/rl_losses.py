@@ -79,6 +79,14 @@ def token_weights(kind: Normaliser, lengths: Sequence[int], max_length: int) -> 
     return np.repeat(factor, np.asarray(lengths, "int64")).astype("float32"), weight
 
 
+def entropy_weight(kind: Normaliser, lengths: Sequence[int], max_length: int) -> float:
+    """What the entropy of a token weighs in `LossTerms.total`, so that what is divided by the weight of the global
+    batch is the mean over its tokens, whatever the loss is divided by: arguments as of `token_weights`, for the
+    completions of the whole global batch. 0 without tokens."""
+    _, weight = token_weights(kind, lengths, max_length)
+    return weight / sum(lengths) if len(lengths) else 0.0
+
+
 def ratios(logps: Tensor, old: Tensor, level: Level, completions: Completions) -> Tensor:
     """How much likelier a token is than when it was drawn, [T]: exp(logp - old); at the level of sequences the
     geometric mean over its completion, the same for all its tokens (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
@@ -210,22 +218,6 @@ def correction(
         return weight.clip(max=cap)
     inside = paddle.logical_and(weight >= 1 / cap, weight <= cap)
     return weight * inside.astype(weight.dtype)
-
-
-# entropy
-
-
-def entropy(logits: Tensor) -> Tensor:
-    """Entropy of the distributions of logits [N, V], in nats: [N]. Divide the logits by the temperature first."""
-    shifted = logits - logits.detach().max(-1, keepdim=True)
-    weights = shifted.exp()
-    return entropy_of_sums(weights.sum(-1), (weights * shifted).sum(-1))
-
-
-def entropy_of_sums(total: Tensor, weighted: Tensor) -> Tensor:
-    """Entropy from two sums over the vocabulary, such as ranks have that hold a part of it each: with x the logits less
-    a number m that is the same for all, `total` is the sum of exp(x) and `weighted` that of x exp(x); both [N]."""
-    return total.log() - weighted / total
 
 
 # the critic of PPO

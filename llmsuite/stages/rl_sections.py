@@ -26,9 +26,21 @@ class RolloutSection(Section):
     """Logits are divided by it, in rollouts and in the loss."""
     batch_size: PositiveInt = 128
     """Completions that a rank draws together; it decides memory and speed, not what is drawn."""
+    dynamic_sampling: bool = False
+    """Replace prompts without a signal, whose completions all have the same reward (before what overlong_buffer takes
+    off), by the prompts that come behind the global batch (DAPO, Yu et al. 2025, arXiv 2503.14476)."""
+    max_rounds: PositiveInt = 10
+    """With dynamic_sampling: draw so many times for a step at most, each time for a global batch of prompts at most.
+    Nothing is learnt from the places that are not filled then."""
     max_logprob_gap: PositiveFloat | None = 0.1
     """Stop the run when the log-probabilities of tokens as they were drawn and those of the training pass differ by
     more than this on average over a step. null: never."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if not self.dynamic_sampling and self.max_rounds != 10:
+            yield "max_rounds", "has no effect without dynamic_sampling; set that, or remove it"
+        if self.dynamic_sampling and self.num_generations == 1:
+            yield "dynamic_sampling", "compares the completions of a prompt, and num_generations is 1; set it to false"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -105,11 +117,14 @@ class GrpoSection(Section):
     reference: Literal["none", "adapter_off", "copy"] = "none"
     """The reference model, which is the initial one: the model without its adapters, which takes `lora.rank`, or a copy
     of the weights, sharded as they are."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy in the loss, which is kept high: the mean over the completions' tokens, of the whole
+    vocabulary at the temperature of the rollout (as in PPO, Schulman et al. 2017, arXiv 1707.06347, eq. 9)."""
     mask_truncated: bool = False
     """Learn nothing from completions without an end."""
     overlong_buffer: PositiveInt | None = None
     """Take up to 1 off the reward of a completion, the more the closer it comes to rollout.max_completion_length, from
-    so many tokens before that on (DAPO). null: do not."""
+    so many tokens before that on, or from its first token (DAPO). null: do not."""
     patience: PositiveInt | None = 50
     """Stop the run after so many rollouts in a row in which no group has completions of different rewards, so that
     there is nothing to learn. null: never."""
@@ -123,8 +138,14 @@ class GrpoSection(Section):
         if self.reference != "none":
             sums.append("kl")
             prepasses.append(PrePass(kind="adapters_off" if self.reference == "adapter_off" else "reference"))
+        if self.entropy_coef:
+            sums.append("entropy/exact")
         return StageProfile(
-            sums=tuple(sums), prepasses=tuple(prepasses), updates=self.updates, maxima=("logprob_gap/max",)
+            sums=tuple(sums),
+            prepasses=tuple(prepasses),
+            updates=self.updates,
+            maxima=("logprob_gap/max",),
+            entropy=self.entropy_coef > 0,
         )
 
     @property

@@ -52,6 +52,11 @@ class StepReader:
         return next(self._ahead)
 
     @property
+    def further(self) -> int:
+        """Samples that the step has taken besides its global batch: none."""
+        return 0
+
+    @property
     def is_between(self) -> bool:
         """Whether a checkpoint may be written after the step that was read last: after any."""
         return True

@@ -102,6 +102,12 @@ class RolloutReader:
         self._passes = dataclasses.replace(passes, objective=self.objective)
         self._waiting: list[list[Any]] = []
         self._metrics: dict[str, float] = {}
+        self._further = 0
+
+    @property
+    def further(self) -> int:
+        """Samples that the rollout has taken besides its global batches, once its last step was read."""
+        return self._further if self.is_between else 0
 
     @property
     def is_between(self) -> bool:
@@ -141,18 +147,27 @@ class RolloutReader:
         began = time.perf_counter()
         train, stage = self._plan.recipe.train, self._data.stage
         num_updates, size = self._plan.profile.updates, train.global_batch_size
-        rollouts, samples = self._engine.current(), []
+        rollouts, samples, begin = self._engine.current(), [], self._position
+        prompts = self._take(size * num_updates)
         if stage is not None:
             assert rollouts is not None
-            picked = [self._data.order.at(self._position + i) for i in range(size * num_updates)]
-            rolled = stage.roll_out(self._step + 1, [self._data.train[i] for i in picked], rollouts)
+            rollouts.further = self._take
+            rolled = stage.roll_out(self._step + 1, prompts, rollouts)
             samples, self._metrics = list(rolled.samples), dict(rolled.metrics)
             self._drew(self._step + 1, rolled.completions)
             assert len(samples) == size * num_updates, "a rollout gives a sample for each that it gets"
-        self._position += size * num_updates
+        self._further = self._position - begin - size * num_updates
+        if self._mesh.has_middle:
+            self._further = int(*collective.from_first_rank([self._further]))
+        self._position = begin + size * num_updates + self._further
         self._waiting = [self._dealt(samples[i : i + size]) for i in range(0, size * num_updates, size)]
         self._run_prepasses()
         self._metrics["rollout_seconds"] = time.perf_counter() - began
+
+    def _take(self, count: int) -> list[Any]:
+        """The next samples of the stream."""
+        self._position += count
+        return [self._data.train[self._data.order.at(self._position - count + i)] for i in range(count)]
 
     def _dealt(self, samples: Sequence[Any]) -> list[Any]:
         """This rank's batches of a step; in the middle of a pipeline as many that nobody looks at."""

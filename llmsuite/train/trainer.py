@@ -188,7 +188,7 @@ class Trainer:
                 )
                 metrics = reader.finished(metrics)
                 self.window.busy += time.perf_counter() - started - (calls.waited() - waited)
-                self.samples += cadence.global_batch_size
+                self.samples += cadence.global_batch_size + reader.further
                 # any rank's signal stops all, at the same step
                 stopping, save_asked, is_bad = (metrics.pop(name, 0.0) > 0 for name in (*VOTES, "roll_back"))
                 if metrics.get("skipped"):

@@ -22,11 +22,16 @@ WORDS = (
 _TP, _PP = {"tensor_parallel_degree": 2, "sequence_parallel": True}, {"pipeline_parallel_degree": 2}
 RUNS: dict[str, tuple[str, ...]] = {
     "plain": (),
-    "adapters": ("--lora.rank=4", "--grpo.reference=adapter_off", "--grpo.beta=0.1", "--grpo.loss=grpo"),
+    "adapters": (
+        "--lora.rank=4", "--grpo.reference=adapter_off", "--grpo.beta=0.1", "--grpo.loss=grpo",
+        "--grpo.entropy_coef=0.1",
+    ),
     "updates": (
         "--grpo.updates=2", "--grpo.reference=copy", "--grpo.beta=0.1", "--rollout.temperature=0.8",
-        "--grpo.loss=dr_grpo", "--grpo.scale_rewards=none",
+        "--grpo.loss=dr_grpo", "--grpo.scale_rewards=none", "--grpo.entropy_coef=0.1",
+        "--train.learning_rate=0.05",
     ),
+    "dynamic": ("--rollout.dynamic_sampling=true", "--rollout.max_rounds=3", "--rollout.num_generations=2"),
     "experts": ("--grpo.importance_sampling_level=sequence",),
 }  # fmt: skip
 SPREADS: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
@@ -37,6 +42,7 @@ SPREADS: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "pp4": ("plain", 4, {"pipeline_parallel_degree": 4}, ()),
     "adapters, tp2-pp2": ("adapters", 4, {**_TP, **_PP}, ()),
     "updates, stage3": ("updates", 2, {"sharding": "stage3"}, ()),
+    "dynamic, pp4": ("dynamic", 4, {"pipeline_parallel_degree": 4}, ()),
     "experts, ep2": ("experts", 2, {"expert_parallel_degree": 2}, ()),
 }
 """What it is compared with, ranks, what is parallel, and more overrides."""
@@ -73,6 +79,8 @@ def test_rollouts_and_updates_equal_those_of_one_process(runner: Runner, failed:
         assert abs(a["loss"] - b["loss"]) <= LIMIT
         for key in ("grad_norm", "entropy", "ratio", *(["kl"] if run in ("adapters", "updates") else [])):
             assert math.isclose(a[key], b[key], rel_tol=1e-4 if key == "kl" else LIMIT, abs_tol=1e-8), key
+        assert ("entropy/exact" in b) == (run in ("adapters", "updates"))
+        assert math.isclose(a.get("entropy/exact", 0), b.get("entropy/exact", 0), rel_tol=LIMIT)
 
 
 _EXACT = ("tokens", "supervised_tokens", "reward", "rewards/format", "completions/length", "groups/without_signal")
@@ -95,7 +103,7 @@ def test_rollouts_and_training_compute_the_same(runner: Runner, failed: dict[str
         assert all(record["logprob_gap/max"] <= 1e-4 for record in runner.metrics(name)), name
 
 
-@pytest.mark.parametrize("run", ["plain", "updates"])
+@pytest.mark.parametrize("run", ["plain", "updates", "dynamic"])
 def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed: dict[str, str], run: str) -> None:
     name = f"{run} again"
     directory = runner.directory / name
@@ -109,6 +117,18 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed:
         expected, found = runner.weights(run, STEPS, stem), runner.weights(name, STEPS, stem)
         assert expected.keys() == found.keys()
         assert all(np.array_equal(expected[key], found[key]) for key in expected)
+
+
+def test_other_prompts_take_the_place_of_those_without_a_signal(runner: Runner, failed: dict[str, str]) -> None:
+    taken, records = 0, runner.metrics("dynamic")
+    epoch = records[0]["groups/drawn"] / records[0]["epoch"]
+    for record in records:
+        taken += record["groups/drawn"]
+        assert record["epoch"] == pytest.approx(taken / epoch)
+        assert record["groups/without_signal"] < 1
+    assert taken > STEPS * 8
+    state = json.loads((runner.directory / "dynamic" / "checkpoints" / f"step-{STEPS}" / "state.json").read_text())
+    assert state["samples"] == taken
 
 
 def _lasting(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

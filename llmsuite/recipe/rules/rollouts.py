@@ -53,6 +53,21 @@ def _split_rollout(context: RuleContext) -> Iterator[Violation]:
             yield key, f"is {value}; it has to be a multiple of {name}.updates = {updates}, the steps of a rollout"
 
 
+def _uneven_epochs(context: RuleContext) -> Iterator[Violation]:
+    rollout, recipe = _rollout(context), context.recipe
+    if rollout is None or not getattr(rollout, "dynamic_sampling", False):
+        return
+    why = "with rollout.dynamic_sampling nobody knows beforehand how many prompts a step takes"
+    if recipe.train.max_steps is None:
+        yield "train.num_epochs", f"{why}, so not how many steps an epoch has; set max_steps"
+    for key, value in {
+        "train.eval_steps": recipe.train.eval_steps,
+        "checkpoint.save_steps": recipe.checkpoint.save_steps,
+    }.items():
+        if value == "epoch":
+            yield key, f"is epoch: {why}; give a number of steps"
+
+
 def _rolled_back(context: RuleContext) -> Iterator[Violation]:
     if _updates(context) and context.recipe.train.may_roll_back:
         key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
@@ -93,6 +108,12 @@ ROLLOUT_RULES = (
         "checkpoints have no rollouts, so that its steps are not separated",
         (),
         _split_rollout,
+    ),
+    Rule(
+        "epochs with `rollout.dynamic_sampling`",
+        "how many prompts a step takes depends on what is drawn",
+        (),
+        _uneven_epochs,
     ),
     Rule("`roll_back` with rollouts", "it would skip prompts of a rollout that is under way", (), _rolled_back),
     Rule(

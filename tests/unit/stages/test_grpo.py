@@ -22,6 +22,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.rollouts import RolloutPrompt, Scored
+from llmsuite.stages import rl_losses
 from llmsuite.stages.grpo import Group, GrpoStage
 from llmsuite.train.data import make_stage
 from llmsuite.train.initial_values import initial_values
@@ -136,6 +137,40 @@ def test_a_gradient_does_not_depend_on_the_cut(registry: Registry, loss: str) ->
             assert np.abs(found[name] - expected).max() <= 1e-6 * max(1.0, np.abs(expected).max()), name
 
 
+def _entropies(live: Llama, c: Completion, temperature: float) -> np.ndarray:
+    with paddle.no_grad():
+        logits = live(paddle.to_tensor([[*c.prompt_ids, *c.ids]])).numpy()[0]
+    rows = np.array([log_softmax(row) for row in logits[len(c.prompt_ids) - 1 : -1] / temperature])
+    return -(np.exp(rows) * rows).sum(-1)
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
+def test_the_entropy_is_a_mean_over_tokens_whatever_the_loss_is(registry: Registry, loss: str) -> None:
+    words, live = [f"--grpo.loss={loss}", "--rollout.temperature=0.7"], model()
+    counted = [c for g in groups() for c, counts in zip(g.completions, g.is_counted) if counts]
+    normaliser = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}[loss]
+    weight = rl_losses.entropy_weight(normaliser, [len(c.ids) for c in counted], 7)  # type: ignore[arg-type]
+    weighed = [dataclasses.replace(group, entropy_weight=weight) for group in groups()]
+
+    def value(coef: float, size: int) -> float:
+        made = stage(registry, *words, f"--grpo.entropy_coef={coef}", padding_free=size == 2)
+        terms = [made.loss(live, made.collate(weighed[i : i + size])) for i in range(0, 3, size)]
+        return sum(float(t.total) for t in terms) / sum(t.weight for t in terms)
+
+    mean = np.concatenate([_entropies(live, c, 0.7) for c in counted]).mean()
+    for size in (1, 2, 3):
+        assert value(0.5, size) - value(0.0, size) == pytest.approx(-0.5 * mean, abs=2e-6)
+
+
+def test_rollouts_weigh_entropies_by_their_own_global_batch(registry: Registry) -> None:
+    words = ["--train.global_batch_size=1", "--checkpoint.save_steps=2", "--launch.num_devices=4"]
+    rl = ["--grpo.updates=2", "--grpo.entropy_coef=0.1", "--grpo.loss=grpo", "--reward.max_failed=0.5"]
+    made = stage(registry, *words, *rl)
+    first, second = _roll(made, [[1.0, np.nan, 0.0, 0.0, 0.0], [1.0] * 5]).samples
+    assert (first.entropy_weight, second.entropy_weight) == (4 / 12, 5 / 15)
+    assert rl_losses.entropy_weight("sequence_mean", [], 7) == 0.0
+
+
 def test_completions_that_do_not_count_change_nothing(registry: Registry) -> None:
     made, live, changed = stage(registry), model(), groups()
     assert not changed[1].is_counted[1]
@@ -152,6 +187,7 @@ class Given:
     def __init__(self, rewards: Sequence[Sequence[float]], truncated: bool = False):
         self._rewards = np.array(rewards, "float64")
         self._reason = "length" if truncated else "stop"
+        self.further = None
 
     def draw(self, prompts: Sequence[RolloutPrompt], *args: Any) -> Scored:
         count = self._rewards.shape[1]
@@ -229,6 +265,77 @@ def test_truncated_completions_are_masked_or_cost(registry: Registry) -> None:
     costly = _roll(stage(registry, "--grpo.overlong_buffer=6", "--grpo.scale_rewards=none"), rewards)
     assert costly.samples[0].advantages == pytest.approx([0.5, -0.5])  # all are as long
     assert costly.metrics["reward"] == 0.5
+    # of 7 tokens 3: longer than a completion may be, the buffer begins with the first
+    whole = ["--grpo.overlong_buffer=205", "--grpo.advantage=reinforce", "--grpo.scale_rewards=none"]
+    assert _roll(stage(registry, *whole), rewards).samples[0].advantages == pytest.approx([1 - 3 / 7, -3 / 7])
+
+
+class Stream:
+    """Rollouts whose prompts have rewards of their own, by their first token, and further prompts."""
+
+    def __init__(self, rewards: dict[int, list[float]], further: Sequence[int] = ()):
+        self.rewards, self.left, self.calls = rewards, list(further), list[tuple[list[int], int]]()
+
+    def further(self, count: int) -> list[RolloutPrompt]:
+        taken, self.left = self.left[:count], self.left[count:]
+        return [RolloutPrompt((first,)) for first in taken]
+
+    def draw(self, prompts: Sequence[RolloutPrompt], *args: Any) -> Scored:
+        before = args[-1]
+        self.calls.append(([p.ids[0] for p in prompts], len(before)))
+        found = Given([self.rewards[p.ids[0]] for p in prompts]).draw(prompts)
+        groups = [[dataclasses.replace(c, group=c.group + len(before)) for c in group] for group in found.groups]
+        return Scored(groups, found.scores)
+
+
+def _sampled(registry: Registry, stream: Stream, first: Sequence[int], *words: str) -> Any:
+    made = stage(registry, "--rollout.dynamic_sampling=true", *words)
+    return made.roll_out(1, [RolloutPrompt((number,)) for number in first], stream)  # type: ignore[arg-type]
+
+
+def test_prompts_without_a_signal_are_replaced_by_those_behind(registry: Registry) -> None:
+    same, other = [1.0, 1.0], [1.0, 0.0]
+    stream = Stream({1: same, 2: other, 3: same, 4: [0.0, 0.0], 5: other, 6: other, 7: other}, [4, 5, 6, 7])
+    rolled = _sampled(registry, stream, [1, 2, 3])
+    assert stream.calls == [([1, 2, 3], 0), ([4, 5, 6], 3)]  # one of three had a signal: six for two, three at most
+    assert [sample.completions[0].prompt_ids for sample in rolled.samples] == [(2,), (5,), (6,)]
+    assert all(sample.is_counted.all() and sample.advantages.any() for sample in rolled.samples)
+    named = {name: rolled.metrics[f"groups/{name}"] for name in ("without_signal", "drawn", "missing")}
+    assert named == {"without_signal": 0.5, "drawn": 6, "missing": 0}
+    assert rolled.metrics["reward"] == pytest.approx((2 + 1 + 2 + 0 + 1 + 1) / 12)
+    assert [row["group"] for row in rolled.completions[::2]] == [0, 1, 2, 3, 4, 5]
+    assert [row["advantage"] != 0 for row in rolled.completions[::2]] == [False, True, False, False, True, True]
+
+
+def test_rounds_are_bounded_and_what_is_missing_is_counted(registry: Registry) -> None:
+    rewards = {1: [1.0, 1.0], 2: [1.0, 0.0], 3: [0.0, 0.0], 4: [0.0, 0.0], 5: [1.0, 0.0]}
+    stream = Stream(rewards, [3, 4, 5])
+    rolled = _sampled(registry, stream, [1, 2], "--rollout.max_rounds=2")
+    assert [drawn for drawn, _ in stream.calls] == [[1, 2], [3, 4]]
+    assert [sample.is_counted.tolist() for sample in rolled.samples] == [[False, False], [True, True]]
+    assert (rolled.metrics["groups/missing"], rolled.metrics["groups/drawn"]) == (1, 4)
+    assert stage(registry).collate(rolled.samples)["weight"] == 6  # tokens of one group
+
+
+def test_rewards_may_be_missing_of_a_step_not_of_a_round(registry: Registry) -> None:
+    rewards = {1: [1.0, 0.0], 2: [1.0, 1.0], 3: [1.0, np.nan], 4: [1.0, 0.0]}
+    rolled = _sampled(registry, Stream(rewards, [3, 4]), [1, 2], "--reward.max_failed=0.15")
+    assert rolled.metrics["groups/drawn"] == 4
+    with pytest.raises(UserError, match=r"reward\.max_failed"):
+        _sampled(registry, Stream(rewards, [3, 4]), [1, 2], "--reward.max_failed=0.12")
+
+
+def test_what_is_taken_off_long_completions_is_no_signal(registry: Registry) -> None:
+    class Lengths(Stream):
+        def draw(self, prompts: Sequence[RolloutPrompt], *args: Any) -> Scored:
+            scored = super().draw(prompts, *args)
+            groups = [[dataclasses.replace(c, ids=[5] * (3 + n), logprobs=[-1.0] * (3 + n)) for n, c in enumerate(g)]
+                      for g in scored.groups]  # fmt: skip
+            return Scored(groups, scored.scores)
+
+    stream = Lengths({1: [1.0, 1.0], 2: [1.0, 0.0]}, [2])
+    rolled = _sampled(registry, stream, [1], "--grpo.overlong_buffer=6")
+    assert [sample.completions[0].prompt_ids for sample in rolled.samples] == [(2,)]
 
 
 def test_a_run_without_a_signal_stops(registry: Registry) -> None:
@@ -301,6 +408,10 @@ def test_prompts_keep_their_columns_and_leave_room(registry: Registry) -> None:
         ("grpo.epsilon_high", ["--grpo.loss=sapo", "--grpo.epsilon_high=0.1"]),
         ("grpo.dual_clip", ["--grpo.dual_clip=1.1"]),
         ("grpo.scale_rewards", ["--grpo.advantage=reinforce"]),
+        ("rollout.max_rounds", ["--rollout.max_rounds=3"]),
+        ("rollout.dynamic_sampling", ["--rollout.dynamic_sampling=true", "--rollout.num_generations=1"]),
+        ("train.num_epochs", ["--rollout.dynamic_sampling=true", "--train.max_steps=null", "--train.num_epochs=1"]),
+        ("train.eval_steps", ["--rollout.dynamic_sampling=true", "--train.eval_steps=epoch"]),
         ("data.num_workers", ["--data.num_workers=2"]),
         ("eval_rollout.pass_at", ["--eval_rollout.pass_at=[2]"]),
         ("eval_rollout.num_generations", ["--eval_rollout.num_generations=2"]),

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.devices.ops import entropy_of_sums, nll_and_entropy
 from llmsuite.rl.advantages import advantages
 from llmsuite.stages import rl_losses
 from llmsuite.stages.rl_losses import Completions
@@ -267,10 +268,12 @@ def test_entropy_of_parts_is_that_of_the_whole(logits: list[float], cut: int) ->
     wide = np.array([logits])
     logps = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
     wanted = -(np.exp(logps) * logps).sum()
-    assert rl_losses.entropy(tensor(wide, "float64")).item() == pytest.approx(wanted, abs=1e-9)
+    nll, entropy = nll_and_entropy(tensor(wide, "float64"), paddle.to_tensor([0]))
+    assert entropy.item() == pytest.approx(wanted, abs=1e-9)
+    assert nll.item() == pytest.approx(-logps[0, 0], abs=1e-9)
     parts = [part - wide.max() for part in (wide[:, :cut], wide[:, cut:])]
     sums = [sum(function(part).sum(-1) for part in parts) for function in (np.exp, lambda x: x * np.exp(x))]
-    found = rl_losses.entropy_of_sums(*(tensor(x, "float64") for x in sums))
+    found = entropy_of_sums(*(tensor(x, "float64") for x in sums))
     assert found.item() == pytest.approx(wanted, abs=1e-9)
 
 

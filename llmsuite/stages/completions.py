@@ -1,0 +1,155 @@
+"""What stages have in common that learn from completions the model draws: prompts, rewards, rounds and evaluations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.data.rows import Prompt
+from llmsuite.errors import UserError
+from llmsuite.rl.advantages import pass_at, without_signal
+from llmsuite.rl.drawing import Drawing
+from llmsuite.rl.rewards import Rewards
+from llmsuite.rl.rollouts import RolloutPrompt, Rollouts, Scored
+from llmsuite.rl.rounds import Filled, draw_until_full
+from llmsuite.train.stage import DropCounts, Stage, StageContext
+
+
+class CompletionStage(Stage[Any]):
+    """Base of stages with rollouts: samples are prompts until `roll_out` has completed them."""
+
+    row_kind = "prompt"
+
+    def __init__(self, section: Any, context: StageContext):
+        """`section` has `patience`; the recipe has the sections `rollout`, `reward` and `eval_rollout`."""
+        super().__init__(section, context)
+        recipe: Any = context.recipe
+        rollout, evaluation = recipe.rollout, recipe.eval_rollout
+        self._patience, self._longest = section.patience, rollout.max_completion_length
+        self._temperature = rollout.temperature
+        self._drawing = Drawing(rollout.num_generations, self._longest, rollout.temperature, rollout.batch_size)
+        self._eval_drawing = dataclasses.replace(
+            self._drawing, num_generations=evaluation.num_generations, temperature=evaluation.temperature
+        )
+        self._is_dynamic = rollout.dynamic_sampling
+        self._max_rounds = rollout.max_rounds if self._is_dynamic else 1
+        self._pass_at, self._pass_reward = list(evaluation.pass_at), evaluation.pass_reward
+        self._longest_prompt = recipe.data.max_length - self._longest
+        self._template = context.template()
+        self._rewards = Rewards(recipe.reward, context.rewards)
+        self._idle = 0
+        """Rollouts in a row in which no group has a signal."""
+
+    def make_samples(self, rows: Sequence[Prompt], counts: DropCounts) -> list[RolloutPrompt]:
+        """Prompts that leave room for a completion."""
+        texts, kept = [], []
+        for number, row in enumerate(rows):
+            try:
+                texts.append(self._template.render(row.messages, add_generation_prompt=True, tools=row.tools))
+                kept.append(row)
+            except UserError as error:
+                counts.bad(number, str(error))
+        prompts = []
+        for row, text, ids in zip(kept, texts, self.context.encode(texts)):
+            if not ids:
+                counts.drop("with a prompt of no tokens (nothing would predict the completion)")
+            elif len(ids) > self._longest_prompt:
+                counts.drop(
+                    f"with a prompt of more than {self._longest_prompt} tokens (data.max_length less "
+                    "rollout.max_completion_length)"
+                )
+            else:
+                prompts.append(RolloutPrompt(tuple(ids), row.columns, text))
+        return prompts
+
+    def _fill(self, step: int, samples: Sequence[Any], rollouts: Rollouts) -> Filled:
+        """Completions of the samples, with dynamic sampling until each has a signal or is replaced."""
+
+        def useful(scored: Scored) -> np.ndarray:
+            if not self._is_dynamic:
+                return np.ones(len(scored.groups), bool)
+            rewards = self._rewards.total(scored.scores)
+            return ~without_signal(rewards.ravel(), np.repeat(np.arange(len(rewards)), rewards.shape[1]))
+
+        def draw(prompts: Sequence[Any], before: Sequence[Any]) -> Scored:
+            return self._draw(prompts, step, self._drawing, rollouts, before)
+
+        filled = draw_until_full(samples, draw, useful, rollouts.further, self._max_rounds)
+        self._rewards.check(filled.scored.scores)
+        return filled
+
+    def evaluate_rollouts(self, samples: Sequence[Any], rollouts: Rollouts) -> Mapping[str, float]:
+        """Rewards, lengths, and pass@k."""
+        scored = self._draw(samples, 0, self._eval_drawing, rollouts)
+        self._rewards.check(scored.scores)
+        rewards, metrics = self._judge(scored)
+        right = (np.nan_to_num(rewards, nan=-np.inf) >= self._pass_reward).sum(1)
+        for k in self._pass_at:
+            metrics[f"pass@{k}"] = float(np.mean([pass_at(int(c), rewards.shape[1], k) for c in right]))
+        return metrics
+
+    def _draw(
+        self,
+        samples: Sequence[Any],
+        step: int,
+        drawing: Drawing,
+        rollouts: Rollouts,
+        before: Sequence[RolloutPrompt] = (),
+    ) -> Scored:
+        prompts = [sample for sample in samples if isinstance(sample, RolloutPrompt)]
+        assert len(prompts) == len(samples), "completed twice"
+        score = functools.partial(self._rewards.score, total=(len(prompts) + len(before)) * drawing.num_generations)
+        return rollouts.draw(prompts, step, drawing, score, len(self._rewards.names), before)
+
+    def _judge(self, scored: Scored) -> tuple[np.ndarray, dict[str, float]]:
+        """Rewards [prompts, completions], NaN where one is missing, and the metrics of completions and rewards."""
+        rewards = self._rewards.total(scored.scores)
+        flat = list(itertools.chain(*scored.groups))
+        lengths = [len(c.ids) for c in flat]
+        logprobs = np.concatenate([c.logprobs for c in flat])
+        metrics = {
+            "reward": _mean(rewards),
+            "reward/std": _std(rewards),
+            "rewards/missing": float(np.isnan(rewards).mean()),
+            "entropy": float(-logprobs.mean()),  # an estimate without bias: the tokens are drawn from the model
+            "completions/length": float(np.mean(lengths)),
+            "completions/length_max": float(np.max(lengths)),
+            "completions/truncated": float(np.mean([c.truncated for c in flat])),
+        }
+        for i, name in enumerate(self._rewards.names):
+            metrics[f"rewards/{name}"], metrics[f"rewards/{name}/std"] = (
+                measure(scored.scores[..., i]) for measure in (_mean, _std)
+            )
+        return rewards, metrics
+
+    def _check_signal(self, step: int, is_idle: bool) -> None:
+        """Raises UserError after `patience` rollouts without a signal."""
+        self._idle = self._idle + 1 if is_idle else 0
+        if self._patience is not None and self._idle >= self._patience:
+            key = f"{self.context.recipe.stage}.patience"
+            raise UserError(
+                f"step {step}: in {self._idle} rollouts in a row ({key}) all completions of each prompt had the same "
+                "reward, so there is nothing to learn; look at completions.jsonl. Are the prompts too easy or too "
+                "hard, are completions truncated before they can be right, does the reward never apply, or has too "
+                "high a learning rate made the model say one thing only?"
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"idle": self._idle}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._idle = int(state.get("idle", 0))
+
+
+def _mean(values: np.ndarray) -> float:
+    """Mean of those that are there; 0 if none is."""
+    return float(np.nanmean(values)) if not np.isnan(values).all() else 0.0
+
+
+def _std(values: np.ndarray) -> float:
+    return float(np.nanstd(values)) if not np.isnan(values).all() else 0.0
