@@ -22,6 +22,8 @@ from llmsuite.errors import UserError
 from llmsuite.threads import in_threads
 
 MANIFEST = "manifest.json"
+ELSEWHERE = "elsewhere.json"
+"""Lists the files of a manifest that lie on the disks of other machines, each with its machine and rank."""
 _CHUNK = 1 << 20
 
 
@@ -103,12 +105,23 @@ def os_errors(final: Path, otherwise: str = "nothing was changed") -> Iterator[l
 
 def _commit(temporary: Path, final: Path, manifest: dict[str, Any], outcome: list[str]) -> None:
     """Flush a filled directory to disk, and rename it to its final name."""
-    known, files = manifest.get("files", {}), {}
-    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-        fsync(path)
-        name = path.relative_to(temporary).as_posix()
-        files[name] = known.get(name) or {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    files = flush_files(temporary, manifest.get("files", {}))
     write_json(temporary / MANIFEST, {**manifest, "files": files})
+    publish(temporary, final, outcome)
+
+
+def flush_files(directory: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Flush every file of a directory to disk. Returns their entries of a manifest; those `known` are not hashed."""
+    files = {}
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+        fsync(path)
+        name = path.relative_to(directory).as_posix()
+        files[name] = known.get(name) or {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    return files
+
+
+def publish(temporary: Path, final: Path, outcome: list[str]) -> None:
+    """Give a directory whose files are on disk its final name; see `os_errors` for `outcome`."""
     fsync(temporary)
     if final.exists():
         _replace(final, temporary)
@@ -137,13 +150,31 @@ def _old(final: Path) -> Path:
     return final.with_name(final.name + ".old")
 
 
-def broken_file(directory: Path, check_hashes: bool = True, without: str | None = None) -> str | None:
-    """The first fault of a committed directory, None when it is whole. Files with the suffix `without` are left out."""
+def broken_file(
+    directory: Path, check_hashes: bool = True, without: str | None = None, here_only: bool = False
+) -> str | None:
+    """The first fault of a committed directory, None when it is whole. Files with the suffix `without` are left out;
+    with `here_only` also those that lie on another machine, see `ELSEWHERE`."""
     try:
-        files = read_manifest(directory)
+        files, elsewhere = read_manifest(directory), lying_elsewhere(directory)
     except UserError as error:
         return str(error)
+    if elsewhere and not here_only:
+        name, place = next(iter(elsewhere.items()))
+        return (
+            f"{directory} has the files of one machine only: rank {place['rank']} wrote {name} on machine "
+            f"{place['machine']}; bring them together by `llmsuite merge`, or copy them into one directory"
+        )
+    files = {path: ranges for path, ranges in files.items() if path.name not in elsewhere}
     return first_fault({p: ranges for p, ranges in files.items() if p.suffix != without}, check_hashes)
+
+
+def lying_elsewhere(directory: Path) -> dict[str, dict[str, int]]:
+    """The files of a committed directory that are not here but on other machines: `machine` and `rank` by name."""
+    if not (directory / ELSEWHERE).is_file():
+        return {}
+    entries = read_json_file(directory / ELSEWHERE)["files"].items()
+    return {name: place for name, place in entries if not (directory / name).is_file()}
 
 
 def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True) -> str | None:
@@ -159,7 +190,9 @@ def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True
 
 def damaged_tensors(directory: Path) -> list[str]:
     """The tensors, as `file:tensor`, that differ from manifest.json or cannot be read."""
-    files = {path: [r for r in ranges if r.tensor] for path, ranges in read_manifest(directory).items()}
+    elsewhere = lying_elsewhere(directory)
+    here = {path: ranges for path, ranges in read_manifest(directory).items() if path.name not in elsewhere}
+    files = {path: [r for r in ranges if r.tensor] for path, ranges in here.items()}
     return list(_damaged(files, lambda path, found, fault: f"{path.name}:{found.tensor}"))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llmsuite.checkpoint.adapter_dir import CONFIGS
 from llmsuite.errors import UserError
-from llmsuite.files import broken_file, read_json_file, remove_directory, write_text_atomic
+from llmsuite.files import broken_file, lying_elsewhere, read_json_file, remove_directory, write_text_atomic
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -73,11 +73,17 @@ def find_model(path: Path) -> Path:
         UserError: it is neither.
     """
     if is_run(path):
-        whole = (p for _, p in reversed(list_steps(path / "checkpoints")) if broken_file(p, check_hashes=False) is None)
-        found = next(whole, None)
-        if found is None:
-            raise UserError(f"{path}: none of its checkpoints is whole; see: llmsuite checkpoints list {path}")
-        return found
+        faults = []
+        for _, found in reversed(list_steps(path / "checkpoints")):
+            fault = broken_file(found, check_hashes=False)
+            if fault is None:
+                return found
+            faults.append(f": {fault}")
+        raise UserError(
+            f"{path}: none of its checkpoints is whole{''.join(faults[:1])}; see: llmsuite checkpoints list {path}"
+        )
+    if lying_elsewhere(path):
+        raise UserError(str(broken_file(path, check_hashes=False)))
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
     return path
@@ -96,7 +102,15 @@ def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:
 
     Returns:
         The checkpoints that were deleted.
+
+    Raises:
+        UserError: this machine has only parts of them.
     """
+    if any(lying_elsewhere(path) for _, path in list_steps(root)):
+        raise UserError(
+            f"{root}: parts of its checkpoints are on other machines, and what is deleted here would be torn there; "
+            "checkpoint.keep_last deletes on all machines"
+        )
     best = load_best(root)
     named = {f"step-{best.step}"} if best else set()
     if (root / "latest").is_file():

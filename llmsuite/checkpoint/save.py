@@ -10,7 +10,8 @@ A run that trains adapters writes `adapter_dir` files in place of the model.
 
 Several ranks write one checkpoint. Each writes files of its own into `step-N.tmp` and leaves a note of them there,
 `rank-0000R.json`, or of its error. Rank 0 waits for the notes and commits the directory. This needs no process group,
-so it can be done in the background while training goes on.
+so it can be done in the background while training goes on. Where machines share no directory, the first rank of each
+does what rank 0 does, for the ranks of its machine; `own_disks` has how they agree.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from llmsuite.checkpoint.adapter_dir import Adapters
 from llmsuite.checkpoint.adapter_writer import write_adapters
 from llmsuite.checkpoint.directory import list_steps, load_best
 from llmsuite.checkpoint.model_writer import OrderedGather, write_model
+from llmsuite.checkpoint.own_disks import OwnDisk, commit, hear, tell
 from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.checkpoint.train_state import FORMAT, TrainState
@@ -94,6 +96,18 @@ class CheckpointJob:
     """The adapters, where they are all that is trained; rank 0 writes them."""
     rank: int = 0
     num_ranks: int = 1
+    disk: OwnDisk | None = None
+    """This machine, where machines share no directory."""
+
+    @property
+    def own_ranks(self) -> Sequence[int]:
+        """The ranks that write into the directory that this one sees; the first of them leads."""
+        return range(self.num_ranks) if self.disk is None else self.disk.own_ranks
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this rank begins and commits the directory."""
+        return self.rank == self.own_ranks[0]
 
     @property
     def final(self) -> Path:
@@ -165,8 +179,9 @@ def begin(job: CheckpointJob) -> None:
 def save(job: CheckpointJob) -> Path | None:
     """Write a checkpoint, or this rank's part of it.
 
-    Every rank calls this; where there are several, rank 0 has called `begin` before any of them. On return on rank 0
-    the checkpoint is on disk, and older ones beyond `keep_last` are deleted; the others return when their part is done.
+    Every rank calls this; where there are several, those with `CheckpointJob.is_lead` have called `begin` before any of
+    them. On return on rank 0 the checkpoint is on disk, and older ones beyond `keep_last` are deleted; the others
+    return when their part is done.
 
     Returns:
         The checkpoint on rank 0, None on the others.
@@ -174,18 +189,39 @@ def save(job: CheckpointJob) -> Path | None:
     Raises:
         UserError: it cannot be written; the older ones are untouched.
     """
-    if job.rank:
+    if not job.is_lead:
         _write_part(job)
         return None
     manifest: dict[str, Any] = {"format": FORMAT, "step": job.state.step}
-    with committed_directory(job.final, manifest, is_begun=job.num_ranks > 1) as directory:
-        written = _write_tensors(job, directory)
-        written.add(_collect_notes(directory, job.num_ranks))
-        manifest.update(files=dict(sorted(written.files.items())), tensors=dict(sorted(written.tensors.items())))
-        write_json(directory / "state.json", {"format": FORMAT, **dataclasses.asdict(job.state)})
+    if job.disk is not None:
+        commit(job.final, manifest, job.disk, lambda directory: _write_own(job, directory))
+    else:
+        with committed_directory(job.final, manifest, is_begun=job.num_ranks > 1) as directory:
+            written = ManifestPart()
+            for part in _write_own(job, directory).values():
+                written.add(part)
+            manifest.update(files=dict(sorted(written.files.items())), tensors=dict(sorted(written.tensors.items())))
+    if job.rank == 0:
+        write_text_atomic(job.root / "latest", job.final.name + "\n")
+        _remove_old(job, _kept(job))
+        if job.disk is not None:
+            tell(job.disk, [path.name for _, path in list_steps(job.root)])
+        return job.final
+    assert job.disk is not None
+    kept = hear(job.disk)
     write_text_atomic(job.root / "latest", job.final.name + "\n")
-    _remove_old(job)
-    return job.final
+    _remove_old(job, kept)
+    return None
+
+
+def _write_own(job: CheckpointJob, directory: Path) -> dict[int, ManifestPart]:
+    """Write what lies in this rank's directory: its own part, and wait for those of the others. Returns the entries of
+    the files of each rank."""
+    written = {job.rank: _write_tensors(job, directory)}
+    written |= _collect_notes(directory, job.own_ranks[1:])
+    if job.rank == 0:
+        write_json(directory / "state.json", {"format": FORMAT, **dataclasses.asdict(job.state)})
+    return written
 
 
 def _write_tensors(job: CheckpointJob, directory: Path) -> ManifestPart:
@@ -230,10 +266,10 @@ def _reader(tensors: Sequence[GatheredTensor]) -> Callable[[str], np.ndarray]:
 
 
 def _write_part(job: CheckpointJob) -> None:
-    """Write the part of a rank above 0, and leave a note of it.
+    """Write the part of a rank that does not lead, and leave a note of it.
 
     Raises:
-        UserError: it cannot be written; rank 0 finds the error in the note, if that can be written.
+        UserError: it cannot be written; the rank that leads finds the error in the note, if that can be written.
     """
     directory = temporary_of(job.final)
     try:
@@ -241,20 +277,20 @@ def _write_part(job: CheckpointJob) -> None:
             written = _write_tensors(job, directory)
         write_text_atomic(_note(directory, job.rank), json.dumps(dataclasses.asdict(written)))
     except UserError as error:
-        if not directory.is_dir():  # rank 0 has given it up, and reports why
+        if not directory.is_dir():  # it has given it up, and reports why
             return
         with contextlib.suppress(UserError):  # on a full disk: then this process ends by its error, and the run with it
             write_text_atomic(_note(directory, job.rank), json.dumps({"error": str(error)}))
         raise
 
 
-def _collect_notes(directory: Path, num_ranks: int) -> ManifestPart:
-    """Wait until all other ranks have written their parts, and remove their notes.
+def _collect_notes(directory: Path, ranks: Sequence[int]) -> dict[int, ManifestPart]:
+    """Wait until other ranks have written their parts, and remove their notes. Returns the part of each.
 
     Raises:
         UserError: one of them has failed, or nothing has grown for `PATIENCE_SECONDS`.
     """
-    written, missing = ManifestPart(), list(range(1, num_ranks))
+    written, missing = dict[int, ManifestPart](), list(ranks)
     size, since = -1, time.monotonic()
     while missing:
         rank = missing[0]
@@ -262,7 +298,7 @@ def _collect_notes(directory: Path, num_ranks: int) -> ManifestPart:
             note = read_json_file(_note(directory, rank))
             if "error" in note:
                 raise UserError(f"rank {rank}: {note['error']}")
-            written.add(ManifestPart(**note))
+            written[rank] = ManifestPart(**note)
             _note(directory, rank).unlink()
             missing.pop(0)
             continue
@@ -283,12 +319,17 @@ def _note(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.json"
 
 
-def _remove_old(job: CheckpointJob) -> None:
-    """Delete checkpoints beyond `keep_last`, but for the best one."""
+def _kept(job: CheckpointJob) -> list[str]:
+    """Names of the checkpoints that stay: the newest `keep_last`, and the best one."""
     # later ones are damaged and were passed over: they must not count, or this one would be the first to go
-    done = [path for step, path in list_steps(job.root) if step <= job.state.step]
+    done = [path.name for step, path in list_steps(job.root) if step <= job.state.step]
     best = load_best(job.root)
-    for old in done[: -job.keep_last]:
-        if best is None or old.name != f"step-{best.step}":
+    return [*done[-job.keep_last :], *([f"step-{best.step}"] if best else [])]
+
+
+def _remove_old(job: CheckpointJob, kept: Collection[str]) -> None:
+    """Delete the checkpoints up to this one that do not stay."""
+    for step, old in list_steps(job.root):
+        if step <= job.state.step and old.name not in kept:
             with contextlib.suppress(OSError):  # one that cannot be deleted is no reason to end the run
                 remove_directory(old)

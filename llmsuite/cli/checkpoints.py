@@ -43,14 +43,22 @@ def _list(path: Path) -> int:
     latest = (root / "latest").read_text().strip() if (root / "latest").is_file() else None
     for step, directory in _steps(path):
         size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-        fault = broken_file(directory, check_hashes=False)
+        fault = broken_file(directory, check_hashes=False, here_only=True)
         notes = ["latest"] if directory.name == latest else []
         if best is not None and best.step == step:
             notes.append(f"best ({best.metric} {best.value:.4g})")
-        print(
-            "  ".join([f"step {step:>8}", f"{size / 1e6:>10,.1f} MB", f"torn: {fault}" if fault else "whole", *notes])
-        )
+        state = f"torn: {fault}" if fault else _whole(directory)
+        print("  ".join([f"step {step:>8}", f"{size / 1e6:>10,.1f} MB", state, *notes]))
     return 0
+
+
+def _whole(directory: Path) -> str:
+    """That a checkpoint is as it was written, as far as it lies on this machine."""
+    from llmsuite.files import lying_elsewhere
+
+    elsewhere = lying_elsewhere(directory)
+    machines = ", ".join(sorted({str(place["machine"]) for place in elsewhere.values()}))
+    return f"whole here, {len(elsewhere)} files are on machine {machines}" if elsewhere else "whole"
 
 
 def _verify(path: Path) -> int:
@@ -60,8 +68,8 @@ def _verify(path: Path) -> int:
     found = [path] if (path / MANIFEST).is_file() else [directory for _, directory in _steps(path)]
     damaged = 0
     for directory in track(found, "verifying"):
-        fault = broken_file(directory)
-        print(f"{directory}: {fault or 'whole'}", flush=True)
+        fault = broken_file(directory, here_only=True)
+        print(f"{directory}: {fault or _whole(directory)}", flush=True)
         if fault:
             damaged += 1
             for name in damaged_tensors(directory):

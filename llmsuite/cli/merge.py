@@ -42,6 +42,9 @@ def _merge_arguments(parser: Any) -> None:
         "model_state.tp0X_pp0Y.pdparams, or a LoRA adapter",
     )
     parser.add_argument(
+        "more", type=str, nargs="*", help="the other parts of a checkpoint of machines that share no output_dir"
+    )
+    parser.add_argument(
         "--base", type=str | None, default=None, help="base model of an adapter that does not name its own"
     )
     parser.add_argument("--layout", type=Literal["hf", "paddlenlp"], default="hf")
@@ -120,6 +123,17 @@ def run(args: Any, registry: Registry) -> int:
     return 0
 
 
+def run_merge(args: Any, registry: Registry) -> int:
+    from llmsuite.checkpoint.own_disks import gathered
+
+    if not args.more:
+        return run(args, registry)
+    parts = [Path(args.source), *map(Path, args.more)]
+    with gathered(parts, Path(f"{args.output}.gathered")) as directory:
+        args.source = str(directory)
+        return run(args, registry)
+
+
 def run_convert(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.cli.places import find_model_arguments
@@ -158,7 +172,7 @@ MERGE = Command(
     name="merge",
     help="merge the files of many ranks, or a model and its LoRA adapter",
     add_arguments=_merge_arguments,
-    run=run,
+    run=run_merge,
 )
 CONVERT = Command(
     name="convert",

@@ -135,6 +135,7 @@ def _note_end(run: Path, code: int) -> None:
 def _shared_part(plan: RunPlan) -> str:
     """A digest of the part of a recipe that has to be equal on all machines of a run."""
     recipe = as_plain(plan.recipe)
+    del recipe["output_dir"]  # which may be a disk of the machine
     for of_machine in ("node_rank", "devices"):
         del recipe["launch"][of_machine]
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -150,8 +151,8 @@ def fan_out(words: Sequence[str], plan: RunPlan) -> str:
     count, more = plan.recipe.launch.nnodes, [] if plan.recipe.launch.master else ["--launch.master=HOST0:29500"]
     run = f"cd {shlex.quote(str(Path.cwd()))} && llmsuite {shlex.join([*words, *more])} --launch.node_rank="
     lines = [
-        f"launch.node_rank: is required with {count} machines: each starts its own ranks, in a directory that all of",
-        "them share. HOST0 and so on stand for their names. By ssh, one line for each machine:",
+        f"launch.node_rank: is required with {count} machines: each starts its own ranks, where the same files",
+        "are. HOST0 and so on stand for their names. By ssh, one line for each machine:",
         *(f"  ssh HOST{k} {shlex.quote(run + str(k))}" for k in range(count)),
         "by mpirun:",
         f"  mpirun -np {count} --map-by ppr:1:node bash -c {shlex.quote(run + '$OMPI_COMM_WORLD_RANK')}",

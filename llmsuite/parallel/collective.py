@@ -151,6 +151,18 @@ def from_all_ranks(values: Sequence[float]) -> list[list[float]]:
     return [whole[i : i + count] for i in range(0, len(whole), count)]
 
 
+def bytes_of_rank(source: int, size: int, data: bytes | None) -> bytes:
+    """`size` bytes that one rank has, on every rank; all of them call it. `data` is None on the others."""
+    if num_ranks() == 1:
+        assert data is not None
+        return data
+    values = np.zeros(size, "uint8") if data is None else np.frombuffer(data, "uint8")
+    tensor = paddle.to_tensor(values)
+    with calls.made("broadcast", tensor, None):
+        dist.broadcast(tensor, source)
+    return bytes(tensor.numpy().data)
+
+
 def _sum(values: Sequence[Number], group: Any) -> list[float]:
     return _reduced(values, group, dist.ReduceOp.SUM)
 

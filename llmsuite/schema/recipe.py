@@ -303,7 +303,7 @@ class LaunchSection(Section):
     """Numbers of the devices to use on each machine, such as "4,5,6,7"; num_devices follows from it. Default: the first
     num_devices. Not for cpu."""
     nnodes: PositiveInt = 1
-    """Machines, with num_devices each and a shared output_dir."""
+    """Machines, with num_devices each. Where they share no output_dir, each keeps its part of a checkpoint."""
     master: str | None = None
     """host:port of machine 0, which the launchers of the other machines connect to."""
     node_rank: NonNegativeInt | None = None

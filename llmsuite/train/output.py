@@ -22,6 +22,11 @@ _SHOWN = (
 )
 
 
+def recipe_text(recipe: Mapping[str, Any]) -> str:
+    """The content of `recipe.json`."""
+    return json.dumps(recipe, indent=2, ensure_ascii=False) + "\n"
+
+
 class Silence:
     """The output of ranks above 0, and of a run that has not begun: none."""
 
@@ -64,7 +69,7 @@ class Output(Silence):
         self._view, self._registry, self._loggers = view, registry, loggers
         directory = view.output_dir
         directory.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(directory / "recipe.json", json.dumps(view.recipe, indent=2, ensure_ascii=False) + "\n")
+        write_text_atomic(directory / "recipe.json", recipe_text(view.recipe))
         recipe = view.recipe
         write_environment(directory, environment(recipe["device"], view.mesh, view.num_ranks))
         add_event(directory, "started" if resume_step == 0 else "resumed", step=resume_step)

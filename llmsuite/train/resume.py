@@ -9,6 +9,7 @@ from typing import Any
 
 from llmsuite.checkpoint.adapter_dir import check_base
 from llmsuite.checkpoint.directory import find_latest, list_steps, remove_unfinished
+from llmsuite.checkpoint.own_disks import OwnDisk
 from llmsuite.checkpoint.train_state import TrainState, load_state
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
@@ -20,6 +21,7 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
 from llmsuite.train.build import BuiltModel
 from llmsuite.train.model_state import restore
+from llmsuite.train.own_disks import find_on_disks
 from llmsuite.train.stage import Stage
 
 # Keys that may differ between a run and its continuation: they do not change what is trained.
@@ -43,6 +45,7 @@ def resume_from(
     registry: Registry,
     built: BuiltModel,
     optimizer: Optimizer,
+    disk: OwnDisk | None = None,
 ) -> TrainState:
     """The newest whole checkpoint, loaded; step 0 when there never was one. Every rank calls it.
 
@@ -53,14 +56,18 @@ def resume_from(
         registry: known model families.
         built: the model, which gets the saved values.
         optimizer: gets its saved state.
+        disk: this machine, where machines share no output_dir.
 
     Raises:
         UserError: none is whole, or they are of another run.
     """
-    found = -1
+    found, path = -1, None
+    if disk is not None:
+        path = find_on_disks(checkpoints, disk)
     if collective.rank() == 0:  # one rank looks and checks, so that all go on from the same
-        remove_unfinished(checkpoints)
-        path = find_latest(checkpoints, report)
+        if disk is None:
+            remove_unfinished(checkpoints)
+            path = find_latest(checkpoints, report)
         if path is not None:
             state = load_state(path)
             if built.adapters is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from llmsuite.checkpoint.adapter_dir import Adapters
 from llmsuite.checkpoint.background import Writer, room_for_copy
 from llmsuite.checkpoint.directory import Best, load_best, save_best
+from llmsuite.checkpoint.own_disks import OwnDisk
 from llmsuite.checkpoint.save import CheckpointJob, begin, save, stage_to_cpu
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.errors import UserError
@@ -19,6 +20,7 @@ from llmsuite.progress import report
 from llmsuite.schema.recipe import CheckpointSection
 from llmsuite.specs import ModelFamily
 from llmsuite.train.model_state import WholeModel
+from llmsuite.train.own_disks import fetch_parts
 
 _TRIGGER = "save-now"
 
@@ -47,6 +49,7 @@ class Saver:
         section: CheckpointSection,
         contents: CheckpointContents,
         num_machines: int = 1,
+        disk: OwnDisk | None = None,
     ):
         """
         Args:
@@ -54,9 +57,10 @@ class Saver:
             section: `checkpoint` of the recipe.
             contents: what is saved.
             num_machines: machines of the run; they share what is copied to the host.
+            disk: this machine, where machines share no output_dir.
         """
         self.root, self._trigger = output_dir / "checkpoints", output_dir / _TRIGGER
-        self._contents, self._num_machines = contents, num_machines
+        self._contents, self._num_machines, self._disk = contents, num_machines, disk
         self.on_saved: Callable[[int, Path], None] = lambda step, path: None
         """Called on rank 0 with step and directory of each complete checkpoint, in the thread of the caller."""
         self._keep_last, self._async = section.keep_last, section.async_save
@@ -83,7 +87,10 @@ class Saver:
                 "train: a step has to be rolled back and there is no checkpoint yet; lower checkpoint.save_steps, or "
                 "choose skip"
             )
-        return self.root / f"step-{self._last_saved}"
+        path = self.root / f"step-{self._last_saved}"
+        if self._disk is not None:
+            fetch_parts(path, self._disk)
+        return path
 
     def requested(self) -> bool:
         """Whether somebody has put the file `save-now` into the run's directory; it is taken away."""
@@ -115,9 +122,10 @@ class Saver:
             adapters=contents.adapters,
             rank=collective.rank(),
             num_ranks=collective.num_ranks(),
+            disk=self._disk,
         )
         if job.num_ranks > 1:
-            if job.rank == 0:
+            if job.is_lead:
                 begin(job)
             collective.barrier()
         # the copies of all ranks on this machine, which may be all ranks

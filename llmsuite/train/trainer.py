@@ -35,6 +35,7 @@ from llmsuite.train.guard import Guard
 from llmsuite.train.loss_scale import LossScale, NoLossScale
 from llmsuite.train.model_state import WholeModel
 from llmsuite.train.output import Output, Silence
+from llmsuite.train.own_disks import find_own_disk, take_directory
 from llmsuite.train.passes import Passes
 from llmsuite.train.reader import StepReader
 from llmsuite.train.resume import fresh, load_all, resume_from, rounded, run_digest
@@ -52,8 +53,12 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         UserError: the input is wrong; nothing that existed was changed.
     """
     # taken before any work is done in vain
-    with lock_directory(plan.output_dir) if collective.rank() == 0 else contextlib.nullcontext():
+    with contextlib.ExitStack() as locks:
+        if collective.rank() == 0:
+            locks.enter_context(lock_directory(plan.output_dir))
         trainer = Trainer(plan, registry)
+        if trainer.disk is not None:
+            locks.enter_context(take_directory(plan, trainer.disk, resume))
         if resume:
             trainer.resume()
         return trainer.train()
@@ -75,6 +80,7 @@ class Trainer:
 
         # mesh
         self.mesh = mesh = collective.start(plan.degrees)
+        self.disk = find_own_disk(plan.output_dir, recipe.launch.nnodes)
 
         # data
         plan.check_files(mesh.reads_data)
@@ -112,7 +118,7 @@ class Trainer:
         whole_model = functools.partial(WholeModel, plan, built, self.optimizer, dtype, mesh)
         config = plan.model_config if built.carried is not None else without_carried(plan.model_config)
         contents = CheckpointContents(plan.family, config, tokenizer_to_save(plan), whole_model, built.adapters)
-        self.saver = Saver(plan.output_dir, recipe.checkpoint, contents, recipe.launch.nnodes)
+        self.saver = Saver(plan.output_dir, recipe.checkpoint, contents, recipe.launch.nnodes, self.disk)
         self.output: Silence = Silence()
 
         names = recipe.loggers if collective.rank() == 0 else ()
@@ -129,7 +135,8 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint; from step 0 when there is none. Every rank calls it."""
-        state = resume_from(self.plan, self.state, self.saver.root, self.registry, self.built, self.optimizer)
+        root, built = self.saver.root, self.built
+        state = resume_from(self.plan, self.state, root, self.registry, built, self.optimizer, self.disk)
         self.state, self.step, self.samples = state, state.step, state.samples
         self.saver.resume(state.step)
         self.rules.guard.resume(state)

@@ -53,13 +53,13 @@ class Table:
     def __init__(self, num_ranks: int):
         self.here = threading.local()
         self.baton = threading.Lock()
-        self._everyone = range(num_ranks)
+        self.everyone = range(num_ranks)
         self._given: dict[tuple[int, ...], dict[int, Any]] = {}
         self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
 
     def exchange(self, value: Any, group: Group | None) -> list[Any]:
         """What every member brings, in the order of the group."""
-        members = tuple(self._everyone if group is None else group.ranks)
+        members = tuple(self.everyone if group is None else group.ranks)
         assert self.here.rank in members
         given = self._given.setdefault(members, {})
         barrier = self._barriers.setdefault(members, threading.Barrier(len(members), timeout=60))
@@ -163,7 +163,20 @@ def _distributed(table: Table, backend: str) -> types.SimpleNamespace:
         assert [len(part) for part in parts] == received
         out.copy_(paddle.to_tensor(np.concatenate(parts)), True)
 
-    members: dict[str, Any] = {"all_reduce": all_reduce, "all_gather": all_gather, "get_backend": lambda group: backend}
+    def broadcast(tensor: Any, source: int, group: Group | None = None) -> None:
+        ranks = range(len(table.everyone)) if group is None else group.ranks
+        tensor.copy_(table.exchange(tensor.clone(), group)[list(ranks).index(source)], True)
+
+    def barrier() -> None:
+        table.exchange(None, None)
+
+    members: dict[str, Any] = {
+        "broadcast": broadcast,
+        "barrier": barrier,
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "get_backend": lambda group: backend,
+    }
     members["ReduceOp"] = dist.ReduceOp
     if backend != "GLOO":  # which has none
         members |= {"reduce_scatter": reduce_scatter, "alltoall_single": alltoall_single}

@@ -1,0 +1,166 @@
+"""Machines that share no directory are noticed, and bring the parts of a checkpoint together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.checkpoint.own_disks import OwnDisk
+from llmsuite.errors import UserError
+from llmsuite.files import ELSEWHERE, broken_file
+from llmsuite.parallel import collective
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.degrees import Degrees
+from llmsuite.train import own_disks
+from llmsuite.train.own_disks import fetch_parts, find_on_disks, find_own_disk
+from tests.unit import many
+from tests.unit.checkpoint.test_own_disks import RANKS, roots_of, save_apart
+from tests.unit.checkpoint.test_train_state import names
+
+DEGREES = Degrees(1, 3, 1, 1)
+
+
+def on_every_rank(root: Path, work: Callable[[Path, OwnDisk], Any]) -> list[Any]:
+    """Call `work` with checkpoints and machine of each rank; returns what it gives, by rank."""
+
+    def enter(mesh: Mesh) -> Any:
+        machine = int(mesh.rank in RANKS[1])
+        return work(roots_of(root)[machine], OwnDisk(machine, RANKS, None))
+
+    return many.run(DEGREES, enter)
+
+
+def fetch(root: Path, step: int) -> list[str | None]:
+    return on_every_rank(root, lambda at, disk: fetch_parts(at / f"step-{step}", disk, is_needed=False))
+
+
+def damage(file: Path) -> None:
+    first, *rest = file.read_bytes()
+    file.write_bytes(bytes([first ^ 1, *rest]))
+
+
+def assert_whole(root: Path, step: int) -> None:
+    first, second = (part / f"step-{step}" for part in roots_of(root))
+    assert names(first) == names(second)
+    assert ELSEWHERE not in names(first)
+    for path in (first, second):
+        assert broken_file(path) is None
+    for name in names(first):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_each_machine_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_disks, "_CHUNK", 1000)  # so that a file takes many messages
+    assert save_apart(roots_of(tmp_path), 1) == [None, None]
+    (roots_of(tmp_path)[1] / "step-1" / "state.json.part").write_text("of a machine that was killed")
+    assert fetch(tmp_path, 1) == [None] * 3
+    (roots_of(tmp_path)[1] / "step-1" / "state.json.part").unlink(missing_ok=True)
+    assert_whole(tmp_path, 1)
+    before = [path.stat().st_mtime_ns for path in (roots_of(tmp_path)[0] / "step-1").iterdir()]
+    assert fetch(tmp_path, 1) == [None] * 3
+    assert before == [path.stat().st_mtime_ns for path in (roots_of(tmp_path)[0] / "step-1").iterdir()]
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_machine_with_a_new_disk_gets_everything(tmp_path: Path, machine: int) -> None:
+    assert save_apart(roots_of(tmp_path), 1) == [None, None]
+    assert fetch(tmp_path, 1) == [None] * 3
+    shutil.rmtree(roots_of(tmp_path)[machine])
+    assert fetch(tmp_path, 1) == [None] * 3
+    assert_whole(tmp_path, 1)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model-00003-of-00003.safetensors", "config.json"])
+def test_a_damaged_file_is_fetched_again(tmp_path: Path, name: str) -> None:
+    assert save_apart(roots_of(tmp_path), 1) == [None, None]
+    assert fetch(tmp_path, 1) == [None] * 3
+    file = roots_of(tmp_path)[1] / "step-1" / name
+    damage(file)
+    assert fetch(tmp_path, 1) == [None] * 3
+    assert_whole(tmp_path, 1)
+
+
+def test_a_file_that_nobody_has_is_named(tmp_path: Path) -> None:
+    assert save_apart(roots_of(tmp_path), 1) == [None, None]
+    file = roots_of(tmp_path)[1] / "step-1" / "optimizer-00003-of-00003.safetensors"
+    damage(file)
+    before = [names(root / "step-1") for root in roots_of(tmp_path)]
+    for reason in fetch(tmp_path, 1):
+        assert reason is not None
+        assert "no machine has optimizer-00003-of-00003.safetensors; rank 2 wrote it on machine 1" in reason
+        assert f"machine 1: {file} does not have the sha256" in reason
+    with pytest.raises(UserError, match="step-1: no machine has optimizer-00003"):
+        on_every_rank(tmp_path, lambda at, disk: fetch_parts(at / "step-1", disk))
+    assert [names(root / "step-1") for root in roots_of(tmp_path)] == before
+
+
+def test_the_newest_that_they_have_together_is_taken(tmp_path: Path) -> None:
+    assert on_every_rank(tmp_path, find_on_disks) == [None] * 3
+    for step in (1, 2):
+        assert save_apart(roots_of(tmp_path), step) == [None, None]
+    shutil.rmtree(roots_of(tmp_path)[0] / "step-2")  # machine 1 alone had committed it
+    (roots_of(tmp_path)[1] / "step-3.tmp").mkdir()
+    found = on_every_rank(tmp_path, find_on_disks)
+    assert found == [roots_of(tmp_path)[machine] / "step-1" for machine in (0, 0, 1)]
+    assert_whole(tmp_path, 1)
+    assert not (roots_of(tmp_path)[1] / "step-3.tmp").exists()
+    for root in roots_of(tmp_path):
+        shutil.rmtree(root / "step-1")
+    with pytest.raises(UserError, match=r"no whole checkpoint, the newest lacks this: no machine has config.json"):
+        on_every_rank(tmp_path, find_on_disks)
+
+
+def test_parts_of_two_attempts_at_a_step_are_not_one(tmp_path: Path) -> None:
+    assert save_apart(roots_of(tmp_path), 1) == [None, None]
+    assert save_apart(roots_of(tmp_path / "other"), 2) == [None, None]
+    for root in (tmp_path, tmp_path / "other"):  # with the same step, and other values
+        assert save_apart(roots_of(root), 3) == [None, None]
+    file = roots_of(tmp_path)[1] / "step-3"
+    shutil.rmtree(file)
+    shutil.copytree(roots_of(tmp_path / "other")[1] / "step-2", file)
+    assert json.loads((file / "manifest.json").read_text())["step"] == 2
+    assert on_every_rank(tmp_path, find_on_disks)[0] == roots_of(tmp_path)[0] / "step-1"
+    # where one of the attempts is whole, that is the one
+    shutil.copytree(roots_of(tmp_path / "other")[0] / "step-2", file, dirs_exist_ok=True)
+    (file / ELSEWHERE).unlink()
+    assert fetch(tmp_path, 3) == [None] * 3
+    assert_whole(tmp_path, 3)
+    assert json.loads((roots_of(tmp_path)[0] / "step-3" / "manifest.json").read_text())["step"] == 2
+
+
+def seen_as(monkeypatch: pytest.MonkeyPatch, directories: list[Path]) -> list[OwnDisk | None]:
+    """What `find_own_disk` says on three machines with these directories."""
+    monkeypatch.setattr(own_disks, "_SEEN_SECONDS", 0.0)
+    monkeypatch.setattr(own_disks, "_meet", lambda machine, ranks: None)
+    monkeypatch.setattr(collective, "local_rank", lambda: 0)
+    return many.run(DEGREES, lambda mesh: find_own_disk(directories[mesh.rank], 3))
+
+
+def test_a_shared_directory_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seen_as(monkeypatch, [tmp_path / "a"] * 3) == [None] * 3
+    assert names(tmp_path / "a") == set()
+    assert find_own_disk(tmp_path / "of one machine", 1) is None
+
+
+def test_own_directories_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = seen_as(monkeypatch, [tmp_path / "a", tmp_path / "b", tmp_path / "c"])
+    assert [disk and (disk.machine, [list(of) for of in disk.ranks]) for disk in found] == [
+        (machine, [[0], [1], [2]]) for machine in range(3)
+    ]
+    assert names(tmp_path / "b") == set()
+
+
+def test_a_directory_that_some_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="machine 0 sees that of 0; machine 1 sees that of 1, 2; machine 2 sees"):
+        seen_as(monkeypatch, [tmp_path / "a", tmp_path / "b", tmp_path / "b"])
+
+
+def test_a_machine_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"machine 1: .*file: cannot be written to: File exists"):
+        seen_as(monkeypatch, [tmp_path / "a", tmp_path / "file", tmp_path / "c"])
