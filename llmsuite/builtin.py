@@ -64,6 +64,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             section="sft",
             adapters=True,
             factory=lazily("llmsuite.stages.sft:SftStage"),
+            tells_prompts=True,
             smoke=CONVERSATIONS,
         ),
         StageSpec(
@@ -75,6 +76,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             smoke=CONVERSATIONS,
             quantises=True,
             predicts_further=True,
+            tells_prompts=True,
         ),
         StageSpec(
             name="pretrain",

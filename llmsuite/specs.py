@@ -89,7 +89,7 @@ class StageSpec:
     section: str = ""
     """Name of its section where that is not `name`: the section of another stage, whose keys it shares."""
     adapters: bool = False
-    """Whether it is for adapters only: a recipe has to set `lora.rank` then."""
+    """Whether it is for adapters only: a recipe has to set `lora.rank`, or `reft.rank`, then."""
     quantises: bool = False
     """Whether it works with quantisation-aware training (the section `qat`): its loss needs the model being trained
     only, in one forward pass."""
@@ -100,6 +100,8 @@ class StageSpec:
     predicts_further: bool = False
     """Whether its loss can have the term of `train.mtp_loss_weight`: it calls `model.mtp_hidden_states`, and has the
     metric `mtp_loss` then."""
+    tells_prompts: bool = False
+    """Whether its batches have "prompt_lengths" where the recipe sets `reft.rank`; see `language_model.collate`."""
     takes_all: bool = False
     """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
     trains: bool = True

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmsuite.checkpoint.adapter_dir import CONFIGS
+from llmsuite.checkpoint.reft_dir import CONFIG as REFT_CONFIG
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, lying_elsewhere, read_json_file, remove_directory, write_text_atomic
 
@@ -90,9 +91,10 @@ def find_model(path: Path) -> Path:
 
 
 def find_adapter(path: Path) -> Path | None:
-    """The directory of LoRA adapters at a path, for a run its newest whole checkpoint; None for a model."""
+    """The directory of LoRA adapters or interventions at a path, for a run its newest whole checkpoint; None for a
+    model."""
     found = find_model(path) if is_run(path) else path
-    return found if any((found / name).is_file() for name in CONFIGS) else None
+    return found if any((found / name).is_file() for name in (*CONFIGS, REFT_CONFIG)) else None
 
 
 def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:

@@ -31,6 +31,7 @@ from llmsuite.checkpoint.adapter_writer import write_adapters
 from llmsuite.checkpoint.directory import list_steps, load_best
 from llmsuite.checkpoint.model_writer import OrderedGather, write_model
 from llmsuite.checkpoint.own_disks import OwnDisk, commit, hear, tell
+from llmsuite.checkpoint.reft_dir import Interventions, write_interventions
 from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.checkpoint.train_state import FORMAT, TrainState
@@ -92,8 +93,8 @@ class CheckpointJob:
     """Directory whose tokenizer is copied along."""
     keep_last: int
     """How many checkpoints are kept; older ones are deleted."""
-    adapters: Adapters | None = None
-    """The adapters, where they are all that is trained; rank 0 writes them."""
+    adapters: Adapters | Interventions | None = None
+    """The adapters, or interventions, where they are all that is trained; rank 0 writes them."""
     rank: int = 0
     num_ranks: int = 1
     disk: OwnDisk | None = None
@@ -230,7 +231,10 @@ def _write_tensors(job: CheckpointJob, directory: Path) -> ManifestPart:
     options = _options(job, job.parameters)
     if job.adapters is None:
         written = write_model(directory, job.family, job.config, read, specs, tokenizer=job.tokenizer, options=options)
+    elif job.rank == 0 and isinstance(job.adapters, Interventions):
+        written = write_interventions(directory, job.adapters, read, specs, tokenizer=job.tokenizer)
     elif job.rank == 0:
+        assert isinstance(job.adapters, Adapters)
         written = write_adapters(directory, job.adapters, job.family, job.config, read, specs, tokenizer=job.tokenizer)
     else:
         written = ManifestPart()

@@ -73,7 +73,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True, refreshab
     else:
         base, config = (Path(value) if value else None for value in (args.base, args.config))
         where = find_weights(Path(args.model))
-        source = open_any(where, registry.models, base, config, args.allow_pickle)
+        source = open_any(where, registry.models, base, config, args.allow_pickle, runs=True)
         directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
         model = load_model(source, backend, args.precision, mesh)
         if refreshable:

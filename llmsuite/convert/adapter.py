@@ -19,6 +19,7 @@ import numpy as np
 from llmsuite.checkpoint.adapter_dir import CONFIGS, MORA, UNKNOWN, stored_format
 from llmsuite.checkpoint.model_dir import ModelDirectory, hf_name
 from llmsuite.checkpoint.model_writer import Arrangement
+from llmsuite.checkpoint.reft_dir import refuse_interventions
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.convert.rounded import rounded_model
@@ -283,8 +284,10 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
     """The base with an adapter added to it.
 
     Raises:
-        UserError: the adapter belongs to another model: a tensor of it has no counterpart there, or does not fit.
+        UserError: the adapter belongs to another model: a tensor of it has no counterpart there, or does not fit. Or
+            it is none: interventions.
     """
+    refuse_interventions(directory)
     if head_of(base.config) != "score" and any(
         name.endswith(f".{SCORE}") for name in _open_files(directory, allow_pickle).names
     ):

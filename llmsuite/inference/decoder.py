@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import paddle
 
+from llmsuite.errors import UserError
 from llmsuite.inference.fused import accepts_buffer
+from llmsuite.models.reft import chosen_columns
+from llmsuite.models.token_values import tokens as tokens_with
 from llmsuite.typing import Tensor
 
 Cache = Sequence[Tensor]
@@ -62,6 +65,8 @@ class ModelDecoder:
         self._placements: list[Any] = []
         self._buffer = CacheBuffer() if accepts_buffer(model) else None
         self._next_logits = model.__dict__.get("next_logits")
+        self.edited_ends = getattr(model, "edited_ends", None)
+        """See `models.reft.add_interventions`."""
 
     @property
     def max_length(self) -> int:
@@ -74,7 +79,10 @@ class ModelDecoder:
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
         """See `Decoder`."""
         tokens, padding = paddle.to_tensor(ids), paddle.to_tensor(padding)
-        with paddle.no_grad(), self._autocast():
+        chosen = None
+        if self.edited_ends is not None:
+            chosen = chosen_columns(padding, ids.shape[1], cache is None, self.edited_ends)
+        with paddle.no_grad(), self._autocast(), tokens_with(chosen):
             if cache is not None and self._buffer is not None:
                 filled = num_columns(cache)
                 whole = self._buffer.reserve(cache, ids.shape[1])
@@ -172,6 +180,9 @@ class Uncached:
     """A decoder without a cache of keys and values: every pass reads the whole text again."""
 
     def __init__(self, decoder: Decoder):
+        """Raises UserError for a model with interventions: it would not know where the prompt ends."""
+        if getattr(decoder, "edited_ends", None) is not None:
+            raise UserError("--no_cache: the interventions (reft) of this model edit its prompts; leave it out")
         self._decoder = decoder
 
     @property

@@ -24,14 +24,24 @@ def open_any(
     base: Path | None = None,
     config: Path | None = None,
     allow_pickle: bool = False,
+    runs: bool = False,
 ) -> ModelDirectory:
     """The model of a run, a model or checkpoint directory of any layout, or of an adapter and its base.
+
+    Args:
+        path: of it.
+        families: that may be there.
+        base: of an adapter, where it is not to be looked up.
+        config: of files that have none.
+        allow_pickle: whether pickles are read.
+        runs: whether the caller runs interventions beside a model; else they are refused.
 
     Raises:
         UserError: nothing there can be read.
     """
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
     from llmsuite.checkpoint.directory import find_adapter
+    from llmsuite.checkpoint.reft_dir import CONFIG, open_interventions
     from llmsuite.convert.adapter import add_adapter
     from llmsuite.convert.sources import open_source
 
@@ -44,6 +54,8 @@ def open_any(
     model = open_source(place, families, parameter_shapes, config, allow_pickle)
     if base is None:
         check_base(adapter, Base(str(place), model.digest()))
+    if runs and (adapter / CONFIG).is_file():
+        return dataclasses.replace(model, interventions=open_interventions(adapter))
     return add_adapter(model, adapter, allow_pickle)
 
 
@@ -73,6 +85,7 @@ def load_model(
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.checkpoint.shapes import check_shapes
     from llmsuite.models.qat import fake_quantize_layers, fake_quantized
+    from llmsuite.models.targets import is_factor
     from llmsuite.parallel.vocabulary import is_padded
 
     if head_of(source.config) == "score":
@@ -82,15 +95,17 @@ def load_model(
 
     def values(model: Any) -> ReadSlice:
         padded = mesh is not None and is_padded(source.config, mesh.degrees.tp)
-        found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        found = {name: tuple(p.shape) for name, p in model.named_parameters() if not is_factor(name)}
         check_shapes(source, parameter_shapes(source.family, source.config) if padded else found)
         scales = input_scales(source)
         fake_quantize_layers(model, list(scales), rounds_weight=False)
         for name, layer in fake_quantized(model):
             layer.input_scale = scales[name]
-        return lambda name, shape, index: source.read(name, index)
+        return lambda name, shape, index: (beside.files if is_factor(name) else source).read(name, index)
 
-    return build_model(source.family, source.config, backend, precision, mesh, values)
+    beside = source.interventions
+    told = None if beside is None else beside.told
+    return build_model(source.family, source.config, backend, precision, mesh, values, told)
 
 
 def build_model(
@@ -100,6 +115,7 @@ def build_model(
     precision: str,
     mesh: Mesh | None,
     values: Callable[[Any], ReadSlice],
+    interventions: Any = None,
 ) -> Any:
     """Build a model on the current device, in evaluation mode.
 
@@ -110,6 +126,7 @@ def build_model(
         precision: of parameters and activations.
         mesh: this rank's place, for a model that is sharded over ranks.
         values: called with the model, which has no memory yet; returns a function that reads slices of parameters.
+        interventions: those that run beside it (`llmsuite.checkpoint.reft_dir.Interventions`).
 
     Raises:
         UserError: the shape cannot be cut so.
@@ -118,6 +135,7 @@ def build_model(
 
     from llmsuite.devices.ops import Ops, causal_mask, rotary
     from llmsuite.inference.attention import grouped_attention
+    from llmsuite.models.reft import add_interventions
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.parallel.mesh import Mesh
     from llmsuite.parallel.parallelize import parallelize_inference
@@ -138,6 +156,8 @@ def build_model(
     )
     with paddle.LazyGuard():
         model = build_padded(family, config, plain, mesh.degrees.tp)
+        if interventions is not None:
+            add_interventions(model, interventions.layers, interventions.rank, interventions.ends)
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))

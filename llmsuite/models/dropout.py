@@ -10,9 +10,8 @@ Shapes: B rows, L length, I inputs.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import document_spans
 from llmsuite.models.blocks import positions
+from llmsuite.models.token_values import current
 from llmsuite.typing import Tensor
 
 _PRIME = (1 << 31) - 1
@@ -73,29 +73,6 @@ def _scrambled(keys: Tensor) -> Tensor:
 
 def _constant(value: int) -> Tensor:
     return paddle.to_tensor(value, dtype="int32")  # a bare number would be multiplied as a floating-point one
-
-
-# what the tokens of the pass are
-
-_keys: list[Tensor] = []
-
-
-@contextlib.contextmanager
-def tokens(keys: Tensor | None) -> Iterator[None]:
-    """While active, layers compute with the tokens that have these keys; None where no layer drops anything."""
-    if keys is None:
-        yield
-        return
-    _keys.append(keys)
-    try:
-        yield
-    finally:
-        _keys.pop()
-
-
-def current() -> Tensor | None:
-    """The keys of `tokens`."""
-    return _keys[-1] if _keys else None
 
 
 # the layer

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llmsuite.models.block_quant import is_quantised_part
+from llmsuite.models.reft_shapes import BIAS, ROTATION, SOURCE
 
 FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
 """Names of the factors of an adapter, beside the `weight` of their module."""
@@ -26,6 +27,7 @@ FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     START_FIRST: (0, None),
     START_SECOND: (None, 1),
     SQUARE: (None, None),
+    **dict.fromkeys((ROTATION, SOURCE, BIAS), (None, None)),
 }
 """Every parameter of an adapter: the dim that is cut with a matrix cut along its inputs, and along its outputs."""
 

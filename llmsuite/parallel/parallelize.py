@@ -15,6 +15,7 @@ from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.experts import share_experts
 from llmsuite.parallel.fill import ReadSlice, fill
 from llmsuite.parallel.gathering import Zero3Hooks
+from llmsuite.parallel.interventions import share_interventions
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import overlap_sums
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
@@ -69,6 +70,7 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     share_experts(model, plan, mesh)
     # 3. tensor parallel, and sequence parallel between its regions
     apply_tensor_parallel(model, plan, mesh, strategy.sequence_parallel)
+    share_interventions(model, mesh, strategy.sequence_parallel)
     # 4. gradients that are reduced over data ranks in one call
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
     # 5. sums over tp that overlap with the backward pass
@@ -93,6 +95,7 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
     fill(model, plan, mesh, read, dtype)
     share_experts(model, plan, mesh)
     apply_tensor_parallel(model, plan, mesh, sequence_parallel=False)
+    share_interventions(model, mesh, sequence_parallel=False)
 
 
 def _shard_parameter(name: str, parameter: Tensor, strategy: Strategy) -> ParameterShard:

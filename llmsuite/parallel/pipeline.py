@@ -25,10 +25,11 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.errors import UserError
-from llmsuite.models import dropout
+from llmsuite.models import dropout, token_values
 from llmsuite.models.block_quant import is_quantised_part
 from llmsuite.models.lora import adapters
 from llmsuite.models.qat import FakeQuantLinear, observing
+from llmsuite.models.reft import chosen_tokens
 from llmsuite.parallel import edges
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.marks import marked, unmarked, with_keys, without_keys
@@ -80,6 +81,10 @@ class PipelineStage:
         """Seed of the masks of `models.dropout`; None when no layer drops anything."""
         self.step = 0
         """The step whose passes are made."""
+        self.edited_ends: tuple[int, int] | None = None
+        """How many tokens at both ends of a prompt `models.reft` edits; None when no layer edits anything."""
+        self.prompt_lengths: Any = None
+        """Length of the prompt that each token of the pass belongs to, [B, L]; None when the batch does not say it."""
         self._lengths: Any = None
         self._document_starts: Tensor | None = None
         """Those of the rows that a stage's loss has got hidden states of."""
@@ -88,8 +93,9 @@ class PipelineStage:
         self._waiting: dict[tuple[int, int], Pass] = {}
 
     @property
-    def _drops(self) -> bool:
-        return self.dropout_seed is not None and self.model.training
+    def _has_values(self) -> bool:
+        """Whether there are `models.token_values` in a pass."""
+        return self.edited_ends is not None or (self.dropout_seed is not None and self.model.training)
 
     @property
     def model(self) -> Any:
@@ -147,10 +153,8 @@ class PipelineStage:
         elif self._lengths is not None:
             document_starts = marked(document_starts, self._lengths, input_ids.shape)
         x = self.model.embed(input_ids, document_starts=document_starts) if received is None else received
-        if self.is_first and self._drops:
-            assert self.dropout_seed is not None
-            keys = dropout.token_keys(input_ids, document_starts, self.dropout_seed, self.step)
-            document_starts = with_keys(document_starts, keys)
+        if self.is_first and self._has_values:
+            document_starts = with_keys(document_starts, self._token_values(input_ids, document_starts))
         result = self._run(self._data_chunk, x, document_starts)
         self._passed = received, result
         for chunk in () if self._in_schedule else after:
@@ -159,6 +163,13 @@ class PipelineStage:
         if self.is_last:
             return self.model.final_norm(result), []
         return paddle.zeros([*input_ids.shape, self._hidden_size]), []
+
+    def _token_values(self, input_ids: Tensor, document_starts: Tensor | None) -> Tensor:
+        if self.edited_ends is not None:
+            assert self.prompt_lengths is not None, "the stage does not say where prompts end"
+            return chosen_tokens(paddle.to_tensor(self.prompt_lengths), document_starts, self.edited_ends)
+        assert self.dropout_seed is not None
+        return dropout.token_keys(input_ids, document_starts, self.dropout_seed, self.step)
 
     def mtp_hidden_states(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """Hidden states [B, L, D] that predict the token after the next one, of a model with a layer for it; zeros
@@ -293,13 +304,13 @@ class PipelineStage:
     def _run(self, chunk: int, x: Tensor, document_starts: Tensor | None) -> Tensor:
         """Through the layers of a chunk, and on to the next part if there is one."""
         marks, keys = document_starts, None
-        if self._drops:
+        if self._has_values:
             assert marks is not None
             document_starts, keys = without_keys(marks)
         for observer in self.observers or ():
             observer.counted = None if document_starts is None else document_starts >= 0
         are_marked = self.observers is not None and not self.marks_padding
-        with dropout.tokens(keys):
+        with token_values.tokens(keys):
             y, _ = self.chunks[chunk].decode(
                 x, document_starts=unmarked(document_starts) if are_marked else document_starts
             )

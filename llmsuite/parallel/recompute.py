@@ -8,7 +8,7 @@ from typing import Any
 
 import paddle
 
-from llmsuite.models import dropout
+from llmsuite.models import token_values
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.typing import Tensor
 
@@ -45,11 +45,11 @@ def _again(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         differentiable = [tensor for tensor in rest if _has_gradient(tensor)]
         shared = [None if _has_gradient(tensor) else (tensor,) for tensor in rest]
 
-        keys = dropout.current()  # it runs again among passes of other tokens
+        keys = token_values.current()  # it runs again among passes of other tokens
 
         def run(first: Tensor, *differentiable: Tensor) -> Tensor:
             given = iter(differentiable)
-            with dropout.tokens(keys):
+            with token_values.tokens(keys):
                 return function(first, *(next(given) if kept is None else kept[0] for kept in shared))
 
         return paddle.distributed.fleet.utils.recompute(run, first, *differentiable)

@@ -65,6 +65,10 @@ class ActivationSettings:
     adapts_embedding: bool = False
     keeps_expert_rows: bool = True
     """Whether the inputs of the experts' matrices are kept: those of quantised ones only for adapters."""
+    edited: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Rank of the intervention behind each layer that has one, by number."""
+    unreached: frozenset[int] = frozenset()
+    """Numbers of the layers that no backward pass comes to: they keep nothing but for an intervention behind them."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
     entropy: bool = False
@@ -76,12 +80,21 @@ class ActivationSettings:
 def kept_by_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that a layer keeps, including its output, without its input."""
     between = hidden_state_bytes(anatomy.hidden, batch, settings)
+    if number in settings.unreached:
+        return between + _edit(anatomy, number, batch, settings) if number in settings.edited else 0.0
     further = 0.0
     if anatomy.layers[number].predicts_further:  # its inputs: no other layer keeps them
         further = 2 * between + INDEX_BYTES * batch.tokens
     if settings.recompute == "full" and number % settings.every == 0:
         return between + further
     return further + inside_layer(anatomy, number, batch, settings)
+
+
+def _edit(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that the intervention behind a layer keeps: its input, and its products in the subspace, masked and not."""
+    if number not in settings.edited:
+        return 0.0
+    return hidden_state_bytes(anatomy.hidden, batch, settings) * (1 + 2 * settings.edited[number] / anatomy.hidden)
 
 
 def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -97,7 +110,10 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
     if layer.predicts_further:  # norms of both inputs and of the output; the joined inputs, and their product
         plain = dataclasses.replace(settings, fused=settings.fused_outside)
         kept += 3 * _norm(layer.norm, anatomy.hidden, batch, plain) + 3 * between
-    return kept + 2 * between + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
+    edit = _edit(anatomy, number, batch, settings)
+    return (
+        kept + 2 * between + edit + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
+    )
 
 
 def hidden_state_bytes(hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:

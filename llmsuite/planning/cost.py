@@ -112,7 +112,7 @@ def part_costs(layout: Layout, anatomy: Anatomy, batch: MicroBatch) -> list[Part
     """FLOPs of each part. A backward pass costs two forward passes (one if only adapters are trained), plus the
     recomputed layers."""
     engine, last = layout.plan.recipe.engine, len(layout.bounds) - 2
-    times = 1 if layout.plan.recipe.lora.rank is not None else 2
+    times = 1 if layout.plan.recipe.freezes_model else 2
     costs = []
     for part in range(last + 1):
         each = {i: layer_flops(anatomy.layers[i], anatomy.hidden, batch) for i in layout.layers_of(part)}

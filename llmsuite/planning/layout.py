@@ -15,6 +15,7 @@ from llmsuite.errors import UserError
 from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
+from llmsuite.models.reft_shapes import intervened_layers, with_interventions
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import (
     adaptable_modules,
@@ -136,6 +137,13 @@ class ModelParameters:
         if lora.rank is not None:
             adapted = pick_modules(adaptable_modules(shapes, self.shard_plan), self.shard_plan, lora.target_modules)
             shapes = with_adapters(shapes, adapted, lora.rank, lora.method, lora.init)
+        reft = plan.recipe.reft
+        self.intervened: Sequence[int] = ()
+        """Numbers of the layers with an intervention."""
+        if reft.rank is not None:
+            self.intervened = intervened_layers(reft.layers, config.num_hidden_layers)
+            size, layers = config.hidden_size, self.shard_plan.layers
+            shapes = with_interventions(shapes, layers, self.intervened, size, reft.rank)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
         qat = plan.recipe.qat
         rounded: Sequence[str] = ()
@@ -150,7 +158,7 @@ class ModelParameters:
             for name in (f"{module}.weight" for module in quantised_modules(self.model_shapes, self.shard_plan)):
                 parts = lora.base_format.shapes(self.shapes[name])
                 self.stored[name] = {f"{name}.{part}": shape for part, shape in parts.items()}
-        self.trained = {n for n in shapes if (lora.rank is None or is_trained(n))}
+        self.trained = {n for n in shapes if not plan.recipe.freezes_model or is_trained(n)}
         self._parts: dict[tuple[int, ...], list[list[str]]] = {}
 
     @functools.cached_property
@@ -185,7 +193,7 @@ class Layout:
         """
         self.plan, self.model = plan, ModelParameters(plan) if model is None else model
         self.shard_plan, self.tied = self.model.shard_plan, self.model.tied
-        self.adapted, self.rounded = self.model.adapted, self.model.rounded
+        self.adapted, self.rounded, self.intervened = self.model.adapted, self.model.rounded, self.model.intervened
         self.model_shapes, self.shapes, self.trained = self.model.model_shapes, self.model.shapes, self.model.trained
         self.num_layers, pp = self.model.num_layers, plan.degrees.pp
         self.bounds = [0, self.num_layers]
@@ -212,6 +220,17 @@ class Layout:
     @property
     def adapts_embedding(self) -> bool:
         return self.shard_plan.embedding in self.adapted
+
+    @functools.cached_property
+    def unreached(self) -> frozenset[int]:
+        """Numbers of the layers that no backward pass comes to: nothing in or in front of them is trained but the
+        intervention on their output, and nothing is computed again."""
+        if not self.intervened:
+            return frozenset()
+        engine, first = self.plan.recipe.engine, min(self.intervened)
+        again = [number for number in range(first + 1) if engine.computes_again(number)]
+        # what a part has received has a gradient
+        return frozenset(range(min([first + 1, self.bounds[1], *again])))
 
     def layers_of(self, part: int) -> range:
         """The numbers of a part's layers."""

@@ -89,6 +89,8 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         adapted_experts=experts,
         adapts_embedding=layout.adapts_embedding,
         keeps_expert_rows=plan.recipe.lora.base_format is None or bool(experts),
+        unreached=layout.unreached,
+        edited=dict.fromkeys(layout.intervened, plan.recipe.reft.rank or 0),
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
@@ -144,9 +146,10 @@ def full_micro_batch(plan: RunPlan) -> MicroBatch:
 
 def marks_padding(plan: RunPlan) -> bool:
     """Whether batches mark their tokens: padding for the gates of experts and for observers of quantised inputs, every
-    one for dropout."""
+    one for dropout and for interventions."""
+    recipe = plan.recipe
     gates = plan.family.shard_plan is not None and bool(plan.family.shard_plan.gates)
-    return gates or plan.recipe.qat.activation_bits is not None or plan.recipe.lora.dropout > 0
+    return gates or recipe.qat.activation_bits is not None or recipe.lora.dropout > 0 or recipe.reft.rank is not None
 
 
 def memory(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from llmsuite.models.anatomy import Anatomy, GatedMLP, GeluMLP, GroupedQuery, Latent, MoE
+from llmsuite.models.reft_shapes import reft_shapes
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import Layout
@@ -33,7 +34,7 @@ class TensorParallelTraffic:
         self._layout, self._anatomy, self._mesh, self._own, self._send = layout, anatomy, mesh, own_reduce_scatter, send
         recipe = layout.plan.recipe
         self._engine, self._adapter_rank = recipe.engine, recipe.lora.rank
-        self._pairs = recipe.lora.num_pairs
+        self._pairs, self._is_frozen, self._edit_rank = recipe.lora.num_pairs, recipe.freezes_model, recipe.reft.rank
         self._compiled = self._engine.mode == "to_static"
         self._sequence_parallel = recipe.parallel.sequence_parallel
         self._is_scored, self._takes_all = layout.plan.stage.head == "score", layout.plan.stage.takes_all
@@ -70,8 +71,12 @@ class TensorParallelTraffic:
         for number in self._layout.layers_of(part):
             if self._engine.computes_again(number):
                 self._layer_forward(number, batch, whole, piece, with_adapters=True, again=True)
-            self._layer_backward(number, batch, whole, piece)
-        if part == 0 and self._sequence_parallel and self._adapter_rank is None:
+            if number in self._layout.intervened and self._sequence_parallel:
+                for shape in reft_shapes(self._anatomy.hidden, self._edit_rank or 0).values():
+                    self._send("all_reduce", shape, "interventions: gradients, from each rank's tokens")
+            if number not in self._layout.unreached:
+                self._layer_backward(number, batch, whole, piece)
+        if part == 0 and self._sequence_parallel and not self._is_frozen:
             self._send("all_gather", piece, "embedding, backward")
             if self._anatomy.learned_positions:
                 self._send("all_gather", (1, *piece[1:]), "positions, backward")
@@ -131,7 +136,7 @@ class TensorParallelTraffic:
             self._send("all_gather", piece, "backward: hidden states and embeddings of further tokens", 2)
         again = self._engine.computes_again(number)
         # when only adapters are trained, the input of the first layer has no gradient, unless it is recomputed
-        no_gradient = self._adapter_rank is not None and not self._layout.adapts_embedding
+        no_gradient = self._is_frozen and not self._layout.adapts_embedding
         if not (number == 0 and no_gradient and not again):
             self._attention_backward(number, batch, whole)
         elif isinstance(layer.attention, Latent):

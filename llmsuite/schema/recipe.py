@@ -17,6 +17,7 @@ from llmsuite.models.block_quant import BlockFormat
 from llmsuite.schema.engine import EngineSection
 from llmsuite.schema.numbers import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.parallel import ParallelSection
+from llmsuite.schema.reft import ReftSection
 from llmsuite.schema.section import Section
 
 
@@ -362,6 +363,7 @@ class Recipe(Section):
     engine: EngineSection = dataclasses.field(default_factory=EngineSection)
     train: TrainSection
     lora: LoraSection = dataclasses.field(default_factory=LoraSection)
+    reft: ReftSection = dataclasses.field(default_factory=ReftSection)
     qat: QatSection = dataclasses.field(default_factory=QatSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)
@@ -373,3 +375,8 @@ class Recipe(Section):
     """Seed of the initial parameters and of the order of the data."""
     output_dir: str
     """Directory for everything the run writes."""
+
+    @property
+    def freezes_model(self) -> bool:
+        """Whether something beside the model is trained, and the model itself is not."""
+        return any([self.lora.rank is not None, self.reft.rank is not None])

@@ -103,7 +103,7 @@ def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> G
     precision = plan.recipe.engine.precision
     tokenizer = plan.tokenizer
     if plan.weights is not None:
-        source = open_any(plan.weights, registry.models)
+        source = open_any(plan.weights, registry.models, runs=True)
         report(f"loading {plan.weights} ({source.description})")
         model = load_model(source, backend, precision, mesh)
         if plan.recipe.model.tokenizer is None:

@@ -51,18 +51,24 @@ def join(samples: Sequence[WeightedTokens]) -> WeightedTokens:
 
 
 def collate(
-    samples: Sequence[WeightedTokens], pad_id: int, length_multiple: int, predicts_further: bool = False
+    samples: Sequence[WeightedTokens],
+    pad_id: int,
+    length_multiple: int,
+    predicts_further: bool = False,
+    tells_prompts: bool = False,
 ) -> Batch:
     """Sequences to arrays, padded on the right to a multiple; the last token of each document is only a target.
 
     With several documents in a sequence the batch has "document_starts", which `CausalLM.hidden_states` takes. The
-    padding is a document of its own then. With `predicts_further` it has what `mtp_nll` takes.
+    padding is a document of its own then. With `predicts_further` it has what `mtp_nll` takes, with `tells_prompts`
+    "prompt_lengths" [B, L]: of each token, how many tokens of its document come before the first supervised one.
     """
     longest = max(sample.num_inputs for sample in samples)
     length = -(-longest // length_multiple) * length_multiple
     input_ids = np.full([len(samples), length], pad_id, dtype="int64")
     starts = np.empty([len(samples), length], dtype="int64")
     next_ids = np.full_like(input_ids, pad_id)
+    prompt_lengths = np.zeros_like(input_ids)
     positions, targets, weights, depths = [], [], [], []
     for i, sample in enumerate(samples):
         begins = np.array(sample.begins)
@@ -78,6 +84,8 @@ def collate(
         document = np.searchsorted(begins, supervised, "right")
         positions.append(i * length + supervised - document)
         depths.append(supervised - begins[document - 1])
+        firsts = begins + [int(np.argmax(part > 0)) for part in np.split(sample.weights, begins[1:])]
+        prompt_lengths[i, : sample.num_inputs] = np.repeat(firsts - begins, rows)
         targets.append(sample.ids[supervised])
         weights.append(sample.weights[supervised])
     batch: Batch = {"document_starts": starts} if any(len(sample.begins) > 1 for sample in samples) else {}
@@ -85,6 +93,8 @@ def collate(
         # two positions before its own: the first two tokens of a document are not predicted by two before them
         (deep,) = np.nonzero(np.concatenate(depths) > 1)
         batch |= further_targets(next_ids, *(np.concatenate(of)[deep] for of in (positions, targets, weights)))
+    if tells_prompts:
+        batch["prompt_lengths"] = prompt_lengths
     return batch | {
         "input_ids": input_ids,
         "positions": np.concatenate(positions),

@@ -34,6 +34,7 @@ class SftStage(Stage[WeightedTokens]):
         self._is_packed = context.recipe.data.packing == "best_fit"
         self._template = context.template()
         self._mtp_weight = context.recipe.train.mtp_loss_weight
+        self._tells_prompts = context.recipe.reft.rank is not None
 
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
         """The conversations that fit. Raises UserError with the line that the chat template cannot render."""
@@ -132,7 +133,7 @@ class SftStage(Stage[WeightedTokens]):
         """Padding on the right, or all in one row."""
         samples = [language_model.join(samples)] if self.context.padding_free else samples
         pad_id, multiple = self.context.tokenizer.pad_id, self.context.length_multiple
-        return language_model.collate(samples, pad_id, multiple, self._mtp_weight > 0)
+        return language_model.collate(samples, pad_id, multiple, self._mtp_weight > 0, self._tells_prompts)
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the supervised tokens; every one weighs 1."""

@@ -11,6 +11,7 @@ import paddle
 
 from llmsuite.checkpoint.adapter_dir import Adapters, check_layout
 from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.reft_dir import Interventions
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
@@ -18,6 +19,8 @@ from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.mtp import is_embedding_shared, num_layers
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules
 from llmsuite.models.quantised import quantise_matrices
+from llmsuite.models.reft import add_interventions
+from llmsuite.models.reft_shapes import intervened_layers
 from llmsuite.models.shard_plan import WHOLE, ShardPlan
 from llmsuite.models.targets import is_factor, is_fixed, is_trained, quantised_modules
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
@@ -57,8 +60,8 @@ class BuiltModel:
     """Bounds of the pipeline's parts, see `part_bounds`."""
     digest: str
     """Changes with anything that decides the initial values; adapters change none, as they begin at zero."""
-    adapters: Adapters | None
-    """Modules, rank and base of the adapters, where those are trained."""
+    adapters: Adapters | Interventions | None
+    """Modules, rank and base of the adapters, or of interventions, where those are trained."""
     balance: ExpertBalance | None
     """Balance of the experts, where the family has some."""
     rounded: list[str]
@@ -79,7 +82,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     padded = is_padded(plan.model_config, mesh.degrees.tp)
     whole = _build_chunks(plan, backend, config, tp=1)[0][0] if padded else chunks[0]
     shapes = {name: list(p.shape) for name, p in whole.named_parameters()}
-    trained = {name: shape for name, shape in shapes.items() if lora.rank is None or is_trained(name)}
+    trained = {name: shape for name, shape in shapes.items() if not recipe.freezes_model or is_trained(name)}
     saved = {name: shape for name, shape in shapes.items() if name in trained or is_fixed(name)}
     if lora.base_format is not None:
         with paddle.LazyGuard():
@@ -91,7 +94,10 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     shards: list[ParameterShard] = []
     for chunk in chunks:
         shards += parallelize(chunk, strategy, pad_values(weights.read, shapes) if padded else weights.read)
-    adapters = None
+    adapters: Adapters | Interventions | None = None
+    if recipe.reft.rank is not None:
+        layers = intervened_layers(recipe.reft.layers, plan.model_config.num_hidden_layers)
+        adapters = Interventions(recipe.reft.rank, tuple(layers), recipe.reft.ends, weights.base)
     if config is not None:
         beside = [name for name in trained if not is_factor(name)]
         adapters = Adapters(adapted, config, weights.base, beside)
@@ -102,6 +108,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     placements = between_layers(recipe.parallel.sequence_parallel)
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, channels)
     part.dropout_seed = recipe.seed if lora.dropout else None
+    part.edited_ends = recipe.reft.ends if recipe.reft.rank is not None else None
     balance = None
     if shard_plan.gates:
         train = recipe.train
@@ -129,7 +136,8 @@ def _build_chunks(
     Returns:
         The chunks, the names of the modules with adapters, and those of the fake-quantised layers.
     """
-    lora, qat, shard_plan = plan.recipe.lora, plan.recipe.qat, plan.family.shard_plan or WHOLE
+    lora, qat, reft = plan.recipe.lora, plan.recipe.qat, plan.recipe.reft
+    shard_plan = plan.family.shard_plan or WHOLE
     adapted: list[str] = []
     rounded: list[str] = []
     chunks = []
@@ -140,6 +148,9 @@ def _build_chunks(
                 adapted = adapted_modules(model, shard_plan, lora.target_modules)
                 add_adapters(model, adapted, config, plan.recipe.seed)
                 _check_dropout(lora.dropout, adapted, shard_plan)
+            if reft.rank is not None:
+                layers = intervened_layers(reft.layers, plan.model_config.num_hidden_layers)
+                add_interventions(model, layers, reft.rank, reft.ends)
             if qat.weight_bits is not None:
                 rounded = rounded_modules(model, shard_plan, qat.target_modules)
                 fake_quantize_layers(model, rounded, rounds_weight=True)
@@ -193,6 +204,6 @@ def _report_size(
     plan: RunPlan, backend: DeviceBackend, shapes: Mapping[str, Sequence[int]], trained: Mapping[str, Sequence[int]]
 ) -> None:
     count, num_trained = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, trained))
-    some = "" if plan.recipe.lora.rank is None else f", {num_trained:,} of them trained,"
+    some = "" if not plan.recipe.freezes_model else f", {num_trained:,} of them trained,"
     ranks = f"{plan.degrees.num_ranks} x {backend.name}"
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters{some} on {ranks}")

@@ -12,6 +12,7 @@ import paddle
 
 from llmsuite.checkpoint.adapter_dir import SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.reft_dir import Interventions, open_interventions
 from llmsuite.checkpoint.save import GatheredTensor, assign_writers
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.checkpoint.tensors import TensorFiles
@@ -150,7 +151,9 @@ def _gather(entry: StateTensor) -> Callable[[], Any]:
 def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer, mesh: Mesh) -> None:
     """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
     shard_plan = plan.family.shard_plan or WHOLE
-    if built.adapters is not None:
+    if isinstance(built.adapters, Interventions):
+        values = read_from(open_interventions(path).files)
+    elif built.adapters is not None:
         values = read_from(SavedAdapters(path, built.adapters, plan.family, plan.model_config))
     else:
         saved = open_model(path, registry.models, mtp=num_mtp_layers(plan.model_config) > 0)

@@ -59,6 +59,7 @@ class Passes:
             What `ask` gives, on ranks that have a batch.
         """
         bound = functools.partial(ask, self.model, batch) if ask is not None and batch is not None else None
+        self.model.prompt_lengths = None if batch is None else batch.get("prompt_lengths")
         with self.autocast():
             return self.model.forward(action, bound, lengths)
 

@@ -13,6 +13,7 @@ import numpy as np
 from llmsuite.checkpoint.adapter_dir import Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import skipped_tensors
+from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
@@ -24,6 +25,7 @@ from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.adapters import with_factors
 from llmsuite.train.initial_values import initial_values
+from llmsuite.train.interventions import with_rotations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,8 @@ def initial_weights(
     if plan.recipe.lora.rank is not None:
         embedding = None if plan.family.shard_plan is None else plan.family.shard_plan.embedding
         read = with_factors(read, plan.recipe.seed, shapes, embedding, plan.recipe.lora)
+    if plan.recipe.reft.rank is not None:
+        read = with_rotations(read, plan.recipe.seed)
     return InitialWeights(read, base, digest.hexdigest(), source)
 
 
@@ -134,7 +138,7 @@ class QuantisedReads:
         return np.stack(codes), np.stack(absmax)
 
 
-def read_from(source: ModelDirectory | SavedAdapters) -> ReadSlice:
+def read_from(source: ModelDirectory | SavedAdapters | TensorFiles) -> ReadSlice:
     """Read slices from files."""
     return lambda name, shape, index: source.read(name, index)
 

@@ -23,6 +23,7 @@ AGAIN = ("--engine.recompute=full",)
 BIASES = ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")
 TWO = ("--train.micro_batch_size=2",)
 ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
+REFT = "--reft.rank=4"
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "stage 2": ("llama/sft", {"sharding": "stage2"}, ()),
     "stage 3": ("llama/sft", {"sharding": "stage3"}, ()),
@@ -66,6 +67,11 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "adapters, experts, tensor": ("deepseek/lora", TP, (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
     "adapters, ends, sequence": ("llama/lora", SP, (*KEPT, ENDS)),
     "adapters, stage 3": ("llama/lora", {"sharding": "stage3"}, ()),
+    "interventions": ("llama/sft", TP, (*KEPT, REFT)),
+    "interventions, sequence": ("llama/sft", SP, (REFT,)),
+    "interventions, sequence, kept": ("llama/sft", SP, (*KEPT, REFT, "--reft.layers=[2]")),
+    "interventions, pipeline": ("llama/sft", PP, (REFT,)),
+    "interventions, stage 3": ("llama/sft", {"sharding": "stage3"}, (REFT,)),
 }
 ALONE = {
     "one, again": ("llama/sft", AGAIN),
@@ -73,6 +79,7 @@ ALONE = {
     "one, selective": ("qwen/sft", ("--engine.recompute=selective",)),
     "one, gpt": ("gpt/sft", KEPT),
     "one, deepseek": ("deepseek/sft", KEPT),
+    "one, interventions": ("llama/sft", (*KEPT, REFT)),
     "one, ends": ("llama/lora", (*KEPT, ENDS)),
     "one, experts": ("deepseek/lora", (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
 }

@@ -40,7 +40,7 @@ def _nothing_to_switch_off(context: RuleContext) -> Iterator[Violation]:
 
 
 def _nothing_to_train(context: RuleContext) -> Iterator[Violation]:
-    if context.stage.adapters and context.recipe.lora.rank is None:
+    if context.stage.adapters and not context.recipe.freezes_model:
         yield "lora.rank", f"is null, but stage {context.recipe.stage} trains adapters only; set it to 8, for one"
 
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.models.adapter import identity
-from llmsuite.models.dropout import TokenDropout, token_keys, tokens
+from llmsuite.models.dropout import TokenDropout, token_keys
 from llmsuite.models.lora import add_adapters
 from llmsuite.models.peft_configs import lora_config
+from llmsuite.models.token_values import tokens
 from llmsuite.parallel.marks import marked, with_keys, without_keys
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.train.initial_values import initial_values

@@ -1,0 +1,63 @@
+"""Interventions on hidden states under tensor parallel.
+
+Every rank has their parameters whole, and computes with its own tokens: with all of them, or under sequence parallel
+with a part of each row. Then the gradients of the parameters are sums over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle.distributed as dist
+from paddle.autograd import PyLayer
+from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
+
+from llmsuite.models.reft import Intervention, chosen, intervene
+from llmsuite.parallel import collective
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.tensor import between_layers, reshard
+from llmsuite.typing import Tensor
+
+
+def share_interventions(model: Any, mesh: Mesh, sequence_parallel: bool) -> None:
+    """Let the interventions of a model compute with activations as they lie between its layers."""
+    if mesh.tensor is None:
+        return
+    found: list[Any] = [module for module in model.sublayers() if isinstance(module, Intervention)]
+    for module in found:
+        module.forward = SharedIntervention(module, mesh, sequence_parallel).forward
+
+
+class SharedIntervention:
+    """`Intervention.forward` for distributed tensors; every rank of the group calls it."""
+
+    def __init__(self, module: Intervention, mesh: Mesh, sequence_parallel: bool):
+        self._module, self._mesh, self._is_cut = module, mesh, sequence_parallel
+        self._placements = between_layers(sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] to [B, L, D], as activations lie between layers."""
+        tensor = self._mesh.tensor
+        here = dtensor_to_local(reshard(x, self._mesh, self._placements), tensor, self._placements)
+        parts = [dtensor_to_local(part, tensor, [dist.Replicate()]) for part in self._module.parts()]
+        is_chosen = chosen()
+        if self._is_cut:
+            parts = [_SumGradients.apply(part, self._mesh.tensor_group) for part in parts]
+            length, at = here.shape[1], self._mesh.coordinate["tp"]
+            is_chosen = is_chosen[:, at * length : (at + 1) * length]
+        return dtensor_from_local(intervene(here, is_chosen, *parts), tensor, self._placements)
+
+
+class _SumGradients(PyLayer):
+    """Identity whose gradient is summed over a group, each rank of which has some of the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        collective.sum_in_group(total, ctx.group)
+        return total
