@@ -58,6 +58,7 @@ matrix: $(VENV)/test
 faults: $(VENV)/test
 	$(BIN)/python -m tests.tools.faults
 	$(BIN)/python -m tests.tools.kills 50
+	$(BIN)/python -m tests.tools.kills_apart 20
 	$(BIN)/python -m tests.tools.stalls
 	$(BIN)/python -m tests.tools.merge_memory 4000
 

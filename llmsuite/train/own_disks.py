@@ -142,28 +142,31 @@ class _Part:
 
 
 def find_on_disks(checkpoints: Path, disk: OwnDisk) -> Path | None:
-    """The newest checkpoint that the machines have together, which is then whole on each; None when there never was
-    one. Every rank calls it.
+    """The newest checkpoint that the machines have together, which is then whole on each; None when none was ever
+    complete. Every rank calls it.
 
     Raises:
         UserError: there are some, and none is whole.
     """
-    mine: list[int] = []
+    mine: dict[str, Any] = {}
     if _leads(disk):
         remove_unfinished(checkpoints)
-        mine = [step for step, _ in list_steps(checkpoints)]
-    steps = sorted({step for of_one in _from_machines(disk, mine) for step in of_one}, reverse=True)
+        # no machine has this file before the first checkpoint is complete on all
+        had_one = (checkpoints / "latest").is_file()
+        mine = {"steps": [step for step, _ in list_steps(checkpoints)], "had_one": had_one}
+    found = _from_machines(disk, mine)
     faults = []
-    for step in steps:
+    for step in sorted({step for of_one in found for step in of_one["steps"]}, reverse=True):
         path = checkpoints / f"step-{step}"
         fault = fetch_parts(path, disk, is_needed=False)
         if fault is None:
             return path
         report(f"checkpoint {path} is passed over: {fault}")
         faults.append(fault)
-    if faults:
+    if any(of_one["had_one"] for of_one in found):
+        lacking = faults[0] if faults else "there are no steps"
         raise UserError(
-            f"{checkpoints}: the machines have no whole checkpoint, the newest lacks this: {faults[0]}; start all "
+            f"{checkpoints}: the machines have no whole checkpoint, the newest lacks this: {lacking}; start all "
             "machines that wrote it, or move the directories away to start at step 0"
         )
     return None

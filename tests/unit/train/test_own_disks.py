@@ -66,6 +66,18 @@ def test_each_machine_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.Mon
     assert before == [path.stat().st_mtime_ns for path in (roots_of(tmp_path)[0] / "step-1").iterdir()]
 
 
+def test_killed_within_its_first_commit_a_run_begins_again(tmp_path: Path) -> None:
+    first, second = roots_of(tmp_path)
+    assert save_apart((first, second), 1) == [None, None]
+    shutil.rmtree(first / "step-1")  # machine 1 alone had committed it
+    for root in (first, second):
+        (root / "latest").unlink()
+    assert on_every_rank(tmp_path, find_on_disks) == [None] * 3
+    (second / "latest").write_text("step-1\n")  # it was complete, and the disk of machine 0 is lost
+    with pytest.raises(UserError, match=r"no machine has config.json; rank 0 wrote it on machine 0"):
+        on_every_rank(tmp_path, find_on_disks)
+
+
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_machine_with_a_new_disk_gets_everything(tmp_path: Path, machine: int) -> None:
     assert save_apart(roots_of(tmp_path), 1) == [None, None]
