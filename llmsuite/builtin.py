@@ -10,7 +10,7 @@ from typing import Any
 
 from llmsuite.observe import loggers
 from llmsuite.plugins.hookspecs import hookimpl
-from llmsuite.rl import reward_sections
+from llmsuite.rl import engine_sections, reward_sections
 from llmsuite.schema.reward import RewardSection
 from llmsuite.specs import (
     DataFormat,
@@ -19,6 +19,7 @@ from llmsuite.specs import (
     LoggerSpec,
     ModelFamily,
     RewardSpec,
+    RolloutEngineSpec,
     StageSpec,
 )
 from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection, RolloutSection
@@ -106,15 +107,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=lazily("llmsuite.stages.kto:KtoStage"),
             smoke=UNPAIRED,
         ),
-        StageSpec(
-            name="grpo",
-            help="group relative policy optimisation on completions the model draws: dapo, grpo, dr_grpo, cispo, sapo",
-            config_cls=GrpoSection,
-            sections={"rollout": RolloutSection, "reward": RewardSection, "eval_rollout": EvalRolloutSection},
-            profile=GrpoSection.profile,
-            factory=lazily("llmsuite.stages.grpo:GrpoStage"),
-            smoke=ROLLOUTS,
-        ),
+        *_rollout_stages(),
         StageSpec(
             name="infer",
             help="no training: a model answers the prompts of a file",
@@ -123,6 +116,22 @@ def llmsuite_register_stages() -> list[StageSpec]:
             smoke={"data.prompts": "data/preference/eval.jsonl", "infer.max_new_tokens": 16},
             trains=False,
             result="answers.jsonl",
+        ),
+    ]
+
+
+def _rollout_stages() -> list[StageSpec]:
+    """Stages that learn from completions the model draws."""
+    return [
+        StageSpec(
+            name="grpo",
+            help="group relative policy optimisation on completions the model draws: dapo, grpo, dr_grpo, cispo, sapo",
+            config_cls=GrpoSection,
+            sections={"rollout": RolloutSection, "reward": RewardSection, "eval_rollout": EvalRolloutSection},
+            profile=GrpoSection.profile,
+            draws_ahead=True,
+            factory=lazily("llmsuite.stages.grpo:GrpoStage"),
+            smoke=ROLLOUTS,
         ),
     ]
 
@@ -205,3 +214,8 @@ def llmsuite_register_loggers() -> list[LoggerSpec]:
 @hookimpl
 def llmsuite_register_rewards() -> list[RewardSpec]:
     return list(reward_sections.BUILTIN)
+
+
+@hookimpl
+def llmsuite_register_rollout_engines() -> list[RolloutEngineSpec]:
+    return list(engine_sections.BUILTIN)

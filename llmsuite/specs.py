@@ -104,6 +104,8 @@ class StageSpec:
     """Whether its batches have "prompt_lengths" where the recipe sets `reft.rank`; see `language_model.collate`."""
     takes_all: bool = False
     """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
+    draws_ahead: bool = False
+    """Whether it has `Stage.begin_rollout`, which `rollout.max_staleness` needs."""
     trains: bool = True
     """False for a stage that answers prompts, or the like: its recipes have `data.prompts`, no keys about training, and
     as `parallel` the tensor parallel degree only."""
@@ -261,6 +263,24 @@ class RewardSpec:
     runs: Literal["pool", "main"] = "pool"
     """pool: in processes without Paddle, with a time limit. main: in the process that trains, all completions of the
     rank in one call and without a time limit."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutEngineSpec:
+    """What draws the completions of online RL: a model beside the one that is trained, or a server."""
+
+    name: str
+    """Value of the recipe key `rollout.engine`."""
+    help: str
+    factory: Callable[[Any], Any]
+    """Gets a `llmsuite.rl.engine.EngineContext`, and returns a `llmsuite.rl.engine.Engine`; called in the processes
+    that train. Raises UserError when it cannot work."""
+    config_cls: type[Section] | None = None
+    """Dataclass of its own keys, `rollout.NAME` in a recipe. Every key has a default."""
+    remote: bool = False
+    """Whether completions are drawn elsewhere. Then the first rank alone makes requests, no rank has memory for a model
+    that generates, and completions may be drawn while the model is trained (`rollout.max_staleness`)."""
     api: int = API_VERSION
 
 

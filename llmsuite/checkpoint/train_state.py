@@ -39,6 +39,8 @@ class TrainState:
     has been there before."""
     stage: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What the stage needs to go on, as JSON data."""
+    rollouts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Completions that were drawn ahead of the steps that learn from them, see `llmsuite.rl.ahead`."""
 
 
 def load_state(path: Path) -> TrainState:

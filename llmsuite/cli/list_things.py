@@ -14,7 +14,7 @@ from llmsuite.resources import bundled
 from llmsuite.schema.keys import walk
 from llmsuite.specs import Command
 
-_WHAT = Literal["stages", "models", "recipes", "devices", "formats", "loggers", "rewards", "layouts", "keys"]
+_WHAT = Literal["stages", "models", "recipes", "devices", "formats", "loggers", "rewards", "engines", "layouts", "keys"]
 
 
 def add_arguments(parser: Any) -> None:
@@ -30,7 +30,9 @@ def run(args: Any, registry: Registry) -> int:
     elif args.what == "recipes":
         rows = list(_recipes())
     else:
-        kind = {"formats": "data format", "layouts": "exporter"}.get(args.what, args.what.removesuffix("s"))
+        kind = {"formats": "data format", "layouts": "exporter", "engines": "rollout engine"}.get(
+            args.what, args.what.removesuffix("s")
+        )
         specs = registry.specs(kind)
         rows = [(name, spec.help, registry.owner(kind, name).distribution) for name, spec in specs.items()]
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -70,7 +72,7 @@ def _recipes() -> Iterator[tuple[str, str, str, str]]:
 
 COMMAND = Command(
     name="list",
-    help="list stages, models, recipes, devices, formats, loggers, rewards, layouts or recipe keys",
+    help="list stages, models, recipes, devices, formats, loggers, rewards, rollout engines, layouts or recipe keys",
     add_arguments=add_arguments,
     run=run,
 )

@@ -9,24 +9,30 @@ from llmsuite.models.anatomy import Anatomy, GroupedQuery
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.layout import BYTES, Layout
+from llmsuite.recipe.resolve import RunPlan
 
 _COPIES = 2
 """The cache is copied where completions join it or leave it."""
 
 
 def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
-    """The weights for generation, whole on each rank that reads data; 0 for a stage without rollouts."""
+    """The weights for generation, whole on each rank that reads data; 0 for a stage without rollouts, or where servers
+    draw."""
     plan = layout.plan
-    if not plan.profile.updates or not mesh.reads_data:
+    if not _draws_here(plan) or not mesh.reads_data:
         return 0.0
     values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
     return float(values * BYTES[plan.recipe.engine.precision])
 
 
+def _draws_here(plan: RunPlan) -> bool:
+    return plan.rollout_engine is not None and not plan.rollout_engine.remote
+
+
 def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
     """The keys and values of the completions that a rank draws at once, all as long as can be."""
     plan = layout.plan
-    if not plan.profile.updates or not mesh.reads_data:
+    if not _draws_here(plan) or not mesh.reads_data:
         return 0.0
     recipe: Any = plan.recipe  # whose section `rollout` only such stages have
     rollout = recipe.rollout

@@ -26,6 +26,7 @@ from llmsuite.specs import (
     ModelFamily,
     PrePass,
     RewardSpec,
+    RolloutEngineSpec,
     RunView,
     StageProfile,
     StageSpec,
@@ -42,6 +43,7 @@ __all__ = [
     "ModelFamily",
     "PrePass",
     "RewardSpec",
+    "RolloutEngineSpec",
     "RunView",
     "Section",
     "StageProfile",
@@ -95,6 +97,12 @@ def llmsuite_register_loggers() -> list[LoggerSpec]:
 @hookspec
 def llmsuite_register_rewards() -> list[RewardSpec]:
     """Rewards of completions, for the stages of online RL."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_rollout_engines() -> list[RolloutEngineSpec]:
+    """What draws the completions of online RL, such as a server."""
     raise AssertionError("a hookspec is not called")
 
 

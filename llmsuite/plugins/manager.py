@@ -30,6 +30,7 @@ from llmsuite.specs import (
     LoggerSpec,
     ModelFamily,
     RewardSpec,
+    RolloutEngineSpec,
     StageSpec,
 )
 
@@ -45,6 +46,7 @@ REGISTRATIONS: dict[str, tuple[str, Any]] = {
     "exporter": ("llmsuite_register_exporters", Exporter),
     "logger": ("llmsuite_register_loggers", LoggerSpec),
     "reward": ("llmsuite_register_rewards", RewardSpec),
+    "rollout engine": ("llmsuite_register_rollout_engines", RolloutEngineSpec),
     "command": ("llmsuite_register_commands", Command),
 }
 """Kind, as messages call it -> hook, and type of the specs it returns."""
@@ -112,12 +114,16 @@ class Registry:
         return self._specs["reward"]
 
     @property
+    def rollout_engines(self) -> dict[str, RolloutEngineSpec]:
+        return self._specs["rollout engine"]
+
+    @property
     def commands(self) -> dict[str, Command]:
         return self._specs["command"]
 
     def specs(self, kind: str) -> dict[str, Any]:
-        """Everything of a kind: "stage", "model", "device", "data format", "exporter", "logger", "reward" or
-        "command"."""
+        """Everything of a kind: "stage", "model", "device", "data format", "exporter", "logger", "reward",
+        "rollout engine" or "command"."""
         return self._specs[kind]
 
     def owner(self, kind: str, name: str) -> PluginInfo:
@@ -192,9 +198,16 @@ class Registry:
                 if kind == "stage":
                     _check_stage(spec)
                 elif kind == "reward":
-                    _check_reward(spec)
+                    _check_keys("reward", spec, {field.name for field in dataclasses.fields(RewardSection)})
+                elif kind == "rollout engine":
+                    _check_keys("rollout", spec, self._keys_of_sections(kind))
                 self._refuse_duplicate(kind, spec.name, info)
                 yield kind, spec
+
+    def _keys_of_sections(self, kind: str) -> set[str]:
+        """The keys of sections of stages that this kind extends."""
+        sections = [section for stage in self.stages.values() for section in stage.sections.values()]
+        return {f.name for section in sections if section.extended_by == kind for f in dataclasses.fields(section)}
 
     def _refuse_duplicate(self, kind: str, name: str, info: PluginInfo) -> None:
         first = self._owners.get((kind, name))
@@ -305,21 +318,24 @@ def _check_stage(spec: StageSpec) -> None:
             )
 
 
-def _check_reward(spec: RewardSpec) -> None:
-    """Refuse what would break the section `reward`: the keys of a reward become a section there, of its name."""
-    taken = {field.name for field in dataclasses.fields(RewardSection)}
+def _check_keys(section: str, spec: RewardSpec | RolloutEngineSpec, taken: set[str]) -> None:
+    """Refuse what would break the section `reward` or `rollout`: the keys of a spec become a section there, of its
+    name."""
+    kind = "reward" if isinstance(spec, RewardSpec) else "rollout engine"
     if not spec.name.isidentifier() or keyword.iskeyword(spec.name) or spec.name in taken:
-        raise UserError(f"a reward cannot be called {spec.name!r}: the name has to be a new key of `reward`, one word")
+        raise UserError(
+            f"a {kind} cannot be called {spec.name!r}: the name has to be a new key of `{section}`, one word"
+        )
     if spec.config_cls is None:
         return
     if not (isinstance(spec.config_cls, type) and issubclass(spec.config_cls, Section)):
         raise UserError(
-            f"config_cls of reward {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"
+            f"config_cls of {kind} {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"
         )
     try:
         spec.config_cls()
     except TypeError as error:
-        raise UserError(f"config_cls of reward {spec.name!r}: every key needs a default: {error}") from error
+        raise UserError(f"config_cls of {kind} {spec.name!r}: every key needs a default: {error}") from error
 
 
 def tail(error: BaseException) -> str:

@@ -24,7 +24,6 @@ from llmsuite.recipe.source import Key, parse_json, read_json
 from llmsuite.recipe.untrained import SECTIONS
 from llmsuite.schema import keys as recipe_keys
 from llmsuite.schema.recipe import ModelSection, Recipe, device_numbers
-from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.section import Section, forget_reads, unread
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
@@ -145,14 +144,14 @@ def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe],
         _typed_recipe(
             registry.stages[stage] if isinstance(stage, str) else None,
             registry.models[family] if isinstance(family, str) else None,
-            tuple(registry.rewards.values()),
+            tuple((kind, spec) for kind in ("reward", "rollout engine") for spec in registry.specs(kind).values()),
         ),
         problems,
     )
 
 
 @functools.cache
-def _typed_recipe(stage: Any, family: Any, rewards: tuple[Any, ...]) -> type[Recipe]:
+def _typed_recipe(stage: Any, family: Any, specs: tuple[tuple[str, Any], ...]) -> type[Recipe]:
     fields: list[Any] = []
     if family is not None:
         model = dataclasses.make_dataclass(
@@ -165,7 +164,7 @@ def _typed_recipe(stage: Any, family: Any, rewards: tuple[Any, ...]) -> type[Rec
     if stage is not None:
         default = _default_of(stage.config_cls)
         fields.append((stage.section_name, stage.config_cls, default))
-        sections = {name: _with_rewards(section, rewards) for name, section in stage.sections.items()}
+        sections = {name: _extended(section, specs) for name, section in stage.sections.items()}
         fields += [(name, section, _default_of(section)) for name, section in sections.items()]
         for name, section in () if stage.trains else SECTIONS.items():
             default = dataclasses.field(default_factory=section) if name != "data" else dataclasses.field()
@@ -182,11 +181,12 @@ def _default_of(section: type[Section]) -> Any:
     return dataclasses.field() if required else dataclasses.field(default_factory=section)
 
 
-def _with_rewards(section: type[Section], rewards: tuple[Any, ...]) -> type[Section]:
-    """The section `reward` with the keys of each registered reward below its name; any other section as it is."""
-    if not issubclass(section, RewardSection):
+def _extended(section: type[Section], specs: tuple[tuple[str, Any], ...]) -> type[Section]:
+    """A section such as `reward` with the keys of each registered reward below its name; most sections as they are."""
+    own = [spec for kind, spec in specs if kind == section.extended_by and spec.config_cls]
+    if not own:
         return section
-    fields = [(spec.name, spec.config_cls, _default_of(spec.config_cls)) for spec in rewards if spec.config_cls]
+    fields = [(spec.name, spec.config_cls, _default_of(spec.config_cls)) for spec in own]
     made = dataclasses.make_dataclass(section.__name__, fields, bases=(section,), kw_only=True)
     made.__doc__ = section.__doc__
     return made

@@ -28,7 +28,7 @@ from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.reward import RewardSection, python_function
 from llmsuite.schema.rule import Violation
-from llmsuite.specs import DeviceSpec, ModelFamily, StageProfile, StageSpec
+from llmsuite.specs import DeviceSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,8 @@ class RunPlan:
     """The training data; the prompts, for a stage that does not train."""
     eval_file: Path | None
     output_dir: Path
+    rollout_engine: RolloutEngineSpec | None = None
+    """What draws completions; None for a stage without rollouts."""
     smoke_of: Degrees | None = None
     """The degrees of the recipe itself, in a run made by `--smoke`."""
 
@@ -200,6 +202,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         train_file=_data_file(recipe.data.train if stage.trains else recipe.data.prompts),
         eval_file=_data_file(recipe.data.eval) if stage.trains and recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),
+        rollout_engine=registry.rollout_engines.get(getattr(getattr(recipe, "rollout", None), "engine", "")),
     )
 
 
@@ -226,6 +229,24 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
             yield "reward.functions", f"{found[0]} is not a file (working directory: {Path.cwd()})"
         elif found is None and name not in registry.rewards:
             yield "reward.functions", f"{registry.unknown('reward', name)}; or name a function: FILE.py:FUNCTION"
+    yield from _engine_problems(recipe, registry)
+
+
+def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
+    """What the rollout engine cannot do, or the stage not with it."""
+    rollout: Any = getattr(recipe, "rollout", None)
+    name, stage = getattr(rollout, "engine", None), registry.stages[recipe.stage]
+    if name is None:
+        return
+    if name not in registry.rollout_engines:
+        yield "rollout.engine", registry.unknown("rollout engine", name)
+        return
+    lag = rollout.max_staleness
+    if lag and not registry.rollout_engines[name].remote:
+        message = f"is {lag}, but engine {name} draws in the process that trains, between two steps; set it to 0"
+        yield "rollout.max_staleness", message
+    elif lag and not stage.draws_ahead:
+        yield "rollout.max_staleness", f"is {lag}, but stage {stage.name} draws what it trains on at once; set it to 0"
 
 
 def plan_run(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from llmsuite.devices.base import DeviceBackend
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.load import build_model
 from llmsuite.inference.refresh import RefreshableModel
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.rl.drawing import Drawing, Request, draw_groups
+from llmsuite.rl.engine import EngineContext, Pending
 from llmsuite.typing import Tensor
 
 
 class LocalEngine:
     """A whole model in this process, in the form for generation. It has no values until `refresh`."""
 
-    def __init__(self, plan: RunPlan, backend: DeviceBackend):
+    def __init__(self, context: EngineContext):
+        plan, backend = context.plan, context.backend
         precision = plan.recipe.engine.precision
         model = build_model(
             plan.family,
@@ -28,8 +29,15 @@ class LocalEngine:
             lambda model: lambda name, shape, index: np.zeros([part.stop - part.start for part in index], "float32"),
         )
         self._model = RefreshableModel(model, backend.ops(precision))
-        self.decoder = ModelDecoder(model, lambda: backend.autocast(precision))
+        self._decoder = ModelDecoder(model, lambda: backend.autocast(precision))
 
-    def refresh(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the values of all parameters, by name."""
-        self._model.refresh(values)
+    def refresh(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `Engine`."""
+        self._model.refresh(weights)
+
+    def begin(self, requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[int]) -> Pending:
+        """See `Engine`; it draws when the result is asked for."""
+        return lambda: draw_groups(self._decoder, requests, drawing, stop_ids)
+
+    def close(self) -> None:
+        """See `Engine`."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.inference.decoder import Decoder
 from llmsuite.parallel import collective
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.drawing import Drawing, Drawn, Request, draw_groups, request_key
+from llmsuite.rl.drawing import Drawing, Drawn, Request, request_key
+from llmsuite.rl.engine import Engine, Pending
 
 Score = Callable[[Sequence[Completion]], np.ndarray]
 """Completions of whole groups to their scores, [completions, components] float64, NaN where one is missing."""
@@ -41,24 +41,71 @@ class Scored:
     """By prompt."""
     scores: np.ndarray
     """[prompts, completions of each, components], float64, NaN where one is missing."""
+    version: int = 0
+    """Optimizer steps that the weights had which drew them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """Completions that are being drawn."""
+
+    version: int
+    """Optimizer steps of the weights that draw."""
+    pending: Pending
 
 
 class Rollouts:
     """Draws completions with the current weights of the run. Made on every rank that reads data."""
 
-    def __init__(self, decoder: Decoder, stop_ids: Collection[int], decode: Callable[[Sequence[int]], str], seed: int):
+    def __init__(
+        self,
+        engine: Engine,
+        stop_ids: Collection[int],
+        decode: Callable[[Sequence[int]], str],
+        seed: int,
+        on_one: bool = False,
+    ):
         """
         Args:
-            decoder: has the current weights when `draw` is called.
+            engine: has the current weights when `draw` or `begin` is called.
             stop_ids: tokens that end a completion.
             decode: token ids to text.
             seed: of the recipe.
+            on_one: whether the first rank draws and scores all completions, not each some.
         """
-        self._decoder, self._stop_ids, self._decode, self._seed = decoder, set(stop_ids), decode, seed
+        self._engine, self._stop_ids, self._decode, self._seed = engine, set(stop_ids), decode, seed
+        self._on_one = on_one
+        self._begun: dict[int, Begun] = {}
+        """By step."""
+        self.version = 0
+        """Optimizer steps of the current weights."""
         self.further: Callable[[int], Sequence[Any]] = _nothing_further
         """Gives so many samples that come behind those of the rollout; they are used up then."""
         self.seconds = {"drawing": 0.0, "scoring": 0.0}
         """Time of this rank since the run began."""
+
+    def begin(self, prompts: Sequence[RolloutPrompt], step: int, drawing: Drawing) -> None:
+        """Begin to draw completions of a later step with the current weights; `draw` gives them then.
+
+        Args:
+            prompts: those that `draw` will be called with.
+            step: likewise.
+            drawing: likewise.
+        """
+        assert step not in self._begun, f"step {step} has begun"
+        mine = self._own_share(prompts)
+        requests = self._requests(prompts, step)
+        pending = self._engine.begin([requests[i] for i in mine], drawing, self._stop_ids)
+        self._begun[step] = Begun(self.version, pending)
+
+    @property
+    def begun(self) -> Mapping[int, Begun]:
+        """What has begun, by the step that will learn from it."""
+        return self._begun
+
+    def restore(self, begun: Mapping[int, Begun]) -> None:
+        """Go on with what had begun."""
+        self._begun = dict(begun)
 
     def draw(
         self,
@@ -82,14 +129,13 @@ class Rollouts:
         Raises:
             UserError: a prompt has no room in the model, logits are not finite, or `score` raises it.
         """
-        seen = collections.Counter(prompt.ids for prompt in before)
-        requests = []
-        for prompt in prompts:
-            requests.append(Request(prompt.ids, request_key(self._seed, step, prompt.ids, seen[prompt.ids])))
-            seen[prompt.ids] += 1
-        mine = self._own_share(prompts)
+        requests, mine = self._requests(prompts, step, before), self._own_share(prompts)
         began = time.perf_counter()
-        drawn = draw_groups(self._decoder, [requests[i] for i in mine], drawing, self._stop_ids)
+        begun = self._begun.pop(step, None)
+        if begun is None:
+            begun = Begun(self.version, self._engine.begin([requests[i] for i in mine], drawing, self._stop_ids))
+        drawn = begun.pending()
+        assert len(drawn) == len(mine), f"{len(drawn)} groups for {len(mine)} prompts"
         drawn_at = time.perf_counter()
         first = len(before)
         completions = [
@@ -99,11 +145,25 @@ class Rollouts:
         assert scores.shape == (len(completions), num_scores), (scores.shape, len(completions), num_scores)
         self.seconds["drawing"] += drawn_at - began
         self.seconds["scoring"] += time.perf_counter() - drawn_at
-        return self._exchanged(prompts, first, drawing.num_generations, completions, scores)
+        scored = self._exchanged(prompts, first, drawing.num_generations, completions, scores)
+        return dataclasses.replace(scored, version=begun.version)
+
+    def _requests(
+        self, prompts: Sequence[RolloutPrompt], step: int, before: Sequence[RolloutPrompt] = ()
+    ) -> list[Request]:
+        """The prompts with the keys of their completions; `before` as in `draw`."""
+        seen = collections.Counter(prompt.ids for prompt in before)
+        requests = []
+        for prompt in prompts:
+            requests.append(Request(prompt.ids, request_key(self._seed, step, prompt.ids, seen[prompt.ids])))
+            seen[prompt.ids] += 1
+        return requests
 
     def _own_share(self, prompts: Sequence[RolloutPrompt]) -> list[int]:
         """Numbers of the prompts that this rank draws for, ascending: long and short ones for everyone."""
         readers = collective.mesh().readers
+        if self._on_one:
+            return list(range(len(prompts))) if collective.rank() == readers[0] else []
         by_length = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].ids), i))
         return sorted(by_length[readers.index(collective.rank()) :: len(readers)])
 

@@ -58,7 +58,9 @@ def draw_until_full(
         count = -(-(wanted - num_found) * len(drawn) // num_found) if num_found else wanted
         more = list(further(min(count, wanted)))
         part = draw(more, drawn)
-        scored = Scored([*scored.groups, *part.groups], np.concatenate([scored.scores, part.scores]))
+        scored = dataclasses.replace(
+            part, groups=[*scored.groups, *part.groups], scores=np.concatenate([scored.scores, part.scores])
+        )
         found, rounds = np.concatenate([found, useful(part)]), rounds + 1
         drawn += more
     first_useful, others = np.flatnonzero(found)[:wanted], np.flatnonzero(~found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import ClassVar
 
 from llmsuite.schema.numbers import Fraction, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
@@ -15,6 +16,8 @@ _PYTHON_FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
 @dataclasses.dataclass(kw_only=True)
 class RewardSection(Section):
     """What completions are rewarded for. A reward has its own keys below `reward.NAME`."""
+
+    extended_by: ClassVar[str] = "reward"
 
     functions: dict[str, float]
     """Rewards and their weights, such as {"exact": 1.0, "format": 0.1}: names that `llmsuite list rewards` shows, or

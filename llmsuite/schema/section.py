@@ -23,6 +23,10 @@ class Section:
         "use_attribute_docstrings": True,
     }
 
+    extended_by: ClassVar[str] = ""
+    """Kind of what is registered and has keys of its own in this section, below its name: "reward" or "rollout
+    engine"."""
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between keys of this section, as (key, message). Override to add some."""
         return iter(())

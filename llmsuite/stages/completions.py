@@ -83,6 +83,10 @@ class CompletionStage(Stage[Any]):
         self._rewards.check(filled.scored.scores)
         return filled
 
+    def begin_rollout(self, step: int, samples: Sequence[Any], rollouts: Rollouts) -> None:
+        """See `Stage`."""
+        rollouts.begin(samples, step, self._drawing)
+
     def evaluate_rollouts(self, samples: Sequence[Any], rollouts: Rollouts) -> Mapping[str, float]:
         """Rewards, lengths, and pass@k."""
         scored = self._draw(samples, 0, self._eval_drawing, rollouts)

@@ -63,6 +63,8 @@ class GrpoStage(CompletionStage):
         self._loss, self._normaliser, self._level = section.loss, section.normaliser, section.importance_sampling_level
         self._low, self._high, self._dual = section.epsilon, section.upper, section.dual_clip
         self._estimator, self._scale = section.advantage, section.scale_rewards
+        self._correction, self._correction_level = section.rollout_correction, section.correction_level
+        self._correction_cap = section.correction_cap
         self._beta, self._kl, self._kl_in = section.beta, section.kl, section.kl_in
         self._entropy_coef, self._size = section.entropy_coef, recipe.train.global_batch_size
         self._masks_truncated, self._overlong = section.mask_truncated, section.overlong_buffer
@@ -139,7 +141,7 @@ class GrpoStage(CompletionStage):
         groups = self._weighed([Group(scored.groups[i], found[i], row) for i, row in zip(picked, counted)])
         names = self._rewards.names
         shown = np.full_like(found, np.nan) if self._by_token else found
-        rows = completion_rows(scored.groups, scored.scores, names, rewards, shown, version=step - 1)
+        rows = completion_rows(scored.groups, scored.scores, names, rewards, shown, version=scored.version)
         return RolledOut(groups, metrics, rows)
 
     @property
@@ -200,10 +202,17 @@ class GrpoStage(CompletionStage):
         else:
             losses = rl_losses.clipped(ratio, taken, self._low, self._high, self._dual)
         low, high = rl_losses.clip_shares(ratio, taken, self._low, self._high)
-        gap = (old - paddle.to_tensor(batch["drawn"])).abs()
+        drawn = paddle.to_tensor(batch["drawn"])
+        gap = (old - drawn).abs()
         if getattr(model, "is_last", True):
             self._gaps.append(gap.max())
         observed = {"ratio": ratio, "clip_ratio/low": low, "clip_ratio/high": high, "logprob_gap": gap}
+        if self._correction != "none":
+            cap, mask = self._correction_cap, self._correction == "mis"
+            factors = rl_losses.correction(old, drawn, self._correction_level, completions, cap, mask)
+            losses = losses * factors
+            bounded = factors == 0 if mask else factors >= cap
+            observed |= {"correction": factors, "correction/bounded": bounded.astype("float32")}
         if "reference" in batch:
             observed["kl"] = rl_losses.kl(logps, paddle.to_tensor(batch["reference"]), self._kl)
             losses = losses + self._beta * observed["kl"] if self._kl_in == "loss" else losses

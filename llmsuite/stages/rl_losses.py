@@ -204,7 +204,7 @@ def correction(
     [1 / cap, cap] (Liu et al. 2025, "When Speed Kills Stability"; IcePop, arXiv 2510.18855).
 
     Args:
-        trainer: log-probabilities [T] by the training pass, of the weights that the completions were drawn with.
+        trainer: log-probabilities [T] by the training pass, before the first update with these completions.
         rollout: those that the rollout engine gave.
         level: "token", or "sequence": the mean of the log-ratios. Their sum, which TRL takes, leaves the bounds on long
             completions by rounding alone.

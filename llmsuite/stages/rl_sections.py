@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
-from llmsuite.schema.numbers import NonNegativeFloat, PositiveFloat, PositiveInt
+from llmsuite.schema.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
 from llmsuite.specs import PrePass, StageProfile
 
 
 @dataclasses.dataclass(kw_only=True)
 class RolloutSection(Section):
-    """How completions are drawn from the model that is trained."""
+    """How completions are drawn from the model that is trained. An engine has its own keys below `rollout.NAME`."""
 
+    extended_by: ClassVar[str] = "rollout engine"
+
+    engine: str = "local"
+    """What draws: local, a model beside the one that is trained, in the same processes; openai, servers such as
+    `llmsuite serve --rl`; or the name of a plugin's. See `llmsuite list engines`."""
     num_generations: PositiveInt = 8
     """Completions of each prompt: its group, which is never cut. Batch sizes count prompts."""
     max_completion_length: PositiveInt = 256
@@ -32,6 +37,9 @@ class RolloutSection(Section):
     max_rounds: PositiveInt = 10
     """With dynamic_sampling: draw so many times for a step at most, each time for a global batch of prompts at most.
     Nothing is learnt from the places that are not filled then."""
+    max_staleness: NonNegativeInt = 0
+    """Steps by which the weights that draw may be behind those that learn. 0: every step learns from completions of its
+    own weights. Above 0 the completions of later steps are drawn by a server while this one is trained."""
     max_logprob_gap: PositiveFloat | None = 0.1
     """Stop the run when the log-probabilities of tokens as they were drawn and those of the training pass differ by
     more than this on average over a step. null: never."""
@@ -105,6 +113,14 @@ class GrpoSection(Section):
     updates: PositiveInt = 1
     """Optimizer steps for each rollout: so many global batches of prompts are drawn at once, and each step learns from
     one. 1: every step draws with the weights it updates, and all ratios are 1."""
+    rollout_correction: Literal["none", "tis", "mis"] = "none"
+    """Weigh each token by how likely it was for the model that is trained, over how likely it was for what has drawn
+    it: another engine or older weights. tis: at most correction_cap (truncated, Yao et al. 2025); mis: 0 outside of
+    [1 / correction_cap, correction_cap] (masked, Liu et al. 2025; IcePop, arXiv 2510.18855)."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """sequence: the weight of a completion is the geometric mean of those of its tokens."""
+    correction_cap: Annotated[float, Gt(1)] = 2.0
+    """Bound of the weights of rollout_correction."""
     beta: NonNegativeFloat = 0.0
     """Weight of the divergence from the reference model in the loss."""
     kl: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
@@ -132,6 +148,8 @@ class GrpoSection(Section):
     def profile(self) -> StageProfile:
         """Pre-passes: log-probabilities before the first of several updates, and those of the reference."""
         sums = ["ratio", "clip_ratio/low", "clip_ratio/high", "logprob_gap"]
+        if self.rollout_correction != "none":
+            sums += ["correction", "correction/bounded"]
         prepasses: list[PrePass] = []
         if self.updates > 1:
             prepasses.append(PrePass(kind="model"))
@@ -165,6 +183,9 @@ class GrpoSection(Section):
             yield "reference", f"is {self.reference}, but beta is 0, so nothing is held to it; set it to none"
         if self.beta == 0 and self.kl != "k3":
             yield "kl", "has no effect while beta is 0; set that too, or remove it"
+        for key in ("correction_level", "correction_cap") if self.rollout_correction == "none" else ():
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default:
+                yield key, "has no effect while rollout_correction is none; set that too, or remove it"
         for key in ("epsilon", "dual_clip") if self.loss in ("cispo", "sapo") else ():
             if getattr(self, key) != type(self).__dataclass_fields__[key].default:
                 yield key, f"has no effect with loss {self.loss}; remove it"

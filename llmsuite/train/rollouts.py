@@ -20,8 +20,10 @@ from llmsuite.inference.prompts import stop_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.rl.local import LocalEngine
+from llmsuite.rl.ahead import begun_from, state_of
+from llmsuite.rl.engine import Engine, EngineContext
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.specs import PrePassKind
 from llmsuite.train.build import BuiltModel
@@ -39,39 +41,67 @@ Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 class RolloutEngine:
     """Draws completions for the stage, with the weights of the moment."""
 
-    def __init__(self, local: LocalEngine | None, rollouts: Rollouts | None, weights: Weights):
-        """`local` and `rollouts` are None on ranks that read no data: they only help to gather weights."""
-        self._local, self._rollouts, self._weights = local, rollouts, weights
+    def __init__(self, engine: Engine | None, rollouts: Rollouts | None, weights: Weights, draws: bool = False):
+        """`engine` and `rollouts` are None on ranks that read no data: they only help to gather weights. `draws`:
+        whether this rank asks the engine for completions."""
+        self._engine, self._rollouts, self._weights, self._draws = engine, rollouts, weights, draws
+        self._version: int | None = None
 
-    def current(self) -> Rollouts | None:
-        """Draws with the weights of this moment; None on ranks that read no data. Every rank of the run calls it."""
-        if self._local is not None:
-            self._local.refresh(self._weights())
-        else:
-            for _ in self._weights():
-                pass
+    def current(self, version: int) -> Rollouts | None:
+        """Draws with the weights of this moment; None on ranks that read no data. Every rank of the run calls it.
+
+        Args:
+            version: steps that are done; while it is the same, so are the weights.
+        """
+        if version != self._version:
+            if self._engine is not None:
+                self._engine.refresh(version, self._weights())
+            else:
+                for _ in self._weights():
+                    pass
+            self._version = version
+            if self._rollouts is not None:
+                self._rollouts.version = version
         return self._rollouts
 
-    def evaluate(self, data: TrainingData) -> dict[str, float]:
-        """Metrics of completions of the samples for evaluation. Every rank of the run calls it; those that read no data
-        get none."""
-        rollouts = self.current()
+    def evaluate(self, data: TrainingData, step: int) -> dict[str, float]:
+        """Metrics of completions of the samples for evaluation, after so many steps. Every rank of the run calls it;
+        those that read no data get none."""
+        rollouts = self.current(step)
         if data.stage is None or rollouts is None:
             return {}
         return dict(data.stage.evaluate_rollouts(data.eval, rollouts))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to have: completions for later steps that this rank has drawn ahead, as JSON data. It
+        waits until they are drawn."""
+        return {} if self._rollouts is None else state_of(self._rollouts.begun)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the completions that a checkpoint has."""
+        if self._rollouts is not None:
+            self._rollouts.restore(begun_from(state, self._draws))
+
+    def close(self) -> None:
+        """The run has ended, well or not."""
+        if self._engine is not None:
+            self._engine.close()
 
 
 def rollout_engine(
     plan: RunPlan, backend: DeviceBackend, mesh: Mesh, built: BuiltModel, stage: Stage[Any] | None
 ) -> RolloutEngine:
-    """The engine of a run, with a decoder on each rank that reads data."""
+    """The engine of a run, on each rank that reads data."""
     weights = functools.partial(whole_weights, plan, built, backend.parameter_dtype(plan.recipe.engine.precision), mesh)
     if stage is None:
         return RolloutEngine(None, None, weights)
-    tokenizer, local = stage.context.tokenizer, LocalEngine(plan, backend)
+    assert plan.rollout_engine is not None, "a stage with rollouts has the section"
+    tokenizer, on_one = stage.context.tokenizer, plan.rollout_engine.remote
+    draws = not on_one or collective.rank() == mesh.readers[0]
+    engine: Engine = plan.rollout_engine.factory(EngineContext(plan, backend, draws, report))
     stop_ids = stop_tokens(plan.weights or tokenizer.directory, tokenizer) | stop_tokens(tokenizer.directory, tokenizer)
-    rollouts = Rollouts(local.decoder, stop_ids, tokenizer.decode, plan.recipe.seed)
-    return RolloutEngine(local, rollouts, weights)
+    rollouts = Rollouts(engine, stop_ids, tokenizer.decode, plan.recipe.seed, on_one)
+    return RolloutEngine(engine, rollouts, weights, draws)
 
 
 class RolloutReader:
@@ -84,6 +114,7 @@ class RolloutReader:
         engine: RolloutEngine,
         passes: Passes,
         at: tuple[int, int],
+        last_step: int,
         drew: Callable[[int, Sequence[Mapping[str, Any]]], None],
     ):
         """
@@ -93,10 +124,13 @@ class RolloutReader:
             engine: draws completions.
             passes: of the model, for pre-passes over a rollout.
             at: steps done, and the position in the stream of samples where the first step begins.
+            last_step: of the run.
             drew: is told of the completions of a rollout, and the first step that learns from them.
         """
         self._data, self._plan, self._mesh, self._engine = data, plan, collective.mesh(), engine
-        (self._step, self._position), self._drew = at, drew
+        (self._step, self._position), self._last_step, self._drew = at, last_step, drew
+        recipe: Any = plan.recipe  # whose section `rollout` only such stages have
+        self._lag: int = recipe.rollout.max_staleness
         self.objective = None if data.stage is None else _CollatedBatches(data.stage)
         """Makes a batch of what `next` gives."""
         self._passes = dataclasses.replace(passes, objective=self.objective)
@@ -118,7 +152,7 @@ class RolloutReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        self._engine.close()
 
     def __next__(self) -> list[Any]:
         if not self._waiting:
@@ -147,13 +181,14 @@ class RolloutReader:
         began = time.perf_counter()
         train, stage = self._plan.recipe.train, self._data.stage
         num_updates, size = self._plan.profile.updates, train.global_batch_size
-        rollouts, samples, begin = self._engine.current(), [], self._position
+        rollouts, samples, begin = self._engine.current(self._step), list[Any](), self._position
+        staleness = self._begin_later(rollouts)
         prompts = self._take(size * num_updates)
         if stage is not None:
             assert rollouts is not None
             rollouts.further = self._take
             rolled = stage.roll_out(self._step + 1, prompts, rollouts)
-            samples, self._metrics = list(rolled.samples), dict(rolled.metrics)
+            samples, self._metrics = list(rolled.samples), {**rolled.metrics, **staleness}
             self._drew(self._step + 1, rolled.completions)
             assert len(samples) == size * num_updates, "a rollout gives a sample for each that it gets"
         self._further = self._position - begin - size * num_updates
@@ -168,6 +203,21 @@ class RolloutReader:
         """The next samples of the stream."""
         self._position += count
         return [self._data.train[self._data.order.at(self._position - count + i)] for i in range(count)]
+
+    def _begin_later(self, rollouts: Rollouts | None) -> dict[str, float]:
+        """With `rollout.max_staleness`, begin to draw for the steps that may learn from the weights of this moment.
+        Returns the metrics of how old the weights are that have drawn for the next step."""
+        stage, size = self._data.stage, self._plan.recipe.train.global_batch_size
+        if not self._lag or stage is None or rollouts is None:
+            return {}
+        for ahead in range(min(self._lag, self._last_step - self._step - 1) + 1):
+            step, first = self._step + 1 + ahead, self._position + ahead * size
+            if step not in rollouts.begun:
+                samples = [self._data.train[self._data.order.at(first + i)] for i in range(size)]
+                stage.begin_rollout(step, samples, rollouts)
+        age = float(self._step - rollouts.begun[self._step + 1].version)
+        assert 0 <= age <= self._lag, f"completions of {age} steps ago"
+        return {"staleness": age, "staleness/max": age}
 
     def _dealt(self, samples: Sequence[Any]) -> list[Any]:
         """This rank's batches of a step; in the middle of a pipeline as many that nobody looks at."""

@@ -202,6 +202,12 @@ class Stage(abc.ABC, Generic[S]):
         """
         return {}
 
+    def begin_rollout(self, step: int, samples: Sequence[S], rollouts: Rollouts) -> None:
+        """Begin to draw for a later step, with `Rollouts.begin`, what `roll_out` will ask for then. Called where
+        `StageSpec.draws_ahead` is true and `rollout.max_staleness` above 0, on all ranks that read data alike; the
+        arguments are those of `roll_out`."""
+        raise AssertionError(f"{type(self).__name__} has no method `begin_rollout`")
+
     def evaluate_rollouts(self, samples: Sequence[S], rollouts: Rollouts) -> Mapping[str, float]:
         """Metrics of completions that are drawn for the samples of the evaluation; called as `roll_out`."""
         raise AssertionError(f"{type(self).__name__} has `updates` in its profile and no method `evaluate_rollouts`")

@@ -143,6 +143,8 @@ class Trainer:
         self.rules.loss_scale.load(state)
         if self.data.stage is not None:
             self.data.stage.load_state(state.stage)
+        if self.rollouts is not None:
+            self.rollouts.load_state(state.rollouts)
 
     # the loop
 
@@ -175,7 +177,7 @@ class Trainer:
             passes = dataclasses.replace(self.passes, objective=reader.objective)
         else:  # which runs the pre-passes too
             at, drew = (self.step, self.samples), self.output.drew
-            reader = RolloutReader(self.data, self.plan, self.rollouts, self.passes, at, drew)
+            reader = RolloutReader(self.data, self.plan, self.rollouts, self.passes, at, cadence.total_steps, drew)
             passes = dataclasses.replace(self.passes, objective=reader.objective, prepasses=())
         with StopRequest() as stop, reader:
             while self.step < cadence.total_steps:
@@ -246,7 +248,7 @@ class Trainer:
         if self.rollouts is None:
             metrics = evaluate(micro_batches, self.passes, num_counted)
         else:
-            metrics = self.rollouts.evaluate(self.data)
+            metrics = self.rollouts.evaluate(self.data, self.step)
         self.output.evaluated(self.step, metrics)
         self.saver.evaluated(self.snapshot_state(), metrics)
 
@@ -262,6 +264,7 @@ class Trainer:
             samples=self.samples,
             rounded=rounded(self.built),
             stage=self.data.stage.state() if self.data.stage is not None else {},
+            rollouts=self.rollouts.state() if self.rollouts is not None else {},
             **self.rules.guard.state(),
             **self.rules.loss_scale.state(),
         )

@@ -95,6 +95,33 @@ def _read_ahead(context: RuleContext) -> Iterator[Violation]:
         yield "data.num_workers", f"{message}; set it to 0"
 
 
+def _stale(context: RuleContext) -> Iterator[Violation]:
+    rollout, key = _rollout(context), "rollout.max_staleness"
+    lag = getattr(rollout, "max_staleness", 0)
+    if not lag:
+        return
+    name, section = context.stage.section_name, getattr(context.recipe, context.stage.section_name)
+    if getattr(section, "rollout_correction", "none") == "none":
+        message = f"is {lag}, and completions of older weights would count as if these had drawn them"
+        yield key, f"{message}; set {name}.rollout_correction to tis or mis, or it to 0"
+    if _updates(context) > 1:
+        yield key, f"is {lag}, and {name}.updates {_updates(context)}: choose one of them, and set the other to 0 or 1"
+    if getattr(section, "kl_in", "loss") == "reward":
+        yield key, f"is {lag}, and {name}.kl_in takes the divergence of what has drawn; set that to loss, or it to 0"
+    if getattr(rollout, "dynamic_sampling", False):
+        yield (
+            key,
+            f"is {lag}, and rollout.dynamic_sampling draws again with newer weights; set it to 0, or that to false",
+        )
+
+
+def _no_server(context: RuleContext) -> Iterator[Violation]:
+    rollout = _rollout(context)
+    if rollout is not None and rollout.engine == "openai" and not rollout.openai.urls:
+        message = "is empty; start `llmsuite serve MODEL --rl` and name where it listens"
+        yield "rollout.openai.urls", f'{message}, such as ["http://127.0.0.1:8000"]'
+
+
 ROLLOUT_RULES = (
     Rule("a completion as long as `data.max_length`", "there is no room for a prompt", (), _no_room),
     Rule(
@@ -122,6 +149,13 @@ ROLLOUT_RULES = (
         (),
         _drawn_by_another,
     ),
+    Rule(
+        "`rollout.max_staleness` without a correction, or with `updates`, `kl_in: reward` or `dynamic_sampling`",
+        "what is learnt would not belong to what was drawn",
+        (),
+        _stale,
+    ),
+    Rule("`rollout.engine` openai without `urls`", "nobody would draw", (), _no_server),
     Rule("`data.num_workers` with rollouts", "there is nothing to prepare", (), _read_ahead),
 )
 """Rules between sections, for stages with rollouts."""

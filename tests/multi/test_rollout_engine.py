@@ -1,0 +1,144 @@
+"""A server as the engine of runs: they learn what they would learn alone, also when it dies or the run is resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.multi.conftest import Runner, learnt
+from tests.multi.test_serve import Server
+from tests.parity.cases import LIMIT
+
+STEPS, SAVED = 5, 2
+WORDS = (
+    "run", "recipes/llama/grpo.json", "--smoke", f"--train.max_steps={STEPS}", "--train.global_batch_size=8",
+    "--train.lr_schedule=constant", "--train.warmup_ratio=0", "--train.optimizer=sgd", "--train.learning_rate=0.1",
+    "--data.max_length=64", "--data.eval=null", f"--checkpoint.save_steps={SAVED}", "--checkpoint.keep_last=9",
+    "--rollout.batch_size=8",
+)  # fmt: skip
+ALONE = ("--parallel={}", "--launch.num_devices=1", "--train.micro_batch_size=8")
+PIPELINE = ('--parallel={"pipeline_parallel_degree": 2}', "--launch.num_devices=2", "--train.micro_batch_size=4")
+STALE = (
+    "--rollout.max_staleness=1", "--rollout.max_logprob_gap=null", "--grpo.rollout_correction=tis",
+    "--grpo.correction_cap=1.5",
+)  # fmt: skip
+
+
+def served(server: Server) -> tuple[str, ...]:
+    """The words of a run that a server draws for."""
+    return asking(server.url, 6)
+
+
+def asking(url: str, retries: int) -> tuple[str, ...]:
+    keys = f"--rollout.openai.urls={json.dumps([url])}", f"--rollout.openai.retries={retries}"
+    return ("--rollout.engine=openai", *keys)
+
+
+def run(runner: Runner, name: str, *words: str, expect: int = 0) -> str:
+    return runner.run(*WORDS, *words, f"--output_dir={runner.directory / name}", expect=expect)
+
+
+@pytest.fixture(scope="module")
+def local(runner: Runner) -> Path:
+    """A run whose own engine draws."""
+    run(runner, "local", *ALONE)
+    return runner.directory / "local"
+
+
+@pytest.fixture(scope="module")
+def server(runner: Runner, local: Path) -> Iterator[list[Server]]:
+    """The server is the last of the list; a test that kills it appends another at the same port."""
+    found = [Server(runner, local, "--rl", "--batch_size", "8")]
+    yield found
+    assert found[-1].stop() == 0
+
+
+@pytest.fixture(scope="module")
+def stale(runner: Runner, server: list[Server]) -> Path:
+    """A run that learns from completions of the weights before."""
+    run(runner, "stale", *ALONE, *STALE, *served(server[-1]))
+    return runner.directory / "stale"
+
+
+def completions(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "completions.jsonl").read_text().splitlines()]
+
+
+def test_a_server_draws_what_the_run_would_draw_itself(runner: Runner, server: list[Server], local: Path) -> None:
+    run(runner, "remote", *ALONE, *served(server[-1]))
+    alone, found = runner.metrics("local"), runner.metrics("remote")
+    assert len(alone) == len(found) == STEPS
+    for a, b in zip(alone, found, strict=True):
+        assert {key: a[key] for key in _EXACT} == {key: b[key] for key in _EXACT}
+        for key in ("loss", "grad_norm", "entropy", "logprob_gap"):
+            assert math.isclose(a[key], b[key], rel_tol=LIMIT, abs_tol=LIMIT), key
+    assert any(record["grad_norm"] > 1e-3 for record in found)
+    texts = [[row["text"] for row in completions(place)] for place in (local, runner.directory / "remote")]
+    assert texts[0] == texts[1]
+
+
+_EXACT = ("tokens", "supervised_tokens", "reward", "completions/length", "groups/without_signal")
+
+
+def test_completions_are_as_old_as_they_may_be(runner: Runner, stale: Path) -> None:
+    records = runner.metrics("stale")
+    assert [record["staleness"] for record in records] == [0, 1, 1, 1, 1]
+    assert [record["staleness/max"] for record in records] == [0, 1, 1, 1, 1]
+    versions = [row["version"] for row in completions(stale)]
+    assert sorted(set(versions)) == [0, 1, 2, 3]
+    assert versions.count(0) == 2 * versions.count(1)  # two steps learn from what the first weights have drawn
+    assert records[0]["correction"] == pytest.approx(1, abs=1e-5)
+    assert all(abs(record["correction"] - 1) > 1e-4 for record in records[1:])
+
+
+def test_staleness_is_the_same_in_a_pipeline(runner: Runner, server: list[Server], stale: Path) -> None:
+    run(runner, "pipeline", *PIPELINE, *STALE, *served(server[-1]))
+    for a, b in zip(runner.metrics("stale"), runner.metrics("pipeline"), strict=True):
+        assert {key: a[key] for key in _EXACT} == {key: b[key] for key in _EXACT}
+        assert abs(a["loss"] - b["loss"]) <= LIMIT  # it is near 0
+        for key in ("grad_norm", "correction"):  # the weight of each token has the rounding of two log-probabilities
+            assert math.isclose(a[key], b[key], rel_tol=10 * LIMIT), key
+
+
+def same_weights(runner: Runner, name: str) -> None:
+    for stem in ("model", "optimizer"):
+        expected, found = runner.weights("stale", STEPS, stem), runner.weights(name, STEPS, stem)
+        assert expected.keys() == found.keys()
+        assert all(np.array_equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_run_without_its_server_ends_and_is_resumed(runner: Runner, server: list[Server], stale: Path) -> None:
+    again = runner.directory / "again"
+    shutil.copytree(stale, again)
+    for step in range(SAVED + 1, STEPS + 1):
+        shutil.rmtree(again / "checkpoints" / f"step-{step}", ignore_errors=True)
+    (again / "checkpoints" / "latest").write_text(f"step-{SAVED}\n")
+    nobody = asking("http://127.0.0.1:9", 1)
+    said = run(runner, "again", *ALONE, *STALE, *nobody, "--resume", expect=2)
+    assert "http://127.0.0.1:9 has drawn nothing in 2 tries" in said
+    assert [path.name for path in (again / "checkpoints").glob("step-*")] == [f"step-{SAVED}"]
+    run(runner, "again", *ALONE, *STALE, *served(server[-1]), "--resume")
+    assert learnt(runner.metrics("again")) == learnt(runner.metrics("stale"))
+    same_weights(runner, "again")
+
+
+def test_a_server_that_is_killed_and_started_anew_goes_on(runner: Runner, server: list[Server], stale: Path) -> None:
+    words = [*WORDS, *ALONE, *STALE, *served(server[-1]), f"--output_dir={runner.directory / 'killed'}"]
+    process = runner.start_and_hold("killed", 2, *words)
+    port = server[-1].port
+    server[-1].process.send_signal(signal.SIGKILL)
+    server[-1].process.communicate(timeout=60)
+    server.append(Server(runner, runner.directory / "local", "--rl", "--batch_size", "8", "--port", str(port)))
+    runner.let_go("killed")
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert learnt(runner.metrics("killed")) == learnt(runner.metrics("stale"))
+    same_weights(runner, "killed")
