@@ -14,17 +14,25 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.checkpoint.directory import find_model
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_model
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.cli.main import main
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.generate import generate
+from llmsuite.inference.load import load_model, open_any
+from llmsuite.inference.sampling import Sampling
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.names import parameter_shapes
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.stages import language_model
 from llmsuite.stages.language_model import WeightedTokens
+from tests.paths import ROOT
 from tests.tools.fp8_model import further_layers
 from tests.unit import alone
 from tests.unit.families import FAMILIES
@@ -214,3 +222,52 @@ def test_weights_without_the_layer_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "plain", model)
     with pytest.raises(UserError, match=rf"missing .*{LAYER}\.input_layernorm\.weight"):
         open_model(tmp_path / "plain", FAMILIES, mtp=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `run`, a run that has trained the layer."""
+    directory = tmp_path_factory.mktemp("mtp")
+    recipe, keys = ROOT / "recipes/deepseek/sft.json", ("train.mtp_loss_weight=0.3", "train.max_steps=1")
+    words = [
+        "model.config.num_nextn_predict_layers=1",
+        "launch.num_devices=1",
+        "parallel={}",
+        "data.eval=null",
+        "data.max_length=64",
+        *keys,
+    ]
+    given = [f"--{word}" for word in words]
+    assert main(["run", str(recipe), "--smoke", *given, f"--output_dir={directory / 'run'}"]) == 0
+    return directory
+
+
+def test_a_run_is_merged_with_the_layer_it_has_trained(trained: Path) -> None:
+    assert main(["merge", str(trained / "run"), "-o", str(trained / "merged")]) == 0
+    before, after = tensors(find_model(trained / "run")), tensors(trained / "merged")
+    further = open_model(trained / "merged", FAMILIES).carried
+    assert further
+    assert before.keys() == after.keys() >= set(further)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+    # and is a model to train further, the layer too
+    source = open_model(trained / "merged", FAMILIES, mtp=True)
+    assert source.config.num_nextn_predict_layers == 1
+    assert source.carried == []
+
+
+def test_a_run_is_exported_and_generates_without_the_layer(trained: Path) -> None:
+    """The program's logits and greedy tokens are those of the live model, and these those of the main layers."""
+    assert main(["export", str(trained / "run"), "-o", str(trained / "program")]) == 0
+    assert main(["verify", str(trained / "program")]) == 0
+    source = open_any(trained / "run", FAMILIES)
+    live, ids = load_model(source, CpuBackend()), [5, 17, 300, 8]
+    assert len(live.model.layers) == source.config.num_hidden_layers
+    with_layer = DeepSeek(dataclasses.replace(source.config, mtp=True), Ops())
+    fill_parameters(with_layer, open_model(find_model(trained / "run"), FAMILIES, mtp=True))
+    with_layer.eval()
+    text = list(ids)
+    for token in generate(ModelDecoder(live), ids, set(), Sampling(max_new_tokens=4)):
+        assert int(with_layer(paddle.to_tensor([text]))[0, -1].argmax()) == token
+        text.append(token)
+    assert len(text) == len(ids) + 4
