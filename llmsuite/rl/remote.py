@@ -67,15 +67,13 @@ class RemoteEngine:
             pass
 
     def _write(self, directory: Path, values: Iterator[tuple[str, Tensor]]) -> None:
-        def read(name: str) -> np.ndarray:
-            found, value = next(values)
-            assert found == name, f"{found} comes in place of {name}"
-            array = np.asarray(value.numpy())
-            if array.dtype == np.uint16:  # Paddle hands bfloat16 out as the bits
-                import ml_dtypes
+        early: dict[str, np.ndarray] = {}
 
-                array = array.view(ml_dtypes.bfloat16)
-            return array
+        def read(name: str) -> np.ndarray:
+            while name not in early:  # layers with adapters may have their parameters in another order
+                found, value = next(values)
+                early[found] = _array(value)
+            return early.pop(name)
 
         specs = [TensorSpec(name, shape, self._dtype_of(name)) for name, shape in self._shapes.items()]
         write_model(directory, self._family, self._config, read, specs)
@@ -134,6 +132,15 @@ class RemoteEngine:
             number = place.name.removeprefix("version-")
             if number.isdigit() and int(number) < version.number:
                 remove_directory(place)
+
+
+def _array(value: Tensor) -> np.ndarray:
+    array = np.asarray(value.numpy())
+    if array.dtype != np.uint16:
+        return array
+    import ml_dtypes  # Paddle hands bfloat16 out as the bits
+
+    return array.view(ml_dtypes.bfloat16)
 
 
 @dataclasses.dataclass(eq=False)

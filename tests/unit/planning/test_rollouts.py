@@ -37,3 +37,9 @@ def test_a_micro_batch_has_all_completions_of_its_prompts(registry: Registry) ->
 def test_other_stages_have_none(registry: Registry, name: str) -> None:
     for stage in estimate(plan_run(RECIPE.with_name(f"{name}.json"), [], registry)).stages:
         assert stage.decoder == stage.cache == 0
+
+
+def test_a_run_whose_server_draws_has_none(registry: Registry) -> None:
+    words = ["--rollout.engine=openai", '--rollout.openai.urls=["http://a"]']
+    for stage in estimate(plan_run(RECIPE, words, registry)).stages:
+        assert stage.decoder == stage.cache == 0

@@ -138,7 +138,7 @@ def test_versions_are_drawn_in_the_order_in_which_they_were_asked_for(
     made, server.delay = engine(registry, tmp_path, [server.url]), 0.05
     made.refresh(3, weights(made, 0.3))
     first = made.begin(REQUESTS, DRAWING, STOP)
-    made.refresh(4, weights(made, 0.4))  # while the server draws with the weights before
+    made.refresh(4, reversed([*weights(made, 0.4)]))  # while the server draws with the weights before
     second = made.begin(REQUESTS, DRAWING, STOP)
     assert [[d.ids for d in group] for group in second()] == expected(4)
     assert [[d.ids for d in group] for group in first()] == expected(3)
