@@ -21,7 +21,7 @@ API_VERSION = 1
 
 PrePassKind = Literal["batch", "model", "adapters_off", "reference"]
 """Input of a pre-pass: the batch alone, or hidden states of the model too, with its adapters, without them, or with its
-initial weights."""
+initial weights or those of `StageProfile.reference`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,10 @@ class StageProfile:
     updates: int = 0
     """Steps that learn from one rollout, see `Stage.roll_out`; 0 for a stage that learns from its samples as they
     are."""
+    reference: str | None = None
+    """A model directory or a run with the weights for pre-passes of kind "reference"; None for the initial ones."""
+    completions: int | None = None
+    """Completions of a prompt that are learnt from, where these are not all; as many at least are drawn."""
     entropy: bool = False
     """Whether its loss takes the entropy of tokens, `model.token_nll_and_entropy`; for `llmsuite plan`."""
     maxima: tuple[str, ...] = ()

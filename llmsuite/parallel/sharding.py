@@ -149,6 +149,14 @@ class ParameterShard:
         return self._held().clone()
 
     @paddle.no_grad()
+    def stored_form(self, values: np.ndarray) -> Tensor:
+        """What this rank would hold of the parameter between passes, had it these values before sharding."""
+        if self._is_stored_in_shards and self.is_empty:
+            return self._stored.clone()
+        local = paddle.to_tensor(values).astype(self.parameter.dtype)
+        return local.flatten()[self._range].clone() if self._is_stored_in_shards else local
+
+    @paddle.no_grad()
     def swap_stored(self, other: Tensor) -> None:
         """Exchange what this rank holds of the parameter between passes with another value, in place."""
         held = self._held()

@@ -16,7 +16,7 @@ from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.layout import BYTES, Layout, LocalParameter, ranks
-from llmsuite.planning.rollouts import cache_bytes, decoder_bytes
+from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.recipe.resolve import RunPlan
 
@@ -53,12 +53,14 @@ class StageMemory:
     """What `offload_optimizer` keeps in host memory."""
     decoder: float = 0.0
     """Weights for rollouts, which live from step to step too."""
+    reference: float = 0.0
+    """Frozen weights to compare with, which live from step to step too."""
     cache: float = 0.0
     """The cache of a rollout, while there are no activations and gradients."""
 
     @property
     def between_steps(self) -> float:
-        return self.parameters + self.masters + self.moments + self.decoder
+        return self.parameters + self.masters + self.moments + self.decoder + self.reference
 
     @property
     def peak(self) -> float:
@@ -212,6 +214,7 @@ def _memory_of_rank(
         update=_update_bytes(held, plan.recipe.train.optimizer, offloads),
         host=masters + moments if offloads else 0.0,
         decoder=decoder_bytes(layout, mesh),
+        reference=reference_bytes(plan, held),
         cache=cache_bytes(layout, anatomy, mesh),
     )
 

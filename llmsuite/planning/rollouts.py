@@ -1,14 +1,15 @@
-"""What rollouts take on a rank beside training: a whole model for generation, and its cache."""
+"""What rollouts take on a rank beside training: a whole model for generation, its cache, and a reference."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from llmsuite.models.anatomy import Anatomy, GroupedQuery
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.planning.layout import BYTES, Layout
+from llmsuite.planning.layout import BYTES, Layout, LocalParameter
 from llmsuite.recipe.resolve import RunPlan
 
 _COPIES = 2
@@ -27,6 +28,13 @@ def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
 
 def _draws_here(plan: RunPlan) -> bool:
     return plan.rollout_engine is not None and not plan.rollout_engine.remote
+
+
+def reference_bytes(plan: RunPlan, held: Sequence[LocalParameter]) -> float:
+    """The weights of the reference of a stage that keeps some, sharded as those that are trained."""
+    if all(prepass.kind != "reference" for prepass in plan.profile.prepasses):
+        return 0.0
+    return float(sum(h.parameter_bytes for h in held))
 
 
 def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:

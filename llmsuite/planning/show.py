@@ -87,6 +87,8 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
     if any(stage.decoder for stage in found.stages):
         weights, cache = (max(getattr(stage, name) for stage in found.stages) for name in ("decoder", "cache"))
         yield f"of it for rollouts: {size(weights)} of weights, whole; before a step up to {size(cache)} of cache"
+    if any(stage.reference for stage in found.stages):
+        yield f"of it for the reference: {size(max(stage.reference for stage in found.stages))} of frozen weights"
     if memory is not None:
         verdict = "fits" if found.peak <= memory else "does not fit"
         yield f"peak {size(found.peak)}: {verdict} in {size(memory)}"

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from llmsuite.data.read import data_files
 from llmsuite.data.remote import fetch, is_remote
-from llmsuite.errors import RecipeError, UserError
+from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.hub.names import hub_name
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import LoadedRecipe, in_order, load
 from llmsuite.recipe.pins import apply_pins
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
-from llmsuite.recipe.shape import base_of_adapter, missing_model, model_config, tokenizer_of, weights_of
+from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
 from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
@@ -80,6 +80,8 @@ class RunPlan:
     def rows_per_sample(self) -> int:
         """Sequences that a sample has in a micro-batch: where there are rollouts, the completions of a prompt."""
         rollout = getattr(self.recipe, "rollout", None) if self.stage.trains and self.profile.updates else None
+        if rollout is not None and self.profile.completions is not None:
+            return self.profile.completions
         return self.stage.rows_per_sample * (rollout.num_generations if rollout is not None else 1)
 
     @property
@@ -102,6 +104,8 @@ class RunPlan:
         weights = self.weights if self.stage.trains or self.weights is None else base_of_adapter(self.weights)
         if loads_model and weights is not None and not (weights / "config.json").is_file() and not _on_hub(weights):
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
+        if loads_model:
+            problems += self._missing_models()
         if self.tokenizer is None:
             message = "is required without model.weights; add --model.tokenizer=DIR_OR_NAME, with a tokenizer.json"
             problems.append(self.loaded.problem("model.tokenizer", message))
@@ -115,6 +119,16 @@ class RunPlan:
             problems.append(self.loaded.problem(key, missing_model(self.tokenizer, key)))
         if problems:
             raise RecipeError(problems)
+
+    def _missing_models(self) -> Iterator[Problem]:
+        """Models beside the one that is trained, which are not there."""
+        reference = self.profile.reference if self.stage.trains else None
+        named = {f"{self.stage.section_name}.reference": reference}
+        for key, given in named.items():
+            if given is not None and not (local_weights(given) / "config.json").is_file():
+                message = f"{given} is not a directory with a model (working directory: {Path.cwd()})"
+                hint = f"; fetch one from a hub with `llmsuite import {given} -o DIR`"
+                yield self.loaded.problem(key, message + hint)
 
     def fetched(self, report: Callable[[str], None]) -> RunPlan:
         """The plan with remote data fetched to local files. Raises UserError when that fails."""

@@ -35,7 +35,12 @@ def weights_of(model: ModelSection) -> Path | None:
         if found is None and model.preset is None:
             found = fetch(name, Want.CONFIG, report)
         return found.directory if found is not None else Path(model.weights)
-    path = find(model.weights)
+    return local_weights(model.weights)
+
+
+def local_weights(given: str) -> Path:
+    """A directory of weights on this machine; the newest checkpoint, if a run is given."""
+    path = find(given)
     if (path / "checkpoints" / "latest").is_file():
         from llmsuite.checkpoint.directory import find_model
 
@@ -123,7 +128,7 @@ def model_config(
         differing = [
             f"{key} is {given[key]!r} in the recipe and {getattr(config, key)!r} in config.json"
             for key in sorted(given)
-            if key not in _ONLY_INITIAL and given[key] != getattr(config, key)
+            if key not in ONLY_INITIAL and given[key] != getattr(config, key)
         ]
         if differing:
             return None, [("model.weights", f"{weights} has another shape: {'; '.join(differing)}")]
@@ -152,4 +157,5 @@ def model_config(
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
 
 
-_ONLY_INITIAL = {"initializer_range", "bos_token_id", "eos_token_id", "max_position_embeddings"}
+ONLY_INITIAL = {"initializer_range", "bos_token_id", "eos_token_id", "max_position_embeddings"}
+"""Keys of a config that may differ from that of the weights."""

@@ -72,6 +72,11 @@ class EvalRolloutSection(Section):
             yield "num_generations", f"is {self.num_generations}, all alike at temperature 0; set it to 1"
 
 
+def directory_of(reference: str | None) -> str | None:
+    """The directory that a key `reference` names; None for other references."""
+    return None if reference in (None, "none", "adapter_off", "copy", "cache") else reference
+
+
 Normaliser = Literal["sequence_mean", "token_mean", "constant"]
 _NORMALISERS: Mapping[str, Normaliser] = {
     "grpo": "sequence_mean",
@@ -130,9 +135,10 @@ class GrpoSection(Section):
     """reward: take beta times the divergence off the reward of each token, estimated by k1 of the tokens as they were
     drawn; a token's advantage is the sum of the rewards from it on (REINFORCE++, Hu 2025, arXiv 2501.03262). With
     advantage reinforce or reinforce_baseline; scale_rewards batch normalises over all tokens of the rollout."""
-    reference: Literal["none", "adapter_off", "copy"] = "none"
-    """The reference model, which is the initial one: the model without its adapters, which takes `lora.rank`, or a copy
-    of the weights, sharded as they are."""
+    reference: str = "none"
+    """The reference model: none; the initial one, as adapter_off (the model without its adapters, which takes
+    `lora.rank`) or as copy (a second copy of the weights, sharded as they are); or the directory of a run or of another
+    model of the same shape, whose weights are kept in the same way."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy in the loss, which is kept high: the mean over the completions' tokens, of the whole
     vocabulary at the temperature of the rollout (as in PPO, Schulman et al. 2017, arXiv 1707.06347, eq. 9)."""
@@ -162,6 +168,7 @@ class GrpoSection(Section):
             sums=tuple(sums),
             prepasses=tuple(prepasses),
             updates=self.updates,
+            reference=directory_of(self.reference),
             maxima=("logprob_gap/max",),
             entropy=self.entropy_coef > 0,
         )

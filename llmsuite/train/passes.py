@@ -39,7 +39,7 @@ class Passes:
     prepasses: Sequence[PrePassKind] = ()
     """Run over the global batch before its loss, in this order; the same on every rank."""
     reference: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """Makes a context in which the model has its initial weights, for pre-passes of kind "reference"."""
+    """Makes a context in which the model has the weights of the reference, for pre-passes of kind "reference"."""
 
     def actions(self, num_micro_batches: int) -> list[Action]:
         """The passes of this rank, in order."""

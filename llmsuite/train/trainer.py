@@ -30,7 +30,7 @@ from llmsuite.train.build import build_model
 from llmsuite.train.cadence import Cadence
 from llmsuite.train.data import read_data, tokenizer_to_save
 from llmsuite.train.evaluate import evaluate
-from llmsuite.train.frozen_copy import FrozenCopy
+from llmsuite.train.frozen_copy import frozen_reference
 from llmsuite.train.guard import Guard
 from llmsuite.train.loss_scale import LossScale, NoLossScale
 from llmsuite.train.model_state import WholeModel
@@ -97,9 +97,10 @@ class Trainer:
         self.built = built = build_model(plan, registry, backend, mesh)
         digests["model"] = built.digest
         prepasses = [prepass.kind for prepass in plan.profile.prepasses]
-        reference = FrozenCopy(built.shards).active if "reference" in prepasses else contextlib.nullcontext
+        reference = frozen_reference(plan, registry, built, mesh)
+        beside = contextlib.nullcontext if reference is None else reference.active
         self.passes = Passes(
-            data.stage, built.part, plan.schedule, lambda: backend.autocast(precision), prepasses, reference
+            data.stage, built.part, plan.schedule, lambda: backend.autocast(precision), prepasses, beside
         )
         self.rollouts = rollout_engine(plan, backend, mesh, built, data.stage) if plan.profile.updates else None
 
@@ -129,7 +130,7 @@ class Trainer:
         # rank 0 alone compares and writes it: it takes the data to know
         digest = ""
         if data.stage is not None and collective.rank() == 0:
-            digest = run_digest(plan, built.digest, data.stage)
+            digest = run_digest(plan, built.digest + ("" if reference is None else reference.digest), data.stage)
         self.state = fresh(digest, recipe.seed)
         self.step, self.samples = 0, 0
 

@@ -35,6 +35,10 @@ def _one_completion(context: RuleContext) -> Iterator[Violation]:
         name = context.stage.section_name
         message = f"is 1, and {name}.advantage compares the completions of a prompt; set it to 2 or more"
         yield "rollout.num_generations", message
+    least = None if rollout is None else context.stage.profile(section).completions
+    if rollout is not None and least is not None and rollout.num_generations < least:
+        message = f"is {rollout.num_generations}, and {context.recipe.stage} compares {least} completions of a prompt"
+        yield "rollout.num_generations", f"{message}; set it to {least} or more"
 
 
 def _split_rollout(context: RuleContext) -> Iterator[Violation]:
@@ -84,9 +88,9 @@ def _drawn_by_another(context: RuleContext) -> Iterator[Violation]:
     if lora.dropout:
         yield "lora.dropout", f"is {lora.dropout}: completions are drawn without; set it to 0"
     section = getattr(context.recipe, context.stage.section_name)
-    if getattr(section, "reference", None) == "copy":
+    if any(prepass.kind == "reference" for prepass in context.stage.profile(section).prepasses):
         name = f"{context.stage.section_name}.reference"
-        yield name, "is copy; adapters need none, set it to adapter_off"
+        yield name, "is a copy; adapters need none, set it to adapter_off"
 
 
 def _read_ahead(context: RuleContext) -> Iterator[Violation]:
@@ -125,7 +129,7 @@ def _no_server(context: RuleContext) -> Iterator[Violation]:
 ROLLOUT_RULES = (
     Rule("a completion as long as `data.max_length`", "there is no room for a prompt", (), _no_room),
     Rule(
-        "`rollout.num_generations` 1 with advantages within a group",
+        "`rollout.num_generations` 1 where completions of a prompt are compared",
         "there is nothing to compare with",
         (),
         _one_completion,

@@ -29,6 +29,16 @@ def test_a_cache_has_keys_and_values_of_what_is_drawn_at_once(registry: Registry
     assert stage.cache == 2 * 16 * 2048 * a_token
 
 
+def test_a_reference_is_cut_as_the_weights_are(registry: Registry) -> None:
+    for words in (["--grpo.reference=copy"], ["--grpo.reference=some/run", "--parallel.sharding=stage3"]):
+        given = estimate(plan_run(RECIPE, [*words, "--grpo.beta=0.1"], registry)).stages
+        plain = estimate(plan_run(RECIPE, words[1:], registry)).stages
+        for with_reference, without in zip(given, plain, strict=True):
+            assert with_reference.reference == without.parameters > 0
+            assert with_reference.peak - without.peak >= without.parameters
+            assert without.reference == 0
+
+
 def test_a_micro_batch_has_all_completions_of_its_prompts(registry: Registry) -> None:
     assert full_micro_batch(plan_run(RECIPE, ["--train.micro_batch_size=2"], registry)).rows == 16
 
