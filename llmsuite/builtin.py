@@ -12,6 +12,7 @@ from llmsuite.observe import loggers
 from llmsuite.plugins.hookspecs import hookimpl
 from llmsuite.rl import engine_sections, reward_sections
 from llmsuite.schema.reward import RewardSection
+from llmsuite.schema.section import Section
 from llmsuite.specs import (
     DataFormat,
     DeviceSpec,
@@ -22,6 +23,7 @@ from llmsuite.specs import (
     RolloutEngineSpec,
     StageSpec,
 )
+from llmsuite.stages.online_dpo_section import OnlineDpoSection
 from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection, RolloutSection
 from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
 
@@ -122,15 +124,29 @@ def llmsuite_register_stages() -> list[StageSpec]:
 
 def _rollout_stages() -> list[StageSpec]:
     """Stages that learn from completions the model draws."""
+    sections: dict[str, type[Section]] = {
+        "rollout": RolloutSection,
+        "reward": RewardSection,
+        "eval_rollout": EvalRolloutSection,
+    }
     return [
         StageSpec(
             name="grpo",
             help="group relative policy optimisation on completions the model draws: dapo, grpo, dr_grpo, cispo, sapo",
             config_cls=GrpoSection,
-            sections={"rollout": RolloutSection, "reward": RewardSection, "eval_rollout": EvalRolloutSection},
+            sections=sections,
             profile=GrpoSection.profile,
             draws_ahead=True,
             factory=lazily("llmsuite.stages.grpo:GrpoStage"),
+            smoke=ROLLOUTS,
+        ),
+        StageSpec(
+            name="online_dpo",
+            help="dpo on the best and the worst of the completions that the model draws for a prompt",
+            config_cls=OnlineDpoSection,
+            sections=sections,
+            profile=OnlineDpoSection.profile,
+            factory=lazily("llmsuite.stages.online_dpo:OnlineDpoStage"),
             smoke=ROLLOUTS,
         ),
     ]

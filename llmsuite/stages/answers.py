@@ -128,8 +128,20 @@ def _by_prompt(answers: Sequence[Answer]) -> list[list[int]]:
 def answer_logps(model: Any, batch: Batch) -> Tensor:
     """[A], float64: log-probability of each answer given its prompt. Logits are made for the positions of answers
     only."""
-    picked = hidden_at_positions(model, batch)  # [N, D]
-    nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
+    return logps_of_answers(token_nll(model, batch), batch)
+
+
+def token_nll(model: Any, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """[N]: negative log-probability of each token of the answers, of logits divided by a temperature."""
+    hidden = hidden_at_positions(model, batch)  # [N, D]
+    if temperature != 1:
+        hidden = hidden / temperature  # as logits are linear in it
+    nll: Tensor = model.token_nll(hidden, paddle.to_tensor(batch["targets"]))
+    return nll
+
+
+def logps_of_answers(nll: Tensor, batch: Batch) -> Tensor:
+    """[A], float64: log-probability of each answer, from the negative ones of its tokens, [N]."""
     is_owner = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
     # losses take differences of these sums, in which the last digits of float32 would be lost
     return -paddle.mv(paddle.to_tensor(is_owner.astype("float64")), nll.astype("float64"))

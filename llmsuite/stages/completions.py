@@ -31,6 +31,7 @@ class CompletionStage(Stage[Any]):
         recipe: Any = context.recipe
         rollout, evaluation = recipe.rollout, recipe.eval_rollout
         self._patience, self._longest = section.patience, rollout.max_completion_length
+        self._max_gap = rollout.max_logprob_gap
         self._temperature = rollout.temperature
         self._drawing = Drawing(rollout.num_generations, self._longest, rollout.temperature, rollout.batch_size)
         self._eval_drawing = dataclasses.replace(
@@ -141,6 +142,15 @@ class CompletionStage(Stage[Any]):
                 "reward, so there is nothing to learn; look at completions.jsonl. Are the prompts too easy or too "
                 "hard, are completions truncated before they can be right, does the reward never apply, or has too "
                 "high a learning rate made the model say one thing only?"
+            )
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check that rollouts and training compute the same model."""
+        if self._max_gap is not None and metrics["logprob_gap"] > self._max_gap:
+            raise UserError(
+                f"step {step}: log-probabilities of tokens as they were drawn and as the training pass computes them "
+                f"differ by {metrics['logprob_gap']:.3g} on average, more than rollout.max_logprob_gap "
+                f"{self._max_gap}: what would be learnt is not what was drawn"
             )
 
     def state(self) -> dict[str, Any]:

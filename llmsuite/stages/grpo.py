@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.errors import UserError
 from llmsuite.rl.advantages import (
     Scale,
     advantages,
@@ -70,7 +69,7 @@ class GrpoStage(CompletionStage):
         self._masks_truncated, self._overlong = section.mask_truncated, section.overlong_buffer
         if self._overlong is not None:
             self._overlong = min(self._overlong, self._longest)
-        self._profile, self._max_gap = section.profile(), recipe.rollout.max_logprob_gap
+        self._profile = section.profile()
         self._gaps: list[Tensor] = []
 
     # data
@@ -228,12 +227,3 @@ class GrpoStage(CompletionStage):
         """The largest difference of a token's log-probabilities."""
         gaps, self._gaps = self._gaps, []
         return {"logprob_gap/max": float(paddle.stack(gaps).max())} if gaps else {}
-
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check that rollouts and training compute the same model, and the reference the initial one."""
-        if self._max_gap is not None and metrics["logprob_gap"] > self._max_gap:
-            raise UserError(
-                f"step {step}: log-probabilities of tokens as they were drawn and as the training pass computes them "
-                f"differ by {metrics['logprob_gap']:.3g} on average, more than rollout.max_logprob_gap "
-                f"{self._max_gap}: what would be learnt is not what was drawn"
-            )

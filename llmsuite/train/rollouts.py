@@ -240,9 +240,14 @@ class RolloutReader:
         return own
 
     def _run_prepasses(self) -> None:
-        """Over all steps of the rollout, before the first of them changes the weights."""
-        batches, stage = [batch for step in self._waiting for batch in step], self._data.stage
-        run_prepasses(self._passes, BatchReader(self.objective, batches))
+        """Over all steps of the rollout, before the first of them changes the weights; statistics are of a step."""
+        stage = self._data.stage
+        for step in self._waiting:
+            reader = BatchReader(self.objective, step)
+            run_prepasses(self._passes, reader)
+            for batch in step if reader.prepass_stats is not None else ():
+                batch["prepass_stats"] = reader.prepass_stats
+        batches = [batch for step in self._waiting for batch in step]
         if stage is not None:
             self._metrics |= stage.finish_rollout(batches, collective.sum_over_data)
 

@@ -54,21 +54,21 @@ def pipeline_gradients_not_averaged(patch: pytest.MonkeyPatch) -> None:
 
 def positive_losses_counted(patch: pytest.MonkeyPatch) -> None:
     """What is supervised is told by `loss > 0`, and a loss of 0 falls out of the mean."""
-    from llmsuite.stages import dpo
+    from llmsuite.stages import pair_loss
 
-    loss, compare = dpo.DpoStage.loss, dpo.DpoStage._compare
+    loss, compare = pair_loss.PairLoss.terms, pair_loss.PairLoss._compare
     latest: list[Any] = []
 
     def noted(self: Any, logps: Any, batch: Any) -> Any:
         latest[:] = compare(self, logps, batch)
         return tuple(latest)
 
-    def counted(self: Any, model: Any, batch: Any) -> dpo.LossTerms:
+    def counted(self: Any, model: Any, batch: Any) -> pair_loss.LossTerms:
         terms = loss(self, model, batch)
-        return dpo.LossTerms(terms.total, float((latest[0] > 0).sum()), terms.sums)
+        return pair_loss.LossTerms(terms.total, float((latest[0] > 0).sum()), terms.sums)
 
-    patch.setattr(dpo.DpoStage, "_compare", noted)
-    patch.setattr(dpo.DpoStage, "loss", counted)
+    patch.setattr(pair_loss.PairLoss, "_compare", noted)
+    patch.setattr(pair_loss.PairLoss, "terms", counted)
 
 
 def tied_reduce_forgotten(patch: pytest.MonkeyPatch) -> None:
