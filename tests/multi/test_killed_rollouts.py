@@ -1,0 +1,77 @@
+"""A run whose rank is killed in the middle of a rollout goes on where it was, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.multi.conftest import Runner, learnt
+from tests.multi.test_interrupted import _children, _wait_until_gone
+
+STEPS, SAVED, KILLED = 4, 2, 4
+_REWARD = """
+import time
+from pathlib import Path
+
+GATE = Path({gate!r})
+
+def score(completions):
+    while GATE.exists():  # until the test has killed a rank, which ends this process too
+        (GATE / "waits").touch()
+        time.sleep(0.05)
+    return [float(c.text[:1] < "k") for c in completions]
+"""
+
+
+def _words(runner: Runner, name: str, reward: Path) -> list[str]:
+    functions = json.dumps({"functions": {f"{reward}:score": 1.0}, "time_limit": 100.0, "workers": 1})
+    return [
+        "run", "recipes/llama/grpo.json", "--smoke", f"--output_dir={runner.directory / name}",
+        f"--train.max_steps={STEPS}", f"--checkpoint.save_steps={SAVED}", "--train.global_batch_size=8",
+        "--train.micro_batch_size=2", "--data.max_length=64", "--data.eval=null", f"--reward={functions}",
+        "--rollout.dynamic_sampling=true", "--rollout.num_generations=2", "--launch.num_devices=2",
+        '--parallel={"sharding":"stage2"}',
+    ]  # fmt: skip
+
+
+def test_a_rank_is_killed_in_the_middle_of_a_rollout(runner: Runner) -> None:
+    gate, reward = runner.directory / "gate", runner.directory / "reward.py"
+    reward.write_text(_REWARD.format(gate=str(gate)))
+    runner.run(*_words(runner, "whole", reward))
+    words = _words(runner, "killed", reward)
+    process = runner.start_and_hold("killed", KILLED - 1, *words)
+    ranks = _children(process.pid)
+    assert len(ranks) == 2
+    gate.mkdir()
+    runner.let_go("killed")
+    deadline = time.monotonic() + 100
+    while not (gate / "waits").exists():  # completions of the step are drawn, and none is scored
+        assert time.monotonic() < deadline, "no reward was asked for"
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.kill(ranks[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "rank 1 was killed by SIGKILL" in output
+    _wait_until_gone(ranks)
+    assert runner.metrics("killed")[-1]["step"] == KILLED - 1
+    (gate / "waits").unlink()
+    gate.rmdir()
+    output = runner.run(*words, "--resume")
+    assert f"step-{SAVED}" in output
+    assert learnt(_without_seconds(runner, "killed")) == learnt(_without_seconds(runner, "whole"))
+    written, wanted = ((runner.directory / name / "completions.jsonl").read_bytes() for name in ("killed", "whole"))
+    assert written == wanted
+    assert len(wanted.splitlines()) > STEPS * 8 * 2  # dynamic sampling has drawn more than a global batch
+    manifests = [
+        json.loads((runner.directory / name / "checkpoints" / f"step-{STEPS}" / "manifest.json").read_text())["files"]
+        for name in ("killed", "whole")
+    ]
+    assert manifests[0] == manifests[1]
+
+
+def _without_seconds(runner: Runner, name: str) -> list[dict[str, float]]:
+    return [{k: v for k, v in record.items() if not k.endswith("seconds")} for record in runner.metrics(name)]
