@@ -102,7 +102,7 @@ def _read_ahead(context: RuleContext) -> Iterator[Violation]:
 def _stale(context: RuleContext) -> Iterator[Violation]:
     rollout, key = _rollout(context), "rollout.max_staleness"
     lag = getattr(rollout, "max_staleness", 0)
-    if not lag:
+    if not lag or not context.stage.draws_ahead:  # that is refused elsewhere
         return
     name, section = context.stage.section_name, getattr(context.recipe, context.stage.section_name)
     if getattr(section, "rollout_correction", "none") == "none":
