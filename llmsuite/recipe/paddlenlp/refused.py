@@ -43,7 +43,7 @@ REFUSED: Mapping[str, _Refusal] = {
     "prefix_tuning": _Refusal(_ADAPTERS),
     "lokr": _Refusal(_ADAPTERS),
     "vera": _Refusal(_ADAPTERS),
-    "reft": _Refusal(_ADAPTERS),
+    "reft": _Refusal("nearest keys: reft.rank, reft.layers and reft.positions, in a recipe of our own"),
     "loraga": _Refusal(_ADAPTERS),
     "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
     "prefix_path": _Refusal(_ADAPTERS),

@@ -246,7 +246,7 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; nearest key: train.learning_rate"),
     ({**SFT, "zzz": [1]}, r"zzz = \[1\]: is not known"),
     ({**SFT, "prefix_tuning": True}, "prefix_tuning = True: there is no such adapter"),
-    ({**SFT, "reft": True, "intervention_type": "x"}, "reft = True: there is no such adapter"),
+    ({**SFT, "reft": True, "intervention_type": "x"}, "reft = True: nearest keys: reft.rank"),
     ({**LORA, "lokr": True}, "lokr = True"),
     ({**LORA, "vera": 1}, "vera = 1"),
     (
