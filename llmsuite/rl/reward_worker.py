@@ -1,25 +1,17 @@
-"""A process that scores completions, without Paddle: started by `llmsuite.rl.reward_pool`.
-
-Over a pipe it gets the rewards it is to load, says which of them it could not, then gets calls, and sends the result of
-each as it has it.
-"""
+"""Rewards as a process without Paddle loads and calls them, see `llmsuite.rl.worker`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pickle
-import sys
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.launch.ranks import die_with_parent
-from llmsuite.python_files import import_file
 from llmsuite.rl.completion import Completion
-from llmsuite.schema.reward import python_function
+from llmsuite.rl.worker import describe, from_file
 from llmsuite.specs import Score
 
 Values = list[list[float | None]]
@@ -38,6 +30,14 @@ class RewardSource:
     here: bool = False
     """Scored in the process that trains: no other loads it."""
 
+    def serve(self) -> Callable[[Sequence[Completion]], tuple[Values, str]]:
+        """What a call of it does, see `scored`. Raises UserError when it cannot be loaded."""
+        return functools.partial(scored, self.load(), self.parts)
+
+    def nothing(self, completions: Sequence[Completion]) -> Values:
+        """The result of a call that has failed."""
+        return [[None] * (1 + len(self.parts)) for _ in completions]
+
     def load(self) -> Score:
         """The function that scores.
 
@@ -49,7 +49,7 @@ class RewardSource:
                 factory, section = pickle.loads(self.factory)
                 score: Score = factory(section)
             else:
-                score = _of_file(self.key)
+                score = from_file(self.key, "reward")
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # it is somebody else's code
@@ -57,15 +57,6 @@ class RewardSource:
         if not callable(score):
             raise UserError(f"reward {self.key}: is no function")
         return score
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line, with the line of code it comes from."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def scored(score: Score, parts: Sequence[str], completions: Sequence[Completion]) -> tuple[Values, str]:
@@ -96,7 +87,9 @@ def scored(score: Score, parts: Sequence[str], completions: Sequence[Completion]
 
 
 def _numbers(value: Any, parts: Sequence[str]) -> list[float | None]:
-    """A reward and its parts. Raises ValueError or TypeError when it is none."""
+    """A reward and its parts. Raises ValueError or TypeError when it is none; an error in its place says why."""
+    if isinstance(value, Exception):
+        raise ValueError(str(value))
     if isinstance(value, Mapping):
         if value.keys() != {"score", *parts}:
             raise ValueError(f"it returned the keys {sorted(map(str, value))}, not {sorted(['score', *parts])}")
@@ -111,39 +104,3 @@ def _number(value: Any) -> float | None:
         raise TypeError(f"it returned {value!r:.200}, which is no number")
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _of_file(key: str) -> Score:
-    """The function "FILE.py:FUNCTION"; its file is imported as the neighbour of a script is."""
-    parsed = python_function(key)
-    assert parsed is not None, key
-    path, name = Path(parsed[0]).resolve(), parsed[1]
-    module = sys.modules.get(path.stem)
-    if module is None:
-        module = import_file(path)
-    elif Path(getattr(module, "__file__", None) or "").resolve() != path:
-        raise UserError(f"reward {key}: a module {path.stem!r} is imported already; give the file another name")
-    if not hasattr(module, name):
-        raise UserError(f"reward {key}: {path} has no function {name!r}")
-    function: Score = getattr(module, name)
-    return function
-
-
-def main(pipe: int) -> None:
-    """Serve calls until the other end closes. `pipe` is a file descriptor."""
-    die_with_parent()
-    connection = Connection(pipe)
-    try:
-        sources: list[RewardSource] = connection.recv()
-        try:
-            functions = {i: (source.load(), source.parts) for i, source in enumerate(sources) if not source.here}
-        except UserError as error:
-            connection.send(str(error))
-            return
-        connection.send(None)
-        while True:
-            for number, which, completions in connection.recv():
-                score, parts = functions[which]
-                connection.send((number, *scored(score, parts, completions)))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        return

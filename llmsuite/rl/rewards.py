@@ -13,8 +13,8 @@ import numpy as np
 
 from llmsuite.errors import UserError
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.reward_pool import Call, Outcome, RewardPool
 from llmsuite.rl.reward_worker import RewardSource, scored
+from llmsuite.rl.worker_pool import Call, Outcome, WorkerPool
 from llmsuite.schema.reward import RewardSection, python_function
 from llmsuite.schema.section import Section
 from llmsuite.specs import RewardSpec, Score
@@ -46,7 +46,7 @@ class Rewards:
         self._weights = np.zeros(len(self.names))
         self._weights[self._offsets[:-1]] = list(section.functions.values())
         self._loaded: dict[int, Score] = {}
-        self._pool = RewardPool(self._sources, section.workers, section.time_limit)
+        self._pool = WorkerPool(self._sources, section.workers, section.time_limit, "reward")
         weakref.finalize(self, self._pool.close)
         self.first_failure = ""
         """Why the first reward was missing that was."""

@@ -1,4 +1,5 @@
-"""Processes that score completions, each call within a time limit: what hangs is killed, and the others go on.
+"""Processes that run somebody else's code, each call within a time limit: what hangs is killed, and the others go on.
+Rewards and environments are such code.
 
 The processes are programs of their own, not forks: they begin without Paddle and its threads, and import nothing of the
 program that trains.
@@ -15,33 +16,35 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.rl.completion import Completion
-from llmsuite.rl.reward_worker import RewardSource, Values
+from llmsuite.rl.worker import Source
 
 _LOADING_SECONDS = 120.0
 _ENDING_SECONDS = 5.0
 """To wait for the exit code of a process whose end of the pipe is closed."""
 _CHUNKS = 4
 """Parts of its share that a process gets one after the other: enough that none is idle while another has much left."""
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from llmsuite.rl.reward_worker import main; main({pipe})"
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from llmsuite.rl.worker import main; main({pipe})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one call of a reward scores."""
+    """One call."""
 
     which: int
-    """Number of the reward."""
-    completions: Sequence[Completion]
+    """Number of the source."""
+    payload: Any
+    """What its function gets."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The result of a call."""
 
-    values: Values
+    values: Any
+    """What the function returned."""
     why: str = ""
     """Why the first value is missing that is."""
 
@@ -49,7 +52,7 @@ class Outcome:
 class _Worker:
     """One process, and the calls it has been given, in their order."""
 
-    def __init__(self, sources: Sequence[RewardSource]):
+    def __init__(self, sources: Sequence[Source]):
         self.connection, other = multiprocessing.Pipe()
         try:
             program = _PROGRAM.format(path=sys.path, pipe=other.fileno())
@@ -68,7 +71,7 @@ class _Worker:
         """Hand over calls. The time of the first begins now."""
         assert not self.given
         self.given.extend(numbers)
-        self.connection.send([(n, calls[n].which, calls[n].completions) for n in numbers])
+        self.connection.send([(n, calls[n].which, calls[n].payload) for n in numbers])
         self.deadline = time.monotonic() + time_limit
 
     def end(self) -> str:
@@ -83,17 +86,19 @@ class _Worker:
         return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
 
 
-class RewardPool:
-    """Scores completions in processes. They are started when they are first needed."""
+class WorkerPool:
+    """Makes calls in processes. They are started when they are first needed."""
 
-    def __init__(self, sources: Sequence[RewardSource], num_workers: int, time_limit: float):
+    def __init__(self, sources: Sequence[Source], num_workers: int, time_limit: float, section: str):
         """
         Args:
-            sources: the rewards; a call names one by its number here.
+            sources: of the functions; a call names one by its number here.
             num_workers: processes.
             time_limit: seconds for a call.
+            section: of the recipe that all this is from, for messages.
         """
         self._sources, self._num_workers, self._time_limit = sources, num_workers, time_limit
+        self._section = section
         self._workers: list[_Worker] = []
 
     def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
@@ -101,7 +106,7 @@ class RewardPool:
         process has no values.
 
         Raises:
-            UserError: a reward cannot be loaded.
+            UserError: a source cannot be loaded.
         """
         todo, left = collections.deque(range(len(calls))), len(calls)
         size = max(1, len(calls) // (self._num_workers * _CHUNKS))
@@ -161,9 +166,9 @@ class RewardPool:
             if not worker.is_ready:
                 names = ", ".join(source.key for source in self._sources)
                 how = how or f"it was not ready after {_LOADING_SECONDS:.0f} s"
-                raise UserError(f"reward.functions: a process could not load {names}: {how}")
+                raise UserError(f"{self._section}: a process could not load {names}: {how}")
             number = worker.given.popleft()
             todo.extendleft(reversed(worker.given))
             call = calls[number]
-            nothing: Values = [[None] * (1 + len(self._sources[call.which].parts)) for _ in call.completions]
-            yield number, Outcome(nothing, how or f"it took longer than {self._time_limit:g} s (reward.time_limit)")
+            why = how or f"it took longer than {self._time_limit:g} s ({self._section}.time_limit)"
+            yield number, Outcome(self._sources[call.which].nothing(call.payload), why)

@@ -1,0 +1,82 @@
+"""A process that runs somebody else's code, without Paddle: started by `llmsuite.rl.worker_pool`.
+
+Over a pipe it gets the sources it is to load, says which of them it could not, then gets calls, and sends the result of
+each as it has it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmsuite.errors import UserError
+from llmsuite.launch.ranks import die_with_parent
+from llmsuite.python_files import import_file
+from llmsuite.schema.reward import python_function
+
+
+class Source(Protocol):
+    """Where a function comes from, such that another process can load it: it is pickled."""
+
+    @property
+    def key(self) -> str:
+        """As the recipe has it."""
+
+    @property
+    def here(self) -> bool:
+        """Called in the process that trains: no other loads it."""
+
+    def serve(self) -> Callable[[Any], tuple[Any, str]]:
+        """The function: it returns its result and why something of it is missing, and raises nothing. Raises UserError
+        when it cannot be loaded."""
+
+    def nothing(self, payload: Any) -> Any:
+        """The result of a call that has taken too long or has ended its process."""
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, with the line of code it comes from."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def from_file(key: str, kind: str) -> Any:
+    """What "FILE.py:NAME" names; the file is imported as the neighbour of a script is. Raises UserError when there is
+    none; `kind` is what messages call it."""
+    parsed = python_function(key)
+    assert parsed is not None, key
+    path, name = Path(parsed[0]).resolve(), parsed[1]
+    module = sys.modules.get(path.stem)
+    if module is None:
+        module = import_file(path)
+    elif Path(getattr(module, "__file__", None) or "").resolve() != path:
+        raise UserError(f"{kind} {key}: a module {path.stem!r} is imported already; give the file another name")
+    if not hasattr(module, name):
+        what = "function" if kind == "reward" else "class"
+        raise UserError(f"{kind} {key}: {path} has no {what} {name!r}")
+    return getattr(module, name)
+
+
+def main(pipe: int) -> None:
+    """Serve calls until the other end closes. `pipe` is a file descriptor."""
+    die_with_parent()
+    connection = Connection(pipe)
+    try:
+        sources: Sequence[Source] = connection.recv()
+        try:
+            functions = {i: source.serve() for i, source in enumerate(sources) if not source.here}
+        except UserError as error:
+            connection.send(str(error))
+            return
+        connection.send(None)
+        while True:
+            for number, which, payload in connection.recv():
+                connection.send((number, *functions[which](payload)))
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        return
