@@ -10,12 +10,14 @@ from typing import Any
 
 from llmsuite.observe import loggers
 from llmsuite.plugins.hookspecs import hookimpl
-from llmsuite.rl import engine_sections, reward_sections
+from llmsuite.rl import engine_sections, environment_sections, reward_sections
+from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.section import Section
 from llmsuite.specs import (
     DataFormat,
     DeviceSpec,
+    EnvironmentSpec,
     Exporter,
     LoggerSpec,
     ModelFamily,
@@ -134,7 +136,7 @@ def _rollout_stages() -> list[StageSpec]:
             name="grpo",
             help="group relative policy optimisation on completions the model draws: dapo, grpo, dr_grpo, cispo, sapo",
             config_cls=GrpoSection,
-            sections=sections,
+            sections={**sections, "environment": EnvironmentSection},
             profile=GrpoSection.profile,
             draws_ahead=True,
             factory=lazily("llmsuite.stages.grpo:GrpoStage"),
@@ -235,3 +237,8 @@ def llmsuite_register_rewards() -> list[RewardSpec]:
 @hookimpl
 def llmsuite_register_rollout_engines() -> list[RolloutEngineSpec]:
     return list(engine_sections.BUILTIN)
+
+
+@hookimpl
+def llmsuite_register_environments() -> list[EnvironmentSpec]:
+    return list(environment_sections.BUILTIN)

@@ -241,9 +241,9 @@ class LoggerSpec:
     api: int = API_VERSION
 
 
-Score = Callable[[Sequence[Any]], Sequence[float | Mapping[str, float] | None]]
+Score = Callable[[Sequence[Any]], Sequence[float | Mapping[str, float] | Exception | None]]
 """Completions (`llmsuite.rl.completion.Completion`) to their rewards. None or NaN: there is no reward for this one. A
-mapping has the reward as "score" and the numbers of `RewardSpec.parts`."""
+mapping has the reward as "score" and the numbers of `RewardSpec.parts`. An exception says why a reward is missing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -267,6 +267,68 @@ class RewardSpec:
     runs: Literal["pool", "main"] = "pool"
     """pool: in processes without Paddle, with a time limit. main: in the process that trains, all completions of the
     rank in one call and without a time limit."""
+    api: int = API_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What the model has written in one turn."""
+
+    text: str
+    """Without its stop token."""
+    ids: Sequence[int]
+    """The tokens drawn, with the stop token that ended them."""
+    finish_reason: Literal["stop", "length"]
+    """length: it is truncated, by environment.max_turn_length, or because the episode has no more room and ends here
+    whatever the environment says."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What an environment says to a turn of the model."""
+
+    messages: Sequence[Mapping[str, str]] = ()
+    """Turns that the model is shown next, each with "role" (user, tool or system) and "content"; at least one unless
+    the episode is done."""
+    done: bool = False
+    """Whether the episode ends here; the messages are not shown then."""
+    reward: float | Mapping[str, float] | None = 0.0
+    """What this turn earns: those of an episode are added up, and the reward `environment` is their sum. A mapping has
+    it as "score", beside numbers of `EnvironmentSpec.parts`. None or NaN: the reward of the episode is missing."""
+
+
+class Environment(Protocol):
+    """One episode. It is pickled between its turns, each of which may be answered by another process: what it knows is
+    in its attributes."""
+
+    def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, str]]:
+        """The prompt, as messages with "role" and "content". All completions of a prompt go on from this one state.
+
+        Args:
+            row: the columns of the row, and "messages": its prompt.
+            seed: of whatever is random in the episode: a function of the recipe's seed, the step and the prompt.
+        """
+
+    def step(self, turn: Turn) -> Reply:
+        """The answer to what the model has written."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class EnvironmentSpec:
+    """An environment: what answers the model between the turns of an episode."""
+
+    name: str
+    """Value of the recipe key `environment.name`."""
+    help: str
+    factory: Callable[[Any], Environment]
+    """Gets the section of `config_cls`, None without one, and returns a new environment for each episode. It is called
+    in processes without Paddle, so it is a function of a module, or a class. Raises UserError when a package it needs
+    is missing."""
+    config_cls: type[Section] | None = None
+    """Dataclass of its own keys, `environment.NAME` in a recipe. Every key has a default."""
+    parts: tuple[str, ...] = ()
+    """Names of further numbers that it gives beside its reward, in mappings; the metric of each, added up over the
+    turns, is `rewards/environment/PART`."""
     api: int = API_VERSION
 
 

@@ -14,7 +14,10 @@ from llmsuite.resources import bundled
 from llmsuite.schema.keys import walk
 from llmsuite.specs import Command
 
-_WHAT = Literal["stages", "models", "recipes", "devices", "formats", "loggers", "rewards", "engines", "layouts", "keys"]
+_WHAT = Literal[
+    "stages", "models", "recipes", "devices", "formats", "loggers", "rewards", "environments", "engines", "layouts",
+    "keys",
+]  # fmt: skip
 
 
 def add_arguments(parser: Any) -> None:
@@ -72,7 +75,8 @@ def _recipes() -> Iterator[tuple[str, str, str, str]]:
 
 COMMAND = Command(
     name="list",
-    help="list stages, models, recipes, devices, formats, loggers, rewards, rollout engines, layouts or recipe keys",
+    help="list stages, models, recipes, devices, formats, loggers, rewards, environments, rollout engines, layouts or "
+    "recipe keys",
     add_arguments=add_arguments,
     run=run,
 )

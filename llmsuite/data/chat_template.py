@@ -41,6 +41,8 @@ BUILTIN = {
     ),
 }
 """Templates for tokenizers that bring none. `plain` is for base models: turns on lines of their own."""
+PLACEHOLDER = "<think>\nplaceholder\n</think>\n\nplaceholder"
+"""Stands for a turn of the model where only the text around it is used, and has what some templates leave out later."""
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
 
 
@@ -77,6 +79,34 @@ class ChatTemplate:
                 f"chat template of {self._name} has {{% generation %}}, and a turn a character that marks it"
             )
         return unmark(rendered)
+
+    def continuation(self, messages: Sequence[Message], replies: Sequence[Message], tools: str = "") -> str:
+        """Text between the end of the last turn, which is the assistant's, and the turn that it writes next: whatever
+        closes that turn, and the replies.
+
+        Args:
+            messages: with `PLACEHOLDER` for what the assistant has written in each of its turns.
+            replies: what comes behind them.
+            tools: as in `Conversation`.
+
+        Raises:
+            UserError: the template renders earlier turns differently when others follow, as those do which leave out
+                what a model thought: then it would go on from another text than the one it has written.
+        """
+        assert messages[-1] == Message("assistant", PLACEHOLDER), messages[-1]
+        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools) + PLACEHOLDER
+        after = self.render([*messages, *replies], add_generation_prompt=True, tools=tools)
+        if not after.startswith(before):
+            roles = ", ".join(message.role for message in replies)
+            fit = ", ".join(name for name in BUILTIN if name != self._name)
+            raise UserError(
+                f"chat template of {self._name} renders the assistant's turns differently once others follow "
+                f"({roles}); it may leave out what a model thought before. An episode of several turns goes on from "
+                f"the tokens that the model has written: choose another data.chat_template ({fit}), give the "
+                "tokenizer a template that keeps what it has rendered, or let the environment answer with the role "
+                '"tool", if that is kept'
+            )
+        return after[len(before) :]
 
     def split(self, prompt: Sequence[Message], answer: str) -> tuple[str, str]:
         """Text of the prompt, and text of the answer with whatever closes its turn.

@@ -225,11 +225,18 @@ def _completions(rows: Sequence[Record]) -> str:
         before = row.get("group")
         scores = [row.get("reward"), *(row.get("rewards", {}).get(name) for name in names), row.get("advantage")]
         numbers = ["missing" if score is None else f"{score:.4g}" for score in scores]
-        lines.append(
-            (prompt, row.get("text", ""), *numbers, str(row.get("num_tokens", "")), row.get("finish_reason", ""))
-        )
+        lines.append((prompt, _written(row), *numbers, str(row.get("num_tokens", "")), row.get("finish_reason", "")))
     head = ("prompt", "completion", "reward", *names, "advantage", "tokens", "end")
     return _table(head, lines, "completions-table")
+
+
+def _written(row: Record) -> str:
+    """What a completion says: the turns of an episode each with its role, a line for each."""
+    turns = row.get("turns")
+    if not turns:
+        return str(row.get("text", ""))
+    said = [f"{turn['role']}: {turn['content']}" for turn in turns]
+    return "\n".join([*said, f"(failed: {row['failure']})"] if row.get("failure") else said)
 
 
 def _text(value: Any) -> str:

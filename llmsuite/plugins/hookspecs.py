@@ -20,16 +20,20 @@ from llmsuite.specs import (
     Command,
     DataFormat,
     DeviceSpec,
+    Environment,
+    EnvironmentSpec,
     Exporter,
     Logger,
     LoggerSpec,
     ModelFamily,
     PrePass,
+    Reply,
     RewardSpec,
     RolloutEngineSpec,
     RunView,
     StageProfile,
     StageSpec,
+    Turn,
 )
 
 __all__ = [
@@ -37,17 +41,21 @@ __all__ = [
     "Command",
     "DataFormat",
     "DeviceSpec",
+    "Environment",
+    "EnvironmentSpec",
     "Exporter",
     "Logger",
     "LoggerSpec",
     "ModelFamily",
     "PrePass",
+    "Reply",
     "RewardSpec",
     "RolloutEngineSpec",
     "RunView",
     "Section",
     "StageProfile",
     "StageSpec",
+    "Turn",
     "hookimpl",
     "hookspec",
 ]  # fmt: skip
@@ -103,6 +111,12 @@ def llmsuite_register_rewards() -> list[RewardSpec]:
 @hookspec
 def llmsuite_register_rollout_engines() -> list[RolloutEngineSpec]:
     """What draws the completions of online RL, such as a server."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_environments() -> list[EnvironmentSpec]:
+    """Environments of episodes, for the stages of online RL."""
     raise AssertionError("a hookspec is not called")
 
 

@@ -18,6 +18,7 @@ import pluggy
 
 from llmsuite.errors import UserError
 from llmsuite.plugins import hookspecs
+from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.section import Section
@@ -26,6 +27,7 @@ from llmsuite.specs import (
     Command,
     DataFormat,
     DeviceSpec,
+    EnvironmentSpec,
     Exporter,
     LoggerSpec,
     ModelFamily,
@@ -47,6 +49,7 @@ REGISTRATIONS: dict[str, tuple[str, Any]] = {
     "logger": ("llmsuite_register_loggers", LoggerSpec),
     "reward": ("llmsuite_register_rewards", RewardSpec),
     "rollout engine": ("llmsuite_register_rollout_engines", RolloutEngineSpec),
+    "environment": ("llmsuite_register_environments", EnvironmentSpec),
     "command": ("llmsuite_register_commands", Command),
 }
 """Kind, as messages call it -> hook, and type of the specs it returns."""
@@ -118,12 +121,16 @@ class Registry:
         return self._specs["rollout engine"]
 
     @property
+    def environments(self) -> dict[str, EnvironmentSpec]:
+        return self._specs["environment"]
+
+    @property
     def commands(self) -> dict[str, Command]:
         return self._specs["command"]
 
     def specs(self, kind: str) -> dict[str, Any]:
         """Everything of a kind: "stage", "model", "device", "data format", "exporter", "logger", "reward",
-        "rollout engine" or "command"."""
+        "rollout engine", "environment" or "command"."""
         return self._specs[kind]
 
     def owner(self, kind: str, name: str) -> PluginInfo:
@@ -199,6 +206,8 @@ class Registry:
                     _check_stage(spec)
                 elif kind == "reward":
                     _check_keys("reward", spec, {field.name for field in dataclasses.fields(RewardSection)})
+                elif kind == "environment":
+                    _check_keys("environment", spec, {field.name for field in dataclasses.fields(EnvironmentSection)})
                 elif kind == "rollout engine":
                     _check_keys("rollout", spec, self._keys_of_sections(kind))
                 self._refuse_duplicate(kind, spec.name, info)
@@ -318,13 +327,14 @@ def _check_stage(spec: StageSpec) -> None:
             )
 
 
-def _check_keys(section: str, spec: RewardSpec | RolloutEngineSpec, taken: set[str]) -> None:
-    """Refuse what would break the section `reward` or `rollout`: the keys of a spec become a section there, of its
-    name."""
-    kind = "reward" if isinstance(spec, RewardSpec) else "rollout engine"
+def _check_keys(section: str, spec: RewardSpec | RolloutEngineSpec | EnvironmentSpec, taken: set[str]) -> None:
+    """Refuse what would break the section `reward`, `environment` or `rollout`: the keys of a spec become a section
+    there, of its name."""
+    kind = "rollout engine" if isinstance(spec, RolloutEngineSpec) else section
+    article = "an" if kind == "environment" else "a"
     if not spec.name.isidentifier() or keyword.iskeyword(spec.name) or spec.name in taken:
         raise UserError(
-            f"a {kind} cannot be called {spec.name!r}: the name has to be a new key of `{section}`, one word"
+            f"{article} {kind} cannot be called {spec.name!r}: the name has to be a new key of `{section}`, one word"
         )
     if spec.config_cls is None:
         return

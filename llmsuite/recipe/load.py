@@ -144,7 +144,11 @@ def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe],
         _typed_recipe(
             registry.stages[stage] if isinstance(stage, str) else None,
             registry.models[family] if isinstance(family, str) else None,
-            tuple((kind, spec) for kind in ("reward", "rollout engine") for spec in registry.specs(kind).values()),
+            tuple(
+                (kind, spec)
+                for kind in ("reward", "environment", "rollout engine")
+                for spec in registry.specs(kind).values()
+            ),
         ),
         problems,
     )

@@ -25,6 +25,7 @@ from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
 from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
 from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
+from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.reward import RewardSection, python_function
 from llmsuite.schema.rule import Violation
@@ -236,14 +237,23 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
     for name in recipe.loggers:
         if name not in registry.loggers:
             yield "loggers", registry.unknown("logger", name)
-    section = getattr(recipe, "reward", None)
-    for name in section.functions if isinstance(section, RewardSection) else ():
+    for kind, key, name in _plugins_or_files(recipe):
         found = python_function(name)
         if found is not None and not Path(found[0]).is_file():
-            yield "reward.functions", f"{found[0]} is not a file (working directory: {Path.cwd()})"
-        elif found is None and name not in registry.rewards:
-            yield "reward.functions", f"{registry.unknown('reward', name)}; or name a function: FILE.py:FUNCTION"
+            yield key, f"{found[0]} is not a file (working directory: {Path.cwd()})"
+        elif found is None and name not in registry.specs(kind):
+            what = "a function: FILE.py:FUNCTION" if kind == "reward" else "a class: FILE.py:CLASS"
+            yield key, f"{registry.unknown(kind, name)}; or name {what}"
     yield from _engine_problems(recipe, registry)
+
+
+def _plugins_or_files(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Kind, key and value of what a recipe names that is registered or in a Python file."""
+    rewards, environment = getattr(recipe, "reward", None), getattr(recipe, "environment", None)
+    for name in rewards.functions if isinstance(rewards, RewardSection) else ():
+        yield "reward", "reward.functions", name
+    if isinstance(environment, EnvironmentSection) and environment.name is not None:
+        yield "environment", "environment.name", environment.name
 
 
 def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
@@ -255,6 +265,9 @@ def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
     if name not in registry.rollout_engines:
         yield "rollout.engine", registry.unknown("rollout engine", name)
         return
+    if registry.rollout_engines[name].remote and getattr(getattr(recipe, "environment", None), "name", None):
+        message = f"is {name}, which draws whole completions, not the turns of an environment"
+        yield "rollout.engine", f"{message}; set it to local, or environment.name to null"
     lag = rollout.max_staleness
     if lag and not registry.rollout_engines[name].remote:
         message = f"is {lag}, but engine {name} draws in the process that trains, between two steps; set it to 0"

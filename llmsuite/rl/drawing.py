@@ -96,19 +96,32 @@ def draw_groups(
         ]
         for request in requests
     ]
+    fill_groups(decoder, requests, groups, drawing, stop_ids)
+    return groups
+
+
+def fill_groups(
+    decoder: Decoder,
+    requests: Sequence[Request],
+    groups: Sequence[Sequence[Drawn]],
+    drawing: Drawing,
+    stop_ids: Collection[int],
+) -> None:
+    """Draw what is empty so far: `draw_groups` of completions each of which has its own random numbers, as many as it
+    may have tokens."""
+    most = max(map(len, groups), default=1)
     batch = _Batch(decoder, drawing.temperature, stop_ids)
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt_ids), requests[i].key))
     waiting = collections.deque(order)
     least = max(1, drawing.batch_size // _REFILLS)
     while waiting or batch.rows:
         room = drawing.batch_size - len(batch.rows)
-        if waiting and (not batch.rows or room >= max(least, drawing.num_generations)):
-            count = max(1, room // drawing.num_generations)
+        if waiting and (not batch.rows or room >= max(least, most)):
+            count = max(1, room // most)
             new = [waiting.popleft() for _ in range(min(count, len(waiting)))]
             batch.admit([(requests[i], groups[i]) for i in new])
         else:
             batch.advance()
-    return groups
 
 
 _REFILLS = 4

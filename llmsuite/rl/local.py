@@ -9,7 +9,7 @@ import numpy as np
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.load import build_model
 from llmsuite.inference.refresh import RefreshableModel
-from llmsuite.rl.drawing import Drawing, Request, draw_groups
+from llmsuite.rl.drawing import Drawing, Drawn, Request, draw_groups, fill_groups
 from llmsuite.rl.engine import EngineContext, Pending
 from llmsuite.typing import Tensor
 
@@ -38,6 +38,16 @@ class LocalEngine:
     def begin(self, requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[int]) -> Pending:
         """See `Engine`; it draws when the result is asked for."""
         return lambda: draw_groups(self._decoder, requests, drawing, stop_ids)
+
+    def fill(
+        self,
+        requests: Sequence[Request],
+        groups: Sequence[Sequence[Drawn]],
+        drawing: Drawing,
+        stop_ids: Collection[int],
+    ) -> None:
+        """See `llmsuite.rl.rollouts.Filling`."""
+        fill_groups(self._decoder, requests, groups, drawing, stop_ids)
 
     def close(self) -> None:
         """See `Engine`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
@@ -57,6 +57,15 @@ def length(section: LengthSection) -> Score:
     def score(completions: Sequence[Completion]) -> list[float]:
         over = [len(c.ids) - target for c in completions]
         return [-min(1.0, (max(o, 0) if only_longer else abs(o)) / target) for o in over]
+
+    return score
+
+
+def environment(section: None) -> Score:
+    """What the environment gave in all turns of the episode."""
+
+    def score(completions: Sequence[Completion]) -> list[Mapping[str, float] | Exception]:
+        return [RuntimeError(c.failure) if c.episode_scores is None else c.episode_scores for c in completions]
 
     return score
 

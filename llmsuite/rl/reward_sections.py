@@ -88,10 +88,13 @@ def _made(address: str, section: Any) -> Score:
     return score
 
 
-def _spec(name: str, help: str, section: type[Section], factory: str, level: Any = "completion") -> RewardSpec:
+def _spec(
+    name: str, help: str, section: type[Section] | None, factory: str, level: Any = "completion", runs: Any = "pool"
+) -> RewardSpec:
     """A reward whose factory, in this package, is imported when it is needed."""
     address = f"llmsuite.rl.{factory}"
-    return RewardSpec(name=name, help=help, config_cls=section, factory=functools.partial(_made, address), level=level)
+    make = functools.partial(_made, address)
+    return RewardSpec(name=name, help=help, config_cls=section, factory=make, level=level, runs=runs)
 
 
 BUILTIN = [
@@ -99,5 +102,8 @@ BUILTIN = [
     _spec("format", "1 for a form that a regular expression gives", FormatSection, "reward_functions:form"),
     _spec("length", "minus the distance from a number of tokens", LengthSection, "reward_functions:length"),
     _spec("math", "1 for what equals the answer as mathematics", MathSection, "reward_functions:mathematical"),
+    _spec(
+        "environment", "what the environment of the episode gives", None, "reward_functions:environment", runs="main"
+    ),
     _spec("http", "scores by a server, as of PaddleNLP or OpenRLHF", HttpSection, "reward_http:http", "group"),
 ]

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from llmsuite.data.rows import Message
+from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.drawing import Drawing, Drawn, Request, request_key
@@ -21,6 +25,9 @@ from llmsuite.rl.engine import Engine, Pending
 
 Score = Callable[[Sequence[Completion]], np.ndarray]
 """Completions of whole groups to their scores, [completions, components] float64, NaN where one is missing."""
+
+Draw = Callable[[Sequence[Request], Sequence[Sequence[Drawn]]], None]
+"""Draws what is empty so far: the tokens of the completions of each request."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +38,39 @@ class RolloutPrompt:
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The other columns of its row."""
     text: str = ""
+    messages: Sequence[Message] = ()
+    tools: str = ""
+    """As in `llmsuite.data.rows.Prompt`, both."""
+
+
+class Play(Protocol):
+    """Plays episodes, see `llmsuite.rl.episodes.Episodes.play`."""
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[RolloutPrompt],
+        groups: Sequence[int],
+        drawing: Drawing,
+        draw: Draw,
+        stop_ids: Collection[int],
+        decode: Callable[[Sequence[int]], str],
+    ) -> list[Completion]: ...
+
+
+@runtime_checkable
+class Filling(Protocol):
+    """A rollout engine that can draw the turns of episodes."""
+
+    def fill(
+        self,
+        requests: Sequence[Request],
+        groups: Sequence[Sequence[Drawn]],
+        drawing: Drawing,
+        stop_ids: Collection[int],
+    ) -> None:
+        """Draw completions that are empty so far, each with random numbers of its own, as many as it may have
+        tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +155,7 @@ class Rollouts:
         score: Score,
         num_scores: int,
         before: Sequence[RolloutPrompt] = (),
+        play: Play | None = None,
     ) -> Scored:
         """Completions of each prompt, the same on every rank.
 
@@ -125,28 +166,41 @@ class Rollouts:
             score: called with whole groups that this rank has drawn, in the order of the prompts.
             num_scores: components of a score.
             before: prompts that were drawn before for the same step; groups are numbered behind them.
+            play: plays episodes of several turns; None for completions of one.
 
         Raises:
             UserError: a prompt has no room in the model, logits are not finite, or `score` raises it.
         """
         requests, mine = self._requests(prompts, step, before), self._own_share(prompts)
-        began = time.perf_counter()
-        begun = self._begun.pop(step, None)
-        if begun is None:
-            begun = Begun(self.version, self._engine.begin([requests[i] for i in mine], drawing, self._stop_ids))
-        drawn = begun.pending()
-        assert len(drawn) == len(mine), f"{len(drawn)} groups for {len(mine)} prompts"
+        began, first, version = time.perf_counter(), len(before), self.version
+        if play is None:
+            begun = self._begun.pop(step, None)
+            if begun is None:
+                begun = Begun(version, self._engine.begin([requests[i] for i in mine], drawing, self._stop_ids))
+            drawn, version = begun.pending(), begun.version
+            assert len(drawn) == len(mine), f"{len(drawn)} groups for {len(mine)} prompts"
+            completions = [
+                self._completion(prompts[i], first + i, n, d) for i, of in zip(mine, drawn) for n, d in enumerate(of)
+            ]
+        else:
+            given = [requests[i] for i in mine], [prompts[i] for i in mine], [first + i for i in mine]
+            draw = functools.partial(self._fill, drawing=drawing)
+            completions = play(*given, drawing, draw, self._stop_ids, self._decode)
         drawn_at = time.perf_counter()
-        first = len(before)
-        completions = [
-            self._completion(prompts[i], first + i, n, d) for i, of in zip(mine, drawn) for n, d in enumerate(of)
-        ]
         scores = score(completions) if completions else np.zeros([0, num_scores])
         assert scores.shape == (len(completions), num_scores), (scores.shape, len(completions), num_scores)
         self.seconds["drawing"] += drawn_at - began
         self.seconds["scoring"] += time.perf_counter() - drawn_at
-        scored = self._exchanged(prompts, first, drawing.num_generations, completions, scores)
-        return dataclasses.replace(scored, version=begun.version)
+        if play is None:
+            scored = self._exchanged(prompts, first, drawing.num_generations, completions, scores)
+        else:
+            scored = _exchanged_whole(len(prompts), first, drawing.num_generations, completions, scores)
+        return dataclasses.replace(scored, version=version)
+
+    def _fill(self, requests: Sequence[Request], groups: Sequence[Sequence[Drawn]], drawing: Drawing) -> None:
+        if not isinstance(self._engine, Filling):
+            raise UserError("rollout.engine: draws whole completions, not the turns of an environment; set it to local")
+        self._engine.fill(requests, groups, drawing, self._stop_ids)
 
     def _requests(
         self, prompts: Sequence[RolloutPrompt], step: int, before: Sequence[RolloutPrompt] = ()
@@ -224,3 +278,22 @@ class Rollouts:
 
 def _nothing_further(count: int) -> Sequence[Any]:
     raise AssertionError("an evaluation has its own prompts and no further ones")
+
+
+def _exchanged_whole(
+    num_prompts: int, first: int, count: int, completions: Sequence[Completion], scores: np.ndarray
+) -> Scored:
+    """What all ranks have drawn, groups numbered from `first`, where a completion has more to it than its tokens: as
+    bytes."""
+    parts = {(c.group - first) * count + c.number: pickle.dumps((c, row)) for c, row in zip(completions, scores)}
+    lengths = np.zeros(num_prompts * count)
+    for row, part in parts.items():
+        lengths[row] = len(part)
+    ends = np.cumsum(collective.sum_array_over_readers(lengths)).astype("int64")
+    content = np.zeros(int(ends[-1]))
+    for row, part in parts.items():
+        content[ends[row] - len(part) : ends[row]] = np.frombuffer(part, "uint8")
+    whole = collective.sum_array_over_readers(content).astype("uint8")
+    found = [pickle.loads(part.tobytes()) for part in np.split(whole, ends[:-1])]
+    groups = [[c for c, _ in found[i : i + count]] for i in range(0, len(found), count)]
+    return Scored(groups, np.array([row for _, row in found]).reshape(num_prompts, count, -1))

@@ -38,11 +38,12 @@ def completion_rows(
             "prompt": completion.prompt,
             "text": completion.text,
             "finish_reason": completion.finish_reason,
-            "num_tokens": len(completion.ids),
+            "num_tokens": completion.num_own,
             "reward": _number(rewards[i, j]),
             "rewards": {name: _number(score) for name, score in zip(names, scores[i, j])},
             "advantage": _number(advantages[i, j]),
         }
+        | _turns(completion)
         for i, group in enumerate(groups)
         for j, completion in enumerate(group)
     ]
@@ -50,3 +51,12 @@ def completion_rows(
 
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+def _turns(completion: Completion) -> dict[str, Any]:
+    """What an episode has beside: its turns by role, and the tokens that the environment has put in."""
+    if not completion.turns:
+        return {}
+    turns = [{"role": turn.role, "content": turn.content} for turn in completion.turns]
+    more = {"failure": completion.failure} if completion.failure else {}
+    return {"turns": turns, "num_observed": len(completion.ids) - completion.num_own, **more}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.rl.completion import Completion
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.reference_cache import answer_key
 from llmsuite.train.stage import Batch
@@ -69,6 +70,24 @@ def pack_rows(
         "num_tokens": sum(len(answer) for row in rows for answer in row),
         "num_supervised": len(batch["targets"]),
     }
+
+
+def leave_out_observed(batch: Batch, completions: Sequence[Completion]) -> None:
+    """Keep as targets only the tokens that the model has drawn, not those of an environment between its turns, which
+    stay in the input.
+
+    Args:
+        batch: of `pack_rows`, whose answers are the completions.
+        completions: in the order of the batch.
+    """
+    if not any(completion.is_own for completion in completions):
+        return
+    is_own = [completion.is_own or [True] * len(completion.ids) for completion in completions]
+    kept = np.concatenate([np.asarray(row, bool) for row in is_own])
+    assert len(kept) == len(batch["targets"]), (len(kept), len(batch["targets"]))
+    for key in ("positions", "targets", "owners"):
+        batch[key] = batch[key][kept]
+    batch["num_supervised"] = int(kept.sum())
 
 
 @dataclasses.dataclass(frozen=True)

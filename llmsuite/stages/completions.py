@@ -14,6 +14,7 @@ from llmsuite.data.rows import Prompt
 from llmsuite.errors import UserError
 from llmsuite.rl.advantages import pass_at, without_signal
 from llmsuite.rl.drawing import Drawing
+from llmsuite.rl.episodes import Episodes, with_parts
 from llmsuite.rl.rewards import Rewards
 from llmsuite.rl.rollouts import RolloutPrompt, Rollouts, Scored
 from llmsuite.rl.rounds import Filled, draw_until_full
@@ -26,7 +27,8 @@ class CompletionStage(Stage[Any]):
     row_kind = "prompt"
 
     def __init__(self, section: Any, context: StageContext):
-        """`section` has `patience`; the recipe has the sections `rollout`, `reward` and `eval_rollout`."""
+        """`section` has `patience`; the recipe has the sections `rollout`, `reward` and `eval_rollout`, and
+        `environment` where the stage learns from episodes too."""
         super().__init__(section, context)
         recipe: Any = context.recipe
         rollout, evaluation = recipe.rollout, recipe.eval_rollout
@@ -42,9 +44,18 @@ class CompletionStage(Stage[Any]):
         self._pass_at, self._pass_reward = list(evaluation.pass_at), evaluation.pass_reward
         self._longest_prompt = recipe.data.max_length - self._longest
         self._template = context.template()
-        self._rewards = Rewards(recipe.reward, context.rewards)
+        self._episodes = self._environment(recipe)
+        self._rewards = Rewards(recipe.reward, with_parts(context.rewards, self._episodes))
         self._idle = 0
         """Rollouts in a row in which no group has a signal."""
+
+    def _environment(self, recipe: Any) -> Episodes | None:
+        """What plays the episodes of the recipe's environment; None where completions have one turn."""
+        section = getattr(recipe, "environment", None)
+        if section is None or section.name is None:
+            return None
+        encode, known = self.context.tokenizer.encode_batch, self.context.environments
+        return Episodes(section, known, self._template, encode, recipe.data.max_length)
 
     def make_samples(self, rows: Sequence[Prompt], counts: DropCounts) -> list[RolloutPrompt]:
         """Prompts that leave room for a completion."""
@@ -65,7 +76,7 @@ class CompletionStage(Stage[Any]):
                     "rollout.max_completion_length)"
                 )
             else:
-                prompts.append(RolloutPrompt(tuple(ids), row.columns, text))
+                prompts.append(RolloutPrompt(tuple(ids), row.columns, text, row.messages, row.tools))
         return prompts
 
     def _fill(self, step: int, samples: Sequence[Any], rollouts: Rollouts) -> Filled:
@@ -109,13 +120,14 @@ class CompletionStage(Stage[Any]):
         prompts = [sample for sample in samples if isinstance(sample, RolloutPrompt)]
         assert len(prompts) == len(samples), "completed twice"
         score = functools.partial(self._rewards.score, total=(len(prompts) + len(before)) * drawing.num_generations)
-        return rollouts.draw(prompts, step, drawing, score, len(self._rewards.names), before)
+        play = None if self._episodes is None else self._episodes.play
+        return rollouts.draw(prompts, step, drawing, score, len(self._rewards.names), before, play=play)
 
     def _judge(self, scored: Scored) -> tuple[np.ndarray, dict[str, float]]:
         """Rewards [prompts, completions], NaN where one is missing, and the metrics of completions and rewards."""
         rewards = self._rewards.total(scored.scores)
         flat = list(itertools.chain(*scored.groups))
-        lengths = [len(c.ids) for c in flat]
+        lengths = [c.num_own for c in flat]
         logprobs = np.concatenate([c.logprobs for c in flat])
         metrics = {
             "reward": _mean(rewards),
@@ -126,6 +138,9 @@ class CompletionStage(Stage[Any]):
             "completions/length_max": float(np.max(lengths)),
             "completions/truncated": float(np.mean([c.truncated for c in flat])),
         }
+        if self._episodes is not None:
+            metrics["episodes/turns"] = float(np.mean([sum(t.role == "assistant" for t in c.turns) for c in flat]))
+            metrics["episodes/observed"] = float(np.mean([len(c.ids) - c.num_own for c in flat]))
         for i, name in enumerate(self._rewards.names):
             metrics[f"rewards/{name}"], metrics[f"rewards/{name}/std"] = (
                 measure(scored.scores[..., i]) for measure in (_mean, _std)

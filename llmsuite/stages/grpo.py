@@ -27,7 +27,7 @@ from llmsuite.rl.completion import Completion
 from llmsuite.rl.rollouts import RolloutPrompt, Rollouts
 from llmsuite.rl.table import completion_rows
 from llmsuite.stages import rl_losses
-from llmsuite.stages.answers import Answer, pack_rows
+from llmsuite.stages.answers import Answer, leave_out_observed, pack_rows
 from llmsuite.stages.by_token import Total, is_counted, put_advantages, rewards_by_token
 from llmsuite.stages.completions import CompletionStage
 from llmsuite.stages.language_model import hidden_at_positions
@@ -94,7 +94,8 @@ class GrpoStage(CompletionStage):
         answers, one_row = [answer for group in groups for answer in group.answers], self.context.padding_free
         rows = [answers] if one_row else [[answer] for answer in answers]
         batch = pack_rows(rows, self.context.tokenizer.pad_id, self.context.length_multiple, shares_prompts=one_row)
-        lengths = np.array([len(answer.ids) for answer in answers])
+        leave_out_observed(batch, [c for group in groups for c in group.completions])
+        lengths = np.bincount(batch["owners"])
         counted = np.concatenate([group.is_counted for group in groups])
         weights, weight = rl_losses.token_weights(self._normaliser, lengths[counted], self._longest)
         batch["weights"] = np.zeros(lengths.sum(), "float32")
@@ -164,7 +165,7 @@ class GrpoStage(CompletionStage):
         found: list[Group] = []
         for i in range(0, len(groups), self._size):
             part = groups[i : i + self._size]
-            lengths = [len(c.ids) for group in part for c, counts in zip(group.completions, group.is_counted) if counts]
+            lengths = [c.num_own for group in part for c, counts in zip(group.completions, group.is_counted) if counts]
             weight = rl_losses.entropy_weight(self._normaliser, lengths, self._longest)
             found += [dataclasses.replace(group, entropy_weight=weight) for group in part]
         return found

@@ -134,6 +134,7 @@ def make_stage(
         length_multiple=length_multiple(plan),
         report=report,
         rewards=registry.rewards,
+        environments=registry.environments,
         padding_free=padding_free,
         keeps_tokens=True,
     )

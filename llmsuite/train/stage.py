@@ -25,7 +25,7 @@ from llmsuite.files import sha256_of
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import DataFormat, PrePassKind, RewardSpec
+from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardSpec
 from llmsuite.train.objective import Batch
 
 __all__ = ["Batch", "LossTerms", "PrePassKind", "RolledOut", "Rollouts", "Stage", "StageContext", "Sums"]
@@ -51,6 +51,8 @@ class StageContext:
     """Prints a message to the user, on rank 0 only."""
     rewards: Mapping[str, RewardSpec] = dataclasses.field(default_factory=dict)
     """The registered rewards of completions."""
+    environments: Mapping[str, EnvironmentSpec] = dataclasses.field(default_factory=dict)
+    """The registered environments of episodes."""
     padding_free: bool = False
     """Whether the sequences of a batch are best packed into one row, without padding."""
     keeps_tokens: bool = False

@@ -36,6 +36,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "pairs": (f"--online_dpo.reference={ANOTHER}", "--online_dpo.sft_weight=0.1", "--train.learning_rate=0.05"),
     "dynamic": ("--rollout.dynamic_sampling=true", "--rollout.max_rounds=3", "--rollout.num_generations=2"),
+    "episodes": (
+        "--environment.name=calculator", "--environment.calculator.pattern=(.)", "--environment.max_turns=3",
+        "--environment.max_turn_length=4", "--environment.workers=1", "--rollout.max_completion_length=64",
+        "--data.max_length=112", '--reward.functions={"format": 1.0, "environment": 0.5}',
+    ),
     "experts": ("--grpo.importance_sampling_level=sequence",),
 }  # fmt: skip
 SPREADS: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
@@ -49,6 +54,7 @@ SPREADS: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "pairs, stage3": ("pairs", 2, {"sharding": "stage3"}, ()),
     "pairs, tp2-pp2": ("pairs", 4, {**_TP, **_PP}, ()),
     "dynamic, pp4": ("dynamic", 4, {"pipeline_parallel_degree": 4}, ()),
+    "episodes, dp2-tp2": ("episodes", 4, _TP, ()),
     "experts, ep2": ("experts", 2, {"expert_parallel_degree": 2}, ()),
 }
 """What it is compared with, ranks, what is parallel, and more overrides."""
@@ -97,6 +103,13 @@ def test_rollouts_and_updates_equal_those_of_one_process(runner: Runner, failed:
 _EXACT = ("tokens", "supervised_tokens", "reward", "rewards/format", "completions/length", "groups/without_signal")
 
 
+def test_episodes_have_several_turns(runner: Runner, failed: dict[str, str]) -> None:
+    for name in ("episodes", "episodes, dp2-tp2"):
+        records = runner.metrics(name)
+        assert all(record["episodes/turns"] > 1.5 < record["episodes/observed"] for record in records)
+        assert all(record["rewards/missing"] == 0 < record["rewards/environment/calls"] for record in records)
+
+
 def test_there_is_something_to_learn(runner: Runner, failed: dict[str, str]) -> None:
     for run in RUNS:
         assert any(record["grad_norm"] > 1e-3 for record in runner.metrics(run)), run
@@ -118,7 +131,7 @@ def test_rollouts_and_training_compute_the_same(runner: Runner, failed: dict[str
         )
 
 
-@pytest.mark.parametrize("run", ["plain", "updates", "dynamic", "pairs"])
+@pytest.mark.parametrize("run", ["plain", "updates", "dynamic", "pairs", "episodes"])
 def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed: dict[str, str], run: str) -> None:
     name = f"{run} again"
     directory = runner.directory / name

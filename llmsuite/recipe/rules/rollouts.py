@@ -126,6 +126,13 @@ def _no_server(context: RuleContext) -> Iterator[Violation]:
         yield "rollout.openai.urls", f'{message}, such as ["http://127.0.0.1:8000"]'
 
 
+def _no_environment(context: RuleContext) -> Iterator[Violation]:
+    rewards, environment = getattr(context.recipe, "reward", None), getattr(context.recipe, "environment", None)
+    if "environment" in getattr(rewards, "functions", ()) and getattr(environment, "name", None) is None:
+        message = "has environment, the reward that an environment gives, and environment.name is null"
+        yield "reward.functions", f"{message}; name one, or remove the reward"
+
+
 ROLLOUT_RULES = (
     Rule("a completion as long as `data.max_length`", "there is no room for a prompt", (), _no_room),
     Rule(
@@ -160,6 +167,7 @@ ROLLOUT_RULES = (
         _stale,
     ),
     Rule("`rollout.engine` openai without `urls`", "nobody would draw", (), _no_server),
+    Rule("the reward `environment` without an environment", "nothing would give it", (), _no_environment),
     Rule("`data.num_workers` with rollouts", "there is nothing to prepare", (), _read_ahead),
 )
 """Rules between sections, for stages with rollouts."""

@@ -63,7 +63,8 @@ def config() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["make_preference", "make_tokenizer", "make_sft", "make_unpaired", "make_pretrain", "make_digits"]
+    "name",
+    ["make_preference", "make_tokenizer", "make_sft", "make_unpaired", "make_pretrain", "make_digits", "make_games"],
 )
 def test_files_are_current(name: str) -> None:
     assert load_script(name).main(["--check"]) == 0

@@ -120,3 +120,14 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
         "completions",
         "entropy",
     ]
+
+
+def test_the_report_shows_the_turns_of_episodes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", num_steps=1)
+    turns = [{"role": r, "content": c} for r, c in (("assistant", "5"), ("user", "higher"), ("assistant", "7"))]
+    file = CompletionsFile(run / COMPLETIONS, 0)
+    file.write(1, [{**rows()[0], "text": "7", "turns": turns}, {**rows()[1], "turns": turns[:1], "failure": "it hung"}])
+    file.close()
+    text = page([read_run(run)])
+    assert "<td>assistant: 5\nuser: higher\nassistant: 7</td>" in text
+    assert "<td>assistant: 5\n(failed: it hung)</td>" in text

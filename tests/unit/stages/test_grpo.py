@@ -114,6 +114,45 @@ def test_losses_are_those_of_the_papers(registry: Registry, loss: str, temperatu
     assert float(terms.total) / terms.weight == pytest.approx(expected_loss(live, old, temperature, loss), rel=2e-5)
 
 
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_what_an_environment_says_is_read_and_not_learnt(registry: Registry, padding_free: bool) -> None:
+    """The loss is that of the model's own tokens, each after all that stands before it."""
+    made, live = stage(registry, padding_free=padding_free), model()
+    episodes, count = [], 0
+    for group in groups():
+        rows = []
+        for c, is_counted in zip(group.completions, group.is_counted):
+            is_own = [i % 3 != 1 for i in range(len(c.ids))]
+            rows.append(dataclasses.replace(c, is_own=is_own, logprobs=[-1.0] * sum(is_own)))
+            count += sum(is_own) if is_counted else 0
+        episodes.append(dataclasses.replace(group, completions=rows))
+    batch = made.collate(episodes)
+    assert batch["num_supervised"] == sum(c.num_own for group in episodes for c in group.completions)
+    assert batch["completion_lengths"] == [c.num_own for group in episodes for c in group.completions]
+    found = made.loss(live, batch)
+    assert found.weight == count
+    # at a ratio of 1 the clip is not felt, so that the gradient is that of -advantage x log p
+    (found.total / found.weight).backward()
+    gradient = {name: p.grad.numpy().copy() for name, p in live.named_parameters() if p.grad is not None}
+    expected = _gradient_of_own_tokens(episodes, count)
+    assert gradient.keys() == expected.keys()
+    for name in gradient:
+        assert np.abs(gradient[name] - expected[name]).max() <= 1e-6 * max(1.0, np.abs(expected[name]).max()), name
+
+
+def _gradient_of_own_tokens(episodes: Sequence[Group], count: int) -> dict[str, np.ndarray]:
+    """Of -advantage x log p, completion by completion, by forward passes of their own."""
+    live = model()
+    for group in episodes:
+        for c, advantage, is_counted in zip(group.completions, group.advantages, group.is_counted):
+            if is_counted:
+                logits = live(paddle.to_tensor([[*c.prompt_ids, *c.ids]]))[0]
+                behind = logits[len(c.prompt_ids) - 1 : -1]
+                found = paddle.nn.functional.log_softmax(behind)[list(range(len(c.ids))), list(c.ids)]
+                (-float(advantage) / count * sum(found[i] for i in c.own)).backward()
+    return {name: p.grad.numpy() for name, p in live.named_parameters() if p.grad is not None}
+
+
 def _gradients(made: GrpoStage, size: int) -> tuple[dict[str, np.ndarray], list[float]]:
     live, weight, ratios = model(), 0.0, []
     samples = groups()
@@ -189,7 +228,7 @@ class Given:
         self._reason = "length" if truncated else "stop"
         self.further = None
 
-    def draw(self, prompts: Sequence[RolloutPrompt], *args: Any) -> Scored:
+    def draw(self, prompts: Sequence[RolloutPrompt], *args: Any, **more: Any) -> Scored:
         count = self._rewards.shape[1]
         made = [
             [completion(p.ids, [5, 6, 7], group=i, number=n, finish_reason=self._reason) for n in range(count)]
@@ -280,7 +319,7 @@ class Stream:
         taken, self.left = self.left[:count], self.left[count:]
         return [RolloutPrompt((first,)) for first in taken]
 
-    def draw(self, prompts: Sequence[RolloutPrompt], *args: Any) -> Scored:
+    def draw(self, prompts: Sequence[RolloutPrompt], *args: Any, **more: Any) -> Scored:
         before = args[-1]
         self.calls.append(([p.ids[0] for p in prompts], len(before)))
         found = Given([self.rewards[p.ids[0]] for p in prompts]).draw(prompts)
@@ -327,7 +366,7 @@ def test_rewards_may_be_missing_of_a_step_not_of_a_round(registry: Registry) -> 
 
 def test_what_is_taken_off_long_completions_is_no_signal(registry: Registry) -> None:
     class Lengths(Stream):
-        def draw(self, prompts: Sequence[RolloutPrompt], *args: Any) -> Scored:
+        def draw(self, prompts: Sequence[RolloutPrompt], *args: Any, **more: Any) -> Scored:
             scored = super().draw(prompts, *args)
             groups = [[dataclasses.replace(c, ids=[5] * (3 + n), logprobs=[-1.0] * (3 + n)) for n, c in enumerate(g)]
                       for g in scored.groups]  # fmt: skip
@@ -417,6 +456,10 @@ def test_prompts_keep_their_columns_and_leave_room(registry: Registry) -> None:
         ("eval_rollout.num_generations", ["--eval_rollout.num_generations=2"]),
         ("rollout.top_p", ["--rollout.top_p=0.9"]),
         ("reward.functions", ['--reward.functions={"no_such_reward": 1}']),
+        ("reward.functions", ['--reward.functions={"environment": 1}']),
+        ("environment.name", ["--environment.name=no_such_environment"]),
+        ("environment.name", ["--environment.name=no_such_file.py:Game"]),
+        ("environment.guess.lowest", ["--environment.name=guess", "--environment.guess.lowest=10"]),
     ],
 )
 def test_what_cancels_itself_is_refused(registry: Registry, key: str, words: list[str]) -> None:

@@ -205,7 +205,7 @@ def test_numbers_are_those_of_trl(registry: Registry, loss: str) -> None:
     class Fixed:
         further = None
 
-        def draw(self, *args: Any) -> Scored:
+        def draw(self, *args: Any, **more: Any) -> Scored:
             return Scored(drawn, np.array(fixed["rewards"])[..., None])
 
     for size, padding_free in ((1, False), (3, False), (2, True)):

@@ -1,0 +1,69 @@
+"""The environments that come with llmsuite, and their recipe keys, `environment.NAME`. Imports no NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pkgutil
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from llmsuite.schema.section import Section
+from llmsuite.specs import Environment, EnvironmentSpec
+
+
+@dataclasses.dataclass(kw_only=True)
+class GuessSection(Section):
+    """A game: the model guesses a number, and is told "higher" or "lower" until it is right. Its reward is 1 then; a
+    turn that is no number ends the episode with 0. The row's prompt says what is to be done."""
+
+    lowest: int = 0
+    """The least number there is to guess, where the row has no column "lowest"."""
+    highest: int = 9
+    """The greatest one, where the row has no column "highest"."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.lowest > self.highest:
+            yield "lowest", f"is {self.lowest}, more than highest = {self.highest}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class CalculatorSection(Section):
+    """A tool: the value of each turn that asks for one, such as "<calc>12*(3+4)</calc>", is told in a turn of the tool.
+    A turn without a call is the answer: its reward is 1 if it is that of the row, else 0."""
+
+    pattern: str = "<calc>(.*?)</calc>"
+    """A regular expression of Python for a call, with one group: the expression. Of several calls the first counts."""
+    column: str = "answer"
+    """The column with the answer."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            yield "pattern", f"is no regular expression: {error}"
+        else:
+            if groups != 1:
+                yield "pattern", f"has {groups} groups; it needs one, around the expression"
+
+
+def _made(address: str, section: Any) -> Environment:
+    """A new environment of the class at an address."""
+    environment: Environment = pkgutil.resolve_name(address)(section)
+    return environment
+
+
+def _spec(name: str, help: str, section: type[Section], factory: str, parts: tuple[str, ...] = ()) -> EnvironmentSpec:
+    """An environment whose class, in this package, is imported when it is needed."""
+    address = f"llmsuite.rl.{factory}"
+    make = functools.partial(_made, address)
+    return EnvironmentSpec(name=name, help=help, config_cls=section, factory=make, parts=parts)
+
+
+BUILTIN = [
+    _spec("guess", "a game: guess a number, told higher or lower", GuessSection, "games:Guess"),
+    _spec(
+        "calculator", "a tool that computes what turns ask for", CalculatorSection, "calculator:Calculator", ("calls",)
+    ),
+]

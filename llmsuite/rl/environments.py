@@ -1,0 +1,160 @@
+"""Environments as a process without Paddle loads and calls them, see `llmsuite.rl.worker`.
+
+An environment travels: each call gets it as bytes and gives it back so. A process that is killed takes no other
+episode with it, and any process can answer any turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llmsuite.data.rows import ROLES, Message
+from llmsuite.errors import UserError
+from llmsuite.rl.worker import describe, from_file
+from llmsuite.schema.environment import EnvironmentSection
+from llmsuite.schema.reward import python_function
+from llmsuite.specs import Environment, EnvironmentSpec, Reply, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """The call that begins an episode."""
+
+    row: Mapping[str, Any]
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The call that answers a turn."""
+
+    state: bytes
+    turn: Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The result of a call."""
+
+    state: bytes
+    """The environment, pickled; empty when the episode is done."""
+    messages: tuple[Message, ...]
+    done: bool = False
+    scores: tuple[float, ...] = ()
+    """The reward of the turn, and its parts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentSource:
+    """Where an environment comes from, such that another process can load it."""
+
+    key: str
+    """As in the recipe's `environment.name`."""
+    factory: bytes = b""
+    """The pickled factory and section of a registered environment; empty for a class in a file."""
+    parts: tuple[str, ...] = ()
+    here: bool = False
+
+    def serve(self) -> Callable[[Begin | Step], tuple[Answer | None, str]]:
+        """What a call does. Raises UserError when the environment cannot be loaded."""
+        try:
+            if self.factory:
+                factory, section = pickle.loads(self.factory)
+                make: Callable[[], Environment] = functools.partial(factory, section)
+            else:
+                make = from_file(self.key, "environment")
+            made = make()
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # it is somebody else's code
+            raise UserError(f"environment {self.key}: cannot be loaded: {describe(error)}") from error
+        missing = [name for name in ("begin", "step") if not callable(getattr(made, name, None))]
+        if missing:
+            raise UserError(f"environment {self.key}: has no method {' and no method '.join(missing)}")
+        return functools.partial(answered, make, self.parts)
+
+    def nothing(self, payload: Begin | Step) -> None:
+        """The result of a call that has failed."""
+
+
+def environment_source(section: EnvironmentSection, registered: Mapping[str, EnvironmentSpec]) -> EnvironmentSource:
+    """The environment of a recipe, which has one. The environment's own keys are read here.
+
+    Raises:
+        UserError: it cannot be sent to another process.
+    """
+    name = section.name
+    assert name is not None
+    if python_function(name) is not None:
+        return EnvironmentSource(name)
+    spec = registered[name]
+    options = getattr(section, name) if spec.config_cls is not None else None
+    for field in dataclasses.fields(options) if options is not None else ():
+        getattr(options, field.name)
+    try:
+        factory = pickle.dumps((spec.factory, options))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"environment {name}: its factory cannot be sent to another process ({error}); make it a function of a "
+            "module, or a class"
+        ) from error
+    return EnvironmentSource(name, factory, spec.parts)
+
+
+def answered(make: Callable[[], Environment], parts: Sequence[str], call: Begin | Step) -> tuple[Answer | None, str]:
+    """The answer of an environment, None with the reason where there is none."""
+    try:
+        if isinstance(call, Begin):
+            environment = make()
+            messages = _messages(environment.begin(call.row, call.seed))
+            return Answer(_pickled(environment), messages), ""
+        environment = pickle.loads(call.state)
+        return _answer(environment, environment.step(call.turn), parts), ""
+    except Exception as error:  # it is somebody else's code
+        return None, describe(error)
+
+
+def _answer(environment: Environment, reply: Any, parts: Sequence[str]) -> Answer:
+    if not isinstance(reply, Reply):
+        raise TypeError(f"step returned {reply!r:.200}, which is no llmsuite.plugins.hookspecs.Reply")
+    scores = _scores(reply.reward, parts)
+    if reply.done:
+        return Answer(b"", (), True, scores)
+    return Answer(_pickled(environment), _messages(reply.messages), False, scores)
+
+
+def _pickled(environment: Environment) -> bytes:
+    try:
+        return pickle.dumps(environment)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"it cannot be pickled between its turns: {error}") from error
+
+
+def _messages(given: Any) -> tuple[Message, ...]:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence) or not given:
+        raise TypeError(f"its messages are {given!r:.200}, not a list with at least one")
+    found = []
+    for i, message in enumerate(given):
+        role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, Mapping) else ("", "")
+        if role not in ROLES or (role == "assistant" and i == len(given) - 1) or not isinstance(content, str):
+            raise ValueError(
+                f'messages[{i}] is {message!r:.200}; it has to be {{"role": …, "content": text}}, of the user or a tool'
+            )
+        found.append(Message(role, content))
+    return tuple(found)
+
+
+def _scores(reward: Any, parts: Sequence[str]) -> tuple[float, ...]:
+    """The reward of a turn and its parts; parts that a plain number leaves out are 0."""
+    given = reward if isinstance(reward, Mapping) else {"score": reward, **dict.fromkeys(parts, 0.0)}
+    if given.keys() != {"score", *parts}:
+        raise ValueError(f"its reward has the keys {sorted(map(str, given))}, not {sorted(['score', *parts])}")
+    numbers = [float("nan") if value is None else float(value) for value in (given["score"], *map(given.get, parts))]
+    if not math.isfinite(numbers[0]):
+        raise ValueError(f"its reward is {reward!r:.200}")
+    return tuple(numbers)
