@@ -82,7 +82,13 @@ class Adapters:
     def is_plain(self) -> bool:
         """Whether they are factors A and B, and nothing else."""
         config = self.config
-        return not (config.lora_use_mixer or config.pissa or self.has_magnitudes or self.is_structured)
+        special = self.has_magnitudes, self.is_structured, self.is_vera
+        return not (config.lora_use_mixer or config.pissa or any(special))
+
+    @property
+    def is_vera(self) -> bool:
+        """Whether they are those of VeRA."""
+        return bool(getattr(self.config, "use_vera", False))
 
     @property
     def is_structured(self) -> bool:

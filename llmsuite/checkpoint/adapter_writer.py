@@ -31,7 +31,16 @@ from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_te
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
-from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, START_FIRST, START_SECOND
+from llmsuite.models.shard_plan import (
+    BEHIND,
+    BETWEEN,
+    FIRST_FACTOR,
+    MAGNITUDE,
+    MIXER,
+    SECOND_FACTOR,
+    START_FIRST,
+    START_SECOND,
+)
 from llmsuite.models.targets import is_fixed
 from llmsuite.specs import ModelFamily
 
@@ -73,6 +82,8 @@ def write_adapters(
         adapters, specs, read = _without_mixer(adapters, specs, values)
         if adapters.config.pissa:
             adapters, specs, read = _without_start(adapters, specs, values)
+        if adapters.is_vera:
+            adapters, specs, read = _without_vectors(adapters, specs, values)
     if adapters.is_structured and layout == "paddlenlp":
         raise UserError("PaddleNLP's layout has no place for adapters of lora.method mora; merge them")
     stored: _StoredFactors | _StoredAsTheyAre
@@ -124,6 +135,34 @@ def _without_start(
     kept = [spec for spec in specs if not is_fixed(spec.name)]
     wide = [dataclasses.replace(spec, shape=read(spec.name).shape) for spec in kept]
     return dataclasses.replace(adapters, config=plain), wide, read
+
+
+def _without_vectors(
+    adapters: Adapters, specs: Sequence[TensorSpec], values: Mapping[str, np.ndarray]
+) -> tuple[Adapters, Sequence[TensorSpec], Callable[[str], np.ndarray]]:
+    """VeRA as plain adapters: ((x A) d) B b is (x (A d)) (B b)."""
+    from llmsuite.models.peft_configs import lora_config  # takes paddlenlp, which other runs do without
+
+    config = adapters.config
+    keys = {key: getattr(config, key) for key in ("r", "lora_alpha", "lora_dropout", "rslora")}
+    folded = {FIRST_FACTOR: (START_FIRST, BETWEEN), SECOND_FACTOR: (START_SECOND, BEHIND)}
+    renamed = {START_FIRST: FIRST_FACTOR, START_SECOND: SECOND_FACTOR}
+
+    def read(name: str) -> np.ndarray:
+        module, _, kind = name.rpartition(".")
+        if kind not in folded:
+            return values[name]
+        factor, vector = (values[f"{module}.{own}"] for own in folded[kind])
+        return (factor.astype("float32") * vector.astype("float32")).astype(factor.dtype)
+
+    plain = []
+    for spec in specs:
+        module, _, kind = spec.name.rpartition(".")
+        if kind in renamed:
+            plain.append(dataclasses.replace(spec, name=f"{module}.{renamed[kind]}"))
+        elif kind not in (BETWEEN, BEHIND):
+            plain.append(spec)
+    return dataclasses.replace(adapters, config=lora_config(**keys)), plain, read
 
 
 class _StoredFactors:

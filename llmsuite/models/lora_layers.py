@@ -19,10 +19,11 @@ from llmsuite.models.adapter import Adapter, identity
 from llmsuite.models.adapter_sizes import square_size
 from llmsuite.models.experts import Local, Stacked, grouped_matmul, whole
 from llmsuite.models.paddlenlp_peft import import_alone
-from llmsuite.models.peft_configs import DoraConfig, LoRAConfig
+from llmsuite.models.peft_configs import DoraConfig, LoRAConfig, VeraConfig
 from llmsuite.models.structured import Part, StructuredLinear, mora_update
 from llmsuite.typing import Tensor
 
+_VeRALinear: Any = import_alone("paddlenlp.peft.vera.vera_layers")[0].VeRALinear
 _LoRALinear: Any = import_alone("paddlenlp.peft.lora.lora_layers")[0].LoRALinear
 
 
@@ -136,6 +137,43 @@ class PissaLinear(LoraLinear):
         return update - start
 
 
+class VeraLinear(Adapter, _VeRALinear):
+    """x W + scale ((x A) d) B b, of which only the vectors d [R] and b [O] are trained (VeRA, Kopiczko et al. 2023,
+    arXiv 2310.11454, eq. 2).
+
+    A [I, R] and B [R, O] are random and frozen; they are called `lora_A0` and `lora_B0`, as others that are. In
+    paddlenlp's own B is zero, so that nothing is ever learnt once A and B are frozen, W is copied, and the vectors are
+    multiplied as matrices, one of them [O, O].
+    """
+
+    def __init__(self, linear: nn.Linear, config: Any):
+        """
+        Args:
+            linear: the layer it replaces.
+            config: a `paddlenlp.peft.LoRAConfig`.
+        """
+        num_inputs, num_outputs = linear.weight.shape
+        with paddle.LazyGuard():
+            nn.Linear.__init__(self, num_inputs, num_outputs, bias_attr=False if linear.bias is None else None)
+            self.lora_A0 = self.create_parameter([num_inputs, config.r])
+            self.lora_B0 = self.create_parameter([config.r, num_outputs])
+            self.lora_d, self.lora_b = self.create_parameter([config.r]), self.create_parameter([num_outputs])
+        self.lora_A0.stop_gradient = self.lora_B0.stop_gradient = True
+        self.scaling, self.is_on = config.scaling, True
+        self.take(linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        y = self.base(x)
+        if not self.is_on:
+            return y
+        narrow = self.complete_sum(paddle.matmul(self.lora_dropout(x), self.lora_A0)) * (self.lora_d * self.scaling)
+        return self.complete_sum(y) + paddle.matmul(narrow, self.lora_B0) * self.lora_b
+
+    def merge(self) -> None:
+        raise NotImplementedError("merged where weights are read, see `llmsuite.convert.adapter`")
+
+
 class MoraLinear(StructuredLinear, _LoRALinear):
     """x W + f(x) with a square matrix in place of two factors, which has their number of parameters and a higher rank
     (MoRA, Jiang et al. 2024, arXiv 2405.12130); `mora_update` is f.
@@ -244,6 +282,8 @@ def adapter_layer(layer: nn.Linear | nn.Embedding | Stacked, config: Any) -> Ada
         return LoraExperts(layer, config) if isinstance(layer, Stacked) else LoraEmbedding(layer, config)
     if isinstance(config, DoraConfig):
         return DoraLinear(layer, config)
+    if isinstance(config, VeraConfig):
+        return VeraLinear(layer, config)
     if config.use_mora:
         return MoraLinear(layer, config)
     return (PissaLinear if config.pissa else LoraLinear)(layer, config)

@@ -17,6 +17,13 @@ class DoraConfig(LoRAConfig):
     use_dora: bool = True
 
 
+@dataclasses.dataclass
+class VeraConfig(LoRAConfig):
+    """That of VeRA, with the fields of LoRA. paddlenlp's `VeRAConfig` has no rank stabilisation."""
+
+    use_vera: bool = True
+
+
 def lora_config(method: str = "lora", init: str = "default", **keys: Any) -> Any:
     """The configuration of a kind of adapters.
 
@@ -27,4 +34,6 @@ def lora_config(method: str = "lora", init: str = "default", **keys: Any) -> Any
     """
     if method == "dora":
         return DoraConfig(**keys)
+    if method == "vera":
+        return VeraConfig(**keys)
     return LoRAConfig(lora_use_mixer=method == "mixer", pissa=init == "pissa", use_mora=method == "mora", **keys)

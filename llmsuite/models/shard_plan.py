@@ -16,7 +16,9 @@ FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
 MIXER, MAGNITUDE = "lora_AB", "lora_magnitude"
 """Names of the matrix between the factors of a mixer, and of the lengths of DoRA's columns."""
 START_FIRST, START_SECOND = "lora_A0", "lora_B0"
-"""Names of what the factors of PiSSA began with, which is not trained and taken off."""
+"""Names of two factors that are not trained: what those of PiSSA began with, and those of VeRA."""
+BETWEEN, BEHIND = "lora_d", "lora_b"
+"""Names of VeRA's vectors, between the factors and behind them."""
 SQUARE = "lora_square"
 """Name of the matrix of MoRA, which every rank has whole."""
 FACTORS: Mapping[str, tuple[int | None, int | None]] = {
@@ -26,6 +28,8 @@ FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     MAGNITUDE: (None, 0),
     START_FIRST: (0, None),
     START_SECOND: (None, 1),
+    BETWEEN: (None, None),
+    BEHIND: (None, 0),
     SQUARE: (None, None),
     **dict.fromkeys((ROTATION, SOURCE, BIAS), (None, None)),
 }

@@ -9,6 +9,8 @@ from llmsuite.errors import UserError
 from llmsuite.models.adapter_sizes import square_size
 from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import (
+    BEHIND,
+    BETWEEN,
     FACTORS,
     FIRST_FACTOR,
     MAGNITUDE,
@@ -104,6 +106,9 @@ def factor_shapes(method: str, rank: int, shape: Sequence[int], init: str = "def
     *stacked, num_inputs, num_outputs = shape
     if stacked:
         return {FIRST_FACTOR: (*stacked, num_inputs, rank), SECOND_FACTOR: (*stacked, rank, num_outputs)}
+    if method == "vera":
+        pair = {START_FIRST: (num_inputs, rank), START_SECOND: (rank, num_outputs)}
+        return {**pair, BETWEEN: (rank,), BEHIND: (num_outputs,)}
     if method == "mora":
         size = square_size(rank, num_inputs, num_outputs)
         return {SQUARE: (size, size)}

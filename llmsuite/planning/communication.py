@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from llmsuite.models.anatomy import Anatomy, MoE
-from llmsuite.models.shard_plan import MIXER, SECOND_FACTOR, SQUARE
+from llmsuite.models.shard_plan import BEHIND, BETWEEN, MIXER, SECOND_FACTOR, SQUARE
 from llmsuite.parallel import edges, ledger_entries
 from llmsuite.parallel.gather_units import GatherUnit, gather_units
 from llmsuite.parallel.mesh import Mesh
@@ -249,7 +249,7 @@ class Traffic:
         )
         if parameter.name.endswith(f".{SQUARE}"):
             return self._layout.shard_plan.dim(f"{module}.weight") is not None
-        second = parameter.name.endswith((f".{SECOND_FACTOR}", f".{MIXER}"))
+        second = parameter.name.endswith(tuple(f".{kind}" for kind in (SECOND_FACTOR, MIXER, BETWEEN, BEHIND)))
         second = second and self._layout.shard_plan.dim(f"{module}.weight") == 0
         second = second and self._layout.shard_plan.is_region(module.rpartition(".")[0])
         second = second or parameter.name == f"{self._layout.shard_plan.embedding}.{SECOND_FACTOR}"

@@ -109,7 +109,7 @@ def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
 
 def _adapter_width(layout: Layout, module: str) -> float:
     """See `ActivationSettings.adapter_widths`: the product with the first factor, what a mixer multiplies, or the
-    output that DoRA scales; and of dropout the inputs that are left, and their mask, of a byte each."""
+    output that DoRA or VeRA scales; and of dropout the inputs that are left, and their mask, of a byte each."""
     lora, shard_plan = layout.plan.recipe.lora, layout.shard_plan
     dropped = 0.0
     if lora.dropout:
@@ -122,7 +122,9 @@ def _adapter_width(layout: Layout, module: str) -> float:
     if lora.init == "pissa":
         # the second product with a first factor, and two updates
         return dropped + float(lora.rank or 0)
-    if lora.method != "dora":
+    if lora.method == "vera":  # in front of d and behind it
+        dropped += lora.rank or 0
+    if lora.method not in ("dora", "vera"):
         return dropped
     is_scattered = layout.plan.recipe.parallel.sequence_parallel and shard_plan.is_region(module.rpartition(".")[0])
     scattered = is_scattered and shard_plan.dim(f"{module}.weight") == 0

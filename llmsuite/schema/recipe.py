@@ -183,11 +183,12 @@ class LoraSection(Section):
 
     rank: PositiveInt | None = None
     """Rank of the adapters; null: no adapters, the model itself is trained."""
-    method: Literal["lora", "mixer", "dora", "mora"] = "lora"
+    method: Literal["lora", "mixer", "dora", "mora", "vera"] = "lora"
     """lora: two factors A and B. mixer: with a trained matrix of rank x rank between them (MoSLoRA, Wu et al. 2024,
     arXiv 2406.11909). dora: with a trained length of each column of W + A B (Liu et al. 2024, arXiv 2402.09353).
     mora: a square matrix in place of the factors, with as many parameters and no scale (Jiang et al. 2024, arXiv
-    2405.12130)."""
+    2405.12130). vera: two random factors that are frozen and the same for all matrices, with a trained vector behind
+    each of them (Kopiczko et al. 2023, arXiv 2310.11454)."""
     init: Literal["default", "pissa"] = "default"
     """default: A random, B zero. pissa: both begin with the largest singular vectors of W, and what they began with is
     taken off (Meng et al. 2024, arXiv 2404.02948); with method lora."""
@@ -239,6 +240,8 @@ class LoraSection(Section):
             for key, plain in (("alpha", 16.0), ("rslora", False), ("lora_plus_ratio", 1.0)):
                 if getattr(self, key) != plain:
                     yield key, "has no effect on lora.method mora, which has neither a scale nor a factor B; remove it"
+        if self.method == "vera" and self.lora_plus_ratio != 1:
+            yield "lora_plus_ratio", "is for a factor B that is trained, and that of vera is not; set it to 1"
         if self.base_dtype is not None and self.method == "dora":
             yield "base_dtype", f"is {self.base_dtype}, but DoRA needs W itself; set it to null, or lora.method to lora"
         if self.base_dtype is None and self.base_block != 64 and self.rank is not None:

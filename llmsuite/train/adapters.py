@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from llmsuite.errors import UserError
-from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, MIXER, SECOND_FACTOR, SQUARE, START_FIRST, START_SECOND
+from llmsuite.models.shard_plan import (
+    BEHIND,
+    BETWEEN,
+    FIRST_FACTOR,
+    MAGNITUDE,
+    MIXER,
+    SECOND_FACTOR,
+    SQUARE,
+    START_FIRST,
+    START_SECOND,
+)
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.schema.recipe import LoraSection
 from llmsuite.train.initial_values import initial_values
@@ -43,7 +53,8 @@ def with_factors(
 ) -> ReadSlice:
     """The values of a model and of its adapters, which change nothing at first: B is zero, A is random, and so is a
     mixer; the matrix of MoRA is zero. The magnitudes of DoRA are the lengths of the columns of W. Those of PiSSA begin
-    with the largest singular vectors of W, and are taken off.
+    with the largest singular vectors of W, and are taken off. Of VeRA both factors are random and the same for all
+    matrices, d is 0.1, and b is zero.
 
     A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP. Of
     an embedding A is zero and B standard normal, as in HF PEFT.
@@ -63,6 +74,8 @@ def with_factors(
             return initial_values(seed, name, shape, 1.0, index)
         if module == embedding and kind == FIRST_FACTOR:
             return np.zeros([part.stop - part.start for part in index], "float32")
+        if lora is not None and lora.method == "vera" and kind in _VERA:
+            return _VERA[kind](seed, shape, index)
         if principal is not None and kind in _OF_PAIR:
             return principal.of(module)[_OF_PAIR[kind]][tuple(index)]
         if kind in (FIRST_FACTOR, MIXER):
@@ -78,6 +91,21 @@ def with_factors(
     return initial
 
 
+def _shared_first(seed: int, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+    """A of VeRA: the first rows of one matrix for all, with the variance 2 / I (He et al. 2015, arXiv 1502.01852)."""
+    return initial_values(seed, "vera_A", shape, (2 / shape[0]) ** 0.5, index)
+
+
+def _shared_second(seed: int, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+    """B of VeRA: the first columns of one matrix for all, with the variance 2 / R."""
+    return initial_values(seed, "vera_B", shape[::-1], (2 / shape[0]) ** 0.5, index[::-1]).T
+
+
+def _filled(value: float) -> Callable[[int, Sequence[int], Sequence[slice]], np.ndarray]:
+    return lambda seed, shape, index: np.full([part.stop - part.start for part in index], value, "float32")
+
+
+_VERA = {START_FIRST: _shared_first, START_SECOND: _shared_second, BETWEEN: _filled(0.1), BEHIND: _filled(0.0)}
 _OF_PAIR = {FIRST_FACTOR: 0, START_FIRST: 0, SECOND_FACTOR: 1, START_SECOND: 1}
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 import paddle
 
 from llmsuite.models.shard_plan import (
+    BEHIND,
+    BETWEEN,
     FIRST_FACTOR,
     MAGNITUDE,
     MIXER,
@@ -55,7 +57,7 @@ def whole_weights(plan: RunPlan, built: BuiltModel, dtype: str, mesh: Mesh) -> I
         if is_factor(name):
             continue
         module, _, kind = name.rpartition(".")
-        is_adapted = kind == "weight" and any(f"{module}.{own}" in shapes for own in (FIRST_FACTOR, SQUARE))
+        is_adapted = kind == "weight" and any(f"{module}.{own}" in shapes for own in (FIRST_FACTOR, BETWEEN, SQUARE))
         yield name, _merged(read, module, plan, shapes.keys()) if is_adapted else read(name)
 
 
@@ -68,11 +70,16 @@ def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> T
         square = read(f"{module}.{SQUARE}").astype("float32")
         update = mora_update(paddle.eye(weight.shape[0]), square, weight.shape[1])
         return (weight.astype("float32") + update).astype(weight.dtype)
-    first, second = (read(f"{module}.{kind}").astype("float32") for kind in (FIRST_FACTOR, SECOND_FACTOR))
+    is_vera = f"{module}.{BETWEEN}" in names
+    pair = (START_FIRST, START_SECOND) if is_vera else (FIRST_FACTOR, SECOND_FACTOR)
+    first, second = (read(f"{module}.{kind}").astype("float32") for kind in pair)
     if f"{module}.{MIXER}" in names:
         first = paddle.matmul(first, read(f"{module}.{MIXER}").astype("float32"))
     update = paddle.matmul(first, second)
-    if f"{module}.{START_FIRST}" in names:
+    if is_vera:
+        between, behind = (read(f"{module}.{kind}").astype("float32") for kind in (BETWEEN, BEHIND))
+        update = paddle.matmul(first * between, second) * behind
+    elif f"{module}.{START_FIRST}" in names:
         start = (read(f"{module}.{kind}").astype("float32") for kind in (START_FIRST, START_SECOND))
         update = update - paddle.matmul(*start)
     whole = weight.astype("float32") + update * lora.scale

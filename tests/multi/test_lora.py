@@ -23,10 +23,12 @@ TIED = {"run": ("--model.config.tie_word_embeddings=true",)}
 SOME = {"run": ('--lora.target_modules=["layers.2.*", "layers.3.mlp.up_proj"]', "--lora.rslora=true")}
 MIXER, DORA = {"run": ("--lora.method=mixer",)}, {"run": ("--lora.method=dora",)}
 PISSA = {"run": ("--lora.init=pissa",)}
+# b begins at zero, so that d has no gradient in the first step
+VERA = {"run": ("--lora.method=vera", "--lora.lora_plus_ratio=1")}
 MORA = {"run": ("--lora.method=mora", "--lora.lora_plus_ratio=1")}
 # packed rows: which documents are in a row depends on nothing but the data, but where a row is in a batch does
 DROPOUT = {"run": ("--lora.dropout=0.25", "--data.packing=best_fit")}
-METHODS = {"mixer": MIXER, "dora": DORA, "pissa": PISSA, "mora": MORA, "dropout": DROPOUT}
+METHODS = {"mixer": MIXER, "dora": DORA, "pissa": PISSA, "mora": MORA, "vera": VERA, "dropout": DROPOUT}
 PREFERENCE = {"stage": "dpo"}
 EP = {"expert_parallel_degree": 2}
 # routed experts, and one matrix of shared and dense ones
@@ -54,6 +56,7 @@ ONES = {
     "dropout": case("dropout", words=("--train.micro_batch_size=8",), **DROPOUT),
     "pissa": case("pissa", words=("--train.micro_batch_size=8",), **PISSA),
     "mora": case("mora", words=("--train.micro_batch_size=8",), **MORA),
+    "vera": case("vera", words=("--train.micro_batch_size=8",), **VERA),
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
     "experts": case("experts", words=("--train.micro_batch_size=8",), **EXPERTS),
     "nf4 experts": case("nf4 experts", words=("--train.micro_batch_size=8",), **NF4_EXPERTS),
@@ -94,6 +97,8 @@ MANY: dict[str, tuple[str, Case]] = {
     "pissa, tp2, sequence parallel": ("pissa", case("pissa-tp", 2, {**TP, **SP}, **PISSA)),
     "mora, tp2, sequence parallel": ("mora", case("mora-tp", 2, {**TP, **SP}, (RECOMPUTE,), **MORA)),
     "mora, stage3": ("mora", case("mora-stage3", 2, {"sharding": "stage3"}, **MORA)),
+    "vera, tp2, sequence parallel": ("vera", case("vera-tp", 2, {**TP, **SP}, (RECOMPUTE,), **VERA)),
+    "vera, stage3": ("vera", case("vera-stage3", 2, {"sharding": "stage3"}, **VERA)),
     "pissa, stage3": ("pissa", case("pissa-stage3", 2, {"sharding": "stage3"}, **PISSA)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),

@@ -14,6 +14,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dora": ("--lora.method=dora",),
     "pissa": ("--lora.init=pissa",),
     "mora": ("--lora.method=mora", "--lora.lora_plus_ratio=1"),
+    "vera": ("--lora.method=vera", "--lora.lora_plus_ratio=1"),
     "dropout": ("--lora.dropout=0.25",),
 }
 """Kinds of adapters, and what else each of them computes with."""

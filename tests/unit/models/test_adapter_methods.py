@@ -21,7 +21,7 @@ from llmsuite.errors import UserError
 from llmsuite.inference.load import load_model
 from llmsuite.models.adapter_sizes import square_size
 from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.lora_layers import DoraLinear, LoraLinear, MoraLinear, PissaLinear
+from llmsuite.models.lora_layers import DoraLinear, LoraLinear, MoraLinear, PissaLinear, VeraLinear
 from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.targets import is_factor, quantised_modules, with_adapters
@@ -30,13 +30,15 @@ from tests.unit.families import FAMILIES, tiny
 from tests.unit.models.test_adapters import IDS, adapted, base_of, factors_of, section, write
 from tests.unit.models.test_lora_layers import filled, linear
 
-METHODS = ("mixer", "dora", "pissa", "mora")
+METHODS = ("mixer", "dora", "pissa", "mora", "vera")
 STRUCTURED = ("mora",)
 """Those that are no pairs of factors."""
 
 
 def keys_of(method: str) -> dict[str, str]:
     """The keys of section `lora` of a kind of adapters."""
+    if method == "lora":
+        return {}
     return {"init": method} if method == "pissa" else {"method": method}
 
 
@@ -235,6 +237,54 @@ def test_more_rank_than_the_inputs_have_room_for_is_refused() -> None:
     assert square_size(2, 8, 120) == 16
 
 
+# VeRA
+
+
+def test_vera_by_hand() -> None:
+    layer = filled(VeraLinear(linear(6, 10), lora_config("vera", r=3, lora_alpha=6.0)))
+    x, weights = paddle.randn([2, 4, 6]), paddle.randn([2, 4, 10])
+    y = layer(x)
+    update = 2.0 * layer.lora_A0 @ paddle.diag(layer.lora_d) @ layer.lora_B0 @ paddle.diag(layer.lora_b)
+    np.testing.assert_allclose(y.numpy(), (layer.base(x) + x @ update).numpy(), rtol=1e-4, atol=1e-5)
+    (y * weights).sum().backward()
+    behind = (2.0 * (x @ layer.lora_A0 * layer.lora_d) @ layer.lora_B0 * weights).sum([0, 1])
+    between = (2.0 * (x @ layer.lora_A0) * ((weights * layer.lora_b) @ layer.lora_B0.T)).sum([0, 1])
+    np.testing.assert_allclose(layer.lora_b.grad.numpy(), behind.numpy(), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(layer.lora_d.grad.numpy(), between.numpy(), rtol=1e-3, atol=1e-4)
+    assert layer.lora_A0.grad is None
+    assert layer.lora_B0.grad is None
+
+
+def test_vera_learns_where_that_of_paddlenlp_does_not() -> None:
+    """With its factors frozen, the vectors of paddlenlp's own get no gradient: its B is zero. The formula is the same,
+    and W is not copied."""
+    base, x = linear(6, 10), paddle.randn([2, 6])
+    layer = filled(VeraLinear(base, lora_config("vera", r=3, lora_alpha=6.0)))
+    assert layer.weight is base.weight
+    theirs = VeraLinear.__mro__[2](base, 6, 10, r=3, vera_alpha=6)
+    assert type(theirs).__module__ == "paddlenlp.peft.vera.vera_layers"
+    theirs.bias.set_value(base.bias)
+    theirs(x).square().sum().backward()
+    assert float(theirs.vera_b.grad.abs().max()) == float(theirs.vera_d.grad.abs().max()) == 0
+    for name, own in (("vera_A", "lora_A0"), ("vera_B", "lora_B0"), ("vera_d", "lora_d"), ("vera_b", "lora_b")):
+        getattr(theirs, name).set_value(getattr(layer, own))
+    np.testing.assert_allclose(layer(x).numpy(), theirs(x).numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_vera_share_one_pair_and_learn_at_once() -> None:
+    shapes = {"k.lora_A0": [6, 3], "q.lora_A0": [9, 3], "k.lora_B0": [3, 6], "q.lora_B0": [3, 9]}
+    read = with_factors(lambda *_: np.zeros(0), 3, shapes, lora=section(method="vera"))
+    of = {name: read(name, shape, [slice(0, size) for size in shape]) for name, shape in shapes.items()}
+    np.testing.assert_allclose(of["k.lora_A0"] * 6**0.5, of["q.lora_A0"][:6] * 9**0.5, rtol=1e-5)
+    np.testing.assert_array_equal(of["k.lora_B0"], of["q.lora_B0"][:, :6])
+    part = read("q.lora_B0", [3, 9], [slice(0, 3), slice(4, 7)])
+    np.testing.assert_array_equal(part, of["q.lora_B0"][:, 4:7])
+    assert read("q.lora_d", [3], [slice(0, 3)]).tolist() == [np.float32(0.1)] * 3
+    assert read("q.lora_b", [9], [slice(4, 7)]).tolist() == [0.0] * 3
+    assert np.abs(of["q.lora_A0"]).min() > 0
+    assert np.abs(of["q.lora_B0"]).min() > 0
+
+
 # PiSSA
 
 
@@ -277,7 +327,7 @@ def test_merged_and_unmerged_are_the_same_on_a_quantised_base(method: str, base_
     if method == "dora":
         assert [key for key, _ in section(method="dora", base_dtype=base_dtype).problems()] == ["base_dtype"]
         return
-    lora = section(**keys_of(method) if method != "lora" else {}, base_dtype=base_dtype, base_block=8)
+    lora = section(**keys_of(method), base_dtype=base_dtype, base_block=8)
     base_of("llama", tmp_path / "base")
     model, modules = adapted("llama", tmp_path / "base", lora)
     assert lora.base_format is not None
