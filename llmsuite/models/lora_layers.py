@@ -167,7 +167,9 @@ class VeraLinear(Adapter, _VeRALinear):
         y = self.base(x)
         if not self.is_on:
             return y
-        narrow = self.complete_sum(paddle.matmul(self.lora_dropout(x), self.lora_A0)) * (self.lora_d * self.scaling)
+        narrow = self.complete_sum(paddle.matmul(self.lora_dropout(x), self.lora_A0))
+        # not d times the scale: Paddle 3.3.1 would sum its gradient over ranks in each backward pass
+        narrow = narrow * self.scaling * self.lora_d
         return self.complete_sum(y) + paddle.matmul(narrow, self.lora_B0) * self.lora_b
 
     def merge(self) -> None:

@@ -21,6 +21,9 @@ METHODS: dict[str, tuple[str, ...]] = {
 MIXER_GPT_LIMIT = 5e-6
 """With k's bias, which softmax is blind to, its gradients are differences of nearly equal numbers: off by up to 3.3e-6,
 in one process with micro-batches of 1 by 2.1e-6. Losses and gradient norms are as everywhere."""
+VERA_LIMIT = 6e-6
+"""How far what has changed in a parameter may be off with VeRA: d is moved by b, which begins as zeros and is a sum of
+gradients itself. In one process with micro-batches of 1 it is off by 3.3e-6."""
 STAGE3 = {"sharding": "stage3", "sharding_parallel_degree": 1}
 MESHES: dict[str, tuple[int, dict[str, object], tuple[str, ...]]] = {
     "tp2": (2, TP, ()),
@@ -34,9 +37,10 @@ FAMILIES = {"gpt tp2": ("gpt", 2, TP), "deepseek tp2 stage3": ("deepseek", 4, {*
 
 
 def _run(method: str, family: str = "llama") -> dict[str, object]:
-    # see test_lora; a mixer, whose first factor is a product of two, learns less in a step
-    rate = ("--train.learning_rate=0.05",) if (method, family) == ("dora", "deepseek") else ()
-    optimizer = ADAMW if family == "llama" else {}
+    # see test_lora; vectors, and a mixer, whose first factor is a product of two, learn less in a step
+    slow = {("dora", "deepseek"): 0.05, ("vera", "deepseek"): 0.2, ("vera", "gpt"): 0.05, ("vera", "llama"): 0.05}
+    rate = (f"--train.learning_rate={slow[method, family]}",) if (method, family) in slow else ()
+    optimizer = ADAMW if family == "llama" or method == "vera" else {}
     # q, k and v are one matrix in files
     targets = ('--lora.target_modules=["o_proj", "mlp.*"]',) if (method, family) == ("mora", "gpt") else ()
     return {**optimizer, "family": family, "run": (*METHODS[method], *rate, *targets)}
@@ -71,6 +75,7 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], name:
     assert one.name not in failed, failed[one.name]
     assert many.name not in failed, failed[many.name]
     limit = MIXER_GPT_LIMIT if name == "mixer gpt tp2" else GRADIENT_LIMIT
-    found = compare(runner, one.name, many.name, STEM, GRADIENT_LIMIT, gradient_limit=limit)
+    of_change = VERA_LIMIT if name.startswith("vera") else GRADIENT_LIMIT
+    found = compare(runner, one.name, many.name, STEM, of_change, gradient_limit=limit)
     print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
     assert found.problems == []
