@@ -41,8 +41,8 @@ UNKNOWN = (
 """Keys of such a file that change the sum W + scale * A B, or its W, and are not implemented here."""
 NOT_PLAIN = (*UNKNOWN, "use_dora", "lora_use_mixer", "lora_bias")
 """Those that no other layout has, too."""
-MORA = "MORA"
-"""What `peft_type` says of adapters of MoRA, of which PEFT has none."""
+MORA, LOKR = "MORA", "LOKR"
+"""What `peft_type` says of adapters of MoRA, of which PEFT has none, and of LoKr."""
 CONFIG_NAMES: Mapping[Layout, str] = dict(zip(("hf", "paddlenlp"), CONFIGS))
 STATE = "adapter_state"
 """Stem of the file with the parameters of adapters that are not plain, by our names."""
@@ -93,7 +93,12 @@ class Adapters:
     @property
     def is_structured(self) -> bool:
         """Whether they are no factors of a product; their parameters are in files as they are."""
-        return bool(self.config.use_mora)
+        return bool(self.config.use_mora) or self.is_lokr
+
+    @property
+    def is_lokr(self) -> bool:
+        """Whether they are those of LoKr."""
+        return bool(getattr(self.config, "use_lokr", False))
 
     @property
     def has_magnitudes(self) -> bool:
@@ -153,7 +158,7 @@ def check_layout(adapters: Adapters, family: ModelFamily, config: Any) -> None:
         if adapters.is_structured and pair.num_parts > 1:
             raise UserError(
                 f"lora.target_modules: names {pair.members[0][0]}, a part of {pair.module}, which is one matrix in "
-                "files; there is no place for an adapter of lora.method mora on a part: name others, or choose another "
+                "files; there is no place for an adapter of this lora.method on a part: name others, or choose another "
                 "method"
             )
         if len(pair.members) < pair.num_parts:

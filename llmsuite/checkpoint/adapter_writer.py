@@ -14,6 +14,7 @@ import numpy as np
 from llmsuite.checkpoint.adapter_dir import (
     BASE,
     CONFIG_NAMES,
+    LOKR,
     MORA,
     STATE,
     STEMS,
@@ -85,7 +86,7 @@ def write_adapters(
         if adapters.is_vera:
             adapters, specs, read = _without_vectors(adapters, specs, values)
     if adapters.is_structured and layout == "paddlenlp":
-        raise UserError("PaddleNLP's layout has no place for adapters of lora.method mora; merge them")
+        raise UserError("PaddleNLP's layout has no place for adapters of this lora.method; merge them")
     stored: _StoredFactors | _StoredAsTheyAre
     stored = (_StoredAsTheyAre if adapters.is_structured else _StoredFactors)(pairs, adapters, specs, read, layout)
     if layout == "hf":  # PEFT reads one file
@@ -276,6 +277,9 @@ def _config(
         "target_modules": targets,
         "inference_mode": True,
     }
+    if adapters.is_lokr:
+        kinds = {"decompose_both": False, "decompose_factor": -1, "rank_dropout": 0.0, "module_dropout": 0.0}
+        return {"peft_type": LOKR, "alpha": lora.scaling * lora.r, **kinds, **common}
     if adapters.is_structured:  # PEFT has no such kind, and says so
         return {"peft_type": MORA, "use_mora": True, "lora_dropout": lora.lora_dropout, **common}
     # several in one: a larger rank, and as much larger an alpha that the scale is the same

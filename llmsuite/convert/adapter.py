@@ -16,25 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import CONFIGS, MORA, UNKNOWN, stored_format
+from llmsuite.checkpoint.adapter_dir import CONFIGS, LOKR, MORA, UNKNOWN, stored_format
 from llmsuite.checkpoint.model_dir import ModelDirectory, hf_name
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.reft_dir import refuse_interventions
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
+from llmsuite.convert import structured
 from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.convert.rounded import rounded_model
-from llmsuite.convert.structured import mora_update
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
-from llmsuite.models.adapter_sizes import square_size
 from llmsuite.models.head import SCORE, head_of, is_tied
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.models.shard_plan import SQUARE
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _PICKLE = "lora_model_state.pdparams"
 _PART = re.compile(r"(.*)\.lora_(embedding_)?(A|B|AB|magnitude_vector)(?:\.default)?(\.weight|\.bias)?")
-_STRUCTURE = re.compile(rf"(.*)\.({SQUARE})")
+_LOKR_SCALE = ("alpha", "alpha"), ("rank", "r")
 _WRAPPERS = ("", "base_model.model.", "model.")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of PEFT's `init_lora_weights` that take something off the base; it says true once that is put back."""
@@ -77,7 +75,7 @@ class Adapted:
         is_ours = config.get("peft_type") == MORA
         if on := [key for key in UNKNOWN if config.get(key) and not (is_ours and key == "use_mora")]:
             raise UserError(
-                f"{config_path}: {', '.join(on)} is on; merged are LoRA, rank-stabilised LoRA, mixers and DoRA"
+                f"{config_path}: {', '.join(on)} is on; merged are LoRA, rsLoRA, mixers, DoRA, LoKr and llmsuite's MoRA"
             )
         if str(config.get("init_lora_weights", "")).startswith(_CHANGES_BASE):
             raise UserError(
@@ -89,6 +87,8 @@ class Adapted:
         self._biases: dict[str, tuple[str, float]] = {}
         self._structures: dict[str, dict[str, str]] = {}
         """Stored names of the parameters of each adapter that is no pair of factors, by their last words."""
+        self._scales: dict[str, float] = {}
+        """Their scales."""
         self._replaced: dict[str, str] = {}
         self._assign(config_path, config)
 
@@ -97,11 +97,11 @@ class Adapted:
         parts: dict[str, dict[str, tuple[str, bool]]] = {}
         unknown = []
         for name in self._files.names:
-            if structure := _STRUCTURE.fullmatch(name):
-                if (target := self._name(f"{structure[1]}.weight")) is None:
+            if match := structured.PART.fullmatch(name):
+                if (target := self._name(f"{match[1]}.weight")) is None:
                     unknown.append(name)
                 else:
-                    self._structures.setdefault(target, {})[structure[2]] = name
+                    self._structures.setdefault(target, {})[match[2]] = name
                 continue
             match = _PART.fullmatch(name)
             module = match[1] if match else re.sub(r"\.modules_to_save(\.default)?|\.base_layer", "", name)
@@ -129,7 +129,7 @@ class Adapted:
             if found != wanted:
                 raise UserError(f"{self._path}: {name!r} is {list(found)}, the base's is {list(wanted)}")
         for target, kinds in self._structures.items():
-            self._check_structure(config, target, kinds)
+            self._scales[target] = self._checked_structure(config_path, config, target, kinds)
         if not self._factors and not self._structures:
             raise UserError(f"{self._path}: has no lora_A and lora_B")
 
@@ -188,11 +188,21 @@ class Adapted:
         scale = _scale(config_path, config, target, a[1])
         return Factors(first, second, scale, by_rows, mixer, magnitudes)
 
-    def _check_structure(self, config: Mapping[str, Any], target: str, kinds: Mapping[str, str]) -> None:
+    def _checked_structure(
+        self, config_path: Path, config: Mapping[str, Any], target: str, kinds: Mapping[str, str]
+    ) -> float:
         shape, found = self.spec(target).shape, {kind: self._files.spec(name).shape for kind, name in kinds.items()}
-        size = square_size(config["r"], *shape)
-        if found != {SQUARE: (size, size)}:
-            raise UserError(f"{self._path}: {', '.join(kinds.values())} are not what {target} {list(shape)} wants")
+        if not structured.fits(found, shape):
+            shown = ", ".join(f"{kinds[kind]!r} {list(of)}" for kind, of in found.items())
+            raise UserError(f"{self._path}: {shown} fit no {target} of {list(shape)}, as the base has")
+        if config.get("peft_type") != LOKR:  # MoRA has none
+            return 1.0
+        module = target.removesuffix(".weight")
+        alpha, rank = (_pattern(config.get(f"{key}_pattern"), module, config.get(of)) for key, of in _LOKR_SCALE)
+        for key, value in (("alpha", alpha), ("r", rank)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value:
+                raise UserError(f"{config_path}: {key} is {value!r}; a number is needed")
+        return float(alpha / rank)
 
     def _replacement(self, target: str) -> np.ndarray:
         value = self._files.read(self._replaced[target])
@@ -229,8 +239,9 @@ class Adapted:
         if name in self._biases:
             bias, scale = self._biases[name]
             return (value + scale * self._files.read(bias)[tuple(index or ())].astype("float32")).astype(dtype)
-        if (structure := self._structures.get(name)) is not None:
-            update = mora_update(self._files.read(structure[SQUARE]), self.spec(name).shape)
+        if (kinds := self._structures.get(name)) is not None:
+            read = {kind: self._files.read(stored) for kind, stored in kinds.items()}
+            update = structured.update(read, self.spec(name).shape, self._scales[name])
             return (value.astype("float32") + update[tuple(index or ())]).astype(dtype)
         if factors is None:
             return value.astype(dtype, copy=False)

@@ -2,7 +2,55 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import numpy as np
+
+from llmsuite.models.shard_plan import KRON_INNER, KRON_OUTER, SQUARE
+
+PART = re.compile(rf"(.*)\.({SQUARE}|{KRON_OUTER}(?:_[ab])?|{KRON_INNER}(?:_[ab])?)(?:\.default)?")
+"""A parameter of such an adapter: its module, and its last word. PEFT's w1 may be a product, too."""
+
+
+def fits(parameters: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    """Whether the shapes of an adapter's parameters are those for a matrix [inputs, outputs]."""
+    num_inputs, num_outputs = shape
+    if any(len(of) != 2 for of in parameters.values()):
+        return False
+    if parameters.keys() == {SQUARE}:
+        height, width = parameters[SQUARE]
+        return height == width and height % 2 == 0 and height <= 2 * num_inputs
+    outer, inner = (_side(parameters, stem) for stem in (KRON_OUTER, KRON_INNER))
+    if outer is None or inner is None or len(outer[0]) + len(inner[0]) != len(parameters):
+        return False
+    (_, rows, columns), (_, inner_rows, inner_columns) = outer, inner
+    return (columns * inner_columns, rows * inner_rows) == (num_inputs, num_outputs)
+
+
+def update(parameters: Mapping[str, np.ndarray], shape: tuple[int, ...], scale: float) -> np.ndarray:
+    """What such an adapter adds to W [inputs, outputs], in float32; `fits` is true of them."""
+    if SQUARE in parameters:
+        return mora_update(parameters[SQUARE], shape)
+    outer, inner = (_product(parameters, stem) for stem in (KRON_OUTER, KRON_INNER))
+    return (scale * np.kron(outer, inner).T).astype("float32")
+
+
+def _side(parameters: Mapping[str, tuple[int, ...]], stem: str) -> tuple[list[str], int, int] | None:
+    """The parameters of one factor of a Kronecker product, its rows and columns; None where they make none."""
+    if stem in parameters:
+        rows, columns = parameters[stem]
+        return [stem], rows, columns
+    pair = [f"{stem}_a", f"{stem}_b"]
+    if not all(name in parameters for name in pair) or parameters[pair[0]][1] != parameters[pair[1]][0]:
+        return None
+    return pair, parameters[pair[0]][0], parameters[pair[1]][1]
+
+
+def _product(parameters: Mapping[str, np.ndarray], stem: str) -> np.ndarray:
+    if stem in parameters:
+        return parameters[stem].astype("float32")
+    return parameters[f"{stem}_a"].astype("float32") @ parameters[f"{stem}_b"].astype("float32")
 
 
 def mora_update(square: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

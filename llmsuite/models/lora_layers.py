@@ -16,14 +16,16 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.models.adapter import Adapter, identity
-from llmsuite.models.adapter_sizes import square_size
+from llmsuite.models.adapter_sizes import kron_shapes, square_size
 from llmsuite.models.experts import Local, Stacked, grouped_matmul, whole
 from llmsuite.models.paddlenlp_peft import import_alone
-from llmsuite.models.peft_configs import DoraConfig, LoRAConfig, VeraConfig
-from llmsuite.models.structured import Part, StructuredLinear, mora_update
+from llmsuite.models.peft_configs import DoraConfig, LokrConfig, LoRAConfig, VeraConfig
+from llmsuite.models.shard_plan import KRON_INNER
+from llmsuite.models.structured import Part, StructuredLinear, kron_update, mora_update
 from llmsuite.typing import Tensor
 
 _VeRALinear: Any = import_alone("paddlenlp.peft.vera.vera_layers")[0].VeRALinear
+_LoKrLinear: Any = import_alone("paddlenlp.peft.lokr.lokr_layers")[0].LoKrLinear
 _LoRALinear: Any = import_alone("paddlenlp.peft.lora.lora_layers")[0].LoRALinear
 
 
@@ -213,6 +215,36 @@ class MoraLinear(StructuredLinear, _LoRALinear):
         return mora_update(x, square, self.out_features)
 
 
+class LokrLinear(StructuredLinear, _LoKrLinear):
+    """x W + scale x (kron(w1, w2))^T (LoKr, Yeh et al. 2023, LyCORIS, arXiv 2309.14859); see `kron_update`.
+
+    paddlenlp's own makes the whole product in each pass, cannot be merged or switched off, and cannot be built without
+    memory, as it multiplies when it is made.
+    """
+
+    def __init__(self, linear: nn.Linear, config: Any):
+        """
+        Args:
+            linear: the layer it replaces.
+            config: a `paddlenlp.peft.LoRAConfig`.
+        """
+        num_inputs, num_outputs = linear.weight.shape
+        shapes = kron_shapes(config.r, num_inputs, num_outputs)
+        with paddle.LazyGuard():
+            nn.Linear.__init__(self, num_inputs, num_outputs, bias_attr=False if linear.bias is None else None)
+            for name, shape in shapes.items():
+                setattr(self, name, self.create_parameter(shape))
+        self.use_w1, self.use_w2, self.scale, self._names = True, KRON_INNER in shapes, config.scaling, list(shapes)
+        self.part, self.is_on = Part(), True
+        self.take(linear)
+
+    def own(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._names]
+
+    def update(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        return kron_update(x, *parameters) * self.scale
+
+
 class LoraExperts(Adapter, Stacked):
     """x W + scale (x A) B for each expert, with factors A [E, I, R] and B [E, R, O] of its own.
 
@@ -286,6 +318,8 @@ def adapter_layer(layer: nn.Linear | nn.Embedding | Stacked, config: Any) -> Ada
         return DoraLinear(layer, config)
     if isinstance(config, VeraConfig):
         return VeraLinear(layer, config)
+    if isinstance(config, LokrConfig):
+        return LokrLinear(layer, config)
     if config.use_mora:
         return MoraLinear(layer, config)
     return (PissaLinear if config.pissa else LoraLinear)(layer, config)

@@ -24,6 +24,13 @@ class VeraConfig(LoRAConfig):
     use_vera: bool = True
 
 
+@dataclasses.dataclass
+class LokrConfig(LoRAConfig):
+    """That of LoKr, with the fields of LoRA. paddlenlp's `LoKrConfig` names them otherwise."""
+
+    use_lokr: bool = True
+
+
 def lora_config(method: str = "lora", init: str = "default", **keys: Any) -> Any:
     """The configuration of a kind of adapters.
 
@@ -34,6 +41,8 @@ def lora_config(method: str = "lora", init: str = "default", **keys: Any) -> Any
     """
     if method == "dora":
         return DoraConfig(**keys)
+    if method == "lokr":
+        return LokrConfig(**keys)
     if method == "vera":
         return VeraConfig(**keys)
     return LoRAConfig(lora_use_mixer=method == "mixer", pissa=init == "pissa", use_mora=method == "mora", **keys)

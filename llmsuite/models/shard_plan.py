@@ -21,6 +21,10 @@ BETWEEN, BEHIND = "lora_d", "lora_b"
 """Names of VeRA's vectors, between the factors and behind them."""
 SQUARE = "lora_square"
 """Name of the matrix of MoRA, which every rank has whole."""
+KRON_OUTER, KRON_INNER, KRON_INNER_FIRST, KRON_INNER_SECOND = "lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b"
+"""Names of the factors of LoKr, which every rank has whole; the inner one may be a product of two."""
+STRUCTURES = SQUARE, KRON_OUTER, KRON_INNER, KRON_INNER_FIRST, KRON_INNER_SECOND
+"""Those of adapters that are no pair of factors."""
 FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     FIRST_FACTOR: (0, None),
     MIXER: (None, None),
@@ -30,7 +34,7 @@ FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     START_SECOND: (None, 1),
     BETWEEN: (None, None),
     BEHIND: (None, 0),
-    SQUARE: (None, None),
+    **dict.fromkeys(STRUCTURES, (None, None)),
     **dict.fromkeys((ROTATION, SOURCE, BIAS), (None, None)),
 }
 """Every parameter of an adapter: the dim that is cut with a matrix cut along its inputs, and along its outputs."""

@@ -147,3 +147,24 @@ def mora_update(x: Tensor, square: Tensor, num_outputs: int) -> Tensor:
     y = paddle.matmul(rotated, square).reshape([*leading, -1])
     repeats = -(-num_outputs // y.shape[-1])
     return (paddle.concat([y] * repeats, -1) if repeats > 1 else y)[..., :num_outputs]
+
+
+def kron_update(x: Tensor, outer: Tensor, *inner: Tensor) -> Tensor:
+    """x (kron(w1, w2))^T, without making that matrix: x as [I1, I2] is multiplied with w2 on one side, w1 on the other
+    (LoKr, Yeh et al. 2023, LyCORIS, arXiv 2309.14859).
+
+    Args:
+        x: [..., I1 I2].
+        outer: w1 [O1, I1].
+        inner: w2 [O2, I2], or two matrices whose product it is.
+
+    Returns:
+        [..., O1 O2].
+    """
+    leading, (num_outer, outer_inputs) = x.shape[:-1], outer.shape
+    y = x.reshape([*leading, outer_inputs, -1])
+    for factor in reversed(inner):
+        y = paddle.matmul(y, factor, transpose_y=True)
+    swap = [*range(len(leading)), len(leading) + 1, len(leading)]
+    y = paddle.matmul(y.transpose(swap), outer, transpose_y=True)  # one product, not one for each token
+    return y.transpose(swap).reshape([*leading, num_outer * inner[0].shape[0]])

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 
 from llmsuite.errors import UserError
-from llmsuite.models.adapter_sizes import square_size
+from llmsuite.models.adapter_sizes import kron_shapes, square_size
 from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import (
     BEHIND,
@@ -112,6 +112,8 @@ def factor_shapes(method: str, rank: int, shape: Sequence[int], init: str = "def
     if method == "mora":
         size = square_size(rank, num_inputs, num_outputs)
         return {SQUARE: (size, size)}
+    if method == "lokr":
+        return dict(kron_shapes(rank, num_inputs, num_outputs))
     found: dict[str, tuple[int, ...]] = {FIRST_FACTOR: (num_inputs, rank)}
     if method == "mixer":
         found[MIXER] = rank, rank

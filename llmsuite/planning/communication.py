@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from llmsuite.models.anatomy import Anatomy, MoE
-from llmsuite.models.shard_plan import BEHIND, BETWEEN, MIXER, SECOND_FACTOR, SQUARE
+from llmsuite.models.shard_plan import BEHIND, BETWEEN, MIXER, SECOND_FACTOR, STRUCTURES
 from llmsuite.parallel import edges, ledger_entries
 from llmsuite.parallel.gather_units import GatherUnit, gather_units
 from llmsuite.parallel.mesh import Mesh
@@ -247,7 +247,7 @@ class Traffic:
             or self._layout.shard_plan.is_last_norm(module)
             or any(fnmatch.fnmatchcase(module, pattern) for pattern in self._layout.shard_plan.mtp_inputs)
         )
-        if parameter.name.endswith(f".{SQUARE}"):
+        if parameter.name.endswith(tuple(f".{kind}" for kind in STRUCTURES)):
             return self._layout.shard_plan.dim(f"{module}.weight") is not None
         second = parameter.name.endswith(tuple(f".{kind}" for kind in (SECOND_FACTOR, MIXER, BETWEEN, BEHIND)))
         second = second and self._layout.shard_plan.dim(f"{module}.weight") == 0

@@ -114,7 +114,7 @@ def _adapter_width(layout: Layout, module: str) -> float:
     dropped = 0.0
     if lora.dropout:
         dropped = _local_sizes(layout, module)[0] * (1 + 1 / BYTES[layout.plan.recipe.engine.precision])
-    if lora.method == "mora":  # computed again
+    if lora.is_structured:  # computed again
         return dropped
     dropped += lora.rank or 0
     if lora.method == "mixer":

@@ -183,12 +183,13 @@ class LoraSection(Section):
 
     rank: PositiveInt | None = None
     """Rank of the adapters; null: no adapters, the model itself is trained."""
-    method: Literal["lora", "mixer", "dora", "mora", "vera"] = "lora"
+    method: Literal["lora", "mixer", "dora", "mora", "vera", "lokr"] = "lora"
     """lora: two factors A and B. mixer: with a trained matrix of rank x rank between them (MoSLoRA, Wu et al. 2024,
     arXiv 2406.11909). dora: with a trained length of each column of W + A B (Liu et al. 2024, arXiv 2402.09353).
     mora: a square matrix in place of the factors, with as many parameters and no scale (Jiang et al. 2024, arXiv
     2405.12130). vera: two random factors that are frozen and the same for all matrices, with a trained vector behind
-    each of them (Kopiczko et al. 2023, arXiv 2310.11454)."""
+    each of them (Kopiczko et al. 2023, arXiv 2310.11454). lokr: a Kronecker product in place of A B (Yeh et al. 2023,
+    arXiv 2309.14859)."""
     init: Literal["default", "pissa"] = "default"
     """default: A random, B zero. pissa: both begin with the largest singular vectors of W, and what they began with is
     taken off (Meng et al. 2024, arXiv 2404.02948); with method lora."""
@@ -225,9 +226,14 @@ class LoraSection(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
+    def is_structured(self) -> bool:
+        """Whether adapters are no pairs of factors."""
+        return self.method in ("mora", "lokr")
+
+    @property
     def num_pairs(self) -> int:
         """Pairs of factors that an adapter multiplies with."""
-        if self.method == "mora":
+        if self.is_structured:
             return 0
         return 1 if self.init == "default" else 2
 
@@ -240,8 +246,8 @@ class LoraSection(Section):
             for key, plain in (("alpha", 16.0), ("rslora", False), ("lora_plus_ratio", 1.0)):
                 if getattr(self, key) != plain:
                     yield key, "has no effect on lora.method mora, which has neither a scale nor a factor B; remove it"
-        if self.method == "vera" and self.lora_plus_ratio != 1:
-            yield "lora_plus_ratio", "is for a factor B that is trained, and that of vera is not; set it to 1"
+        if self.method in ("vera", "lokr") and self.lora_plus_ratio != 1:
+            yield "lora_plus_ratio", f"is for a trained factor B, which {self.method} does not have; set it to 1"
         if self.base_dtype is not None and self.method == "dora":
             yield "base_dtype", f"is {self.base_dtype}, but DoRA needs W itself; set it to null, or lora.method to lora"
         if self.base_dtype is None and self.base_block != 64 and self.rank is not None:

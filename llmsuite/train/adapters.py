@@ -12,6 +12,10 @@ from llmsuite.models.shard_plan import (
     BEHIND,
     BETWEEN,
     FIRST_FACTOR,
+    KRON_INNER,
+    KRON_INNER_FIRST,
+    KRON_INNER_SECOND,
+    KRON_OUTER,
     MAGNITUDE,
     MIXER,
     SECOND_FACTOR,
@@ -54,7 +58,7 @@ def with_factors(
     """The values of a model and of its adapters, which change nothing at first: B is zero, A is random, and so is a
     mixer; the matrix of MoRA is zero. The magnitudes of DoRA are the lengths of the columns of W. Those of PiSSA begin
     with the largest singular vectors of W, and are taken off. Of VeRA both factors are random and the same for all
-    matrices, d is 0.1, and b is zero.
+    matrices, d is 0.1, and b is zero. Of LoKr w1 is zero, and w2 random, as HF PEFT and PaddleNLP have it.
 
     A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP. Of
     an embedding A is zero and B standard normal, as in HF PEFT.
@@ -80,7 +84,9 @@ def with_factors(
             return principal.of(module)[_OF_PAIR[kind]][tuple(index)]
         if kind in (FIRST_FACTOR, MIXER):
             return initial_values(seed, name, shape, (3 * shape[-2]) ** -0.5, index)
-        if kind in (SECOND_FACTOR, SQUARE):
+        if kind in (KRON_INNER, KRON_INNER_FIRST, KRON_INNER_SECOND):
+            return initial_values(seed, name, shape, (3 * shape[-1]) ** -0.5, index)
+        if kind in (SECOND_FACTOR, SQUARE, KRON_OUTER):
             return np.zeros([part.stop - part.start for part in index], "float32")
         if kind == MAGNITUDE:
             whole = tuple(shapes[f"{module}.weight"])

@@ -10,15 +10,17 @@ from llmsuite.models.shard_plan import (
     BEHIND,
     BETWEEN,
     FIRST_FACTOR,
+    KRON_OUTER,
     MAGNITUDE,
     MIXER,
     SECOND_FACTOR,
     SQUARE,
     START_FIRST,
     START_SECOND,
+    STRUCTURES,
     WHOLE,
 )
-from llmsuite.models.structured import mora_update
+from llmsuite.models.structured import kron_update, mora_update
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage
@@ -57,18 +59,25 @@ def whole_weights(plan: RunPlan, built: BuiltModel, dtype: str, mesh: Mesh) -> I
         if is_factor(name):
             continue
         module, _, kind = name.rpartition(".")
-        is_adapted = kind == "weight" and any(f"{module}.{own}" in shapes for own in (FIRST_FACTOR, BETWEEN, SQUARE))
+        is_adapted = kind == "weight" and any(
+            f"{module}.{own}" in shapes for own in (FIRST_FACTOR, BETWEEN, SQUARE, KRON_OUTER)
+        )
         yield name, _merged(read, module, plan, shapes.keys()) if is_adapted else read(name)
 
 
 def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> Tensor:
     """W + scale A M B of an adapted matrix, for DoRA with the lengths of its columns, for PiSSA without what it
-    began with, and of MoRA W with its update; see `models.lora_layers`."""
+    began with, and of MoRA and LoKr W with their update; see `models.lora_layers`."""
     lora = plan.recipe.lora
     weight = read(f"{module}.weight")
     if f"{module}.{SQUARE}" in names:
         square = read(f"{module}.{SQUARE}").astype("float32")
         update = mora_update(paddle.eye(weight.shape[0]), square, weight.shape[1])
+        return (weight.astype("float32") + update).astype(weight.dtype)
+    if f"{module}.{KRON_OUTER}" in names:
+        kinds = [kind for kind in STRUCTURES if f"{module}.{kind}" in names]
+        factors = [read(f"{module}.{kind}").astype("float32") for kind in kinds]
+        update = kron_update(paddle.eye(weight.shape[0]), *factors) * lora.scale
         return (weight.astype("float32") + update).astype(weight.dtype)
     is_vera = f"{module}.{BETWEEN}" in names
     pair = (START_FIRST, START_SECOND) if is_vera else (FIRST_FACTOR, SECOND_FACTOR)

@@ -25,10 +25,12 @@ MIXER, DORA = {"run": ("--lora.method=mixer",)}, {"run": ("--lora.method=dora",)
 PISSA = {"run": ("--lora.init=pissa",)}
 # b begins at zero, so that d has no gradient in the first step
 VERA = {"run": ("--lora.method=vera", "--lora.lora_plus_ratio=1")}
+# on a base that is quantised
+LOKR = {"run": ("--lora.method=lokr", "--lora.lora_plus_ratio=1", "--lora.base_dtype=nf4", "--lora.base_block=16")}
 MORA = {"run": ("--lora.method=mora", "--lora.lora_plus_ratio=1")}
 # packed rows: which documents are in a row depends on nothing but the data, but where a row is in a batch does
 DROPOUT = {"run": ("--lora.dropout=0.25", "--data.packing=best_fit")}
-METHODS = {"mixer": MIXER, "dora": DORA, "pissa": PISSA, "mora": MORA, "vera": VERA, "dropout": DROPOUT}
+METHODS = {"mixer": MIXER, "dora": DORA, "pissa": PISSA, "mora": MORA, "lokr": LOKR, "vera": VERA, "dropout": DROPOUT}
 PREFERENCE = {"stage": "dpo"}
 EP = {"expert_parallel_degree": 2}
 # routed experts, and one matrix of shared and dense ones
@@ -57,6 +59,7 @@ ONES = {
     "pissa": case("pissa", words=("--train.micro_batch_size=8",), **PISSA),
     "mora": case("mora", words=("--train.micro_batch_size=8",), **MORA),
     "vera": case("vera", words=("--train.micro_batch_size=8",), **VERA),
+    "lokr": case("lokr", words=("--train.micro_batch_size=8",), **LOKR),
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
     "experts": case("experts", words=("--train.micro_batch_size=8",), **EXPERTS),
     "nf4 experts": case("nf4 experts", words=("--train.micro_batch_size=8",), **NF4_EXPERTS),
@@ -99,6 +102,8 @@ MANY: dict[str, tuple[str, Case]] = {
     "mora, stage3": ("mora", case("mora-stage3", 2, {"sharding": "stage3"}, **MORA)),
     "vera, tp2, sequence parallel": ("vera", case("vera-tp", 2, {**TP, **SP}, (RECOMPUTE,), **VERA)),
     "vera, stage3": ("vera", case("vera-stage3", 2, {"sharding": "stage3"}, **VERA)),
+    "lokr, tp2, sequence parallel": ("lokr", case("lokr-tp", 2, {**TP, **SP}, (RECOMPUTE,), **LOKR)),
+    "lokr, stage3": ("lokr", case("lokr-stage3", 2, {"sharding": "stage3"}, **LOKR)),
     "pissa, stage3": ("pissa", case("pissa-stage3", 2, {"sharding": "stage3"}, **PISSA)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),

@@ -15,6 +15,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "pissa": ("--lora.init=pissa",),
     "mora": ("--lora.method=mora", "--lora.lora_plus_ratio=1"),
     "vera": ("--lora.method=vera", "--lora.lora_plus_ratio=1"),
+    "lokr": ("--lora.method=lokr", "--lora.lora_plus_ratio=1"),
     "dropout": ("--lora.dropout=0.25",),
 }
 """Kinds of adapters, and what else each of them computes with."""
@@ -38,11 +39,11 @@ FAMILIES = {"gpt tp2": ("gpt", 2, TP), "deepseek tp2 stage3": ("deepseek", 4, {*
 
 def _run(method: str, family: str = "llama") -> dict[str, object]:
     # see test_lora; vectors, and a mixer, whose first factor is a product of two, learn less in a step
-    slow = {("dora", "deepseek"): 0.05, ("vera", "deepseek"): 2.0, ("vera", "gpt"): 0.05, ("vera", "llama"): 0.05}
+    slow = {("dora", "deepseek"): 0.05, ("vera", "gpt"): 0.05, ("vera", "llama"): 0.05}
     rate = (f"--train.learning_rate={slow[method, family]}",) if (method, family) in slow else ()
     optimizer = ADAMW if family == "llama" or (method, family) == ("vera", "gpt") else {}
     # q, k and v are one matrix in files
-    targets = ('--lora.target_modules=["o_proj", "mlp.*"]',) if (method, family) == ("mora", "gpt") else ()
+    targets = ('--lora.target_modules=["o_proj", "mlp.*"]',) if family == "gpt" and method in ("mora", "lokr") else ()
     return {**optimizer, "family": family, "run": (*METHODS[method], *rate, *targets)}
 
 
@@ -54,7 +55,7 @@ TABLE: dict[str, tuple[Case, Case]] = {
     f"{method} {mesh}": (_one(method), case(f"{method} {mesh}", num_ranks, parallel, words, **_run(method)))  # type: ignore[arg-type]
     for method in METHODS
     for mesh, (num_ranks, parallel, words) in MESHES.items()
-    if not (method in ("dropout", "mora") and STATIC in words)
+    if not (method in ("dropout", "mora", "lokr") and STATIC in words)
 } | {
     f"{method} {name}": (_one(method, family), case(f"{method} {name}", num_ranks, parallel, **_run(method, family)))  # type: ignore[arg-type]
     for method in METHODS
@@ -76,6 +77,8 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], name:
     assert many.name not in failed, failed[many.name]
     limit = MIXER_GPT_LIMIT if name == "mixer gpt tp2" else GRADIENT_LIMIT
     of_change = VERA_LIMIT if name.startswith("vera") else GRADIENT_LIMIT
-    found = compare(runner, one.name, many.name, STEM, of_change, gradient_limit=limit)
+    # rates at which VeRA learns something of DeepSeek in three steps magnify the last bits; what changes is compared
+    falls = name != "vera deepseek tp2 stage3"
+    found = compare(runner, one.name, many.name, STEM, of_change, falls, limit)
     print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
     assert found.problems == []

@@ -58,6 +58,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mora, sequence": ("llama/lora", SP, ("--lora.method=mora",)),
     "vera, kept": ("llama/lora", TP, (*KEPT, "--lora.method=vera")),
     "vera, sequence": ("llama/lora", SP, ("--lora.method=vera",)),
+    "lokr, sequence, kept": ("llama/lora", SP, (*KEPT, "--lora.method=lokr")),
     "dropout, kept": ("llama/lora", TP, (*KEPT, "--lora.dropout=0.1")),
     "dropout, pipeline": ("llama/lora", PP, ("--lora.dropout=0.1",)),
     "dora, sequence": ("llama/lora", SP, ("--lora.method=dora",)),

@@ -10,7 +10,9 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.recipe.paddlenlp.conversion import is_true
 
-_ADAPTERS = "there is no such adapter; there are LoRA, rsLoRA, LoRA+, PiSSA, mixers, DoRA, MoRA and VeRA: section lora"
+_ADAPTERS = (
+    "there is no such adapter; there are LoRA, rsLoRA, LoRA+, PiSSA, mixers, DoRA, MoRA, VeRA and LoKr: section lora"
+)
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
 """Why dropout is refused."""
@@ -41,7 +43,7 @@ class _Refusal:
 
 REFUSED: Mapping[str, _Refusal] = {
     "prefix_tuning": _Refusal(_ADAPTERS),
-    "lokr": _Refusal(_ADAPTERS),
+    "lokr": _Refusal("nearest key: lora.method, with lokr, lora.rank as lokr_dim and lora.alpha as large"),
     "vera": _Refusal("its second factor begins as zeros there; nearest key: lora.method, with vera"),
     "reft": _Refusal("nearest keys: reft.rank, reft.layers and reft.positions, in a recipe of our own"),
     "loraga": _Refusal(_ADAPTERS),

@@ -243,7 +243,7 @@ STAGE_RULES = (
         _no_such_target,
     ),
     Rule(
-        "`lora.method` `mora` with `to_static`, on `lm_head`, or with a rank that is too high for a matrix",
+        "`lora.method` `mora` or `lokr` with `to_static`, on `lm_head`, or with a rank that is too high for a matrix",
         "its update of a matrix is a function of all inputs and outputs, computed again in the backward pass",
         ("--lora.rank=8", "--lora.method=mora", "--engine.mode=to_static"),
         _no_such_structure,

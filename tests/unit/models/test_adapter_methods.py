@@ -15,23 +15,25 @@ import safetensors.numpy
 from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters, check_layout
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.convert.adapter import add_adapter
-from llmsuite.convert.structured import mora_update
+from llmsuite.convert.structured import PART, fits, mora_update, update
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.inference.load import load_model
-from llmsuite.models.adapter_sizes import square_size
+from llmsuite.models.adapter_sizes import kron_shapes, near_square, square_size
 from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.lora_layers import DoraLinear, LoraLinear, MoraLinear, PissaLinear, VeraLinear
+from llmsuite.models.lora_layers import DoraLinear, LokrLinear, LoraLinear, MoraLinear, PissaLinear, VeraLinear
+from llmsuite.models.paddlenlp_peft import import_alone
 from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.targets import is_factor, quantised_modules, with_adapters
 from llmsuite.train.adapters import PrincipalFactors, adapter_config, principal_factors, with_factors
+from tests.paths import ROOT
 from tests.unit.families import FAMILIES, tiny
 from tests.unit.models.test_adapters import IDS, adapted, base_of, factors_of, section, write
 from tests.unit.models.test_lora_layers import filled, linear
 
-METHODS = ("mixer", "dora", "pissa", "mora", "vera")
-STRUCTURED = ("mora",)
+METHODS = ("mixer", "dora", "pissa", "mora", "vera", "lokr")
+STRUCTURED = ("mora", "lokr")
 """Those that are no pairs of factors."""
 
 
@@ -137,6 +139,10 @@ def test_files_are_those_of_peft(made: Any) -> None:
     if method == "mora":  # of which PEFT has no form
         assert names == {"square"}
         assert json.loads((directory / "adapter" / "adapter_config.json").read_text())["peft_type"] == "MORA"
+        return
+    if method == "lokr":
+        stored = {name.rpartition(".")[2] for name in safetensors.numpy.load_file(_file(directory))}
+        assert stored == {"lokr_w1", "lokr_w2_a", "lokr_w2_b"}
         return
     assert names == {"A.weight", "B.weight"} | ({"magnitude_vector"} if method == "dora" else set())
 
@@ -283,6 +289,79 @@ def test_layers_of_vera_share_one_pair_and_learn_at_once() -> None:
     assert read("q.lora_b", [9], [slice(4, 7)]).tolist() == [0.0] * 3
     assert np.abs(of["q.lora_A0"]).min() > 0
     assert np.abs(of["q.lora_B0"]).min() > 0
+
+
+# LoKr
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "rank"), [(12, 20, 1), (12, 20, 4), (7, 30, 2), (64, 48, 3)])
+def test_lokr_computes_what_paddlenlp_computes_and_merges_it(num_inputs: int, num_outputs: int, rank: int) -> None:
+    """Of paddlenlp's own, which makes the product of the same shapes, merging ends in an error, and being switched off
+    changes nothing."""
+    layer = filled(LokrLinear(linear(num_inputs, num_outputs), lora_config("lokr", r=rank, lora_alpha=5.0)))
+    theirs = LokrLinear.__mro__[3](num_inputs, num_outputs, lokr_dim=rank, lokr_alpha=5.0)
+    assert type(theirs).__module__ == "paddlenlp.peft.lokr.lokr_layers"
+    names = [name for name, _ in theirs.named_parameters()]
+    assert names == [name for name, _ in layer.named_parameters()]
+    for name in names:
+        getattr(theirs, name).set_value(getattr(layer, name))
+    x, weights, found = paddle.randn([2, 4, num_inputs]), paddle.randn([2, 4, num_outputs]), []
+    for each in (layer, theirs):
+        own = x.clone()
+        own.stop_gradient = False
+        y = each(own)
+        (y * weights).sum().backward()
+        trained = [p.grad.numpy() for name, p in each.named_parameters() if name.startswith("lokr")]
+        found.append([y.numpy(), own.grad.numpy(), *trained])
+    for ours, wanted in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=2e-4)
+    values = {name: p.numpy() for name, p in layer.named_parameters() if name.startswith("lokr")}
+    shapes = {name: value.shape for name, value in values.items()}
+    assert fits(shapes, (num_inputs, num_outputs))
+    assert not fits(shapes, (num_inputs + 1, num_outputs))
+    merged = layer.base(x) + x @ paddle.to_tensor(update(values, (num_inputs, num_outputs), 5.0 / rank))
+    np.testing.assert_allclose(found[0][0], merged.numpy(), rtol=1e-4, atol=2e-4)
+    with pytest.raises(AttributeError, match="get_weight"):
+        theirs.merge()
+    theirs.disable_lokr = True
+    np.testing.assert_array_equal(theirs(x).numpy(), found[1][0])
+    layer.is_on = False
+    np.testing.assert_array_equal(layer(x).numpy(), layer.base(x).numpy())
+
+
+def test_factors_of_a_size_are_those_of_paddlenlp() -> None:
+    theirs = import_alone("paddlenlp.peft.lokr.lokr_layers")[0].factorization
+    for size in (*range(1, 400), 576, 1536, 4096, 11008, 14336, 151936):
+        assert near_square(size) == theirs(size), size
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_lokr_of_peft(number: int) -> None:
+    """What PEFT 0.21 has made, which may have two factors on either side; `tests/tools/peft_lokr.py` wrote it."""
+    case = json.loads((ROOT / "tests/unit/convert/peft_lokr.json").read_text())[number]
+    named = {PART.fullmatch(name): np.asarray(value, "float32") for name, value in case["state"].items()}
+    values = {match[2]: value for match, value in named.items() if match and match[1] == "base_model.model.0"}
+    assert len(values) == len(case["state"])
+    shapes, shape = {kind: value.shape for kind, value in values.items()}, tuple(case["shape"])
+    assert (shapes == kron_shapes(case["rank"], *shape)) == case["plain"]
+    assert fits(shapes, shape)
+    np.testing.assert_allclose(update(values, shape, 5 / case["rank"]), case["update"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"lokr_w1_a": (3, 1), "lokr_w1_b": (2, 2), "lokr_w2": (5, 4)},
+        {"lokr_w1": (3, 2), "lokr_w2": (5, 4), "lokr_w2_a": (5, 4)},
+        {"lokr_w1": (3, 2)},
+        {"lokr_w1": (3, 2), "lokr_w2": (5, 4, 1)},
+        {"lora_square": (4, 5)},
+        {"lora_square": (18, 18)},
+    ],
+    ids=str,
+)
+def test_parameters_that_are_no_adapter_of_a_matrix(shapes: dict[str, tuple[int, ...]]) -> None:
+    assert not fits(shapes, (8, 15))
 
 
 # PiSSA

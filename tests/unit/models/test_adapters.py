@@ -402,6 +402,13 @@ def test_any_stage_takes_adapters(plan: Callable[..., RunPlan], stage: str) -> N
         ({"rank": 4, "target_modules": []}, "lora.target_modules", "is empty"),
         ({"rank": 4, "method": "dora", "base_dtype": "nf4"}, "lora.base_dtype", "DoRA needs W itself"),
         ({"method": "mixer"}, "lora.method", "has no effect while rank is null"),
+        ({"rank": 4, "method": "mora", "rslora": True}, "lora.rslora", "has no effect on lora.method mora"),
+        ({"rank": 4, "method": "mora", "alpha": 8.0}, "lora.alpha", "has no effect on lora.method mora"),
+        ({"rank": 4, "method": "vera", "lora_plus_ratio": 4.0}, "lora.lora_plus_ratio", "which vera does not have"),
+        ({"rank": 4, "method": "lokr", "lora_plus_ratio": 4.0}, "lora.lora_plus_ratio", "which lokr does not have"),
+        ({"rank": 4, "method": "lokr", "init": "pissa"}, "lora.init", "is for lora.method lora"),
+        ({"rank": 4, "method": "mora", "target_modules": ["lm_head"]}, "lora.target_modules", "matches lm_head"),
+        ({"rank": 20000, "method": "mora", "target_modules": ["up_proj"]}, "lora.rank", "more than twice its inputs"),
         ({"rank": 0}, "lora.rank", "expected integer > 0 or null, found 0"),
     ],
 )

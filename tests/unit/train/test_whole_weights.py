@@ -32,6 +32,7 @@ EVERYWHERE = ["*_proj", "embed_tokens", "lm_head"]
         ("qwen", {"method": "mixer"}),
         ("qwen", {"method": "dora"}),
         ("qwen", {"method": "mora"}),
+        ("qwen", {"method": "lokr"}),
         ("qwen", {"method": "vera"}),
         ("llama", {"init": "pissa"}),
         ("gpt", {"init": "pissa", "rslora": True}),
