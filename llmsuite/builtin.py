@@ -26,6 +26,7 @@ from llmsuite.specs import (
     StageSpec,
 )
 from llmsuite.stages.online_dpo_section import OnlineDpoSection
+from llmsuite.stages.ppo_section import PpoSection
 from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection, RolloutSection
 from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
 
@@ -150,6 +151,15 @@ def _rollout_stages() -> list[StageSpec]:
             profile=OnlineDpoSection.profile,
             factory=lazily("llmsuite.stages.online_dpo:OnlineDpoStage"),
             smoke=ROLLOUTS,
+        ),
+        StageSpec(
+            name="ppo",
+            help="proximal policy optimisation with a critic on completions the model draws",
+            config_cls=PpoSection,
+            sections=sections,
+            profile=PpoSection.profile,
+            factory=lazily("llmsuite.stages.ppo:PpoStage"),
+            smoke={**ROLLOUTS, "ppo.critic.weights": None, "ppo.critic.learning_rate": 1e-3},
         ),
     ]
 

@@ -44,6 +44,26 @@ class PrePass:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticProfile:
+    """A second model of a run: of the family and shape of the first, with a score head, trained beside it. See
+    `Stage.values` and `Stage.critic_loss`."""
+
+    key: str
+    """The section of the recipe that says so, such as "ppo.critic"."""
+    weights: str | None = None
+    """A model directory or a run that it begins with; None for the weights of the model that is trained."""
+    learning_rate: float | None = None
+    """None: that of the section train."""
+    sums: tuple[str, ...] = ()
+    """Names of the metrics in the `LossTerms.sums` of its loss."""
+
+    def checked(self, sums: Mapping[str, T]) -> Mapping[str, T]:
+        """As `StageProfile.checked`."""
+        assert sums.keys() == set(self.sums), f"the loss gives {sorted(sums)}, its profile lists {sorted(self.sums)}"
+        return sums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageProfile:
     """Metrics and pre-passes of a stage with the settings of one recipe: the stage checks its metrics against it, the
     engine runs the pre-passes, and `llmsuite plan` counts both."""
@@ -63,6 +83,8 @@ class StageProfile:
     """Whether its loss takes the entropy of tokens, `model.token_nll_and_entropy`; for `llmsuite plan`."""
     maxima: tuple[str, ...] = ()
     """Metrics of a step that are the largest number of all ranks, see `Stage.maxima`."""
+    critic: CriticProfile | None = None
+    """The critic of a stage with rollouts; None without one."""
 
     def checked(self, sums: Mapping[str, T]) -> Mapping[str, T]:
         """The sums of a loss as they are. Raises AssertionError unless they are those of the profile."""
@@ -246,6 +268,16 @@ Score = Callable[[Sequence[Any]], Sequence[float | Mapping[str, float] | Excepti
 mapping has the reward as "score" and the numbers of `RewardSpec.parts`. An exception says why a reward is missing."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardServices:
+    """The services of a run for a reward that is scored in the process that trains."""
+
+    families: Mapping[str, ModelFamily]
+    """By name."""
+    device: DeviceBackend
+    precision: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RewardSpec:
     """A reward of completions, for the stages of online RL."""
@@ -253,7 +285,7 @@ class RewardSpec:
     name: str
     """A key of the recipe's `reward.functions`; its metric is `rewards/NAME`."""
     help: str
-    factory: Callable[[Any], Score]
+    factory: Callable[..., Score]
     """Gets the section of `config_cls`, None without one, and returns the function that scores. It is called in the
     process that scores, so it is a function of a module, which that process imports. Raises UserError when a package
     it needs is missing."""
@@ -267,6 +299,8 @@ class RewardSpec:
     runs: Literal["pool", "main"] = "pool"
     """pool: in processes without Paddle, with a time limit. main: in the process that trains, all completions of the
     rank in one call and without a time limit."""
+    needs_services: bool = False
+    """Whether the factory gets `RewardServices` as a second argument; with `runs` "main" only."""
     api: int = API_VERSION
 
 

@@ -2,6 +2,7 @@
 
     config.json, model-*.safetensors + index, tokenizer files    loads wherever an HF model directory loads
     optimizer-*.safetensors + index                               slots by parameter name
+    critic-*.safetensors + index                                  parameters and slots of a critic, where there is one
     state.json                                                    `TrainState`: step, samples taken, loss scale …
     manifest.json                                                 size and sha256 of every file, and of every tensor
                                                                   with shape and dtype; written last
@@ -95,6 +96,8 @@ class CheckpointJob:
     """How many checkpoints are kept; older ones are deleted."""
     adapters: Adapters | Interventions | None = None
     """The adapters, or interventions, where they are all that is trained; rank 0 writes them."""
+    critic: Sequence[GatheredTensor] = ()
+    """Parameters and optimizer slots of the critic, where there is one."""
     rank: int = 0
     num_ranks: int = 1
     disk: OwnDisk | None = None
@@ -118,7 +121,7 @@ class CheckpointJob:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, over all ranks."""
-        return sum(tensor.num_bytes for tensor in (*self.parameters, *self.optimizer_state))
+        return sum(tensor.num_bytes for tensor in (*self.parameters, *self.optimizer_state, *self.critic))
 
 
 def assign_writers(
@@ -148,6 +151,7 @@ def stage_to_cpu(job: CheckpointJob) -> CheckpointJob:
         job,
         parameters=[_staged(tensor, job.rank) for tensor in job.parameters],
         optimizer_state=[_staged(tensor, job.rank) for tensor in job.optimizer_state],
+        critic=[_staged(tensor, job.rank) for tensor in job.critic],
     )
 
 
@@ -239,10 +243,18 @@ def _write_tensors(job: CheckpointJob, directory: Path) -> ManifestPart:
     else:
         written = ManifestPart()
         OrderedGather(specs, read, []).finish()
-    slots, options = [tensor.spec for tensor in job.optimizer_state], _options(job, job.optimizer_state)
-    own = [tensor.name for tensor in job.optimizer_state if tensor.writer == job.rank]
-    in_order = OrderedGather(slots, _reader(job.optimizer_state), own)
-    written.add(write_tensors(directory, "optimizer", slots, in_order.read, {"format": "llmsuite"}, options))
+    written.add(_write_set(job, directory, "optimizer", job.optimizer_state))
+    if job.critic:
+        written.add(_write_set(job, directory, "critic", job.critic))
+    return written
+
+
+def _write_set(job: CheckpointJob, directory: Path, stem: str, tensors: Sequence[GatheredTensor]) -> ManifestPart:
+    """Write this rank's part of tensors under their own names."""
+    specs, own = [tensor.spec for tensor in tensors], [t.name for t in tensors if t.writer == job.rank]
+    in_order = OrderedGather(specs, _reader(tensors), own)
+    options = _options(job, tensors)
+    written = write_tensors(directory, stem, specs, in_order.read, {"format": "llmsuite"}, options)
     in_order.finish()
     return written
 

@@ -11,7 +11,7 @@ from llmsuite.hub.listing import Listing, RemoteFile, Report, Want, select
 from llmsuite.hub.names import HUBS, HubName, hub_name
 
 _BESIDE = ("README.md", "LICENSE", "NOTICE")
-_NOT_OF_MODEL = ("optimizer",)
+_NOT_OF_MODEL = ("optimizer", "critic")
 """How the names of files begin that are for resuming a run only."""
 
 

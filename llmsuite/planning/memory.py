@@ -18,6 +18,7 @@ from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.layout import BYTES, Layout, LocalParameter, ranks
 from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes
 from llmsuite.planning.schedule import orders, peak_held
+from llmsuite.recipe.critic import critic_plan
 from llmsuite.recipe.resolve import RunPlan
 
 NOT_COUNTED = (
@@ -57,15 +58,19 @@ class StageMemory:
     """Frozen weights to compare with, which live from step to step too."""
     cache: float = 0.0
     """The cache of a rollout, while there are no activations and gradients."""
+    critic: float = 0.0
+    """Parameters, masters and moments of the critic, which live from step to step too."""
+    beside_critic: float = 0.0
+    """The most that its passes and both updates take, which follow on the passes of the model."""
 
     @property
     def between_steps(self) -> float:
-        return self.parameters + self.masters + self.moments + self.decoder + self.reference
+        return self.parameters + self.masters + self.moments + self.decoder + self.reference + self.critic
 
     @property
     def peak(self) -> float:
         """The most memory at once, in the passes or in the update."""
-        return self.between_steps + max(self.held + self.buffers, self.update, self.cache)
+        return self.between_steps + max(self.held + self.buffers, self.update, self.cache, self.beside_critic)
 
 
 def activation_settings(layout: Layout) -> ActivationSettings:
@@ -170,10 +175,30 @@ def memory(
     plan, settings = layout.plan, activation_settings(layout)
     pp = plan.degrees.pp
     schedules = orders(plan.schedule, pp, len(batches), plan.num_chunks if pp > 1 else 1)
-    return [
-        _memory_of_rank(layout, anatomy, mesh, batches, schedules[mesh.coordinate["pp"]], settings)
-        for mesh in (ranks(plan) if meshes is None else meshes)
+    meshes = ranks(plan) if meshes is None else meshes
+    found = [
+        _memory_of_rank(layout, anatomy, mesh, batches, schedules[mesh.coordinate["pp"]], settings) for mesh in meshes
     ]
+    if plan.profile.critic is None:
+        return found
+    other = Layout(critic_plan(plan))
+    settings = activation_settings(other)
+    critics = [
+        _memory_of_rank(other, anatomy, mesh, batches, schedules[mesh.coordinate["pp"]], settings) for mesh in meshes
+    ]
+    return [_with_critic(own, critic) for own, critic in zip(found, critics)]
+
+
+def _with_critic(own: StageMemory, critic: StageMemory) -> StageMemory:
+    """A rank that has a critic too. Its passes begin when the gradients of the model are there, and updates when both
+    have theirs."""
+    passes = own.gradients + critic.held + critic.buffers
+    return dataclasses.replace(
+        own,
+        critic=critic.parameters + critic.masters + critic.moments,
+        beside_critic=max(passes, own.update + critic.gradients, critic.update),
+        host=own.host + critic.host,
+    )
 
 
 def _memory_of_rank(

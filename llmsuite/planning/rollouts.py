@@ -11,19 +11,31 @@ from llmsuite.models.targets import is_factor
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.layout import BYTES, Layout, LocalParameter
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.shape import local_weights
 
 _COPIES = 2
 """The cache is copied where completions join it or leave it."""
 
 
 def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
-    """The weights for generation, whole on each rank that reads data; 0 for a stage without rollouts, or where servers
-    draw."""
+    """The weights for generation, whole on each rank that reads data, and those of a reward model; 0 for a stage
+    without rollouts, or where servers draw."""
     plan = layout.plan
     if not _draws_here(plan) or not mesh.reads_data:
         return 0.0
     values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
-    return float(values * BYTES[plan.recipe.engine.precision])
+    return float((values + _reward_values(plan.recipe)) * BYTES[plan.recipe.engine.precision])
+
+
+def _reward_values(recipe: Any) -> int:
+    """Parameters of the reward model, which is whole on such a rank too; 0 where there is none, or it is not there."""
+    from llmsuite.checkpoint.tensors import TensorFiles
+
+    weights = recipe.reward.model.weights if "model" in recipe.reward.functions else None
+    if weights is None or not (local_weights(weights) / "config.json").is_file():
+        return 0
+    files = TensorFiles(local_weights(weights), "model")
+    return sum(math.prod(files.spec(name).shape) for name in files.names)
 
 
 def _draws_here(plan: RunPlan) -> bool:

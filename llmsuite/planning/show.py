@@ -55,6 +55,8 @@ def inexact(found: Estimate) -> Iterator[str]:
         yield "bytes to and from experts: taken as evenly loaded; calls, and all other bytes, are exact"
     if found.plan.profile.updates:
         yield "rollouts: the time they take, and the messages that gather weights and completions, are not counted"
+    if found.plan.profile.critic is not None:
+        yield "the critic: its memory is counted, its messages and the time of its passes are not"
     if found.plan.device.name != "cpu":
         yield "buffers and fused kernels of this device: not measured on such a device"
     yield "times: they assume " + " to ".join(
@@ -89,6 +91,8 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
         yield f"of it for rollouts: {size(weights)} of weights, whole; before a step up to {size(cache)} of cache"
     if any(stage.reference for stage in found.stages):
         yield f"of it for the reference: {size(max(stage.reference for stage in found.stages))} of frozen weights"
+    if any(stage.critic for stage in found.stages):
+        yield f"of it for the critic: {size(max(stage.critic for stage in found.stages))} of parameters and moments"
     if memory is not None:
         verdict = "fits" if found.peak <= memory else "does not fit"
         yield f"peak {size(found.peak)}: {verdict} in {size(memory)}"

@@ -125,6 +125,16 @@ class RunPlan:
         """Models beside the one that is trained, which are not there."""
         reference = self.profile.reference if self.stage.trains else None
         named = {f"{self.stage.section_name}.reference": reference}
+        critic = self.profile.critic if self.stage.trains else None
+        if critic is not None:
+            named[f"{critic.key}.weights"] = critic.weights
+        reward = getattr(self.recipe, "reward", None)
+        if isinstance(reward, RewardSection) and "model" in reward.functions:
+            section: Any = reward  # with the keys of its rewards
+            named["reward.model.weights"] = section.model.weights
+            if section.model.weights is None:
+                message = "is required with the reward model; set it to the directory of a run of stage rm"
+                yield self.loaded.problem("reward.model.weights", message)
         for key, given in named.items():
             if given is not None and not (local_weights(given) / "config.json").is_file():
                 message = f"{given} is not a directory with a model (working directory: {Path.cwd()})"

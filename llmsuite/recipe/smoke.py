@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -62,7 +63,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
         **_place(recipe, tp * pp * data),
-        **stage.smoke,
+        **copy.deepcopy(dict(stage.smoke)),  # overrides are written into it
     }
 
 

@@ -82,9 +82,20 @@ class HttpSection(Section):
             yield "url", f"is {self.url!r}; it has to begin with http:// or https://"
 
 
-def _made(address: str, section: Any) -> Score:
-    """What the factory at an address makes of its section."""
-    score: Score = pkgutil.resolve_name(address)(section)
+@dataclasses.dataclass(kw_only=True)
+class ModelRewardSection(Section):
+    """The score of a reward model that stage rm has trained. It is whole on each rank that draws completions."""
+
+    weights: str | None = None
+    """The run of stage rm, or a model directory with a score head. It has to have the tokenizer and the chat template
+    of the model that is trained."""
+    batch_size: PositiveInt = 16
+    """Completions that are scored in one pass."""
+
+
+def _made(address: str, *given: Any) -> Score:
+    """What the factory at an address makes of its section, and the services of the run if it needs them."""
+    score: Score = pkgutil.resolve_name(address)(*given)
     return score
 
 
@@ -106,4 +117,12 @@ BUILTIN = [
         "environment", "what the environment of the episode gives", None, "reward_functions:environment", runs="main"
     ),
     _spec("http", "scores by a server, as of PaddleNLP or OpenRLHF", HttpSection, "reward_http:http", "group"),
+    RewardSpec(
+        name="model",
+        help="the score of a reward model of stage rm",
+        config_cls=ModelRewardSection,
+        factory=functools.partial(_made, "llmsuite.rl.reward_model:model"),
+        runs="main",
+        needs_services=True,
+    ),
 ]

@@ -17,18 +17,22 @@ from llmsuite.rl.reward_worker import RewardSource, scored
 from llmsuite.rl.worker_pool import Call, Outcome, WorkerPool
 from llmsuite.schema.reward import RewardSection, python_function
 from llmsuite.schema.section import Section
-from llmsuite.specs import RewardSpec, Score
+from llmsuite.specs import RewardServices, RewardSpec, Score
 
 
 class Rewards:
     """Scores completions as the section `reward` says. Every rank makes one; processes are started when it scores."""
 
-    def __init__(self, section: RewardSection, registered: Mapping[str, RewardSpec]):
+    def __init__(
+        self, section: RewardSection, registered: Mapping[str, RewardSpec], services: RewardServices | None = None
+    ):
         """
         Args:
             section: of the recipe. Its keys are read here.
             registered: rewards by name.
+            services: of the run, for rewards that need them.
         """
+        self._services = services
         self._max_failed, names = section.max_failed, section.names()
         self._specs = [None if python_function(key) else registered[key] for key in section.functions]
         self._options = [_options(spec, section) for spec in self._specs]
@@ -98,7 +102,8 @@ class Rewards:
         for which, (source, spec) in enumerate(zip(self._sources, self._specs)):
             if spec is not None and spec.runs == "main":
                 if which not in self._loaded:
-                    self._loaded[which] = spec.factory(self._options[which])
+                    services = [self._services] if spec.needs_services else []
+                    self._loaded[which] = spec.factory(self._options[which], *services)
                 values, why = scored(self._loaded[which], source.parts, completions)
                 yield list(range(len(completions))), which, Outcome(values, why)
                 continue

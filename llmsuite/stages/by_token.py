@@ -34,8 +34,8 @@ def rewards_by_token(batch: Batch, beta: float) -> Tokens:
     return token_rewards(batch["rewards"], rows_of(batch, kl), beta)
 
 
-def put_advantages(batches: Sequence[Batch], rows: Tokens) -> None:
-    """Advantages by token, a row for each completion of the batches, into these."""
+def put_tokens(batches: Sequence[Batch], name: str, rows: Tokens) -> None:
+    """Rows of tokens, one for each completion of the batches, into these, [T] float32."""
     given = iter(rows)
     for batch in batches:
-        batch["advantages"] = np.concatenate([next(given) for _ in batch["completion_lengths"]]).astype("float32")
+        batch[name] = np.concatenate([next(given) for _ in batch["completion_lengths"]]).astype("float32")

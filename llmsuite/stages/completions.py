@@ -45,7 +45,8 @@ class CompletionStage(Stage[Any]):
         self._longest_prompt = recipe.data.max_length - self._longest
         self._template = context.template()
         self._episodes = self._environment(recipe)
-        self._rewards = Rewards(recipe.reward, with_parts(context.rewards, self._episodes))
+        rewards = with_parts(context.rewards, self._episodes)
+        self._rewards = Rewards(recipe.reward, rewards, context.reward_services)
         self._idle = 0
         """Rollouts in a row in which no group has a signal."""
 

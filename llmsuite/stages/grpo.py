@@ -28,9 +28,10 @@ from llmsuite.rl.rollouts import RolloutPrompt, Rollouts
 from llmsuite.rl.table import completion_rows
 from llmsuite.stages import rl_losses
 from llmsuite.stages.answers import Answer, leave_out_observed, pack_rows
-from llmsuite.stages.by_token import Total, is_counted, put_advantages, rewards_by_token
+from llmsuite.stages.by_token import Total, is_counted, put_tokens, rewards_by_token
 from llmsuite.stages.completions import CompletionStage
 from llmsuite.stages.language_model import hidden_at_positions
+from llmsuite.stages.ppo_section import PpoSection
 from llmsuite.stages.rl_sections import GrpoSection
 from llmsuite.train.stage import Batch, LossTerms, PrePassKind, RolledOut, StageContext, Sums
 from llmsuite.typing import Tensor
@@ -56,7 +57,7 @@ class Group:
 class GrpoStage(CompletionStage):
     """Makes completions likelier that have more reward than others of their prompt."""
 
-    def __init__(self, section: GrpoSection, context: StageContext):
+    def __init__(self, section: GrpoSection | PpoSection, context: StageContext):
         super().__init__(section, context)
         recipe: Any = context.recipe
         self._loss, self._normaliser, self._level = section.loss, section.normaliser, section.importance_sampling_level
@@ -157,7 +158,7 @@ class GrpoStage(CompletionStage):
             if self._scale == "batch":
                 counted = [counts for batch in batches for counts in is_counted(batch)]
                 returns = whitened(returns, counted=counted, total=total)
-            put_advantages(batches, returns)
+            put_tokens(batches, "advantages", returns)
         return {}
 
     def _weighed(self, groups: Sequence[Group]) -> list[Group]:

@@ -25,6 +25,7 @@ from llmsuite.parallel.static import LENGTH_MULTIPLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.specs import RewardServices
 from llmsuite.train.stage import Stage, StageContext
 from llmsuite.train.supervision import check_supervision
 
@@ -135,6 +136,9 @@ def make_stage(
         report=report,
         rewards=registry.rewards,
         environments=registry.environments,
+        reward_services=RewardServices(
+            families=registry.models, device=plan.device.factory(), precision=recipe.engine.precision
+        ),
         padding_free=padding_free,
         keeps_tokens=True,
     )

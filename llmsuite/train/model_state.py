@@ -18,7 +18,7 @@ from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.errors import UserError
 from llmsuite.models.mtp import num_mtp_layers
-from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.shard_plan import WHOLE, ShardPlan
 from llmsuite.models.targets import is_fixed
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage
@@ -32,6 +32,9 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.build import BuiltModel
 from llmsuite.train.weights import read_from
+
+CRITIC = "critic"
+"""Stem of the files of a critic, which has its parameters and the slots of its optimizer in one set."""
 
 
 class WholeModel:
@@ -170,7 +173,25 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     slots = {f"{name}/{slot}" for name in _trained(built.shapes) for slot in optimizer.slots}
     if differing := sorted(slots.symmetric_difference(files.names)):
         raise UserError(f"{path}: its optimizer has other tensors than this one: {', '.join(differing)}")
+    _restore_slots(files, shard_plan, built, optimizer, mesh)
 
+
+def restore_whole(path: Path, stem: str, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, mesh: Mesh) -> None:
+    """The same for a model that has its own set of files in a checkpoint, with parameters and slots."""
+    shard_plan, files = plan.family.shard_plan or WHOLE, TensorFiles(path, stem)
+    slots = {f"{name}/{slot}" for name in built.shapes for slot in optimizer.slots}
+    if differing := sorted({*built.shapes, *slots}.symmetric_difference(files.names)):
+        raise UserError(f"{path}: its {stem} has other tensors than this one: {', '.join(differing)}")
+    values = pad_values(lambda name, shape, index: files.read(name, index), built.shapes)
+    for shard in optimizer.shards:
+        shard.load(read_local(shard.name, shard.shape, shard_plan, mesh, values))
+        optimizer.to_host(shard)
+    _restore_slots(files, shard_plan, built, optimizer, mesh)
+
+
+def _restore_slots(
+    files: TensorFiles, shard_plan: ShardPlan, built: BuiltModel, optimizer: Optimizer, mesh: Mesh
+) -> None:
     def read(entry: StateTensor) -> np.ndarray:
         if entry.is_scalar:
             return files.read(entry.name)

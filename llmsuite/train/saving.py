@@ -39,6 +39,8 @@ class CheckpointContents:
     """Gives parameters and optimizer state as they are at the moment."""
     adapters: Adapters | Interventions | None = None
     """Where only adapters are saved."""
+    critic: Callable[[], WholeModel] | None = None
+    """Gives those of the critic, where there is one."""
 
 
 class Saver:
@@ -110,7 +112,7 @@ class Saver:
         self.finish()
         self._last_saved = state.step
         contents = self._contents
-        whole = contents.whole_model()
+        whole, critic = contents.whole_model(), contents.critic() if contents.critic is not None else None
         job = CheckpointJob(
             root=self.root,
             state=state,
@@ -121,6 +123,7 @@ class Saver:
             tokenizer=contents.tokenizer,
             keep_last=self._keep_last,
             adapters=contents.adapters,
+            critic=[] if critic is None else [*critic.parameters, *critic.state],
             rank=collective.rank(),
             num_ranks=collective.num_ranks(),
             disk=self._disk,

@@ -25,8 +25,9 @@ from llmsuite.files import sha256_of
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardSpec
+from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardServices, RewardSpec
 from llmsuite.train.objective import Batch
+from llmsuite.typing import Tensor
 
 __all__ = ["Batch", "LossTerms", "PrePassKind", "RolledOut", "Rollouts", "Stage", "StageContext", "Sums"]
 
@@ -53,6 +54,8 @@ class StageContext:
     """The registered rewards of completions."""
     environments: Mapping[str, EnvironmentSpec] = dataclasses.field(default_factory=dict)
     """The registered environments of episodes."""
+    reward_services: RewardServices | None = None
+    """For rewards that need them."""
     padding_free: bool = False
     """Whether the sequences of a batch are best packed into one row, without padding."""
     keeps_tokens: bool = False
@@ -187,6 +190,16 @@ class Stage(abc.ABC, Generic[S]):
             UserError: the run cannot go on.
         """
         raise AssertionError(f"{type(self).__name__} has `updates` in its profile and no method `roll_out`")
+
+    def values(self, model: Any, batch: Batch) -> Tensor:
+        """What the critic `model` says of each token of a batch, [T] float32; it computes hidden states once. Called
+        where `StageProfile.critic` is set, without gradients, after the pre-passes over a rollout. The batch has it as
+        "values" from then on."""
+        raise AssertionError(f"{type(self).__name__} has a critic in its profile and no method `values`")
+
+    def critic_loss(self, model: Any, batch: Batch) -> LossTerms:
+        """The same as `loss`, of the critic."""
+        raise AssertionError(f"{type(self).__name__} has a critic in its profile and no method `critic_loss`")
 
     def finish_rollout(
         self, batches: Sequence[Batch], total: Callable[[Sequence[float]], list[float]]

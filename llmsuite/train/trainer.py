@@ -28,6 +28,7 @@ from llmsuite.schema.section import as_plain
 from llmsuite.specs import RunView
 from llmsuite.train.build import build_model
 from llmsuite.train.cadence import Cadence
+from llmsuite.train.critic import Critic
 from llmsuite.train.data import read_data, tokenizer_to_save
 from llmsuite.train.evaluate import evaluate
 from llmsuite.train.frozen_copy import frozen_reference
@@ -95,6 +96,11 @@ class Trainer:
 
         # model
         self.built = built = build_model(plan, registry, backend, mesh)
+        self.critic: Critic | None = None
+        if plan.profile.critic is not None:
+            self.critic = Critic(plan, registry, backend, mesh, data.stage, self.cadence.total_steps)
+            self.critic.first = built.part
+        self._digest = built.digest if self.critic is None else f"{built.digest} {self.critic.built.digest}"
         digests["model"] = built.digest
         prepasses = [prepass.kind for prepass in plan.profile.prepasses]
         reference = frozen_reference(plan, registry, built, mesh)
@@ -110,7 +116,7 @@ class Trainer:
         self.rules = StepRules(
             Guard(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps),
             LossScale() if precision == "fp16" else NoLossScale(),
-            [part for part in (built.balance, built.input_scales) if part is not None],
+            [part for part in (built.balance, built.input_scales, self.critic) if part is not None],
             may_be_empty=self.rollouts is not None,
         )
 
@@ -118,7 +124,14 @@ class Trainer:
         dtype = backend.parameter_dtype(precision)
         whole_model = functools.partial(WholeModel, plan, built, self.optimizer, dtype, mesh)
         config = plan.model_config if built.carried is not None else without_carried(plan.model_config)
-        contents = CheckpointContents(plan.family, config, tokenizer_to_save(plan), whole_model, built.adapters)
+        contents = CheckpointContents(
+            plan.family,
+            config,
+            tokenizer_to_save(plan),
+            whole_model,
+            built.adapters,
+            None if self.critic is None else self.critic.whole,
+        )
         self.saver = Saver(plan.output_dir, recipe.checkpoint, contents, recipe.launch.nnodes, self.disk)
         self.output: Silence = Silence()
 
@@ -130,7 +143,7 @@ class Trainer:
         # rank 0 alone compares and writes it: it takes the data to know
         digest = ""
         if data.stage is not None and collective.rank() == 0:
-            digest = run_digest(plan, built.digest + ("" if reference is None else reference.digest), data.stage)
+            digest = run_digest(plan, self._digest + ("" if reference is None else reference.digest), data.stage)
         self.state = fresh(digest, recipe.seed)
         self.step, self.samples = 0, 0
 
@@ -139,6 +152,8 @@ class Trainer:
         root, built = self.saver.root, self.built
         state = resume_from(self.plan, self.state, root, self.registry, built, self.optimizer, self.disk)
         self.state, self.step, self.samples = state, state.step, state.samples
+        if self.critic is not None and state.step:
+            self.critic.restore(root / f"step-{state.step}")
         self.saver.resume(state.step)
         self.rules.guard.resume(state)
         self.rules.loss_scale.load(state)
@@ -178,7 +193,8 @@ class Trainer:
             passes = dataclasses.replace(self.passes, objective=reader.objective)
         else:  # which runs the pre-passes too
             at, drew = (self.step, self.samples), self.output.drew
-            reader = RolloutReader(self.data, self.plan, self.rollouts, self.passes, at, cadence.total_steps, drew)
+            last, critic = cadence.total_steps, self.critic
+            reader = RolloutReader(self.data, self.plan, self.rollouts, self.passes, at, last, drew, critic)
             passes = dataclasses.replace(self.passes, objective=reader.objective, prepasses=())
         with StopRequest() as stop, reader:
             while self.step < cadence.total_steps:

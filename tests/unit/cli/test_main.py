@@ -198,7 +198,7 @@ def test_schema(run: Run, write_recipe: Callable[..., Path]) -> None:
         jsonschema.Draft202012Validator(json.loads(out)).validate(json.loads(write_recipe().read_text()))
     assert run("schema", "--stage", "dppo") == (
         2, "",
-        f"no stage is called 'dppo'; did you mean 'dpo'? registered: {', '.join(STAGES)}. "
+        f"no stage is called 'dppo'; did you mean 'ppo'? registered: {', '.join(STAGES)}. "
         f"{ALLOW_LIST} allows no plugins\n",
     )  # fmt: skip
 

@@ -53,3 +53,14 @@ def test_a_run_whose_server_draws_has_none(registry: Registry) -> None:
     words = ["--rollout.engine=openai", '--rollout.openai.urls=["http://a"]']
     for stage in estimate(plan_run(RECIPE, words, registry)).stages:
         assert stage.decoder == stage.cache == 0
+
+
+def test_a_critic_has_weights_moments_and_gradients_of_its_own(registry: Registry) -> None:
+    words = ["--engine.precision=fp32", "--parallel={}", "--launch.num_devices=1"]
+    (stage,) = estimate(plan_run(RECIPE.with_name("ppo.json"), words, registry)).stages
+    embedding = 128256 * 4096
+    each = 8_030_261_248 - embedding + 4096  # a score head in place of the output projection
+    assert stage.critic == 3 * 4 * each
+    assert stage.beside_critic >= stage.gradients + 4 * each
+    assert stage.peak >= stage.between_steps + stage.beside_critic
+    assert stage.between_steps >= 4 * 3 * (8_030_261_248 + each)

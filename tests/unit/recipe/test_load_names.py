@@ -43,7 +43,7 @@ def test_unknown_stage(problems: Problems, tmp_path: Path) -> None:
     (problem,) = problems({"stage": "dppo"})
     assert problem.where == position(tmp_path / "recipe.json", '"stage"')
     assert problem.key == "stage"
-    assert problem.message == f"no stage is called 'dppo'; did you mean 'dpo'? registered: {', '.join(STAGES)}"
+    assert problem.message == f"no stage is called 'dppo'; did you mean 'ppo'? registered: {', '.join(STAGES)}"
 
 
 def test_unknown_family(problems: Problems, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_section_given_whole_replaces_that_of_the_file(overridden: Callable[..
         ("--output_dir.x=1", "output_dir.x", "output_dir is a value, not a section"),
         ("--train.max_steps.a.b=1", "train.max_steps.a.b", "train.max_steps is a value, not a section"),
         ("--seed.x=1", "seed", 'expected integer >= 0, found {"x": 1}'),
-        ("--stage=dppo", "stage", "no stage is called 'dppo'; did you mean 'dpo'?"),
+        ("--stage=dppo", "stage", "no stage is called 'dppo'; did you mean 'ppo'?"),
         ("--stage=null", "stage", "expected text, found null"),
         ("--model.family=lama", "model.family", "no model is called 'lama'; did you mean 'llama'?"),
         (

@@ -133,7 +133,7 @@ def test_keys_are_read_of_rewards_that_are_named_only() -> None:
     found = section({"exact": 1.0})
     Rewards(found, KNOWN)
     idle = {key[0] for key in unread(found)}
-    assert idle == {"format", "length", "math", "http"}
+    assert idle == {"format", "length", "math", "http", "model"}
 
 
 # functions in files

@@ -1,0 +1,94 @@
+"""Scores of completions by a reward model, as stage `rm` trains one: a whole model on each rank that draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.shapes import check_shapes
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import UserError
+from llmsuite.models.head import head_of
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.parallelize import parallelize_inference
+from llmsuite.recipe.shape import local_weights
+from llmsuite.rl.completion import Completion
+from llmsuite.rl.reward_sections import ModelRewardSection
+from llmsuite.schema.degrees import Degrees
+from llmsuite.specs import RewardServices, Score
+
+_KEY = "reward.model.weights"
+
+
+def model(section: ModelRewardSection, services: RewardServices) -> Score:
+    """The score of the last token of each completion, given its prompt.
+
+    Raises:
+        UserError: there is no reward model, or it has another tokenizer than the one whose tokens it gets.
+    """
+    size, device, precision = section.batch_size, services.device, services.precision
+    if section.weights is None:
+        raise UserError(f"{_KEY}: is required with the reward model; set it to the directory of a run of stage rm")
+    path = local_weights(section.weights)
+    source = open_model(path, services.families)
+    if head_of(source.config) != "score":
+        raise UserError(f"{_KEY}: {path} is a language model, which gives no scores; train one with stage rm")
+    scoring, tokenizer = _loaded(source, services), TextTokenizer(path)
+    checked = False
+
+    @paddle.no_grad()
+    def score(completions: Sequence[Completion]) -> list[float]:
+        nonlocal checked
+        if completions and not checked:
+            _check_tokens(completions[0], tokenizer)
+            checked = True
+        order = sorted(range(len(completions)), key=lambda i: len(completions[i].prompt_ids) + len(completions[i].ids))
+        found = [0.0] * len(completions)
+        for begin in range(0, len(order), size):
+            part = order[begin : begin + size]
+            rows = [[*completions[i].prompt_ids, *completions[i].ids] for i in part]
+            with device.autocast(precision):
+                scores = _scores(scoring, rows, tokenizer.pad_id)
+            for i, value in zip(part, scores):
+                found[i] = value
+        return found
+
+    return score
+
+
+def _loaded(source: ModelDirectory, services: RewardServices) -> Any:
+    """The model on this device, in evaluation mode."""
+    family, device = source.family, services.device
+    with paddle.LazyGuard():
+        built = family.factory()(source.config, device.ops(services.precision))
+    check_shapes(source, {name: tuple(parameter.shape) for name, parameter in built.named_parameters()})
+    alone, plan = Mesh(Degrees(1, 1, 1, 1), 0), family.shard_plan or WHOLE
+    dtype = device.parameter_dtype(services.precision)
+    parallelize_inference(built, plan, alone, lambda name, shape, index: source.read(name, index), dtype)
+    built.eval()
+    return built
+
+
+def _check_tokens(completion: Completion, tokenizer: TextTokenizer) -> None:
+    """Raises UserError where the model would read the prompt as other tokens than it gets."""
+    if list(completion.prompt_ids) != tokenizer.encode(completion.prompt):
+        raise UserError(
+            f"{_KEY}: {tokenizer.directory} has another tokenizer than the model that is trained; the tokens it would "
+            "get are not those that it knows"
+        )
+
+
+def _scores(scoring: Any, rows: Sequence[Sequence[int]], pad_id: int) -> list[float]:
+    """Scores of the last tokens of rows, which are padded on the right, where no token sees it."""
+    longest = max(map(len, rows))
+    ids = np.full([len(rows), longest], pad_id, "int64")
+    for row, given in zip(ids, rows):
+        row[: len(given)] = given
+    hidden, _ = scoring.hidden_states(paddle.to_tensor(ids))  # [B, L, D]
+    last = paddle.to_tensor([number * longest + len(row) - 1 for number, row in enumerate(rows)])
+    return [float(value) for value in scoring.scores(hidden.flatten(0, 1).index_select(last, 0)).numpy()]

@@ -1,0 +1,195 @@
+"""What the stage `ppo` learns from fixed completions: advantages and returns by token, the critic's loss, and rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import RecipeError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.critic import critic_plan
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.rl.advantages import generalised
+from llmsuite.schema.section import unread
+from llmsuite.stages.ppo import PpoStage
+from llmsuite.train.data import make_stage
+from llmsuite.train.stage import Batch
+from tests.paths import DATA, ROOT
+from tests.unit.stages.test_grpo import groups
+
+RECIPE = ROOT / "recipes" / "llama" / "ppo.json"
+BETA = 0.05
+
+
+def planned(registry: Registry, *words: str) -> RunPlan:
+    return plan_run(RECIPE, ["--rollout.max_completion_length=7", *words], registry, smoke=True)
+
+
+def stage(registry: Registry, *words: str) -> PpoStage:
+    plan = planned(registry, *words)
+    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), None)  # type: ignore[arg-type]
+    assert isinstance(made, PpoStage)
+    return made
+
+
+def judged(made: PpoStage, sizes: tuple[int, ...]) -> list[Batch]:
+    """Batches of the groups, with what the reference and the critic say."""
+    draw, rest, batches = np.random.default_rng(3), groups(), list[Batch]()
+    for size in sizes:
+        batches.append(made.collate(rest[:size]))
+        rest = rest[size:]
+        count = len(batches[-1]["targets"])
+        batches[-1]["reference"] = draw.normal(-1, 0.5, count).astype("float32")
+        batches[-1]["values"] = draw.normal(0, 1, count).astype("float32")
+    return batches
+
+
+def joined(batches: list[Batch], name: str) -> np.ndarray:
+    return np.concatenate([batch[name] for batch in batches]).astype("float64")
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 1)])
+def test_advantages_and_returns(registry: Registry, sizes: tuple[int, ...]) -> None:
+    made = stage(registry, "--ppo.gamma=0.9", "--ppo.gae_lambda=0.8")
+    batches = judged(made, sizes)
+    metrics = made.finish_rollout(batches, list)
+    flat = [(c, r, counts) for g in groups() for c, r, counts in zip(g.completions, g.advantages, g.is_counted)]
+    values, reference = iter(joined(batches, "values")), iter(joined(batches, "reference"))
+    rewards, critic, kl, counted = [], [], [], []
+    for c, reward, counts in flat:
+        logps = [next(reference) for _ in c.ids]
+        rewards.append([-BETA * (own - other) for own, other in zip(c.logprobs, logps)])
+        rewards[-1][-1] += reward
+        critic.append([next(values) for _ in c.ids])
+        kl.append(sum(c.logprobs) - sum(logps))
+        counted += [counts] * len(c.ids)
+    advantages, returns = (np.concatenate(rows) for rows in generalised(rewards, critic, 0.9, 0.8))
+    known, error = advantages[counted], (returns - np.concatenate(critic))[counted]
+    expected = (advantages - known.mean()) / known.std(ddof=1)
+    np.testing.assert_allclose(joined(batches, "advantages"), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(joined(batches, "returns"), returns, rtol=1e-5, atol=1e-6)
+    wanted = {
+        "returns": returns[counted].mean(),
+        "critic/values": np.concatenate(critic)[counted].mean(),
+        "critic/explained_variance": 1 - error.var() / returns[counted].var(),
+        "kl/completion": np.mean(kl),
+        "beta": BETA,
+    }
+    assert metrics == pytest.approx(wanted, rel=1e-6)
+
+
+def test_without_whitening_an_advantage_is_the_return_less_the_value(registry: Registry) -> None:
+    made = stage(registry, "--ppo.whiten_advantages=false")
+    batches = judged(made, (3,))
+    made.finish_rollout(batches, list)
+    expected = joined(batches, "returns") - joined(batches, "values")
+    np.testing.assert_allclose(joined(batches, "advantages"), expected, rtol=1e-5, atol=1e-6)
+
+
+class Scores:
+    """A critic that says of every token the same, and its hidden states are its positions."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = paddle.to_tensor(values, stop_gradient=False)
+
+    def hidden_states(self, input_ids: Any, **more: Any) -> tuple[Any, list[Any]]:
+        return paddle.arange(input_ids.size, dtype="float32").reshape([*input_ids.shape, 1]), []
+
+    def scores(self, hidden: Any) -> Any:
+        self.places = hidden.squeeze(-1).numpy().astype("int64")
+        return self.values * 1.0
+
+
+def test_the_value_of_a_token_is_that_of_the_state_in_front_of_it(registry: Registry) -> None:
+    made = stage(registry)
+    (batch,) = judged(made, (3,))
+    critic = Scores(batch["values"])
+    made.values(critic, batch)
+    length = batch["input_ids"].shape[1]
+    flat = [c for g in groups() for c in g.completions]
+    expected = [row * length + len(c.prompt_ids) - 1 + t for row, c in enumerate(flat) for t in range(len(c.ids))]
+    assert critic.places.tolist() == expected
+
+
+def test_the_loss_of_the_critic(registry: Registry) -> None:
+    made = stage(registry)
+    (batch,) = judged(made, (3,))
+    made.finish_rollout([batch], list)
+    moved = batch["values"] + np.random.default_rng(4).normal(0, 0.3, len(batch["values"])).astype("float32")
+    critic = Scores(moved)
+    terms = made.critic_loss(critic, batch)
+    near = batch["values"] + np.clip(moved - batch["values"], -0.2, 0.2)
+    losses = np.maximum((moved - batch["returns"]) ** 2, (near - batch["returns"]) ** 2) / 2
+    counted = batch["weights"] > 0
+    assert 0 < counted.sum() < len(counted)
+    assert float(terms.total) == pytest.approx(losses[counted].sum(), rel=1e-5)
+    assert terms.weight == counted.sum()
+    share = (np.abs(moved - batch["values"]) > 0.2)[counted]
+    assert float(terms.sums["critic/clip_ratio"][0]) == share.sum()
+    terms.total.backward()
+    assert not critic.values.grad.numpy()[~counted].any()
+
+
+def test_the_weight_of_the_divergence_follows_its_target(registry: Registry) -> None:
+    made = stage(registry, "--ppo.kl_target=1.0")
+    batches = judged(made, (3,))
+    found = made.finish_rollout(batches, list)
+    change = 1 + 0.1 * np.clip(found["kl/completion"] / 1.0 - 1, -0.2, 0.2)
+    assert found["beta"] == BETA
+    again = stage(registry, "--ppo.kl_target=1.0")
+    again.load_state(json.loads(json.dumps(made.state())))
+    assert again.finish_rollout(judged(again, (3,)), list)["beta"] == pytest.approx(BETA * change)
+
+
+def test_the_critic_is_a_run_with_other_weights_head_and_rate(registry: Registry, tmp_path: Path) -> None:
+    plan = planned(registry, "--lora.rank=4", "--ppo.reference=adapter_off", f"--ppo.critic.weights={tmp_path}")
+    idle = set(unread(plan.recipe.train))
+    critic = critic_plan(plan)
+    assert (critic.model_config.head, plan.model_config.head) == ("score", "language_model")
+    assert critic.weights == tmp_path
+    assert critic.recipe.train.learning_rate == 1e-3
+    assert critic.recipe.lora.rank is None
+    assert critic.recipe.train.weight_decay == plan.recipe.train.weight_decay
+    assert plan.recipe.lora.rank == 4
+    # what only the copy has read is not read
+    assert idle - set(unread(plan.recipe.train)) <= {("learning_rate",), ("weight_decay",)}
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("ppo.beta", ["--ppo.reference=none"]),
+        ("ppo.reference", ["--ppo.beta=0"]),
+        ("ppo.kl_target", ["--ppo.beta=0", "--ppo.reference=none", "--ppo.kl_target=1"]),
+        ("ppo.dual_clip", ["--ppo.dual_clip=1.1"]),
+        ("ppo.gamma", ["--ppo.gamma=1.1"]),
+        ("ppo.advantage", ["--ppo.advantage=group"]),
+        ("engine.precision", ["--engine.precision=fp16"]),
+        ("checkpoint.save_steps", ["--ppo.updates=4", "--checkpoint.save_steps=2"]),
+        ("ppo.reference", ["--lora.rank=8"]),
+    ],
+)
+def test_what_cancels_itself_is_refused(registry: Registry, key: str, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan_run(RECIPE, words, registry)
+    assert key in [problem.key for problem in caught.value.problems]
+
+
+def test_a_critic_of_another_shape_is_refused(registry: Registry, tmp_path: Path) -> None:
+    config = planned(registry).model_config.to_hf()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    with pytest.raises(RecipeError, match=r"ppo\.critic\.weights.*intermediate_size is 96 there"):
+        planned(registry, f"--ppo.critic.weights={tmp_path}")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    planned(registry, f"--ppo.critic.weights={tmp_path}").check_files()
+
+
+def test_a_critic_that_is_not_there_is_asked_for(registry: Registry) -> None:
+    with pytest.raises(RecipeError, match=r"ppo\.critic\.weights: no/such is not a directory with a model"):
+        planned(registry, "--ppo.critic.weights=no/such").check_files()
