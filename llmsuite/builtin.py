@@ -156,7 +156,7 @@ def _rollout_stages() -> list[StageSpec]:
             name="ppo",
             help="proximal policy optimisation with a critic on completions the model draws",
             config_cls=PpoSection,
-            sections=sections,
+            sections={**sections, "environment": EnvironmentSection},
             profile=PpoSection.profile,
             factory=lazily("llmsuite.stages.ppo:PpoStage"),
             smoke={**ROLLOUTS, "ppo.critic.weights": None, "ppo.critic.learning_rate": 1e-3},

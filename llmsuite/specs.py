@@ -57,11 +57,6 @@ class CriticProfile:
     sums: tuple[str, ...] = ()
     """Names of the metrics in the `LossTerms.sums` of its loss."""
 
-    def checked(self, sums: Mapping[str, T]) -> Mapping[str, T]:
-        """As `StageProfile.checked`."""
-        assert sums.keys() == set(self.sums), f"the loss gives {sorted(sums)}, its profile lists {sorted(self.sums)}"
-        return sums
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageProfile:
@@ -268,16 +263,6 @@ Score = Callable[[Sequence[Any]], Sequence[float | Mapping[str, float] | Excepti
 mapping has the reward as "score" and the numbers of `RewardSpec.parts`. An exception says why a reward is missing."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardServices:
-    """The services of a run for a reward that is scored in the process that trains."""
-
-    families: Mapping[str, ModelFamily]
-    """By name."""
-    device: DeviceBackend
-    precision: str
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RewardSpec:
     """A reward of completions, for the stages of online RL."""
@@ -300,7 +285,7 @@ class RewardSpec:
     """pool: in processes without Paddle, with a time limit. main: in the process that trains, all completions of the
     rank in one call and without a time limit."""
     needs_services: bool = False
-    """Whether the factory gets `RewardServices` as a second argument; with `runs` "main" only."""
+    """Whether the factory gets `llmsuite.rl.reward_services.RewardServices` too; with `runs` "main" only."""
     api: int = API_VERSION
 
 

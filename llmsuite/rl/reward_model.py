@@ -19,8 +19,9 @@ from llmsuite.parallel.parallelize import parallelize_inference
 from llmsuite.recipe.shape import local_weights
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import ModelRewardSection
+from llmsuite.rl.reward_services import RewardServices
 from llmsuite.schema.degrees import Degrees
-from llmsuite.specs import RewardServices, Score
+from llmsuite.specs import Score
 
 _KEY = "reward.model.weights"
 

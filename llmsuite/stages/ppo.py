@@ -93,4 +93,5 @@ class PpoStage(GrpoStage):
         }
         sums = {name: ((value.detach() * weights).sum(), batch["weight"]) for name, value in observed.items()}
         assert self._profile.critic is not None
-        return LossTerms((losses * weights).sum(), batch["weight"], self._profile.critic.checked(sums))
+        assert sums.keys() == set(self._profile.critic.sums)
+        return LossTerms((losses * weights).sum(), batch["weight"], sums)

@@ -25,7 +25,7 @@ from llmsuite.parallel.static import LENGTH_MULTIPLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.specs import RewardServices
+from llmsuite.rl.reward_services import RewardServices
 from llmsuite.train.stage import Stage, StageContext
 from llmsuite.train.supervision import check_supervision
 

@@ -23,9 +23,10 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
+from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardServices, RewardSpec
+from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardSpec
 from llmsuite.train.objective import Batch
 from llmsuite.typing import Tensor
 

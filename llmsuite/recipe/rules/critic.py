@@ -62,9 +62,29 @@ def _plain(config: Any, kept: Any) -> dict[str, Any]:
     return plain
 
 
+def _other_drawing(context: RuleContext) -> Iterator[Violation]:
+    rollout, stage = getattr(context.recipe, "rollout", None), context.recipe.stage
+    if rollout is None or _critic(context) is None:
+        return
+    if rollout.engine != "local":
+        message = f"is {rollout.engine}, and stage {stage} with its critic learns from what the run itself draws"
+        yield "rollout.engine", f"{message}; set it to local"
+    if rollout.dynamic_sampling:
+        message = (
+            f"leaves out prompts whose completions have equal rewards, from which the critic of stage {stage} learns"
+        )
+        yield "rollout.dynamic_sampling", f"{message}; set it to false"
+
+
 CRITIC_RULES = (
     Rule("a critic of a family without a score head", "it gives one number for each token", (), _no_score_head),
     Rule("a critic of another shape", "it is cut over ranks as the model is", (), _other_shape),
     Rule("a critic with `fp16`", "there is one loss scale, for one model", (), _one_loss_scale),
+    Rule(
+        "a critic with another `rollout.engine` than local, or with `rollout.dynamic_sampling`",
+        "it learns from all that the run itself has drawn",
+        (),
+        _other_drawing,
+    ),
 )
 """Rules between sections, for stages with a critic."""

@@ -124,7 +124,7 @@ def test_plugins_list_and_info(run: Run) -> None:
         ["commands", "llmsuite (built in)", "ok"],
     ]
     stages = "stage dpo, stage lora, stage sft, stage pretrain, stage rm, stage kto, stage grpo, stage online_dpo"
-    stages += ", stage infer"
+    stages += ", stage ppo, stage infer"
     models = "model llama, model qwen, model qwen_moe, model ernie, model ernie_moe, model gpt, model deepseek"
     assert f"{stages}, {models}, device cpu" in out
     code, out, _ = run("plugins", "info", "builtin")

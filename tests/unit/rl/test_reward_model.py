@@ -20,8 +20,9 @@ from llmsuite.recipe.resolve import plan_run
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_model import model
 from llmsuite.rl.reward_sections import BUILTIN, ModelRewardSection
+from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.rewards import Rewards
-from llmsuite.specs import RewardServices, Score
+from llmsuite.specs import Score
 from tests.paths import ROOT
 from tests.unit import tiny_llama
 from tests.unit.rl.test_rewards import section

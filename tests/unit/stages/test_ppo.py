@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from llmsuite.recipe.critic import critic_plan
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.rl.advantages import generalised
 from llmsuite.schema.section import unread
+from llmsuite.stages.grpo import Group
 from llmsuite.stages.ppo import PpoStage
 from llmsuite.train.data import make_stage
 from llmsuite.train.stage import Batch
@@ -82,6 +84,38 @@ def test_advantages_and_returns(registry: Registry, sizes: tuple[int, ...]) -> N
         "beta": BETA,
     }
     assert metrics == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_an_environment_says_takes_no_part_in_advantages(registry: Registry) -> None:
+    made = stage(registry, "--ppo.gamma=0.9", "--ppo.gae_lambda=0.8", "--ppo.whiten_advantages=false")
+    episodes, rest = list[Group](), groups()
+    for group in rest:
+        rows = []
+        for c in group.completions:
+            is_own = [i % 3 != 1 for i in range(len(c.ids))]
+            rows.append(dataclasses.replace(c, is_own=is_own, logprobs=[-1.0 - i for i in range(sum(is_own))]))
+        episodes.append(dataclasses.replace(group, completions=rows))
+    assert any(len(c.ids) > c.num_own for group in episodes for c in group.completions)
+    batch = made.collate(episodes)
+    flat = [(c, reward) for group in episodes for c, reward in zip(group.completions, group.advantages)]
+    count = sum(c.num_own for c, _ in flat)
+    draw = np.random.default_rng(3)
+    batch["reference"] = draw.normal(-1, 0.5, count).astype("float32")
+    critic = Scores(draw.normal(0, 1, count).astype("float32"))
+    batch["values"] = made.values(critic, batch).numpy()
+    length = batch["input_ids"].shape[1]
+    before = [row * length + len(c.prompt_ids) - 1 for row, (c, _) in enumerate(flat)]
+    assert critic.places.tolist() == [begin + t for begin, (c, _) in zip(before, flat) for t in c.own]
+    made.finish_rollout([batch], list)
+    values, reference = iter(joined([batch], "values")), iter(joined([batch], "reference"))
+    rewards, said = [], []
+    for c, reward in flat:
+        rewards.append([-BETA * (logprob - next(reference)) for logprob in c.logprobs])
+        rewards[-1][-1] += reward
+        said.append([next(values) for _ in c.logprobs])
+    advantages, returns = (np.concatenate(rows) for rows in generalised(rewards, said, 0.9, 0.8))
+    np.testing.assert_allclose(joined([batch], "advantages"), advantages, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(joined([batch], "returns"), returns, rtol=1e-5, atol=1e-6)
 
 
 def test_without_whitening_an_advantage_is_the_return_less_the_value(registry: Registry) -> None:
@@ -173,6 +207,9 @@ def test_the_critic_is_a_run_with_other_weights_head_and_rate(registry: Registry
         ("engine.precision", ["--engine.precision=fp16"]),
         ("checkpoint.save_steps", ["--ppo.updates=4", "--checkpoint.save_steps=2"]),
         ("ppo.reference", ["--lora.rank=8"]),
+        ("rollout.max_staleness", ["--rollout.max_staleness=1"]),
+        ("rollout.engine", ["--rollout.engine=openai", '--rollout.openai.urls=["http://127.0.0.1:8000"]']),
+        ("rollout.dynamic_sampling", ["--rollout.dynamic_sampling=true", "--rollout.num_generations=4"]),
     ],
 )
 def test_what_cancels_itself_is_refused(registry: Registry, key: str, words: list[str]) -> None:
