@@ -65,6 +65,7 @@ ONES = {
     "nf4 experts": case("nf4 experts", words=("--train.micro_batch_size=8",), **NF4_EXPERTS),
     "ends": case("ends", words=("--train.micro_batch_size=8",), **ENDS),
 }
+# kinds of adapters on their other meshes: tests/parity/test_adapter_methods.py
 MANY: dict[str, tuple[str, Case]] = {
     "tp2, sequence parallel, recompute": ("sft", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,))),
     "tp2, static": ("sft", case("tp-static", 2, TP, (STATIC,))),
@@ -79,8 +80,6 @@ MANY: dict[str, tuple[str, Case]] = {
         "dropout",
         case("dropout-tp", 2, {**TP, **SP}, (RECOMPUTE,), **DROPOUT),
     ),
-    "dropout, pp2": ("dropout", case("dropout-pp", 2, INTERLEAVED, **DROPOUT)),
-    "dropout, stage3": ("dropout", case("dropout-stage3", 2, {"sharding": "stage3"}, **DROPOUT)),
     "nf4 experts, tp2, sequence parallel": ("nf4 experts", case("nf4-experts-tp", 2, {**TP, **SP}, **NF4_EXPERTS)),
     "nf4 experts, pp2": ("nf4 experts", case("nf4-experts-pp", 2, PP, **NF4_EXPERTS)),
     "nf4 experts, ep2, stage3": (
@@ -99,12 +98,8 @@ MANY: dict[str, tuple[str, Case]] = {
     ),
     "pissa, tp2, sequence parallel": ("pissa", case("pissa-tp", 2, {**TP, **SP}, **PISSA)),
     "mora, tp2, sequence parallel": ("mora", case("mora-tp", 2, {**TP, **SP}, (RECOMPUTE,), **MORA)),
-    "mora, stage3": ("mora", case("mora-stage3", 2, {"sharding": "stage3"}, **MORA)),
     "vera, tp2, sequence parallel": ("vera", case("vera-tp", 2, {**TP, **SP}, (RECOMPUTE,), **VERA)),
-    "vera, stage3": ("vera", case("vera-stage3", 2, {"sharding": "stage3"}, **VERA)),
     "lokr, tp2, sequence parallel": ("lokr", case("lokr-tp", 2, {**TP, **SP}, (RECOMPUTE,), **LOKR)),
-    "lokr, stage3": ("lokr", case("lokr-stage3", 2, {"sharding": "stage3"}, **LOKR)),
-    "pissa, stage3": ("pissa", case("pissa-stage3", 2, {"sharding": "stage3"}, **PISSA)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),
     "nf4, pp2": ("nf4", case("nf4-pp", 2, INTERLEAVED, **NF4)),
