@@ -54,11 +54,11 @@ class StructuredLinear(Adapter):
 
     def update(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """f of all inputs: x [..., I] and the adapter's parameters to [..., O]."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} has to define `update`")
 
     def own(self) -> list[Tensor]:
         """The adapter's parameters, as `update` takes them."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} has to define `own`")
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""

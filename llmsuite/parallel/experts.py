@@ -22,6 +22,7 @@ from llmsuite.models.experts import Experts, combine, dispatch, sort_rows
 from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
+from llmsuite.parallel.gradients import SumGradients
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.typing import Tensor
 
@@ -55,7 +56,7 @@ class SharedExperts:
         shape, num_slots = x.shape, self._mesh.degrees.ep * self._num_here
         if self._mesh.tensor is not None:
             x, weights, chosen = (self._whole(tensor) for tensor in (x, weights, chosen))
-            x, weights = (_SumGradients.apply(tensor, self._mesh.tensor_group) for tensor in (x, weights))
+            x, weights = (SumGradients.apply(tensor, self._mesh.tensor_group) for tensor in (x, weights))
         route = sort_rows(paddle.to_tensor(self._slots).index_select(chosen.flatten()), num_slots)
         rows = self._through_experts(dispatch(x.flatten(0, 1), route), route.counts)
         y = combine(rows, weights.flatten(0, 1), route).reshape(shape)
@@ -134,18 +135,3 @@ class _Sum(PyLayer):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
-
-
-class _SumGradients(PyLayer):
-    """Identity whose gradients are summed over a group, each rank of which does a part of the work with the tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        collective.sum_in_group(total, ctx.group)
-        return total

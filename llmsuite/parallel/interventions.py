@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import paddle.distributed as dist
-from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.models.reft import Intervention, chosen, intervene
-from llmsuite.parallel import collective
+from llmsuite.parallel.gradients import SumGradients
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.tensor import between_layers, reshard
 from llmsuite.typing import Tensor
@@ -42,22 +41,7 @@ class SharedIntervention:
         parts = [dtensor_to_local(part, tensor, [dist.Replicate()]) for part in self._module.parts()]
         is_chosen = chosen()
         if self._is_cut:
-            parts = [_SumGradients.apply(part, self._mesh.tensor_group) for part in parts]
+            parts = [SumGradients.apply(part, self._mesh.tensor_group) for part in parts]
             length, at = here.shape[1], self._mesh.coordinate["tp"]
             is_chosen = is_chosen[:, at * length : (at + 1) * length]
         return dtensor_from_local(intervene(here, is_chosen, *parts), tensor, self._placements)
-
-
-class _SumGradients(PyLayer):
-    """Identity whose gradient is summed over a group, each rank of which has some of the tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        collective.sum_in_group(total, ctx.group)
-        return total

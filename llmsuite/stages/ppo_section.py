@@ -10,8 +10,8 @@ from annotated_types import Ge
 
 from llmsuite.schema.numbers import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
-from llmsuite.specs import CriticProfile, PrePass, StageProfile
-from llmsuite.stages.rl_sections import directory_of
+from llmsuite.specs import CriticProfile, StageProfile
+from llmsuite.stages.rl_sections import ClippedPolicy
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class CriticSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
-class PpoSection(Section):
+class PpoSection(ClippedPolicy, Section):
     """Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv 1707.06347), as RLHF has it (Ouyang et
     al. 2022, arXiv 2203.02155)."""
 
@@ -84,41 +84,16 @@ class PpoSection(Section):
     correction_cap: ClassVar[float] = 2.0
 
     def profile(self) -> StageProfile:
-        """Pre-passes: log-probabilities before the first of several updates, and those of the reference."""
-        sums = ["ratio", "clip_ratio/low", "clip_ratio/high", "logprob_gap"]
-        prepasses: list[PrePass] = []
-        if self.updates > 1:
-            prepasses.append(PrePass(kind="model"))
-        if self.reference != "none":
-            sums.append("kl")
-            prepasses.append(PrePass(kind="adapters_off" if self.reference == "adapter_off" else "reference"))
-        if self.entropy_coef:
-            sums.append("entropy/exact")
-        return StageProfile(
-            sums=tuple(sums),
-            prepasses=tuple(prepasses),
-            updates=self.updates,
-            reference=directory_of(self.reference),
-            maxima=("logprob_gap/max",),
-            entropy=self.entropy_coef > 0,
-            critic=CriticProfile(
-                key="ppo.critic",
-                weights=self.critic.weights,
-                learning_rate=self.critic.learning_rate,
-                sums=("critic/error", "critic/clip_ratio"),
-            ),
+        critic = CriticProfile(
+            key="ppo.critic",
+            weights=self.critic.weights,
+            learning_rate=self.critic.learning_rate,
+            sums=("critic/error", "critic/clip_ratio"),
         )
-
-    @property
-    def upper(self) -> float:
-        """`epsilon_high`, with its default."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return dataclasses.replace(self.policy_profile(), critic=critic)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.beta > 0 and self.reference == "none":
-            yield "beta", f"is {self.beta}, but reference is none; set that to adapter_off or copy, or beta to 0"
-        if self.beta == 0 and self.reference != "none":
-            yield "reference", f"is {self.reference}, but beta is 0, so nothing is held to it; set it to none"
+        yield from self.reference_problems()
         if self.beta == 0 and self.kl_target is not None:
             yield "kl_target", "adapts beta, which is 0; set that to where it begins, such as 0.05, or remove this key"
         if self.dual_clip is not None and self.dual_clip <= 1 + self.upper:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
@@ -87,8 +87,52 @@ _NORMALISERS: Mapping[str, Normaliser] = {
 }
 
 
+class ClippedPolicy:
+    """What sections have in common whose stage holds a policy to the one that has drawn, and to a reference."""
+
+    epsilon: float
+    epsilon_high: float | None
+    updates: int
+    beta: float
+    reference: str
+    entropy_coef: float
+
+    def policy_profile(self, more: Sequence[str] = ()) -> StageProfile:
+        """Pre-passes: log-probabilities before the first of several updates, and those of the reference. `more` are
+        further sums of the loss."""
+        sums = ["ratio", "clip_ratio/low", "clip_ratio/high", "logprob_gap", *more]
+        prepasses: list[PrePass] = []
+        if self.updates > 1:
+            prepasses.append(PrePass(kind="model"))
+        if self.reference != "none":
+            sums.append("kl")
+            prepasses.append(PrePass(kind="adapters_off" if self.reference == "adapter_off" else "reference"))
+        if self.entropy_coef:
+            sums.append("entropy/exact")
+        return StageProfile(
+            sums=tuple(sums),
+            prepasses=tuple(prepasses),
+            updates=self.updates,
+            reference=directory_of(self.reference),
+            maxima=("logprob_gap/max",),
+            entropy=self.entropy_coef > 0,
+        )
+
+    @property
+    def upper(self) -> float:
+        """`epsilon_high`, with its default."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def reference_problems(self) -> Iterator[tuple[str, str]]:
+        """A divergence without a reference, or the reverse."""
+        if self.beta > 0 and self.reference == "none":
+            yield "beta", f"is {self.beta}, but reference is none; set that to adapter_off or copy, or beta to 0"
+        if self.beta == 0 and self.reference != "none":
+            yield "reference", f"is {self.reference}, but beta is 0, so nothing is held to it; set it to none"
+
+
 @dataclasses.dataclass(kw_only=True)
-class GrpoSection(Section):
+class GrpoSection(ClippedPolicy, Section):
     """Group relative policy optimisation and its relatives: completions with more reward than others become
     likelier."""
 
@@ -152,42 +196,15 @@ class GrpoSection(Section):
     there is nothing to learn. null: never."""
 
     def profile(self) -> StageProfile:
-        """Pre-passes: log-probabilities before the first of several updates, and those of the reference."""
-        sums = ["ratio", "clip_ratio/low", "clip_ratio/high", "logprob_gap"]
-        if self.rollout_correction != "none":
-            sums += ["correction", "correction/bounded"]
-        prepasses: list[PrePass] = []
-        if self.updates > 1:
-            prepasses.append(PrePass(kind="model"))
-        if self.reference != "none":
-            sums.append("kl")
-            prepasses.append(PrePass(kind="adapters_off" if self.reference == "adapter_off" else "reference"))
-        if self.entropy_coef:
-            sums.append("entropy/exact")
-        return StageProfile(
-            sums=tuple(sums),
-            prepasses=tuple(prepasses),
-            updates=self.updates,
-            reference=directory_of(self.reference),
-            maxima=("logprob_gap/max",),
-            entropy=self.entropy_coef > 0,
-        )
+        return self.policy_profile(("correction", "correction/bounded") if self.rollout_correction != "none" else ())
 
     @property
     def normaliser(self) -> Normaliser:
         """How the losses of tokens are averaged, see `rl_losses.token_weights`."""
         return _NORMALISERS[self.loss]
 
-    @property
-    def upper(self) -> float:
-        """`epsilon_high`, with its default."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.beta > 0 and self.reference == "none":
-            yield "beta", f"is {self.beta}, but reference is none; set that to adapter_off or copy, or beta to 0"
-        if self.beta == 0 and self.reference != "none":
-            yield "reference", f"is {self.reference}, but beta is 0, so nothing is held to it; set it to none"
+        yield from self.reference_problems()
         if self.beta == 0 and self.kl != "k3":
             yield "kl", "has no effect while beta is 0; set that too, or remove it"
         for key in ("correction_level", "correction_cap") if self.rollout_correction == "none" else ():
