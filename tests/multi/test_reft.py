@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import INTERLEAVED, PP, RECOMPUTE, SP, TP
+from tests.multi.test_lora import PP, RECOMPUTE, SP, TP
 from tests.parity.cases import STEPS, Case, compare, run_cases
 from tests.parity.lora import case
 
@@ -24,12 +24,9 @@ ONES = {
     "some": case("some", words=ONE_PASS, **SOME),  # type: ignore[arg-type]
 }
 MANY: dict[str, tuple[str, Case]] = {
-    "tp2": ("some", case("tp", 2, TP, **SOME)),  # type: ignore[arg-type]
     "tp2, sequence parallel, recompute": ("all", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,), **ALL)),  # type: ignore[arg-type]
-    "pp2 interleaved": ("all", case("pp", 2, INTERLEAVED, **ALL)),  # type: ignore[arg-type]
     "pp2, some": ("some", case("pp-some", 2, PP, (RECOMPUTE,), **SOME)),  # type: ignore[arg-type]
     "stage3": ("all", case("stage3", 2, {"sharding": "stage3"}, **ALL)),  # type: ignore[arg-type]
-    "stage3, recompute": ("some", case("stage3-again", 2, {"sharding": "stage3"}, (RECOMPUTE,), **SOME)),  # type: ignore[arg-type]
 }
 
 

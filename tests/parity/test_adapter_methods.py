@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.test_lora import ADAMW, PP, RECOMPUTE, SP, STATIC, STEM, TP
-from tests.parity.cases import GRADIENT_LIMIT, Case, compare, run_cases
+from tests.parity.cases import GRADIENT_LIMIT, STEPS, Case, compare, run_cases
 from tests.parity.lora import case
 
 METHODS: dict[str, tuple[str, ...]] = {
@@ -67,7 +69,20 @@ TABLE: dict[str, tuple[Case, Case]] = {
 def failed(runner: Runner) -> dict[str, str]:
     """Runs everything; what was printed of the cases that did not end well."""
     ones = {one.name: one for one, _ in TABLE.values()}
-    return run_cases(runner, [*ones.values(), *(many for _, many in TABLE.values())])
+    failed = run_cases(runner, [*ones.values(), *(many for _, many in TABLE.values())])
+    again = []
+    for method in METHODS:
+        checkpoint = "checkpoints/step-1"
+        shutil.copytree(
+            runner.directory / _one(method).name / checkpoint, runner.directory / _again(method) / checkpoint
+        )
+        words = ("--train.micro_batch_size=8",)
+        again.append(case(_again(method), words=words, resume=True, **_run(method)))  # type: ignore[arg-type]
+    return failed | run_cases(runner, again)
+
+
+def _again(method: str) -> str:
+    return f"again {method}"
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -82,3 +97,16 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], name:
     found = compare(runner, one.name, many.name, STEM, of_change, falls, limit)
     print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
     assert found.problems == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_kind_is_continued_bit_by_bit(runner: Runner, failed: dict[str, str], method: str) -> None:
+    names = (_one(method).name, _again(method))
+    assert not {*names} & failed.keys(), failed
+    for stem in (STEM, "adapter_state", "optimizer"):
+        whole, again = (runner.weights(name, STEPS, stem) for name in names)
+        assert whole.keys() == again.keys()
+        for name, value in whole.items():
+            assert value.tobytes() == again[name].tobytes(), name
+    before = runner.weights(names[0], 1, STEM)
+    assert any((value != before[name]).any() for name, value in runner.weights(names[0], STEPS, STEM).items())

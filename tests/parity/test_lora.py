@@ -5,7 +5,25 @@ from __future__ import annotations
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import ADAMW, INTERLEAVED, NF4, PP, PREFERENCE, RECOMPUTE, SOME, SP, STATIC, STEM, TIED, TP
+from tests.multi.test_lora import (
+    ADAMW,
+    DROPOUT,
+    ENDS,
+    EP,
+    EXPERTS,
+    INTERLEAVED,
+    NF4,
+    NF4_EXPERTS,
+    PP,
+    PREFERENCE,
+    RECOMPUTE,
+    SOME,
+    SP,
+    STATIC,
+    STEM,
+    TIED,
+    TP,
+)
 from tests.parity.cases import GRADIENT_LIMIT, Case, compare, run_cases
 from tests.parity.lora import case
 
@@ -39,6 +57,10 @@ RUNS: dict[str, dict[str, object]] = {
         f"{family} {dtype}": {"family": family, "run": (f"--lora.base_dtype={dtype}", "--lora.base_block=8")}
         for family, dtype in (("qwen", "fp4"), ("gpt", "int8"))
     },
+    "dropout": DROPOUT,
+    "ends": ENDS,
+    "experts": EXPERTS,
+    "nf4 experts": NF4_EXPERTS,
     "head": {"run": ('--lora.target_modules=["lm_head", "o_proj", "down_proj"]',)},
 }
 STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
@@ -70,6 +92,15 @@ STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "qwen fp4 tp2 sp pp2 recompute": ("qwen fp4", 4, {**TP, **SP, **PP}, (RECOMPUTE,)),
     "gpt int8 tp2": ("gpt int8", 2, TP, ()),
     "gpt int8 stage3 recompute": ("gpt int8", 2, _sharded(3), (RECOMPUTE,)),
+    "nf4 pp2": ("nf4", 2, INTERLEAVED, ()),
+    "nf4 stage3": ("nf4", 2, {"sharding": "stage3"}, ()),
+    "dropout, micro-batches of 1": ("dropout", 1, {}, ("--train.micro_batch_size=1",)),
+    "ends stage3": ("ends", 2, {"sharding": "stage3"}, (RECOMPUTE,)),
+    "experts tp2 sp": ("experts", 2, {**TP, **SP}, ()),
+    "experts pp2": ("experts", 2, PP, (RECOMPUTE,)),
+    "experts ep2": ("experts", 2, EP, ()),
+    "nf4 experts tp2 sp": ("nf4 experts", 2, {**TP, **SP}, ()),
+    "nf4 experts pp2": ("nf4 experts", 2, PP, ()),
     "head tp2 sp": ("head", 2, {**TP, **SP}, ()),
     "head stage3": ("head", 2, _sharded(3), ()),
 } | {
