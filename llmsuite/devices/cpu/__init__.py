@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import resource
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu.kernels.source import build_kernels, can_be_built
+from llmsuite.devices.cpu.processor import mkl_path
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
@@ -50,9 +50,8 @@ class CpuBackend(DeviceBackend):
             "KMP_BLOCKTIME": "0",
             "PADDLE_DISTRI_BACKEND": self.collectives,
         }
-        if is_amd():
-            # the MKL in the wheel of Paddle 3.3.1 takes its slowest path on AMD unless this says that the CPU has AVX2
-            variables["MKL_DEBUG_CPU_TYPE"] = "5"
+        if path := mkl_path():
+            variables["MKL_DEBUG_CPU_TYPE"] = path
         return variables
 
     def kernels(self, precision: str) -> Mapping[str, str]:
@@ -115,12 +114,3 @@ def keep_freed_memory() -> None:
     if hasattr(library, "mallopt") and not tuned:
         library.mallopt(_M_TRIM_THRESHOLD, 128 << 20)
         library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value it adapts to by itself; once set, it stays
-
-
-def is_amd() -> bool:
-    """Whether the processor is AMD's."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return any("AuthenticAMD" in line for line in lines if line.startswith("vendor_id"))
-    except OSError:
-        return "AMD" in platform.processor()

@@ -71,7 +71,7 @@ def test_two_paddles_overwrite_each_other(monkeypatch: Patch) -> None:
 
 
 def test_the_wrong_path_of_mkl(monkeypatch: Patch, registry: Registry) -> None:
-    monkeypatch.setattr("llmsuite.devices.cpu.is_amd", lambda: True)
+    monkeypatch.setattr("llmsuite.devices.cpu.mkl_path", lambda: "5")
     monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "4")
     level, text = told(doctor._device("cpu", registry))["MKL path"]
     assert (level, text.endswith("unset MKL_DEBUG_CPU_TYPE")) == ("warn", True)

@@ -172,33 +172,50 @@ def test_peak_memory_is_that_of_this_process() -> None:
     assert 10 << 20 < BACKENDS["cpu"].peak_memory_bytes() < 1 << 40
 
 
-CPUINFO = "processor : 0\nvendor_id : {}\nmodel name : AuthenticAMD is not named here\n"
+CPUINFO = """processor : 0
+vendor_id : {}
+model name : AuthenticAMD is not named here
+flags : fpu {}
+
+processor : 1
+vendor_id : Other
+"""
+AVX2, AVX512 = "avx2 fma", "avx2 fma avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16"
 
 
-@pytest.mark.parametrize(("vendor", "amd"), [("AuthenticAMD", True), ("GenuineIntel", False)])
-def test_the_cpu_environment(vendor: str, amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmsuite.devices.cpu.open", lambda path: io.StringIO(CPUINFO.format(vendor)), raising=False)
+@pytest.mark.parametrize(
+    ("vendor", "flags", "path"),
+    [
+        ("AuthenticAMD", AVX2, {"MKL_DEBUG_CPU_TYPE": "5"}),
+        ("AuthenticAMD", AVX512, {"MKL_DEBUG_CPU_TYPE": "7"}),
+        ("AuthenticAMD", "avx2 fma avx512f avx512cd", {"MKL_DEBUG_CPU_TYPE": "5"}),
+        ("GenuineIntel", AVX512, {}),
+    ],
+)
+def test_the_cpu_environment(vendor: str, flags: str, path: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = CPUINFO.format(vendor, flags)
+    monkeypatch.setattr("llmsuite.devices.cpu.processor.open", lambda path: io.StringIO(text), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     expected = {
         "OMP_NUM_THREADS": "3",
         "MKL_NUM_THREADS": "3",
         "KMP_BLOCKTIME": "0",
         "PADDLE_DISTRI_BACKEND": "gloo",
-        **({"MKL_DEBUG_CPU_TYPE": "5"} if amd else {}),
+        **path,
     }
     assert CpuBackend().environment(2) == expected
     assert CpuBackend().environment(1)["OMP_NUM_THREADS"] == "6"
     assert CpuBackend().environment(9)["OMP_NUM_THREADS"] == "1", "never none"
 
 
-def test_amd_is_told_without_proc_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_of_mkl_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(path: str) -> Any:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr("llmsuite.devices.cpu.open", absent, raising=False)
-    for processor, amd in (("AMD64 Family 25", True), ("arm", False)):
+    monkeypatch.setattr("llmsuite.devices.cpu.processor.open", absent, raising=False)
+    for processor, path in (("AMD64 Family 25", "5"), ("arm", None)):
         monkeypatch.setattr("platform.processor", lambda processor=processor: processor)
-        assert ("MKL_DEBUG_CPU_TYPE" in CpuBackend().environment(1)) is amd
+        assert CpuBackend().environment(1).get("MKL_DEBUG_CPU_TYPE") == path
 
 
 def test_the_environment_of_the_others() -> None:
