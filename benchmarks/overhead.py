@@ -47,7 +47,7 @@ def main() -> int:
         return work(arguments.ranks, arguments.steps)
     backend = CpuBackend()
     backend.prepare_ranks()
-    environment, found = backend.environment(arguments.ranks), []
+    environment, found = backend.variables(arguments.ranks, 0), []
     for number in range(arguments.launches):
         with tempfile.TemporaryDirectory() as directory:
             os.environ["LLMSUITE_OVERHEAD"] = directory

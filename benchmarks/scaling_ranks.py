@@ -44,7 +44,7 @@ def main(file: Path, directory: Path) -> int:
         backend.after_paddle()
         return run_cases(asked["cases"], asked["steps"], directory)
 
-    environment = backend.environment(num_ranks)
+    environment = backend.variables(num_ranks, 0)
     return launch(work, num_ranks, directory / "logs", lambda _: environment, lambda text: None, None, 300.0)
 
 

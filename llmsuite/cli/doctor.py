@@ -247,7 +247,7 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
                 command,
                 args.num_devices,
                 Path(logs),
-                lambda rank: {**backend.environment(args.num_devices), **backend.rank_environment(rank)},
+                lambda rank: backend.variables(args.num_devices, rank),
                 output.append,
                 machines,
                 _STALL_SECONDS,

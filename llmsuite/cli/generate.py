@@ -213,7 +213,7 @@ def _launch(args: Any, registry: Registry) -> int:
     backend.prepare_ranks()
 
     def environment(local_rank: int) -> dict[str, str]:
-        return {**backend.environment(args.num_devices), **backend.rank_environment(local_rank)}
+        return backend.variables(args.num_devices, local_rank)
 
     def write(text: str) -> None:
         print(text, end="", flush=True)

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsuite.cli.exits import exit_code
 from llmsuite.errors import RecipeError, UserError
@@ -18,6 +18,9 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.schema.section import as_plain
 from llmsuite.specs import Command
+
+if TYPE_CHECKING:
+    from llmsuite.launch.machines import Machines
 
 
 def add_arguments(parser: Any) -> None:
@@ -38,10 +41,12 @@ def run(args: Any, registry: Registry) -> int:
     plan = plan_run(args.recipe, args.overrides, registry, args.smoke)
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
+    from llmsuite.launch.machines import Machines
     from llmsuite.recipe.fetch import fetch_names
     from llmsuite.recipe.notes import few_rows
 
-    _check(args, plan)
+    machine, master = _machine(plan)
+    _check(args, plan, machine)
     where = plan.recipe.launch
     # read in every rank, or they would be keys without effect
     stall_seconds, logs = where.stall_seconds, Path(where.log_dir) if where.log_dir else plan.output_dir / "logs"
@@ -75,37 +80,64 @@ def run(args: Any, registry: Registry) -> int:
     plan.fetched(_say)
     if not starts_ranks:
         return _work(plan, registry, args.resume)
-    return _launch(plan, registry, args.resume, logs, stall_seconds)
+    machines = Machines(machine, where.nnodes, master, _shared_part(plan))
+    return _launch(plan, registry, args.resume, logs, stall_seconds, machines)
 
 
-def _check(args: Any, plan: RunPlan) -> None:
-    """Raise UserError if files are missing, a machine is not named, or the output directory is in use."""
+def _machine(plan: RunPlan) -> tuple[int, str]:
+    """The number of this machine, and host:port of machine 0, by the recipe or a scheduler; 0 and "" where nothing
+    depends on them: in a run on one machine, and in a rank, which its launcher has told.
+
+    Raises:
+        UserError: a machine is not named.
+    """
     from llmsuite.launch.launch import is_worker
+    from llmsuite.launch.scheduler import check_place, find_place
 
     where = plan.recipe.launch
+    number, master = where.node_rank, where.master  # read in every rank, or they would be keys without effect
+    if where.nnodes == 1 or is_worker():
+        return 0, ""
+    place = find_place(os.environ)
+    if number is None:
+        if place is None:
+            raise UserError(fan_out(sys.argv[1:], plan))
+        check_place(place, where.nnodes)
+        number = place.number
+    if master is None:
+        if place is None or place.master is None:
+            message = "is required with several machines; set it to host:port of machine 0, which the others connect to"
+            raise RecipeError([plan.loaded.problem("launch.master", message)])
+        master = place.master
+    return number, master
+
+
+def _check(args: Any, plan: RunPlan, machine: int) -> None:
+    """Raise UserError if files are missing or the output directory is in use."""
+    from llmsuite.launch.launch import is_worker, is_worker_of_others
+
     if not is_worker():  # a rank checks the files it reads itself
         plan.check_files()
-    if where.nnodes > 1 and where.node_rank is None:
-        raise UserError(fan_out(sys.argv[1:], plan))
-    if where.nnodes > 1 and where.master is None:
-        message = "is required with several machines; set it to host:port of machine 0, which the others connect to"
-        raise RecipeError([plan.loaded.problem("launch.master", message)])
-    if not args.resume and not where.node_rank:  # only machine 0 writes there
+        first = machine == 0  # only machine 0 writes there
+    else:
+        first = is_worker_of_others() and os.environ["PADDLE_TRAINER_ID"] == "0"
+    if first and not args.resume:
         if args.smoke and not any(word.startswith("--output_dir") for word in args.overrides):
             shutil.rmtree(plan.output_dir, ignore_errors=True)  # left by an earlier --smoke, not worth keeping
         plan.check_output()
 
 
-def _launch(plan: RunPlan, registry: Registry, resume: bool, logs: Path, stall_seconds: float | None) -> int:
+def _launch(
+    plan: RunPlan, registry: Registry, resume: bool, logs: Path, stall_seconds: float | None, machines: Machines
+) -> int:
     """Start the ranks of this machine and wait for them; `logs` is where their output goes."""
     from llmsuite.launch.launch import launch
-    from llmsuite.launch.machines import Machines
     from llmsuite.launch.ranks import can_fork
 
     backend, where = plan.device.factory(), plan.recipe.launch
 
     def environment(local_rank: int) -> dict[str, str]:
-        return {**backend.environment(where.num_devices), **backend.rank_environment(local_rank)}
+        return backend.variables(where.num_devices, local_rank)
 
     def forked() -> int:
         backend.after_paddle()
@@ -114,7 +146,6 @@ def _launch(plan: RunPlan, registry: Registry, resume: bool, logs: Path, stall_s
     if backend.forks:
         _import_ahead(plan)
     work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
-    machines = Machines(where.node_rank or 0, where.nnodes, where.master or "", _shared_part(plan))
     code = launch(work, where.num_devices, logs, environment, _write, machines, stall_seconds)
     _note_end(plan.output_dir, code)
     return code
@@ -149,15 +180,15 @@ def fan_out(words: Sequence[str], plan: RunPlan) -> str:
         plan: a run on more than one machine.
     """
     count, more = plan.recipe.launch.nnodes, [] if plan.recipe.launch.master else ["--launch.master=HOST0:29500"]
-    run = f"cd {shlex.quote(str(Path.cwd()))} && llmsuite {shlex.join([*words, *more])} --launch.node_rank="
+    run = f"llmsuite {shlex.join([*words, *more])}"
+    by_ssh = f"cd {shlex.quote(str(Path.cwd()))} && {run} --launch.node_rank="
     lines = [
         f"launch.node_rank: is required with {count} machines: each starts its own ranks, where the same files",
         "are. HOST0 and so on stand for their names. By ssh, one line for each machine:",
-        *(f"  ssh HOST{k} {shlex.quote(run + str(k))}" for k in range(count)),
-        "by mpirun:",
-        f"  mpirun -np {count} --map-by ppr:1:node bash -c {shlex.quote(run + '$OMPI_COMM_WORLD_RANK')}",
-        "by Slurm:",
-        f"  srun --nodes={count} --ntasks-per-node=1 bash -c {shlex.quote(run + '$SLURM_NODEID')}",
+        *(f"  ssh HOST{k} {shlex.quote(by_ssh + str(k))}" for k in range(count)),
+        "by mpirun, Slurm or Kubernetes, whose numbers of machines are found:",
+        f"  mpirun -np {count} --map-by ppr:1:node {run}",
+        f"  srun --nodes={count} --ntasks-per-node=1 llmsuite {shlex.join(words)}",
     ]
     return "\n".join(lines)
 

@@ -23,6 +23,15 @@ FLASH_ATTENTION = {"causal_mask": "no_mask", "document_mask": "document_ends", "
 """Part of a table of `DeviceBackend.kernels`: Paddle's flash attention, with its forms of a mask."""
 
 
+def selected(variable: str, local_rank: int) -> int:
+    """Number of the device that a launcher has selected for a rank, read as Paddle reads it; else the rank's own.
+
+    The ranks 0 to 3 that `paddle.distributed.launch --gpus 4,5,6,7` starts have the devices 4 to 7. Paddle switches to
+    them when the ranks meet; what was put on another device before stays there.
+    """
+    return int(os.environ.get(variable, str(local_rank)).split(",")[0])
+
+
 class DeviceBackend(abc.ABC):
     """One kind of device. The rest of llmsuite asks it, and never asks for a device by name."""
 
@@ -83,8 +92,13 @@ class DeviceBackend(abc.ABC):
         return {}
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        """Variables that differ from rank to rank, for a launcher."""
+        """Variables that differ from rank to rank, for a launcher; they win over what the user has set."""
         return {}
+
+    def variables(self, local_ranks: int, local_rank: int) -> dict[str, str]:
+        """What a launcher adds to the environment of a rank, or replaces there."""
+        mine = self.environment(local_ranks)
+        return {**{name: os.environ.get(name, mine[name]) for name in mine}, **self.rank_environment(local_rank)}
 
     def select(self, numbers: Sequence[int]) -> dict[str, str]:
         """Variables that let this machine's ranks have these devices; set before Paddle is imported.
@@ -118,7 +132,8 @@ class DeviceBackend(abc.ABC):
 
     @abc.abstractmethod
     def activate(self, local_rank: int) -> None:
-        """Make this rank's device the current one."""
+        """Make this rank's device the current one, before anything is on a device: the one that its launcher has
+        selected, see `selected`, or that of its number."""
 
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:

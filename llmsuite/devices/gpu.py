@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend
+from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend, selected
 
 _KERNELS = {"rms_norm": "fused_rms_norm", "rotary": "fused_rotary", "swiglu": "fused_swiglu"}
+
+_SELECTED = "FLAGS_selected_gpus"
 
 
 class GpuBackend(DeviceBackend):
@@ -28,7 +30,7 @@ class GpuBackend(DeviceBackend):
         return {"NVIDIA_TF32_OVERRIDE": "0"}
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        return {"FLAGS_selected_gpus": str(local_rank)}  # init_parallel_env insists on it
+        return {_SELECTED: str(local_rank)}  # init_parallel_env insists on it
 
     def unavailable(self, num_devices: int) -> str | None:
         import paddle
@@ -43,7 +45,7 @@ class GpuBackend(DeviceBackend):
     def activate(self, local_rank: int) -> None:
         import paddle
 
-        paddle.set_device(f"gpu:{local_rank}")
+        paddle.set_device(f"gpu:{selected(_SELECTED, local_rank)}")
 
     def peak_memory_bytes(self) -> int:
         import paddle

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend
+from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend, selected
 
 # no fused RMSNorm: on XPU it comes from a package of its own, not with Paddle
 _KERNELS = {"rotary": "fused_rotary", "swiglu": "fused_swiglu"}
+
+_SELECTED = "FLAGS_selected_xpus"
 
 
 class XpuBackend(DeviceBackend):
@@ -25,7 +27,7 @@ class XpuBackend(DeviceBackend):
         return _KERNELS if precision == "fp32" else {**_KERNELS, **FLASH_ATTENTION}
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        return {"FLAGS_selected_xpus": str(local_rank)}  # init_parallel_env insists on it
+        return {_SELECTED: str(local_rank)}  # init_parallel_env insists on it
 
     def unavailable(self, num_devices: int) -> str | None:
         import paddle
@@ -40,7 +42,7 @@ class XpuBackend(DeviceBackend):
     def activate(self, local_rank: int) -> None:
         import paddle
 
-        paddle.set_device(f"xpu:{local_rank}")
+        paddle.set_device(f"xpu:{selected(_SELECTED, local_rank)}")
 
     def peak_memory_bytes(self) -> int:
         import paddle

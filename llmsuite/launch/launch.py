@@ -37,6 +37,11 @@ def is_worker() -> bool:
     return "PADDLE_TRAINER_ID" in os.environ
 
 
+def is_worker_of_others() -> bool:
+    """Whether another launcher than this one has started this process as one of several ranks."""
+    return is_worker() and CALLS not in os.environ
+
+
 def launch(
     work: Sequence[str] | Callable[[], int],
     num_ranks: int,
@@ -53,7 +58,7 @@ def launch(
             exit code.
         num_ranks: processes to start on this machine.
         log_dir: directory for `workerlog.N`, the output of rank N.
-        environment: variables of a rank, by its number on this machine; variables set by the user take precedence.
+        environment: variables of a rank, by its number on this machine; they win over those that the user has set.
         write: receives the output of this machine's first rank, as it comes, and the end of the log of failed ranks.
         machines: all machines of the run; None for this one alone.
         stall_seconds: end the run when nothing has happened in any rank here for this long; see `hang.Watch`.
@@ -84,8 +89,8 @@ def launch(
         for local in range(num_ranks):
             rank = first + local
             variables = {
-                **environment(local),
                 **os.environ,
+                **environment(local),
                 "PADDLE_TRAINER_ID": str(rank),
                 "PADDLE_TRAINERS_NUM": str(machines.count * num_ranks),
                 "PADDLE_LOCAL_RANK": str(local),

@@ -105,11 +105,11 @@ class Machines:
         deadline = time.monotonic() + _MEET_SECONDS
         endpoints: dict[int, list[str]] = {}
         try:
-            listener = socket.create_server((host, port), backlog=self.count)
+            listener = socket.create_server((_listening_address(host), port), backlog=self.count)
         except OSError as error:
             raise UserError(f"launch.master: machine 0 cannot listen at {self._master}: {error}") from error
+        addresses: list[str] = []
         with listener:
-            address = listener.getsockname()[0]
             while len(self._peers) < self.count - 1:
                 missing = sorted({*range(1, self.count)} - self._peers.keys())
                 listener.settimeout(max(0.1, deadline - time.monotonic()))
@@ -130,6 +130,9 @@ class Machines:
                     self._send_to(peer, {"refused": refusal})
                     raise UserError(refusal)
                 self._peers[hello["machine"]], endpoints[hello["machine"]] = peer, hello["endpoints"]
+                addresses.append(connection.getsockname()[0])
+        # where the others have reached this machine; not by what name it calls itself
+        address = next((found for found in addresses if not _is_loopback(found)), addresses[0])
         own = [f"{address}:{p}" for p in free_ports(address, num_ranks + 1)]
         whole = [*own, *(e for machine in sorted(endpoints) for e in endpoints[machine])]
         self._send(list(self._peers), {"endpoints": whole})
@@ -201,6 +204,20 @@ class _Peer:
             if messages := self.receive():
                 return messages[0]
         raise UserError("another machine of the run went away before it began")
+
+
+def _listening_address(host: str) -> str:
+    """Where machine 0 listens: at the address of its name; at all of them, "", where its name is one for itself.
+
+    Debian and Ubuntu map a machine's own name to 127.0.1.1 in its /etc/hosts, where no other machine gets through.
+    """
+    if host == "localhost" or _is_loopback(host):
+        return host  # all launchers are on this machine
+    return "" if _is_loopback(socket.gethostbyname(host)) else host
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")
 
 
 def _address(master: str) -> tuple[str, int]:

@@ -63,7 +63,7 @@ def test_threads_go_on_while_a_rank_waits(tmp_path: Path, monkeypatch: pytest.Mo
     backend.prepare_ranks()
 
     def environment(rank: int) -> dict[str, str]:
-        return {**backend.environment(2), **backend.rank_environment(rank)}
+        return backend.variables(2, rank)
 
     words = [sys.executable, "-m", "llmsuite", "reshard-lock", str(tmp_path / "sign")]
     code = launch(words, 2, tmp_path / "logs", environment, said.append)

@@ -34,7 +34,9 @@ def main() -> int:
             backend.after_paddle()
         return int(module.main(*words))
 
-    return launch(work, num_ranks, logs, lambda _: backend.environment(num_ranks), lambda text: print(text, end=""))
+    return launch(
+        work, num_ranks, logs, lambda local: backend.variables(num_ranks, local), lambda text: print(text, end="")
+    )
 
 
 if __name__ == "__main__":

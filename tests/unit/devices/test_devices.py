@@ -130,8 +130,12 @@ def test_the_cpu_is_always_there() -> None:
 def test_each_rank_takes_the_device_of_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     monkeypatch.setattr(paddle, "set_device", taken.append)
+    monkeypatch.delenv(f"FLAGS_selected_{name}s", raising=False)
     BACKENDS[name].activate(3)
-    assert taken == [f"{name}:3"]
+    # as of paddle.distributed.launch --gpus 4,5,6,7, which Paddle itself turns to when the ranks meet
+    monkeypatch.setenv(f"FLAGS_selected_{name}s", "7")
+    BACKENDS[name].activate(3)
+    assert taken == [f"{name}:3", f"{name}:7"]
 
 
 TAKES_MEMORY_AGAIN = """
@@ -224,6 +228,13 @@ def test_the_environment_of_the_others() -> None:
     assert BACKENDS["cpu"].rank_environment(3) == {}
     assert BACKENDS["gpu"].rank_environment(3) == {"FLAGS_selected_gpus": "3"}
     assert BACKENDS["xpu"].rank_environment(3) == {"FLAGS_selected_xpus": "3"}
+
+
+def test_the_number_of_a_rank_wins_over_what_the_shell_has_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else FLAGS_selected_gpus=0 in a shell's profile puts all ranks on one device."""
+    monkeypatch.setenv("FLAGS_selected_gpus", "0")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert BACKENDS["gpu"].variables(8, 3) == {"FLAGS_selected_gpus": "3", "NVIDIA_TF32_OVERRIDE": "1"}
 
 
 def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,11 @@ def test_each_has_its_environment_and_its_log(tmp_path: Path) -> None:
     assert "PADDLE_TRAINER_ID" not in os.environ
 
 
+def test_what_a_rank_is_given_wins_over_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL", "of the shell")
+    assert _launch(lambda: print(os.environ["LOCAL"]) or 0, tmp_path, 1) == (0, "0\n")
+
+
 def test_one_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
     def work() -> int:
         if _rank() == 0:

@@ -138,3 +138,20 @@ def test_an_address_that_is_not_of_machine_0_is_named(monkeypatch: pytest.Monkey
         Machines(1, 2, address, "run").meet(_free_ports, 2)
     with pytest.raises(UserError, match=r"machines \[1\] did not connect to"):
         Machines(0, 2, address, "run").meet(_free_ports, 2)
+
+
+def test_a_name_that_is_machine_0s_own_loopback_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of Debian's /etc/hosts: "127.0.1.1 HOST0". The others reach machine 0 at its address in their network."""
+    port = _free_ports("127.0.0.1", 1)[0]
+    monkeypatch.setattr(socket, "gethostbyname", {"HOST0": "127.0.1.1", "HOST1": "10.0.0.1"}.__getitem__)
+    assert machines._listening_address("HOST0") == ""  # at all addresses
+    assert machines._listening_address("HOST1") == "HOST1"
+    assert [machines._listening_address(name) for name in ("localhost", "127.0.0.1")] == ["localhost", "127.0.0.1"]
+    # this machine's only other address stands for the network: 127.0.0.5 is not what the name of machine 0 stands for
+    monkeypatch.setattr(machines, "_is_loopback", lambda address: address == "127.0.1.1")
+    pair = [Machines(0, 2, f"HOST0:{port}", "run"), Machines(1, 2, f"127.0.0.5:{port}", "run")]
+    found = _meet(pair)
+    assert found[0] == found[1]
+    assert [endpoint.split(":")[0] for endpoint in found[0][:3]] == ["127.0.0.5"] * 3  # the store, and its ranks
+    for launcher in pair:
+        launcher.close()

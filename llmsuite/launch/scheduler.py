@@ -1,0 +1,122 @@
+"""What a scheduler tells the process that it starts on each machine: the machine's number, and where machine 0 is.
+
+With it one command line does for all machines. Schedulers say it in variables; those that are read here are documented
+by Open MPI (mpirun), Slurm (srun), Kubeflow's training operator (PaddleJob), Volcano (the plugins env and svc) and
+Kubernetes (a Job with completionMode Indexed). What a recipe or a command line says wins over all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import socket
+from collections.abc import Mapping
+
+from llmsuite.errors import UserError
+
+DEFAULT_PORT = 29500
+"""Port of machine 0 where a scheduler names the machine and no port."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One machine among those that a scheduler has started a command on."""
+
+    by: str
+    """The scheduler."""
+    number: int
+    """Number of this machine, from 0."""
+    count: int | None = None
+    """Machines; None when the scheduler does not say."""
+    processes: int = 1
+    """Processes that the scheduler has started on this machine."""
+    master: str | None = None
+    """host:port of machine 0; None when the scheduler does not say."""
+
+
+def find_place(variables: Mapping[str, str]) -> Place | None:
+    """The place of this machine by the variables of a process; None when no scheduler gives it one."""
+    # Open MPI starts its daemons by the others, whose variables then describe the daemon
+    for read in (_open_mpi, _slurm, _paddle_job, _volcano, _indexed_job):
+        if (place := read(variables)) is not None:
+            if place.master is None and (host := variables.get("MASTER_ADDR")):
+                master = f"{host}:{variables.get('MASTER_PORT', DEFAULT_PORT)}"
+                return dataclasses.replace(place, master=master)
+            return place
+    return None
+
+
+def check_place(place: Place, num_machines: int) -> None:
+    """Raise UserError when a scheduler has started something else than one process on each machine of the run."""
+    if place.processes > 1:
+        raise UserError(
+            f"launch.nnodes: {place.by} has started {place.processes} processes on this machine; start one, which "
+            "starts the ranks of the machine: mpirun --map-by ppr:1:node, srun --ntasks-per-node=1"
+        )
+    if place.count is not None and place.count != num_machines:
+        raise UserError(
+            f"launch.nnodes: is {num_machines}, and {place.by} has started this on {place.count} machines; set "
+            f"--launch.nnodes={place.count}, or number the machines yourself with --launch.node_rank"
+        )
+
+
+def _open_mpi(variables: Mapping[str, str]) -> Place | None:
+    if "OMPI_COMM_WORLD_RANK" not in variables:
+        return None
+    processes = int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    # with one process on each machine ranks are machines
+    return Place("mpirun", int(variables["OMPI_COMM_WORLD_RANK"]), int(variables["OMPI_COMM_WORLD_SIZE"]), processes)
+
+
+def _slurm(variables: Mapping[str, str]) -> Place | None:
+    # SLURM_STEP_… are those of srun; a batch script has a SLURM_NODEID too, and runs on the first machine alone
+    if "SLURM_STEP_NUM_NODES" not in variables or "SLURM_NODEID" not in variables:
+        return None
+    number = int(variables["SLURM_NODEID"])
+    of_machines = _repeated(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    processes = of_machines[number] if number < len(of_machines) else 1
+    names = variables.get("SLURM_STEP_NODELIST")
+    master = f"{_first_name(names)}:{DEFAULT_PORT}" if names else None
+    return Place("Slurm", number, int(variables["SLURM_STEP_NUM_NODES"]), processes, master)
+
+
+def _repeated(counts: str) -> list[int]:
+    """Slurm's counts of machines, such as "2(x3),1" for 2, 2, 2, 1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def _first_name(names: str) -> str:
+    """The first of Slurm's names of machines, such as "gpu[07-09,12],login" for gpu07 and others."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", names)
+    assert first is not None
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
+
+
+def _paddle_job(variables: Mapping[str, str]) -> Place | None:
+    if not {"PADDLE_JOB_ID", "PADDLE_NNODES", "PADDLE_MASTER"} <= variables.keys():
+        return None
+    if "POD_IP_DUMMY" in variables:  # the operator gives it to the first worker, who is told its own address
+        number = 0
+    else:
+        # the others have no number but that of their name, which is the name of their machine
+        name = re.fullmatch(rf"{re.escape(variables['PADDLE_JOB_ID'])}-worker-(\d+)", socket.gethostname())
+        if name is None:
+            return None
+        number = int(name.group(1))
+    return Place("PaddleJob", number, int(variables["PADDLE_NNODES"]), master=variables["PADDLE_MASTER"])
+
+
+def _volcano(variables: Mapping[str, str]) -> Place | None:
+    number = variables.get("VC_TASK_INDEX", variables.get("VK_TASK_INDEX"))
+    hosts = [value for name, value in variables.items() if re.fullmatch(r"VC_\w+_HOSTS", name)]
+    if number is None or len(hosts) > 1:  # each task of a job counts its own machines
+        return None
+    names = hosts[0].split(",") if hosts else []
+    master = f"{names[0]}:{DEFAULT_PORT}" if names else None
+    return Place("Volcano", int(number), len(names) or None, master=master)
+
+
+def _indexed_job(variables: Mapping[str, str]) -> Place | None:
+    number = variables.get("JOB_COMPLETION_INDEX")
+    return None if number is None else Place("Kubernetes", int(number))

@@ -1,0 +1,161 @@
+"""What schedulers say of the machine a process is on, as their manuals describe their variables."""
+
+from __future__ import annotations
+
+import socket
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmsuite.cli import run as run_command
+from llmsuite.errors import UserError
+from llmsuite.launch.scheduler import Place, check_place, find_place
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan, plan_run
+
+WriteRecipe = Callable[..., Path]
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+SRUN = {
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+PADDLE_JOB = {"PADDLE_JOB_ID": "llama", "PADDLE_NNODES": "2", "PADDLE_MASTER": "llama-worker-0:36543"}
+VOLCANO = {"VC_TASK_INDEX": "1", "VK_TASK_INDEX": "1", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
+INDEXED = {"JOB_COMPLETION_INDEX": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, None),
+        (MPIRUN, Place("mpirun", 1, 2)),
+        (SRUN, Place("Slurm", 1, 2, master="gpu07:29500")),
+        (VOLCANO, Place("Volcano", 1, 2, master="job-worker-0.job:29500")),
+        ({"VK_TASK_INDEX": "3"}, Place("Volcano", 3)),
+        (INDEXED, Place("Kubernetes", 1)),
+        # Open MPI's daemons are started by srun, one on each machine but the first
+        ({**SRUN, **MPIRUN, "SLURM_NODEID": "0"}, Place("mpirun", 1, 2)),
+        # a batch script, which runs on the first machine alone
+        ({"SLURM_NODEID": "0", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "8(x2)"}, None),
+        # the workers of such a job are not its only machines, and each task counts its own
+        ({**VOLCANO, "VC_PS_HOSTS": "job-ps-0.job"}, None),
+        ({**INDEXED, "MASTER_ADDR": "job-0.job"}, Place("Kubernetes", 1, master="job-0.job:29500")),
+        ({**MPIRUN, "MASTER_ADDR": "a", "MASTER_PORT": "7"}, Place("mpirun", 1, 2, master="a:7")),
+    ],
+)
+def test_what_they_say(variables: dict[str, str], place: Place | None) -> None:
+    assert find_place(variables) == place
+
+
+def test_a_paddle_job_numbers_its_machines_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {**PADDLE_JOB, "POD_IP_DUMMY": "10.0.0.7", "PADDLE_MASTER": "10.0.0.7:36543"}
+    assert find_place(first) == Place("PaddleJob", 0, 2, master="10.0.0.7:36543")
+    for name, number in (("llama-worker-0", 0), ("llama-worker-12", 12)):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert find_place(PADDLE_JOB) == Place("PaddleJob", number, 2, master="llama-worker-0:36543")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-3")  # of a pod in the network of its machine
+    assert find_place(PADDLE_JOB) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        ("one", "one"),
+        ("a,b[1-2]", "a"),
+        ("gpu[07-09,12],login", "gpu07"),
+        ("rack[2-3]gpu[05,09]", "rack2gpu05"),
+        ("gpu[3]-ib,x", "gpu3-ib"),
+    ],
+)
+def test_the_first_of_slurms_names(names: str, first: str) -> None:
+    place = find_place({**SRUN, "SLURM_STEP_NODELIST": names})
+    assert place is not None
+    assert place.master == f"{first}:29500"
+
+
+@pytest.mark.parametrize(
+    ("variables", "processes"),
+    [
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,3"}, 3),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+    ],
+)
+def test_a_process_for_each_device_is_refused(variables: dict[str, str], processes: int) -> None:
+    place = find_place(variables)
+    assert place is not None
+    with pytest.raises(UserError, match=rf"has started {processes} processes on this machine; start one, .*per-node=1"):
+        check_place(place, 2)
+
+
+def test_another_number_of_machines_is_refused() -> None:
+    check_place(Place("Kubernetes", 1), 2)
+    check_place(Place("Slurm", 1, 2), 2)
+    with pytest.raises(UserError, match=r"launch.nnodes: is 2, and Slurm has started this on 4 machines; set .*=4"):
+        check_place(Place("Slurm", 1, 4), 2)
+
+
+# what `llmsuite run` makes of it
+
+
+@pytest.fixture
+def plan(write_recipe: WriteRecipe, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunPlan]:
+    for variables in (MPIRUN, SRUN, PADDLE_JOB, VOLCANO, INDEXED, {"PADDLE_TRAINER_ID": "", "MASTER_ADDR": ""}):
+        for name in variables:
+            monkeypatch.delenv(name, raising=False)
+    return lambda *words, nnodes=2: plan_run(write_recipe(), [f"--launch.nnodes={nnodes}", *words], registry)
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_machine_is_numbered_by_its_scheduler(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"launch.node_rank: is required with 2 machines"):
+        run_command._machine(plan())
+    _set(monkeypatch, SRUN)
+    assert run_command._machine(plan()) == (1, "gpu07:29500")
+    assert run_command._machine(plan("--launch.master=other:1")) == (1, "other:1")
+    assert run_command._machine(plan("--launch.node_rank=0")) == (0, "gpu07:29500")
+    assert run_command._machine(plan(nnodes=1)) == (0, "")
+
+
+def test_who_does_not_name_machine_0_is_told(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch, MPIRUN)
+    with pytest.raises(UserError, match=r"launch.master: is required with several machines"):
+        run_command._machine(plan())
+    assert run_command._machine(plan("--launch.master=other:1")) == (1, "other:1")
+
+
+def test_a_rank_that_another_launcher_has_started_is_asked_for_nothing(
+    plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by paddle.distributed.launch on each of two machines, or in a PaddleJob."""
+    _set(monkeypatch, {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "4", "PADDLE_LOCAL_RANK": "1"})
+    assert run_command._machine(plan()) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "checks"),
+    [
+        ({}, True),
+        ({"PADDLE_TRAINER_ID": "0"}, True),
+        ({"PADDLE_TRAINER_ID": "1"}, False),  # what rank 0 has written meanwhile is in its way
+        ({"PADDLE_TRAINER_ID": "0", "LLMSUITE_CALLS": "/nowhere"}, False),  # our launcher has looked
+    ],
+)
+def test_who_looks_whether_the_output_directory_is_in_use(
+    plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], checks: bool
+) -> None:
+    _set(monkeypatch, variables)
+    looked: list[str] = []
+    monkeypatch.setattr(RunPlan, "check_output", lambda self: looked.append("output"))
+    monkeypatch.setattr(RunPlan, "check_files", lambda self: None)
+    run_command._check(types.SimpleNamespace(resume=False, smoke=False, overrides=[]), plan(), 0)
+    assert looked == ["output"] * checks
