@@ -69,6 +69,7 @@ class PpoSection(ClippedPolicy, Section):
     patience: PositiveInt | None = 50
     """Stop the run after so many rollouts in a row in which all completions have the same reward. null: never."""
     critic: CriticSection = dataclasses.field(default_factory=CriticSection)
+    """The second model, which predicts what the rest of a completion will be worth."""
 
     # what the losses that it shares with grpo are told
 

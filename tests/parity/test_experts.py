@@ -3,13 +3,10 @@ one process. `tests/multi/test_expert_parallel.py` has V3's shape and the bias o
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
@@ -19,17 +16,13 @@ from tests.parity.cases import (
     LIMIT,
     OPTIMIZERS,
     RECIPES,
-    ROUNDING,
     STEPS,
     Case,
     compare,
-    first_gradients,
-    norm,
     once,
-    plan_of,
     run_cases,
 )
-from tests.parity.mutations import NUDGE, NUDGES
+from tests.parity.condition import gradient_limits, nudged
 
 V2 = (
     "--model.config.model_type=deepseek_v2", "--model.config.topk_method=group_limited_greedy",
@@ -69,34 +62,11 @@ def _case(run: str, mesh: str | None) -> Case:
     return Case(name, num_ranks, once(given), recipe=recipe)
 
 
-def _nudged(mutation: str) -> Case:
-    return dataclasses.replace(_case("rm", None), name=f"rm, {mutation}", mutation=mutation)
-
-
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     """Runs everything; what was printed of the cases that did not end well."""
-    ones = [*(_case(run, None) for run in RUNS), *map(_nudged, NUDGES)]
+    ones = [*(_case(run, None) for run in RUNS), *nudged(_case("rm", None))]
     return run_cases(runner, [*ones, *(_case(*point) for point in POINTS)])
-
-
-def _gradient_limits(runner: Runner) -> dict[str, float]:
-    """How far the gradients of the reward model's parameters may be off: 2 sqrt(n) u k.
-
-    The gradient of a gate is a difference: of what the answers of a pair pull at, and of what the experts give, which
-    at the start are much alike. Where most of it cancels, the rounding of the parts is large beside what is left.
-    Products of inner length n, computed by rounding to u, are those of weights that are off by some sqrt(n) u (Higham
-    and Mary 2019, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41), here of the hidden
-    size. k is the condition of the gradient: its relative change for a relative change of the weights. It is measured
-    with changes so much larger than rounding that the processor does not matter. Either run may be off by so much.
-    """
-    (exact,), nudged = first_gradients(runner, "rm"), [first_gradients(runner, _nudged(m).name)[0] for m in NUDGES]
-    rounding = 2 * math.sqrt(plan_of(_case("rm", None)).model_config.hidden_size) * ROUNDING
-    return {
-        name: rounding / NUDGE * math.sqrt(np.mean([(norm(n[name] - value) / norm(value)) ** 2 for n in nudged]))
-        for name, value in exact.items()
-        if value.any()
-    }
 
 
 @pytest.mark.parametrize(("run", "mesh"), POINTS)
@@ -105,7 +75,9 @@ def test_equals_one_process(runner: Runner, failed: dict[str, str], run: str, me
     for name in (run, many):
         assert name not in failed, failed[name]
     stem, limit = ("adapter_model", GRADIENT_LIMIT) if "adapters" in run else ("model", LIMIT)
-    limits = _gradient_limits(runner) if run == "rm" else {}
+    # the gradient of a gate is a difference: of what the answers of a pair pull at, and of what the experts give, which
+    # at the start are much alike
+    limits = gradient_limits(runner, _case(run, None)) if run == "rm" else {}
     found = compare(runner, run, many, stem, limit, falls=run != "kto", gradient_limits=limits)
     print(
         f"{many}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e} of at most "

@@ -1,0 +1,51 @@
+"""How far numbers may be off by rounding alone, from how they change with weights that are moved a little.
+
+Products of inner length n, computed by rounding to u, are those of weights that are off by some sqrt(n) u (Higham and
+Mary 2019, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41), here of the hidden size.
+With k the condition of a number, its relative change for a relative change of the weights, and as either of two runs
+may be off by so much, they may differ by 2 sqrt(n) u k. The condition is measured with changes so much larger than
+rounding that the processor does not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tests.multi.conftest import Runner
+from tests.parity.cases import ROUNDING, STEPS, Case, first_gradients, norm, plan_of
+from tests.parity.mutations import NUDGE, NUDGES
+
+
+def nudged(one: Case) -> list[Case]:
+    """Runs of one process with weights that are moved: what the limits of all that is compared with it come from."""
+    return [dataclasses.replace(one, name=f"{one.name}, {mutation}", mutation=mutation) for mutation in NUDGES]
+
+
+def gradient_limits(runner: Runner, one: Case) -> dict[str, float]:
+    """How far the first step's gradient of each parameter may be off, relative; not of those that are zero."""
+    (exact,), moved = first_gradients(runner, one.name), [first_gradients(runner, run.name)[0] for run in nudged(one)]
+    return _limits(one, exact, moved)
+
+
+def change_limits(runner: Runner, one: Case, stem: str) -> dict[str, float]:
+    """How far what training has changed in each parameter may be off, as a part of that change."""
+    exact, *moved = (_changes(runner, run.name, stem) for run in (one, *nudged(one)))
+    return _limits(one, exact, moved)
+
+
+def _changes(runner: Runner, name: str, stem: str) -> dict[str, np.ndarray]:
+    first, last = (runner.weights(name, step, stem) for step in (1, STEPS))
+    return {key: value.astype("float64") - first[key] for key, value in last.items()}
+
+
+def _limits(one: Case, exact: Mapping[str, np.ndarray], moved: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    rounding = 2 * math.sqrt(plan_of(one).model_config.hidden_size) * ROUNDING
+    return {
+        name: rounding / NUDGE * math.sqrt(np.mean([(norm(m[name] - value) / norm(value)) ** 2 for m in moved]))
+        for name, value in exact.items()
+        if value.any()
+    }
