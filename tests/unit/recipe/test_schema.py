@@ -93,6 +93,9 @@ def test_every_field_is_documented(registry: Registry) -> None:
         for key, section in sections(cls).items():
             assert len(section_doc(section)) > 5, key
     assert field_docs(Recipe)["seed"].startswith("Seed of the initial parameters")
+    for spec in registry.stages.values():  # as the contract for third parties asks: sections within a section too
+        docs = field_docs(spec.config_cls)
+        assert [f.name for f in dataclasses.fields(spec.config_cls) if not docs.get(f.name)] == [], spec.name
 
 
 @pytest.fixture(scope="module")
