@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -21,7 +21,8 @@ from llmsuite.typing import Tensor
 
 
 class P2PChannels:
-    """Sends to and receives from the neighbours in the pipeline. A send never waits for its receiver."""
+    """Sends to and receives from the neighbours in the pipeline. A send never waits for its receiver, for each channel
+    is connected when it is made."""
 
     def __init__(self, mesh: Mesh, ring: bool):
         """`ring`: whether the last rank sends on to the first, which has a second chunk."""
@@ -39,6 +40,20 @@ class P2PChannels:
         self._groups: dict[Channel, Any] = {channel: groups.get(channel) for channel in own_channels}
         self._tasks: list[Any] = []
         self._senders: dict[bool, queue.Queue[Callable[[], None]]] = {}
+        if dist.get_backend() != "GLOO":
+            self._open(edges.channels(own, ring))
+
+    def _open(self, order: Sequence[Channel]) -> None:
+        """Use each channel once, in an order that all ranks of the pipeline share.
+
+        NCCL and BKCL connect the ends of a channel at its first use, and then a send does wait: until its receiver is
+        there. In the order of a schedule some ranks would wait for each other for ever.
+        """
+        for channel in order:
+            if channel == self._outgoing[channel.forward]:
+                self.send(paddle.zeros([1]), channel.forward)
+            elif channel == self._incoming[channel.forward]:
+                self.receive([1], "float32", channel.forward)
 
     def send(self, value: Tensor, forward: bool) -> None:
         """Send to the next part, or to the one before."""
@@ -47,7 +62,7 @@ class P2PChannels:
         copy = value.clone()
         call = calls.made("send", copy, group)
         if dist.get_backend(group) != "GLOO":
-            self._tasks = [task for task in self._tasks if not task.is_completed()]
+            self._forget_finished()
             self._tasks.append(dist.isend(copy, peer, group))
             call.end()
             return
@@ -61,6 +76,17 @@ class P2PChannels:
             self._senders[forward] = queue.Queue()
             threading.Thread(target=_send_all, args=(self._senders[forward],), daemon=True).start()
         self._senders[forward].put(job)
+
+    def _forget_finished(self) -> None:
+        """Let go of the sends that are over. A group of Paddle's keeps a record of each until somebody waits for one
+        of them, which here returns at once."""
+        under_way = []
+        for task in self._tasks:
+            if task.is_completed():
+                task.wait()
+            else:
+                under_way.append(task)
+        self._tasks = under_way
 
     def receive(self, shape: list[int], dtype: Any, forward: bool) -> Tensor:
         """Receive from the part before (a forward pass), or from the next one (a backward pass)."""

@@ -58,3 +58,49 @@ def play(orders: Sequence[Sequence[Action]], num_chunks: int = 1) -> list[int]:
                 moved = True
         assert moved, f"the {num_stages} ranks wait for each other for ever: {[q[0] for q in queues if q]}"
     return peak
+
+
+def play_connecting(
+    orders: Sequence[Sequence[Action]], num_chunks: int = 1, opened_first: Sequence[edges.Channel] = ()
+) -> None:
+    """Play a schedule through over channels whose first use, a send too, waits until both ends are there.
+
+    So it is with NCCL, which makes a communicator for a pair of ranks when they first talk to each other.
+
+    Args:
+        orders: the passes of each rank.
+        num_chunks: chunks of a rank.
+        opened_first: channels that both ends use once before the first pass, in this order.
+
+    Raises:
+        AssertionError: the ranks wait for each other for ever.
+    """
+    line = list(range(len(orders)))
+    programs = [
+        collections.deque((channel.sender == rank, channel) for channel in opened_first if rank in channel[:2])
+        for rank in line
+    ]
+    for rank, actions in enumerate(orders):
+        for action in actions:
+            part, num_parts = action.chunk * len(line) + rank, len(line) * num_chunks
+            if edges.source(part, num_parts, action.forward) is not None:
+                programs[rank].append((False, edges.incoming(line, rank, action.forward)))
+            if edges.target(part, num_parts, action.forward) is not None:
+                programs[rank].append((True, edges.outgoing(line, rank, action.forward)))
+    connected, under_way = set[edges.Channel](), collections.Counter[edges.Channel]()
+    while any(programs):
+        moved = False
+        for program in programs:
+            while program:
+                sends, channel = program[0]
+                if channel not in connected:
+                    other = programs[channel.receiver if sends else channel.sender]
+                    if not other or other[0] != (not sends, channel):
+                        break
+                    connected.add(channel)
+                if not sends and not under_way[channel]:
+                    break
+                under_way[channel] += 1 if sends else -1
+                program.popleft()
+                moved = True
+        assert moved, f"the {len(line)} ranks wait for each other for ever: {[p[0] for p in programs if p]}"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paddle.distributed.auto_parallel.pipelining import schedules as paddles
 
-from llmsuite.parallel import schedule
+from llmsuite.parallel import edges, schedule
 from llmsuite.parallel.schedule import Action, Kind, order
-from tests.unit.schedules import peak_live, play
+from tests.unit.schedules import peak_live, play, play_connecting
 
 Shape = tuple[Kind, int, int, int]
 SHAPES = st.one_of(
@@ -78,6 +78,19 @@ def test_a_message_is_sent_before_its_receiver_can_go_on(shape: Shape) -> None:
                     done.add((action.forward, part, action.micro_batch))
                     queue.pop(0)
         assert len(done) > before
+
+
+@given(SHAPES.filter(lambda shape: shape[1] > 1))
+def test_no_schedule_hangs_where_the_first_use_of_a_channel_waits_for_both_ends(shape: Shape) -> None:
+    """As `P2PChannels` has it: each is used once before the first pass, in the order of the list."""
+    play_connecting(all_orders(shape), shape[3], edges.channels(range(shape[1]), ring=shape[3] > 1))
+
+
+@pytest.mark.parametrize("micro", [5, 7, 9, 11, 13, 15])
+def test_why_channels_are_used_before_the_first_pass(micro: int) -> None:
+    """One rank stands in its first send of a gradient, the other one waits for activations."""
+    with pytest.raises(AssertionError, match="2 ranks wait for each other for ever"):
+        play_connecting(all_orders(("interleaved", 2, micro, 2)), 2)
 
 
 def words(actions: Sequence[Action]) -> str:
