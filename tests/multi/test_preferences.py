@@ -10,10 +10,11 @@ import json
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import COMMON, GRADIENT_LIMIT, LIMIT, OPTIMIZERS, STEPS, Case, compare, run_cases
+from tests.parity.cases import COMMON, GRADIENT_LIMIT, LIMIT, OPTIMIZERS, STEPS, Case, compare, once, run_cases
 
 STAGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "rm": ("recipes/llama/rm.json", ("--rm.margin=0.5",)),
+    # at the rate of the others a head that begins anew magnifies rounding in three steps, to 1.3e-6 of a norm
+    "rm": ("recipes/llama/rm.json", ("--rm.margin=0.5", "--train.learning_rate=0.05")),
     "kto": ("recipes/llama/kto.json", ("--kto.undesirable_weight=1.5",)),
     "orpo": ("recipes/llama/orpo.json", ()),
     # the reference is the initial model, which the model without its adapter stays
@@ -60,7 +61,7 @@ def many_processes(stage: str, spread: str) -> Case:
 
 def _case(name: str, stage: str, ranks: int, words: list[str]) -> Case:
     recipe, more = STAGES[stage]
-    return Case(name, ranks, [*COMMON, *OPTIMIZERS["sgd"], *more, *words], recipe=recipe)
+    return Case(name, ranks, once([*COMMON, *OPTIMIZERS["sgd"], *more, *words]), recipe=recipe)
 
 
 def run_points(runner: Runner, points: list[tuple[str, str]]) -> dict[str, str]:
@@ -76,7 +77,9 @@ def check(runner: Runner, failed: dict[str, str], stage: str, spread: str) -> No
         assert name not in failed, failed[name]
     # a factor that begins at zero is nothing but gradients, whose limit is wider
     stem, limit = ("adapter_model", GRADIENT_LIMIT) if "adapters" in stage else ("model", LIMIT)
-    assert compare(runner, stage, many, stem, limit, falls=stage != "kto").problems == []
+    found = compare(runner, stage, many, stem, limit, falls=stage != "kto")
+    print(f"{many}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
+    assert found.problems == []
     if stage == "kto":  # whose estimate of how far the model is from where it began has to be tried
         assert runner.metrics(stage)[-1]["kl"] > 0.1
 

@@ -171,8 +171,8 @@ def compare(
     """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state.
 
     `stem` is that of the parameters' files, `limit` how far what has changed in one of them may be off, for all or by
-    name where that is more than `GRADIENT_LIMIT`, `falls` whether the loss of the last step has to be lower than that
-    of the first, whose samples are others; for `gradient_limit` and `gradient_limits` see `compare_gradients`.
+    name, `falls` whether the loss of the last step has to be lower than that of the first, whose samples are others;
+    for `gradient_limit` and `gradient_limits` see `compare_gradients`.
     """
     result = Comparison()
     ours, theirs = runner.metrics(one), runner.metrics(many)
@@ -199,7 +199,7 @@ def compare(
         rounding, change = STEPS * ROUNDING * norm(value), norm(value - first[name])
         difference = norm(found[name] - value) - rounding
         difference = difference / change if change else norm(found[name] - value)  # as it was: exactly
-        allowed = max(GRADIENT_LIMIT, limit.get(name, 0.0)) if isinstance(limit, Mapping) else limit
+        allowed = limit[name] if isinstance(limit, Mapping) else limit
         result.change = max(result.change, result.check(name, difference, allowed))
     slots, found = runner.weights(one, STEPS, "optimizer"), runner.weights(many, STEPS, "optimizer")
     assert slots.keys() == found.keys()

@@ -31,10 +31,11 @@ def gradient_limits(runner: Runner, one: Case) -> dict[str, float]:
     return _limits(one, exact, moved)
 
 
-def change_limits(runner: Runner, one: Case, stem: str) -> dict[str, float]:
-    """How far what training has changed in each parameter may be off, as a part of that change."""
+def change_limits(runner: Runner, one: Case, stem: str, least: float) -> dict[str, float]:
+    """How far what training has changed in each parameter may be off, as a part of that change: `least` or more."""
     exact, *moved = (_changes(runner, run.name, stem) for run in (one, *nudged(one)))
-    return _limits(one, exact, moved)
+    limits = _limits(one, exact, moved)
+    return {name: max(least, limits.get(name, 0.0)) for name in exact}
 
 
 def _changes(runner: Runner, name: str, stem: str) -> dict[str, np.ndarray]:
