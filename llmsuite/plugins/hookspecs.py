@@ -9,8 +9,9 @@ imported once, before there are ranks, and must not start threads when it is imp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pluggy
 
@@ -138,6 +139,11 @@ def llmsuite_run_start(run: RunView) -> None:
 @hookspec
 def llmsuite_step_end(run: RunView, step: int, metrics: Mapping[str, float]) -> None:
     """A step is done and its metrics are on the host (every `train.log_steps` steps)."""
+
+
+@hookspec
+def llmsuite_rollouts(run: RunView, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
+    """A rollout is scored, and `step` is the first that learns from it. For completions see completions.jsonl."""
 
 
 @hookspec

@@ -93,6 +93,7 @@ class Output(Silence):
     def drew(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         assert self._completions is not None
         self._completions.write(step, rows)
+        self._registry.emit("llmsuite_rollouts", run=self._view, step=step, completions=rows)
 
     def stepped(self, step: int) -> None:
         self._line.step(step, None)

@@ -8,8 +8,10 @@ import signal
 import time
 from pathlib import Path
 
+from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
 from tests.multi.test_interrupted import _children, _wait_until_gone
+from tests.paths import ROOT
 
 STEPS, SAVED, KILLED = 4, 2, 4
 _REWARD = """
@@ -23,6 +25,15 @@ def score(completions):
         (GATE / "waits").touch()
         time.sleep(0.05)
     return [float(c.text[:1] < "k") for c in completions]
+"""
+_HEARD = """
+import json
+import llmsuite
+
+@llmsuite.hookimpl
+def llmsuite_rollouts(run, step, completions):
+    with open(run.output_dir / "heard.jsonl", "a") as heard:
+        heard.writelines(json.dumps({"step": step, **row}) + "\\n" for row in completions)
 """
 
 
@@ -40,7 +51,14 @@ def _words(runner: Runner, name: str, reward: Path) -> list[str]:
 def test_a_rank_is_killed_in_the_middle_of_a_rollout(runner: Runner) -> None:
     gate, reward = runner.directory / "gate", runner.directory / "reward.py"
     reward.write_text(_REWARD.format(gate=str(gate)))
-    runner.run(*_words(runner, "whole", reward))
+    site = runner.directory / "site of heard"
+    site.mkdir()
+    PluginSite(site).install("heard", _HEARD)
+    path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    runner.run(*_words(runner, "whole", reward), LLMSUITE_PLUGINS="heard", PYTHONPATH=path)
+    heard, rows = ((runner.directory / "whole" / name).read_text() for name in ("heard.jsonl", "completions.jsonl"))
+    written = [{key: value for key, value in json.loads(row).items() if key != "schema"} for row in rows.splitlines()]
+    assert [json.loads(row) for row in heard.splitlines()] == written != []
     words = _words(runner, "killed", reward)
     process = runner.start_and_hold("killed", KILLED - 1, *words)
     ranks = _children(process.pid)

@@ -111,7 +111,7 @@ def test_events_of_a_package(site: PluginSite, capsys: pytest.CaptureFixture[str
 
 def test_every_event_of_the_contract_can_be_followed() -> None:
     events = [name for name in hookspecs.hook_names() if not name.startswith("llmsuite_register_")]
-    assert len(events) == 5
+    assert len(events) == 6
     registry = registry_with()
     for name in events:
         wanted = getattr(registry.pm.hook, name).spec.argnames
