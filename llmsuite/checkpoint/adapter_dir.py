@@ -1,7 +1,7 @@
 """A directory of LoRA adapters, in the layout of HF PEFT or PaddleNLP, and the model that they belong to.
 
     adapter_config.json, adapter_model.safetensors        the layout of HF PEFT, in which a run saves them
-    lora_config.json, peft_model-*.safetensors + index    the layout of PaddleNLP
+    lora_config.json, peft_model-*.safetensors + index    the layout of PaddleNLP; what it saves of others is only read
     base.json                                             path and sha256 of the model they were trained on, and how
                                                           its matrices were stored, if quantised
     adapter_state.safetensors                             of all but plain ones, what goes on being trained
@@ -32,8 +32,9 @@ from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, SECOND_FACTOR
 from llmsuite.specs import ModelFamily
 
 BASE = "base.json"
-CONFIGS = ("adapter_config.json", "lora_config.json")
-"""The configuration file beside the factors, of HF PEFT and of PaddleNLP."""
+LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP = "lokr_config.json", "vera_config.json"
+CONFIGS = ("adapter_config.json", "lora_config.json", LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP)
+"""The configuration file beside the factors, of HF PEFT and of PaddleNLP, which has more for its other methods."""
 UNKNOWN = (
     *("use_mora", "do_qat", "pissa", "loraga", "loftq_config", "megatron_config"),
     *("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config"),
@@ -270,6 +271,9 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     """
     from llmsuite.models.peft_configs import lora_config  # takes paddlenlp, which other runs do without
 
+    if other := next((name for name in CONFIGS[2:] if (directory / name).is_file()), None):
+        hint = "merge it" if other == LOKR_OF_PADDLENLP else "let PaddleNLP merge it"
+        raise UserError(f"{directory / other}: adapters of this method are not to be had in another layout; {hint}")
     layout: Layout = "hf" if (directory / CONFIG_NAMES["hf"]).is_file() else "paddlenlp"
     data = read_json_file(directory / CONFIG_NAMES[layout])
     if on := [key for key in (*NOT_PLAIN, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
@@ -316,7 +320,7 @@ def stored_format(directory: Path) -> BlockFormat | None:
 
 def _named_base(directory: Path) -> Base:
     """The base model in the configuration of PEFT or PaddleNLP: its path, or its name on a hub."""
-    found = [path for name in CONFIG_NAMES.values() if (path := directory / name).is_file()]
+    found = [path for name in CONFIGS if (path := directory / name).is_file()]
     named = read_json_file(found[0]).get("base_model_name_or_path") if found else None
     revision = read_json_file(found[0]).get("revision") if found else None
     if isinstance(named, str) and revision and (name := hub_name(named)) is not None:

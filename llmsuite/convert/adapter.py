@@ -2,7 +2,8 @@
 
 It reads directories of HF PEFT (`adapter_config.json`, `lora_A` [rank, inputs], `lora_B` [outputs, rank]) and of
 PaddleNLP (`lora_config.json`, `lora_A` [inputs, rank], `lora_B` [rank, outputs]), as safetensors or as the
-`lora_model_state.pdparams` of PaddleNLP, a pickle that is read without running it.
+`lora_model_state.pdparams` of PaddleNLP, a pickle that is read without running it; so are PEFT's LoKr, and PaddleNLP's
+(`lokr_config.json`, `lokr_model_state.pdparams`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import CONFIGS, LOKR, MORA, UNKNOWN, stored_format
+from llmsuite.checkpoint.adapter_dir import (
+    CONFIGS,
+    LOKR,
+    LOKR_OF_PADDLENLP,
+    MORA,
+    UNKNOWN,
+    VERA_OF_PADDLENLP,
+    stored_format,
+)
 from llmsuite.checkpoint.model_dir import ModelDirectory, hf_name
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.reft_dir import refuse_interventions
@@ -30,7 +39,7 @@ from llmsuite.models.head import SCORE, head_of, is_tied
 from llmsuite.models.hf_tensors import HfTensors
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
-_PICKLE = "lora_model_state.pdparams"
+_PICKLES = "lora_model_state.pdparams", "lokr_model_state.pdparams"
 _PART = re.compile(r"(.*)\.lora_(embedding_)?(A|B|AB|magnitude_vector)(?:\.default)?(\.weight|\.bias)?")
 _LOKR_SCALE = ("alpha", "alpha"), ("rank", "r")
 _WRAPPERS = ("", "base_model.model.", "model.")
@@ -195,7 +204,9 @@ class Adapted:
         if not structured.fits(found, shape):
             shown = ", ".join(f"{kinds[kind]!r} {list(of)}" for kind, of in found.items())
             raise UserError(f"{self._path}: {shown} fit no {target} of {list(shape)}, as the base has")
-        if config.get("peft_type") != LOKR:  # MoRA has none
+        if config_path.name == LOKR_OF_PADDLENLP:  # 0 is the rank, whatever its `scaling` says
+            config = {"alpha": config.get("lokr_alpha") or config.get("lokr_dim"), "r": config.get("lokr_dim")}
+        elif config.get("peft_type") != LOKR:  # MoRA has none
             return 1.0
         module = target.removesuffix(".weight")
         alpha, rank = (_pattern(config.get(f"{key}_pattern"), module, config.get(of)) for key, of in _LOKR_SCALE)
@@ -313,19 +324,26 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
 
 
 def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
+    if (directory / VERA_OF_PADDLENLP).is_file():
+        raise UserError(
+            f"{directory / VERA_OF_PADDLENLP}: is VeRA of PaddleNLP, which saves neither its first factor nor the "
+            "matrices that it has changed (pissa_init), so no model can be made of it. Let PaddleNLP merge it, and "
+            "save the model"
+        )
     stem = next((s for s in _STEMS if any((directory / f"{s}{SUFFIX}{e}").is_file() for e in ("", ".index.json"))), "")
     if stem:
         return TensorFiles(directory, stem, check=True)
-    if not (directory / _PICKLE).is_file():
+    pickle = next((path for name in _PICKLES if (path := directory / name).is_file()), None)
+    if pickle is None:
         if of_ranks := sorted(path.name for path in directory.glob("lora_model_state.*.pdparams")):
             raise UserError(f"{directory}: {', '.join(of_ranks)} are parts of ranks; let PaddleNLP merge them first")
-        raise UserError(f"{directory}: has none of {', '.join([*(s + SUFFIX for s in _STEMS), _PICKLE])}")
+        raise UserError(f"{directory}: has none of {', '.join([*(s + SUFFIX for s in _STEMS), *_PICKLES])}")
     if not allow_pickle:
         raise UserError(
-            f"{directory / _PICKLE}: is a pickle. With --allow-pickle it is read by a reader that runs nothing and "
+            f"{pickle}: is a pickle. With --allow-pickle it is read by a reader that runs nothing and "
             "refuses what is no tensor"
         )
-    return PickledTensors([directory / _PICKLE])
+    return PickledTensors([pickle])
 
 
 def _scale(config_path: Path, config: Mapping[str, Any], target: str, rank: int) -> float:

@@ -205,6 +205,8 @@ def lora(run: Conversion) -> dict[str, Any]:
     if plus:  # run_dpo.py sets these three
         rslora, ratio, alpha = True, 4.0, 4
     pissa = run.flag("pissa")
+    if run.flag("lokr"):
+        return _lokr(run, wanted)
     if not wanted and run.stage != "lora":
         return {}
     if pissa:  # LoRALinear: the scale is 1 then, whatever is said
@@ -229,6 +231,18 @@ def lora(run: Conversion) -> dict[str, Any]:
     lora |= {"rslora": True} if rslora else {}
     lora |= {"lora_plus_ratio": float(ratio)} if ratio != 1 else {}
     return lora | family_targets(run)
+
+
+def _lokr(run: Conversion, with_lora: bool) -> dict[str, Any]:
+    """`lokr` of run_finetune.py: its `LoKrConfig` gets nothing but the rank, so the scale is 1."""
+    rank = run.number("lokr_dim", 8)
+    if run.section != "sft":
+        run.refuse("lokr", True, "only run_finetune.py reads it; with another script the whole model is trained")
+    if with_lora:
+        run.refuse("lokr", True, "with lora there would be two adapters on each matrix; set one of the two to false")
+    if run.family.name == "qwen_moe":
+        run.refuse("lokr", True, "routed experts get adapters there; here they have plain ones only: lora.method")
+    return {"rank": rank, "alpha": float(rank), "method": "lokr"} | family_targets(run)
 
 
 def checkpoint(run: Conversion, data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _stage(arguments: Arguments, name: str, registry: Registry) -> str:
             stage = "sft"
         else:
             raise UserError(f"{name}: tells no stage; add --stage, one of {', '.join(registry.stages)}")
-    return "lora" if stage == "sft" and is_true(values.get("lora")) else stage
+    return "lora" if stage == "sft" and any(is_true(values.get(key)) for key in ("lora", "lokr")) else stage
 
 
 def _recipe(run: Conversion) -> dict[str, Any]:

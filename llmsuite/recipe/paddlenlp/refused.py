@@ -43,11 +43,19 @@ class _Refusal:
 
 REFUSED: Mapping[str, _Refusal] = {
     "prefix_tuning": _Refusal(_ADAPTERS),
-    "lokr": _Refusal("nearest key: lora.method, with lokr, lora.rank as lokr_dim and lora.alpha as large"),
-    "vera": _Refusal("its second factor begins as zeros there; nearest key: lora.method, with vera"),
-    "reft": _Refusal("nearest keys: reft.rank, reft.layers and reft.positions, in a recipe of our own"),
+    "vera": _Refusal(
+        "both its factors begin with the largest singular vectors of each matrix there, which are taken off it, and "
+        "the second one is trained too; here they are random, shared and frozen, as in the paper. Nearest keys: "
+        "lora.method with vera, lora.init with pissa"
+    ),
+    "reft": _Refusal(
+        "its rotation is orthonormal at the start only, and the edits begin as those of other matrices; here it stays "
+        "so, and the first step is that of the model as it was. Nearest keys: reft.rank (rank there, 8 unless given), "
+        "reft.layers and reft.positions (position); see recipes/llama/reft.json"
+    ),
     "loraga": _Refusal(_ADAPTERS),
     "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
+    "lokr_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
     "prefix_path": _Refusal(_ADAPTERS),
     "weight_quantize_algo": _Refusal(_QUANTISED),
     "neftune": _Refusal("embeddings are trained without noise"),

@@ -22,6 +22,7 @@ from llmsuite.convert.adapter import add_adapter
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
 from llmsuite.models.block_quant import BlockFormat
+from llmsuite.models.paddlenlp_peft import import_alone
 from tests.unit import tiny_llama
 from tests.unit.tiny_llama import CONFIG, FAMILIES
 
@@ -147,6 +148,47 @@ def test_a_pickle_of_paddlenlp(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shutil.rmtree(tmp_path / "out")
     (directory / "lora_model_state.pdparams").rename(directory / "lora_model_state.tp00.pdparams")
     assert "parts of ranks; let PaddleNLP merge them first" in error(*words, "--allow-pickle", capsys=capsys)
+
+
+@pytest.mark.parametrize("rank", [2, 64])
+def test_lokr_of_paddlenlp(tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """What its own layers add, from what its `LoKrModel.save_pretrained` writes."""
+    theirs = import_alone("paddlenlp.peft.lokr.lokr_layers")[0].LoKrLinear
+    tiny_llama.write(tmp_path / "base")
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    tensors, expected = {}, tiny_llama.values()
+    rng = np.random.default_rng(0)
+    for name in factors():
+        layer, module = theirs(*expected[name].shape, lokr_dim=rank), name.replace("model.", "llama.")
+        for kind, parameter in layer.named_parameters():
+            if kind.startswith("lokr"):
+                parameter.set_value(rng.normal(size=parameter.shape).astype("float32"))
+                tensors[f"{module.removesuffix('.weight')}.{kind}"] = parameter
+        expected[name] = expected[name] + layer.get_adapter_weight().numpy()
+    assert any(name.endswith("lokr_w2") for name in tensors) == (rank == 64)
+    paddle.save(tensors, str(directory / "lokr_model_state.pdparams"))
+    said = {"base_model_name_or_path": str(tmp_path / "base"), "lokr_dim": rank, "lokr_alpha": 0.0, "scaling": 0.0}
+    (directory / "lokr_config.json").write_text(json.dumps(said))
+    words = ["merge", str(directory), "-o", str(tmp_path / "out")]
+    assert "lokr_model_state.pdparams: is a pickle. With --allow-pickle" in error(*words, capsys=capsys)
+    assert main([*words, "--allow-pickle"]) == 0
+    for name, value in tiny_llama.read(tmp_path / "out").items():
+        assert np.allclose(value, expected[name], rtol=1e-5, atol=1e-6), name
+    words = ["convert", str(directory), "-o", str(tmp_path / "other"), "--layout", "hf"]
+    assert "not to be had in another layout; merge it" in error(*words, capsys=capsys)
+
+
+def test_vera_of_paddlenlp_is_half_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(tmp_path / "base")
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    (directory / "vera_config.json").write_text(json.dumps({"r": 8, "base_model_name_or_path": str(tmp_path / "base")}))
+    words = [str(directory), "-o", str(tmp_path / "out")]
+    message = error("merge", *words, capsys=capsys)
+    assert "vera_config.json: is VeRA of PaddleNLP, which saves neither its first factor" in message
+    message = error("convert", *words, "--layout", "hf", capsys=capsys)
+    assert "not to be had in another layout; let PaddleNLP merge it" in message
 
 
 def test_patterns_and_saved_modules(tmp_path: Path) -> None:

@@ -153,6 +153,14 @@ def test_mora_has_no_scale(converted: Convert) -> None:
     assert recipe["lora"] == {"rank": 16, "method": "mora"}
 
 
+def test_lokr_gets_its_rank_alone(converted: Convert) -> None:
+    found = converted({**SFT, "lokr": True, "lokr_dim": 4, "lora_rank": 16})
+    assert found.recipe["stage"] == "lora"
+    assert found.recipe["lora"] == {"rank": 4, "alpha": 4.0, "method": "lokr"}
+    assert converted({**SFT, "lokr": True}).recipe["lora"]["rank"] == 8
+    assert "lora" not in converted({**SFT, "lokr": False, "lokr_dim": 4}).recipe
+
+
 def test_dpo_with_adapters(converted: Convert) -> None:
     recipe = converted(DPO, num_devices=16).recipe
     assert recipe["stage"] == "dpo"
@@ -246,9 +254,12 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; nearest key: train.learning_rate"),
     ({**SFT, "zzz": [1]}, r"zzz = \[1\]: is not known"),
     ({**SFT, "prefix_tuning": True}, "prefix_tuning = True: there is no such adapter"),
-    ({**SFT, "reft": True, "intervention_type": "x"}, "reft = True: nearest keys: reft.rank"),
-    ({**LORA, "lokr": True}, "lokr = True"),
-    ({**LORA, "vera": 1}, "vera = 1"),
+    ({**SFT, "reft": True, "intervention_type": "x"}, "reft = True: its rotation is orthonormal at the start only"),
+    ({**LORA, "lokr": True}, "lokr = True: with lora there would be two adapters"),
+    ({**SFT, "lokr": True, "lokr_path": "x"}, "lokr_path = x: nearest key: model.weights"),
+    ({**SFT, "lokr": True, "model_name_or_path": "Qwen/Qwen2-57B-A14B"}, "lokr = True: routed experts get adapters"),
+    ({**DPO, "lokr": True}, "lokr = True: only run_finetune.py reads it"),
+    ({**LORA, "vera": 1}, "vera = 1: both its factors begin with the largest singular vectors"),
     (
         {**LORA, "model_name_or_path": "Qwen/Qwen2-57B-A14B", "lora_use_mixer": True},
         "lora_use_mixer = True: routed experts get adapters there",
