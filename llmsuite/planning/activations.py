@@ -55,6 +55,8 @@ class ActivationSettings:
     fuses_alike_only: bool = False
     """Whether kernels take distributed tensors only when all operands have the same placements: the weight of a norm
     is replicated, sharded sequences and heads are not."""
+    is_frozen: bool = False
+    """Whether the model itself is not trained."""
     adapter_rank: int | None = None
     adapted: frozenset[str] = frozenset()
     """Full names of the modules that have adapters."""
@@ -126,7 +128,7 @@ def _norm(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSetting
     attention or MLP."""
     tokens = batch.tokens / (settings.tp if settings.sequence_parallel else 1)
     if kind == "layer":
-        return tokens * 2 * 4
+        return tokens * (2 * 4 + (hidden * settings.num_bytes if settings.is_frozen else 0))  # a gain is outside then
     if "rms_norm" in settings.fused and not (settings.fuses_alike_only and settings.sequence_parallel):
         return tokens * 4
     wide = 4 * hidden if settings.num_bytes < 4 else 0

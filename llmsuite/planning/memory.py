@@ -90,6 +90,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         fused=frozenset() if backend.fuses_alike_only and in_programs else fused,
         fused_outside=fused,
         fuses_alike_only=backend.fuses_alike_only,
+        is_frozen=plan.recipe.freezes_model,
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
         adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted - experts},

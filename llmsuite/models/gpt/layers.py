@@ -103,5 +103,19 @@ class GPT(CausalLM):
         return (self.mask(start, length, dtype, document_starts),)
 
 
-def _norm(config: GPTConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps)
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` with the right gradient where its gain is frozen, as beside adapters.
+
+    A quirk of Paddle 3.3.1: on CPU the gradient of the input leaves out the gain if the gain itself needs no gradient.
+    So a frozen gain is multiplied outside.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        if x.stop_gradient or not self.weight.stop_gradient:
+            return super().forward(x)
+        return F.layer_norm(x, self._normalized_shape, epsilon=self._epsilon) * self.weight + self.bias
+
+
+def _norm(config: GPTConfig) -> LayerNorm:
+    return LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps)
