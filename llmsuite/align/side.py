@@ -43,9 +43,10 @@ def record_step(plan: RunPlan, registry: Registry, directory: Path, every: int) 
     """
     trainer = Trainer(plan, registry)
     built, mesh = trainer.built, trainer.mesh
+    built.part.train()
+    trainer.begin()
     recording = StepRecording(built, trainer.optimizer, mesh, directory, every)
     rules = dataclasses.replace(trainer.rules, parts=[*trainer.rules.parts, recording])
-    built.part.train()
     with StepReader(trainer.data, mesh.data_rank, 0, 1, num_workers=0) as reader:
         passes = dataclasses.replace(trainer.passes, objective=reader.objective)
         metrics = train_step(1, next(reader), passes, trainer.optimizer, rules, votes={})

@@ -83,8 +83,13 @@ class Adapters:
     def is_plain(self) -> bool:
         """Whether they are factors A and B, and nothing else."""
         config = self.config
-        special = self.has_magnitudes, self.is_structured, self.is_vera
-        return not (config.lora_use_mixer or config.pissa or any(special))
+        special = self.has_magnitudes, self.is_structured, self.is_vera, self.has_start
+        return not (config.lora_use_mixer or any(special))
+
+    @property
+    def has_start(self) -> bool:
+        """Whether what they began with is taken off, as with PiSSA and LoRA-GA."""
+        return bool(self.config.pissa or self.config.loraga)
 
     @property
     def is_vera(self) -> bool:

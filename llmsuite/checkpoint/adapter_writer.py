@@ -81,7 +81,7 @@ def write_adapters(
         trained = [spec for spec in specs if spec.name not in adapters.beside]
         state = write_file(directory / f"{STATE}{SUFFIX}", trained, values.__getitem__, {"format": "llmsuite"})
         adapters, specs, read = _without_mixer(adapters, specs, values)
-        if adapters.config.pissa:
+        if adapters.has_start:
             adapters, specs, read = _without_start(adapters, specs, values)
         if adapters.is_vera:
             adapters, specs, read = _without_vectors(adapters, specs, values)
@@ -123,7 +123,7 @@ def _without_start(
     """The same adapters with twice the rank: A B - A0 B0 is [A, A0] times [B; -B0], and the scale stays."""
     config = adapters.config
     alpha = config.lora_alpha * (math.sqrt(2) if config.rslora else 2)
-    plain = dataclasses.replace(config, pissa=False, r=2 * config.r, lora_alpha=alpha)
+    plain = dataclasses.replace(config, pissa=False, loraga=False, r=2 * config.r, lora_alpha=alpha)
 
     def read(name: str) -> np.ndarray:
         module, _, kind = name.rpartition(".")

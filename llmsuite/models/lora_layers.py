@@ -139,6 +139,16 @@ class PissaLinear(LoraLinear):
         return update - start
 
 
+class LoraGaLinear(PissaLinear):
+    """The same with factors that begin with singular vectors of the gradient of W (LoRA-GA, Wang et al. 2024, arXiv
+    2407.05000); all are zero until `train.lora_ga` has it.
+
+    paddlenlp's own takes scale A0 B0 off the parameter W, so that its base is another model from then on. It gives B
+    the first R vectors and A the next ones, multiplies them by the fourth root of the inputs where the paper has that
+    of the outputs, and neither runs on a pipeline nor loads its checkpoint without a GPU.
+    """
+
+
 class VeraLinear(Adapter, _VeRALinear):
     """x W + scale ((x A) d) B b, of which only the vectors d [R] and b [O] are trained (VeRA, Kopiczko et al. 2023,
     arXiv 2310.11454, eq. 2).
@@ -312,6 +322,7 @@ def adapter_layer(layer: nn.Linear | nn.Embedding | Stacked, config: Any) -> Ada
         assert type(config) is LoRAConfig, "a rule refuses other methods"
         assert not config.lora_use_mixer, "a rule refuses mixers"
         assert not config.pissa, "a rule refuses pissa"
+        assert not config.loraga, "a rule refuses lora_ga"
         assert not config.use_mora, "a rule refuses mora"
         return LoraExperts(layer, config) if isinstance(layer, Stacked) else LoraEmbedding(layer, config)
     if isinstance(config, DoraConfig):
@@ -322,4 +333,6 @@ def adapter_layer(layer: nn.Linear | nn.Embedding | Stacked, config: Any) -> Ada
         return LokrLinear(layer, config)
     if config.use_mora:
         return MoraLinear(layer, config)
+    if config.loraga:
+        return LoraGaLinear(layer, config)
     return (PissaLinear if config.pissa else LoraLinear)(layer, config)

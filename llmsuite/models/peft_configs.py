@@ -45,4 +45,5 @@ def lora_config(method: str = "lora", init: str = "default", **keys: Any) -> Any
         return LokrConfig(**keys)
     if method == "vera":
         return VeraConfig(**keys)
-    return LoRAConfig(lora_use_mixer=method == "mixer", pissa=init == "pissa", use_mora=method == "mora", **keys)
+    kinds = {"lora_use_mixer": method == "mixer", "use_mora": method == "mora"}
+    return LoRAConfig(**kinds, pissa=init == "pissa", loraga=init == "lora_ga", **keys)

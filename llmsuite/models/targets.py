@@ -120,7 +120,7 @@ def factor_shapes(method: str, rank: int, shape: Sequence[int], init: str = "def
     found[SECOND_FACTOR] = rank, num_outputs
     if method == "dora":
         found[MAGNITUDE] = (num_outputs,)
-    if init == "pissa":
+    if init != "default":
         found |= {START_FIRST: found[FIRST_FACTOR], START_SECOND: found[SECOND_FACTOR]}
     return found
 

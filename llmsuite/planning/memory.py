@@ -15,6 +15,7 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
+from llmsuite.planning.beginning import beginning_bytes
 from llmsuite.planning.layout import BYTES, Layout, LocalParameter, ranks
 from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes
 from llmsuite.planning.schedule import orders, peak_held
@@ -60,6 +61,8 @@ class StageMemory:
     """The cache of a rollout, while there are no activations and gradients."""
     critic: float = 0.0
     """Parameters, masters and moments of the critic, which live from step to step too."""
+    beginning: float = 0.0
+    """The gradients that adapters begin with, before the first step, beside its passes."""
     beside_critic: float = 0.0
     """The most that its passes and both updates take, which follow on the passes of the model."""
 
@@ -70,7 +73,8 @@ class StageMemory:
     @property
     def peak(self) -> float:
         """The most memory at once, in the passes or in the update."""
-        return self.between_steps + max(self.held + self.buffers, self.update, self.cache, self.beside_critic)
+        passes = self.held + self.buffers + self.beginning
+        return self.between_steps + max(passes, self.update, self.cache, self.beside_critic)
 
 
 def activation_settings(layout: Layout) -> ActivationSettings:
@@ -125,7 +129,7 @@ def _adapter_width(layout: Layout, module: str) -> float:
     dropped += lora.rank or 0
     if lora.method == "mixer":
         return dropped + float(lora.rank or 0)
-    if lora.init == "pissa":
+    if lora.num_pairs > 1:
         # the second product with a first factor, and two updates
         return dropped + float(lora.rank or 0)
     if lora.method == "vera":  # in front of d and behind it
@@ -244,6 +248,7 @@ def _memory_of_rank(
         decoder=decoder_bytes(layout, mesh),
         reference=reference_bytes(plan, held),
         cache=cache_bytes(layout, anatomy, mesh),
+        beginning=beginning_bytes(layout, held, largest.tokens),
     )
 
 

@@ -57,6 +57,8 @@ def inexact(found: Estimate) -> Iterator[str]:
         yield "rollouts: the time they take, and the messages that gather weights and completions, are not counted"
     if found.plan.profile.critic is not None:
         yield "the critic: its memory is counted, its messages and the time of its passes are not"
+    if any(stage.beginning for stage in found.stages):
+        yield "lora.init: its memory is counted, its passes and messages before the first step are not"
     if found.plan.device.name != "cpu":
         yield "buffers and fused kernels of this device: not measured on such a device"
     yield "times: they assume " + " to ".join(
@@ -93,6 +95,9 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
         yield f"of it for the reference: {size(max(stage.reference for stage in found.stages))} of frozen weights"
     if any(stage.critic for stage in found.stages):
         yield f"of it for the critic: {size(max(stage.critic for stage in found.stages))} of parameters and moments"
+    if any(stage.beginning for stage in found.stages):
+        most = size(max(stage.beginning for stage in found.stages))
+        yield f"of the peak, before the first step only: {most} of gradients for lora.init; see lora.init_passes"
     if memory is not None:
         verdict = "fits" if found.peak <= memory else "does not fit"
         yield f"peak {size(found.peak)}: {verdict} in {size(memory)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.shape import local_weights
-from llmsuite.schema.recipe import LoraSection
+from llmsuite.schema.lora import LoraSection
 from llmsuite.schema.section import Section
 
 

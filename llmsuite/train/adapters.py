@@ -24,7 +24,7 @@ from llmsuite.models.shard_plan import (
     START_SECOND,
 )
 from llmsuite.parallel.fill import ReadSlice
-from llmsuite.schema.recipe import LoraSection
+from llmsuite.schema.lora import LoraSection
 from llmsuite.train.initial_values import initial_values
 
 
@@ -57,7 +57,8 @@ def with_factors(
 ) -> ReadSlice:
     """The values of a model and of its adapters, which change nothing at first: B is zero, A is random, and so is a
     mixer; the matrix of MoRA is zero. The magnitudes of DoRA are the lengths of the columns of W. Those of PiSSA begin
-    with the largest singular vectors of W, and are taken off. Of VeRA both factors are random and the same for all
+    with the largest singular vectors of W, and are taken off; those of LoRA-GA are zero until there are gradients of W
+    (`train.lora_ga`). Of VeRA both factors are random and the same for all
     matrices, d is 0.1, and b is zero. Of LoKr w1 is zero, and w2 random, as HF PEFT and PaddleNLP have it.
 
     A has the variance of PyTorch's default for a matrix of as many inputs, 1 / (3 I), as in HF PEFT and PaddleNLP. Of
@@ -70,7 +71,7 @@ def with_factors(
         embedding: name of that module.
         lora: of the recipe; None for the default `init`.
     """
-    principal = None if lora is None or lora.init == "default" else PrincipalFactors(read, shapes, lora)
+    principal = PrincipalFactors(read, shapes, lora) if lora is not None and lora.init == "pissa" else None
 
     def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         module, _, kind = name.rpartition(".")
@@ -80,6 +81,8 @@ def with_factors(
             return np.zeros([part.stop - part.start for part in index], "float32")
         if lora is not None and lora.method == "vera" and kind in _VERA:
             return _VERA[kind](seed, shape, index)
+        if lora is not None and lora.init == "lora_ga" and kind in _OF_PAIR:
+            return np.zeros([part.stop - part.start for part in index], "float32")
         if principal is not None and kind in _OF_PAIR:
             return principal.of(module)[_OF_PAIR[kind]][tuple(index)]
         if kind in (FIRST_FACTOR, MIXER):
@@ -151,15 +154,22 @@ class PrincipalFactors:
 def principal_factors(matrix: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """The factors of `PrincipalFactors` of one matrix. The largest element of each column of A is positive, so that
     they are the same wherever they are computed."""
+    u, s, v = singular_vectors(matrix, rank)
+    roots = np.sqrt(s / scale)
+    return (u * roots).astype("float32"), (roots[:, None] * v).astype("float32")
+
+
+def singular_vectors(matrix: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """U [I, K], S [K] and V [K, O], float64, of the `count` largest singular values K of a matrix [I, O], which has as
+    many. The largest element of each column of U is positive."""
     from scipy.sparse.linalg import svds  # takes a tenth of a second to import
 
     matrix = matrix.astype("float64")
-    if 3 * rank < min(matrix.shape):  # a few vectors: seconds where all of them take a minute
-        u, s, v = svds(matrix, rank, v0=np.ones(min(matrix.shape)), solver="arpack")
+    if 3 * count < min(matrix.shape):  # a few vectors: seconds where all of them take a minute
+        u, s, v = svds(matrix, count, v0=np.ones(min(matrix.shape)), solver="arpack")
         u, s, v = u[:, ::-1], s[::-1], v[::-1]
     else:
         u, s, v = np.linalg.svd(matrix, full_matrices=False)
-        u, s, v = u[:, :rank], s[:rank], v[:rank]
-    signs = np.sign(u[np.abs(u).argmax(0), np.arange(rank)])
-    roots = np.sqrt(s / scale)
-    return (u * signs * roots).astype("float32"), ((signs * roots)[:, None] * v).astype("float32")
+        u, s, v = u[:, :count], s[:count], v[:count]
+    signs = np.sign(u[np.abs(u).argmax(0), np.arange(count)])
+    return u * signs, s, signs[:, None] * v

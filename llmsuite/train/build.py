@@ -51,7 +51,7 @@ class BuiltModel:
     """This rank's shard of each of its trained parameters; adapters only, where there are any."""
     shapes: dict[str, list[int]]
     """Shape of every parameter that is saved, in the order of the layers: of the whole model, or of its adapters, with
-    what PiSSA began with, which is not trained."""
+    what those of PiSSA and LoRA-GA began with, which is not trained."""
     every_shard: list[ParameterShard]
     """As `shards`, with frozen parameters too."""
     every_shape: dict[str, list[int]]

@@ -33,6 +33,7 @@ from llmsuite.train.data import read_data, tokenizer_to_save
 from llmsuite.train.evaluate import evaluate
 from llmsuite.train.frozen_copy import frozen_reference
 from llmsuite.train.guard import Guard
+from llmsuite.train.lora_ga import GradientStart, begin_with_gradients
 from llmsuite.train.loss_scale import LossScale, NoLossScale
 from llmsuite.train.model_state import WholeModel
 from llmsuite.train.output import Output, Silence
@@ -100,6 +101,7 @@ class Trainer:
         if plan.profile.critic is not None:
             self.critic = Critic(plan, registry, backend, mesh, data.stage, self.cadence.total_steps)
             self.critic.first = built.part
+        self._start = GradientStart.of(recipe.lora)
         self._digest = built.digest if self.critic is None else f"{built.digest} {self.critic.built.digest}"
         digests["model"] = built.digest
         prepasses = [prepass.kind for prepass in plan.profile.prepasses]
@@ -185,8 +187,9 @@ class Trainer:
 
     def _run_steps(self) -> None:
         cadence, num_left = self.cadence, self.cadence.total_steps - self.step
-        self.window = Window(collective.num_ranks())
         self.built.part.train()
+        self.begin()
+        self.window = Window(collective.num_ranks())
         reader: StepReader | RolloutReader
         if self.rollouts is None:
             reader = StepReader(self.data, self.mesh.data_rank, self.samples, num_left, self._num_workers)
@@ -237,6 +240,11 @@ class Trainer:
             self.saver.finish()
 
     # what the loop calls
+
+    def begin(self) -> None:
+        """Before the first step, with the model in training mode: what takes gradients to begin with."""
+        if self.step == 0 and self._start is not None:
+            begin_with_gradients(self._start, self.plan, self.built, self.data, self.passes, self.optimizer, self.rules)
 
     def log(self, metrics: dict[str, float], is_recorded: bool) -> None:
         """Count a step, and record its metrics with the averages since the last record."""

@@ -66,8 +66,8 @@ def whole_weights(plan: RunPlan, built: BuiltModel, dtype: str, mesh: Mesh) -> I
 
 
 def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> Tensor:
-    """W + scale A M B of an adapted matrix, for DoRA with the lengths of its columns, for PiSSA without what it
-    began with, and of MoRA and LoKr W with their update; see `models.lora_layers`."""
+    """W + scale A M B of an adapted matrix, for DoRA with the lengths of its columns, for PiSSA and LoRA-GA without
+    what they began with, and of MoRA and LoKr W with their update; see `models.lora_layers`."""
     lora = plan.recipe.lora
     weight = read(f"{module}.weight")
     if f"{module}.{SQUARE}" in names:

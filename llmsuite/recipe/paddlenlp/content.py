@@ -204,7 +204,7 @@ def lora(run: Conversion) -> dict[str, Any]:
     dropout = run.number("lora_dropout", 0.0)
     if plus:  # run_dpo.py sets these three
         rslora, ratio, alpha = True, 4.0, 4
-    pissa = run.flag("pissa")
+    pissa, loraga = run.flag("pissa"), run.flag("loraga")
     if run.flag("lokr"):
         return _lokr(run, wanted)
     if not wanted and run.stage != "lora":
@@ -215,18 +215,21 @@ def lora(run: Conversion) -> dict[str, Any]:
             run.refuse("pissa", pissa, "goes with neither a mixer nor DoRA: lora.init")
     # run_finetune.py: 4 with rsLoRA, else twice the rank
     lora: dict[str, Any] = {"rank": rank, "alpha": float(alpha if alpha > 0 else 4 if rslora else 2 * rank)}
+    if loraga and (pissa or mixer or dora or mora):
+        run.refuse("loraga", loraga, "goes with no mixer, DoRA, MoRA or PiSSA: lora.init")
     if mora:  # LoRALinear: there is neither a scale nor B, and the others are left out
         if mixer or dora or pissa:
             run.refuse("use_mora", mora, "goes with neither a mixer, DoRA nor PiSSA: lora.method")
         rslora, ratio = False, 1
         del lora["alpha"]
     special = {"lora_use_mixer": mixer, "use_dora": dora, "use_mora": mora, "lora_dropout": dropout, "pissa": pissa}
+    special["loraga"] = loraga
     if run.family.name == "qwen_moe":
         for key in (key for key, value in special.items() if value):
             why = "routed experts get adapters there; here they have plain ones only: lora.target_modules"
             run.refuse(key, special[key], why)
     lora |= {"method": "mixer"} if mixer else {"method": "dora"} if dora else {"method": "mora"} if mora else {}
-    lora |= {"init": "pissa"} if pissa else {}
+    lora |= {"init": "pissa"} if pissa else _lora_ga(run) if loraga else {}
     lora |= {"dropout": float(dropout)} if dropout else {}
     lora |= {"rslora": True} if rslora else {}
     lora |= {"lora_plus_ratio": float(ratio)} if ratio != 1 else {}
@@ -243,6 +246,26 @@ def _lokr(run: Conversion, with_lora: bool) -> dict[str, Any]:
     if run.family.name == "qwen_moe":
         run.refuse("lokr", True, "routed experts get adapters there; here they have plain ones only: lora.method")
     return {"rank": rank, "alpha": float(rank), "method": "lokr"} | family_targets(run)
+
+
+def _lora_ga(run: Conversion) -> dict[str, Any]:
+    """The keys of LoRA-GA."""
+    iterations, gamma = run.number("loraga_init_iters", 32), run.number("loraga_stable_gamma", 64)
+    if run.flag("loraga_gradient_offload"):
+        run.left_out("loraga_gradient_offload", True, "nearest key: lora.init_passes")
+    if gamma <= 0:
+        run.refuse("loraga_stable_gamma", gamma, "nearest key: lora.init_gamma, which is above 0")
+        return {}
+    # theirs are micro-batches of every data rank
+    accumulated = run.arguments.values.get("gradient_accumulation_steps") or 1
+    found: dict[str, Any] = {"init": "lora_ga", "init_batches": max(1, -(-iterations // accumulated))}
+    if iterations % accumulated:
+        run.note(f"lora.init_batches: whole global batches, for {iterations} micro-batches of each data rank")
+    run.note(
+        "lora.init: A begins with the first singular vectors and B with the next ones, times the fourth root of the "
+        "outputs, as in the paper; PaddleNLP has them the other way round, and the inputs"
+    )
+    return found | ({"init_gamma": float(gamma)} if gamma != 64 else {})
 
 
 def checkpoint(run: Conversion, data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from llmsuite.errors import UserError
 from llmsuite.recipe.paddlenlp.conversion import is_true
 
 _ADAPTERS = (
-    "there is no such adapter; there are LoRA, rsLoRA, LoRA+, PiSSA, mixers, DoRA, MoRA, VeRA and LoKr: section lora"
+    "there is no such adapter; there are LoRA, rsLoRA, LoRA+, PiSSA, LoRA-GA, mixers, DoRA, MoRA, VeRA and LoKr: "
+    "section lora"
 )
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
@@ -53,7 +54,6 @@ REFUSED: Mapping[str, _Refusal] = {
         "so, and the first step is that of the model as it was. Nearest keys: reft.rank (rank there, 8 unless given), "
         "reft.layers and reft.positions (position); see recipes/llama/reft.json"
     ),
-    "loraga": _Refusal(_ADAPTERS),
     "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
     "lokr_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
     "prefix_path": _Refusal(_ADAPTERS),

@@ -77,6 +77,7 @@ WITHOUT = {
     "benchmark": "every step is timed: metrics.jsonl",
     "lokr_*": "belongs to lokr",
     "vera_*": "belongs to vera",
+    "loraga_*": "belongs to loraga",
     "prefix_*": "belongs to prefix_tuning",
     "num_prefix_tokens": "belongs to prefix_tuning",
     "intervention_type": "belongs to reft",

@@ -120,6 +120,27 @@ def _drops_in_a_program(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def _no_first_gradients(context: RuleContext) -> Iterator[Violation]:
+    recipe, stage, key = context.recipe, context.stage, "lora.init"
+    if recipe.lora.rank is None or recipe.lora.init != "lora_ga" or not stage.trains:
+        return
+    if recipe.engine.mode == "to_static":
+        yield (
+            key,
+            "is lora_ga, which takes gradients of frozen matrices, and programs compiled by to_static have none; set "
+            "it to pissa or default, or engine.mode to dynamic",
+        )
+    if recipe.engine.precision == "fp16":
+        yield (
+            key,
+            "is lora_ga, whose gradients may overflow while the scale of the loss is not found yet; set it to pissa or "
+            "default, or engine.precision to bf16",
+        )
+    if stage.profile(getattr(recipe, stage.section_name)).updates:
+        message = f"is lora_ga, which takes gradients of data, and stage {recipe.stage} draws what it learns from"
+        yield key, f"{message}; set it to pissa or default"
+
+
 def _no_such_target(context: RuleContext) -> Iterator[Violation]:
     lora, plan = context.recipe.lora, context.shard_plan
     if lora.rank is None or not lora.target_modules or context.config is None:
@@ -234,6 +255,12 @@ STAGE_RULES = (
         "the mask is a function of the layer's name, and compiled layers share their programs",
         ("--lora.rank=8", "--lora.dropout=0.1", "--engine.mode=to_static"),
         _drops_in_a_program,
+    ),
+    Rule(
+        "`lora.init` `lora_ga` with `to_static`, `fp16`, or a stage with rollouts",
+        "it takes gradients of frozen matrices in the first global batches",
+        ("--lora.rank=8", "--lora.init=lora_ga", "--engine.mode=to_static"),
+        _no_first_gradients,
     ),
     Rule(
         "`lora.target_modules` that match routed experts or the embedding, with `lora.dropout`, or a `lora.method` or "

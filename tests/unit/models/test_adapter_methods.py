@@ -32,7 +32,9 @@ from tests.unit.families import FAMILIES, tiny
 from tests.unit.models.test_adapters import IDS, adapted, base_of, factors_of, section, write
 from tests.unit.models.test_lora_layers import filled, linear
 
-METHODS = ("mixer", "dora", "pissa", "mora", "vera", "lokr")
+METHODS = ("mixer", "dora", "pissa", "lora_ga", "mora", "vera", "lokr")
+BEGINNINGS = ("pissa", "lora_ga")
+"""Those that are values of `lora.init`."""
 STRUCTURED = ("mora", "lokr")
 """Those that are no pairs of factors."""
 
@@ -41,7 +43,7 @@ def keys_of(method: str) -> dict[str, str]:
     """The keys of section `lora` of a kind of adapters."""
     if method == "lora":
         return {}
-    return {"init": method} if method == "pissa" else {"method": method}
+    return {"init": method} if method in BEGINNINGS else {"method": method}
 
 
 @pytest.fixture(scope="module", params=[(method, family) for method in METHODS for family in ("llama", "gpt")], ids=str)
@@ -112,7 +114,7 @@ def test_merged_and_unmerged_are_the_same(made: Any) -> None:
     source = add_adapter(base, directory / "adapter")
     merged = load_model(source, CpuBackend())(paddle.to_tensor(IDS)).numpy()
     live = model(paddle.to_tensor(IDS)).numpy()
-    limit = 5e-6 if method in ("pissa", *STRUCTURED) else 2e-6  # updates as large as W
+    limit = 5e-6 if method in (*BEGINNINGS, *STRUCTURED) else 2e-6  # updates as large as W
     np.testing.assert_allclose(merged, live, rtol=0, atol=limit * np.abs(live).max())
     assert np.abs(live - load_model(base, CpuBackend())(paddle.to_tensor(IDS)).numpy()).max() > 0.1
     for name in source.names:  # of a slice of its rows, too

@@ -36,7 +36,8 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.schema.recipe import LoraSection, TrainSection
+from llmsuite.schema.lora import LoraSection
+from llmsuite.schema.recipe import TrainSection
 from llmsuite.train.adapters import adapter_config
 from llmsuite.train.build import build_model
 from llmsuite.train.initial_values import initial_values
@@ -407,6 +408,14 @@ def test_any_stage_takes_adapters(plan: Callable[..., RunPlan], stage: str) -> N
         ({"rank": 4, "method": "vera", "lora_plus_ratio": 4.0}, "lora.lora_plus_ratio", "which vera does not have"),
         ({"rank": 4, "method": "lokr", "lora_plus_ratio": 4.0}, "lora.lora_plus_ratio", "which lokr does not have"),
         ({"rank": 4, "method": "lokr", "init": "pissa"}, "lora.init", "is for lora.method lora"),
+        ({"rank": 4, "method": "dora", "init": "lora_ga"}, "lora.init", "is for lora.method lora"),
+        ({"rank": 4, "init": "pissa", "init_batches": 2}, "lora.init_batches", "has no effect with lora.init pissa"),
+        ({"rank": 4, "init_gamma": 16.0}, "lora.init_gamma", "remove it, or set lora.init to lora_ga"),
+        (
+            {"rank": 4, "init": "lora_ga", "target_modules": ["embed_tokens"]},
+            "lora.target_modules",
+            "lora.init default",
+        ),
         ({"rank": 4, "method": "mora", "target_modules": ["lm_head"]}, "lora.target_modules", "matches lm_head"),
         ({"rank": 20000, "method": "mora", "target_modules": ["up_proj"]}, "lora.rank", "more than twice its inputs"),
         ({"rank": 0}, "lora.rank", "expected integer > 0 or null, found 0"),

@@ -142,6 +142,12 @@ def test_lora(converted: Convert) -> None:
         ({"lora_dropout": 0.05}, {"dropout": 0.05}),
         ({"lora_dropout": 0}, {}),
         ({"pissa": True, "rslora": True}, {"init": "pissa", "alpha": 16.0}),
+        ({"loraga": True}, {"init": "lora_ga", "init_batches": 8}),
+        (
+            {"loraga": True, "loraga_init_iters": 9, "loraga_stable_gamma": 16, "loraga_gradient_offload": True},
+            {"init": "lora_ga", "init_batches": 3, "init_gamma": 16.0},
+        ),
+        ({"loraga": False, "loraga_init_iters": 9}, {}),
     ],
 )
 def test_kinds_of_adapters(converted: Convert, given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -267,6 +273,8 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**LORA, "model_name_or_path": "baidu/ERNIE-4.5-21B-A3B-PT"}, "lora = True: PaddleNLP names no matrices"),
     ({**LORA, "pissa": True, "lora_use_mixer": True}, "pissa = True: goes with neither"),
     ({**LORA, "use_mora": True, "pissa": True}, "use_mora = True: goes with neither"),
+    ({**LORA, "loraga": True, "pissa": True}, "loraga = True: goes with no mixer, DoRA, MoRA or PiSSA"),
+    ({**LORA, "loraga": True, "loraga_stable_gamma": -1}, "loraga_stable_gamma = -1: nearest key: lora.init_gamma"),
     (
         {**LORA, "weight_quantize_algo": "nf4"},
         "weight_quantize_algo = nf4: its blocks or scales are others",
@@ -305,7 +313,7 @@ def test_what_cannot_be_the_same_job_is_refused(values: dict[str, Any], message:
 
 
 def test_all_reasons_come_at_once_and_can_be_waived(converted: Convert) -> None:
-    values = {**SFT, "prefix_tuning": True, "num_prefix_tokens": 8, "learning_rat": 5, "loraga": False}
+    values = {**SFT, "prefix_tuning": True, "num_prefix_tokens": 8, "learning_rat": 5, "vera": False}
     with pytest.raises(UserError) as refused:
         converted(values)
     assert "prefix_tuning = True" in str(refused.value)
@@ -315,7 +323,7 @@ def test_all_reasons_come_at_once_and_can_be_waived(converted: Convert) -> None:
     assert [key for key, _, _ in found.refused] == ["prefix_tuning", "learning_rat"]
     assert found.recipe["source"] == "PaddleNLP x_argument.json, without prefix_tuning, learning_rat"
     told = {key: why for key, _, why in found.left_out}
-    assert (told["num_prefix_tokens"], told["loraga"]) == ("belongs to prefix_tuning", "it says no")
+    assert (told["num_prefix_tokens"], told["vera"]) == ("belongs to prefix_tuning", "it says no")
     with pytest.raises(UserError, match=r"--leave_out: x_argument\.json has no lokr"):
         converted(values, leave_out=["lokr"])
 

@@ -36,6 +36,7 @@ EVERYWHERE = ["*_proj", "embed_tokens", "lm_head"]
         ("qwen", {"method": "vera"}),
         ("llama", {"init": "pissa"}),
         ("gpt", {"init": "pissa", "rslora": True}),
+        ("llama", {"init": "lora_ga"}),
         ("deepseek", {"target_modules": ["*_proj"]}),
         ("qwen_moe", {"target_modules": ["self_attn.*", "experts.down_proj"]}),
         ("ernie_moe", {"target_modules": ["mlp.experts.*"]}),

@@ -1,0 +1,36 @@
+"""What `lora.init: lora_ga` takes on a rank before the first step, beside the passes of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
+from llmsuite.planning.layout import BYTES, Layout, LocalParameter
+
+
+def beginning_bytes(layout: Layout, held: Sequence[LocalParameter], tokens: int) -> float:
+    """Gradients in float32: sums of those of a part of the adapted matrices, beside them that of one micro-batch and
+    the activations that it is made of, or when all passes are done two copies of a whole one. 0 for other adapters.
+
+    Args:
+        layout: of the run.
+        held: parameters of the rank.
+        tokens: of the largest micro-batch.
+    """
+    lora = layout.plan.recipe.lora
+    if lora.rank is None or lora.init != "lora_ga":
+        return 0.0
+    inputs, outputs = (
+        {h.name.removesuffix(f".{kind}"): h.local_shape[dim] for h in held if h.name.endswith(f".{kind}")}
+        for kind, dim in ((FIRST_FACTOR, 0), (SECOND_FACTOR, 1))
+    )
+    if not inputs:  # a part of the pipeline without adapters
+        return 0.0
+    sizes = [inputs[module] * outputs[module] for module in inputs]
+    together = -(-len(sizes) // lora.init_passes)
+    sums = max(sum(sizes[at : at + together]) for at in range(0, len(sizes), together))
+    is_cast = BYTES[layout.plan.recipe.engine.precision] != 4
+    one = max(inputs[m] * outputs[m] + is_cast * tokens * (inputs[m] + outputs[m]) for m in inputs)
+    whole = max(math.prod(layout.shapes[f"{module}.weight"]) for module in inputs)
+    return 4.0 * (sums + max(one, 2 * whole))

@@ -1,0 +1,55 @@
+"""What a plan counts for adapters that begin with gradients."""
+
+from __future__ import annotations
+
+from llmsuite.planning.estimate import estimate
+from llmsuite.planning.show import show_plan, size
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+from tests.paths import ROOT
+
+RECIPE = ROOT / "recipes" / "llama" / "lora.json"
+GA = "--lora.init=lora_ga"
+LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+"""Elements of the matrices of a layer of Llama 3.1 8B."""
+MLP = 4096 * 14336
+ONE_DEVICE = ("--parallel={}", "--launch.num_devices=1", "--engine.precision=fp32")
+
+
+def beginnings(registry: Registry, *words: str) -> list[float]:
+    return [stage.beginning for stage in estimate(plan_run(RECIPE, [GA, *words], registry)).stages]
+
+
+def test_gradients_are_as_large_as_the_adapted_matrices(registry: Registry) -> None:
+    assert beginnings(registry, *ONE_DEVICE) == [4 * (32 * LAYER + 2 * MLP)]
+    only = '--lora.target_modules=["up_proj", "down_proj"]'
+    assert beginnings(registry, *ONE_DEVICE, only) == [4 * (32 * 2 * MLP + 2 * MLP)]
+
+
+def test_passes_divide_them(registry: Registry) -> None:
+    """32 layers of 7 matrices each, in groups of whole layers."""
+    for passes, layers in ((2, 16), (8, 4), (32, 1)):
+        assert beginnings(registry, *ONE_DEVICE, f"--lora.init_passes={passes}") == [4 * (layers * LAYER + 2 * MLP)]
+
+
+def test_a_rank_has_those_of_its_part(registry: Registry) -> None:
+    """Tensor parallel cuts them and a pipeline deals them out; sharding does not, which cuts no activations. In 16 bit
+    activations are cast."""
+    words = '--parallel={"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sharding": "stage3"}'
+    found = beginnings(registry, words, "--launch.num_devices=8", "--engine.precision=fp32")
+    assert found == [4 * (16 * LAYER // 2 + 2 * MLP)] * 2
+    cast = beginnings(registry, words, "--launch.num_devices=8", "--train.micro_batch_size=16")
+    tokens = 16 * 2048
+    assert cast == [4 * (16 * LAYER // 2 + MLP // 2 + tokens * (4096 + 14336 // 2))] * 2
+
+
+def test_it_is_part_of_the_peak_and_told(registry: Registry) -> None:
+    (plain,) = estimate(plan_run(RECIPE, ["--lora.init=pissa", *ONE_DEVICE], registry)).stages
+    found = estimate(plan_run(RECIPE, [GA, *ONE_DEVICE], registry))
+    (stage,) = found.stages
+    assert plain.beginning == 0
+    assert stage.peak == plain.between_steps + plain.held + plain.buffers + stage.beginning
+    assert any(
+        f"before the first step only: {size(stage.beginning)} of gradients" in line
+        for line in show_plan(found, None, None)
+    )
