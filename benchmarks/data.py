@@ -12,7 +12,6 @@ machine does not lengthen.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import subprocess
@@ -220,7 +219,6 @@ def _context(recipe: Any, directory: Path) -> Any:
         template=lambda: load_template("tokenizer", directory, tokenizer.special_tokens),
         data_formats={f.name: f for f in llmsuite_register_data_formats()},
         initial_digest=lambda: "none",
-        autocast=contextlib.nullcontext,
         length_multiple=1,
         report=print,
     )

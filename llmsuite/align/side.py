@@ -92,8 +92,7 @@ def record_model(source: ModelDirectory, backend: DeviceBackend, precision: str,
     tokens = Tokens.of(0, ids, None, None, every=1)
     activations = Activations(lambda: tokens)
     activations.watch(model)
-    with backend.autocast(precision):
-        loss = _loss(model, paddle.to_tensor(ids))
+    loss = _loss(model, paddle.to_tensor(ids))
     loss.backward()
     parameters = dict(model.named_parameters())
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}

@@ -168,7 +168,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     model = load_model(opened, backend, precision)
     # a last bit may turn an input from one step of int8 to the next
     tolerance = "int8" if input_scales(opened) else exported.precision
-    trained = ModelDecoder(model, lambda: backend.autocast(precision))
+    trained = ModelDecoder(model)
     predictor = Predictor(program, backend.name)
     count, difference, num_tokens = compare(predictor, trained, tolerance)
     if predictor.has_loop and tolerance == "fp32":

@@ -80,7 +80,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True, refreshab
             taking = RefreshableModel(model, backend.ops(args.precision))
         elif args.num_devices == 1:
             fuse(model, backend.ops(args.precision))
-        decoder = ModelDecoder(model, lambda: backend.autocast(args.precision), mesh)
+        decoder = ModelDecoder(model, mesh)
     if not cached:
         decoder = Uncached(decoder)
 

@@ -6,7 +6,6 @@ A backend is created without Paddle; the methods that need it import it.
 from __future__ import annotations
 
 import abc
-import contextlib
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -147,14 +146,9 @@ class DeviceBackend(abc.ABC):
         """A tensor in the memory of this rank's device; itself when it is there."""
         return tensor.cuda()  # in Paddle 3.3.1 the current device, also where that is an XPU
 
-    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """Context of a forward pass. With O2 the parameters have the low precision, sums and norms stay float32."""
-        if precision == "fp32":
-            return contextlib.nullcontext()
-        import paddle
-
-        return paddle.amp.auto_cast(level="O2", dtype=PADDLE_DTYPE[precision])
-
     def parameter_dtype(self, precision: str) -> str:
-        """Dtype the model's parameters are stored in; the optimizer's master weights are float32 in any case."""
+        """Dtype of the model's parameters, and so of everything that is computed with them: nothing casts by itself
+        (no autocast). What has to be float32 says so where it is computed: sums inside kernels, norms, the rotation,
+        gates of experts, log-probabilities and losses. Gradients are added up in float32, and the optimizer updates a
+        float32 copy, its master."""
         return PADDLE_DTYPE[precision]

@@ -6,8 +6,7 @@ but one. All tensors have the same columns, so rows can be dropped, reordered an
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,19 +47,13 @@ class Decoder(Protocol):
 class ModelDecoder:
     """A live model on this device, or this rank's part of one."""
 
-    def __init__(
-        self,
-        model: Any,
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-        mesh: Any = None,
-    ):
+    def __init__(self, model: Any, mesh: Any = None):
         """
         Args:
             model: in evaluation mode.
-            autocast: creates the context of a pass.
             mesh: this rank's place, for a model that is sharded over ranks; all of them make the same passes.
         """
-        self._model, self._autocast = model, autocast
+        self._model = model
         self._tensor_mesh = mesh.tensor if mesh is not None else None
         self._placements: list[Any] = []
         self._buffer = CacheBuffer() if accepts_buffer(model) else None
@@ -82,7 +75,7 @@ class ModelDecoder:
         chosen = None
         if self.edited_ends is not None:
             chosen = chosen_columns(padding, ids.shape[1], cache is None, self.edited_ends)
-        with paddle.no_grad(), self._autocast(), tokens_with(chosen):
+        with paddle.no_grad(), tokens_with(chosen):
             if cache is not None and self._buffer is not None:
                 filled = num_columns(cache)
                 whole = self._buffer.reserve(cache, ids.shape[1])

@@ -40,17 +40,16 @@ class Gate(nn.Layer):
 
         `counted` [B, L] is 1 for tokens and 0 for padding, which the balance does not see.
         """
-        with paddle.amp.auto_cast(enable=False):
-            scores = self.scores(paddle.matmul(x.astype("float32"), self.weight.astype("float32")))
-            chosen = paddle.topk(self.selection_scores(scores.detach()), self.num_chosen, -1)[1]
-            weights = paddle.take_along_axis(scores, chosen, -1)
-            if self.is_normed:
-                weights = weights / self.total(weights)
-            weights = weights * self.factor
-            # a recomputed layer is counted the second time only, when there is a graph
-            if self.balance is not None and self.training and paddle.is_grad_enabled():
-                weights = self.balance.count(weights, chosen, scores, counted)
-            return weights, chosen
+        scores = self.scores(paddle.matmul(x.astype("float32"), self.weight.astype("float32")))
+        chosen = paddle.topk(self.selection_scores(scores.detach()), self.num_chosen, -1)[1]
+        weights = paddle.take_along_axis(scores, chosen, -1)
+        if self.is_normed:
+            weights = weights / self.total(weights)
+        weights = weights * self.factor
+        # a recomputed layer is counted the second time only, when there is a graph
+        if self.balance is not None and self.training and paddle.is_grad_enabled():
+            weights = self.balance.count(weights, chosen, scores, counted)
+        return weights, chosen
 
     def scores(self, logits: Tensor) -> Tensor:
         """Logits [B, L, E] to the scores that the weights are made of."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import paddle
 import paddle.nn.functional as F
@@ -35,24 +34,22 @@ def weight_scale(weight: Tensor) -> Tensor:
 
 def fake_quantize_weight(weight: Tensor) -> Tensor:
     """A weight [I, O] as round(w / s) s; its gradient is that of the weight itself."""
-    with _exact(weight):
-        own = weight.detach()
-        scale = weight_scale(own)
-        rounded = (paddle.round(_float32(own) / scale) * scale).astype(weight.dtype)
-        # a zero that carries the gradient: w + (rounded - w) would not be on the grid, to the last bit
-        return rounded if weight.stop_gradient else rounded + (weight - own)
+    own = weight.detach()
+    scale = weight_scale(own)
+    rounded = (paddle.round(_float32(own) / scale) * scale).astype(weight.dtype)
+    # a zero that carries the gradient: w + (rounded - w) would not be on the grid, to the last bit
+    return rounded if weight.stop_gradient else rounded + (weight - own)
 
 
 def fake_quantize(x: Tensor, scale: float) -> Tensor:
     """x as clip(round(x / s), -127, 127) s; its gradient is passed where |x| <= 127 s, and zero elsewhere."""
-    with _exact(x):
-        own = x.detach()
-        seen = _float32(own)
-        rounded = (paddle.round(seen * (1.0 / scale)).clip(-LEVELS, LEVELS) * scale).astype(x.dtype)
-        if x.stop_gradient:
-            return rounded
-        inside = (seen.abs() <= LEVELS * scale).astype(x.dtype)
-        return rounded + (x - own) * inside
+    own = x.detach()
+    seen = _float32(own)
+    rounded = (paddle.round(seen * (1.0 / scale)).clip(-LEVELS, LEVELS) * scale).astype(x.dtype)
+    if x.stop_gradient:
+        return rounded
+    inside = (seen.abs() <= LEVELS * scale).astype(x.dtype)
+    return rounded + (x - own) * inside
 
 
 class FakeQuantLinear(nn.Layer):
@@ -133,8 +130,3 @@ def observing(layers: Collection[FakeQuantLinear]) -> Iterator[None]:
 
 def _float32(x: Tensor) -> Tensor:
     return x if x.dtype == paddle.float32 else x.astype("float32")
-
-
-def _exact(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Context without autocast for 16-bit values: the grid is computed in float32 all the same."""
-    return contextlib.nullcontext() if x.dtype == paddle.float32 else paddle.amp.auto_cast(enable=False)

@@ -12,9 +12,13 @@ from typing import Literal, NamedTuple
 
 Content = Literal["header", "document_starts", "activations", "gradients"]
 
-HEADER_LENGTH = 4
-"""Elements of a header: the shape of the activations [B, L, D], and the length of the document starts, 0 without any.
-It comes first, because shapes change from micro-batch to micro-batch."""
+HEADER_LENGTH = 5
+"""Elements of a header: the shape of the activations [B, L, D], the length of the document starts, 0 without any, and
+the place of the activations' dtype in `DTYPES`. It comes first, because shapes change from micro-batch to
+micro-batch."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""What activations may be."""
 
 
 class Message(NamedTuple):

@@ -280,6 +280,7 @@ class PipelineStage:
         if ended := getattr(self.chunks[action.chunk], "after_backward", None):  # of sharding stage 3, see `gathering`
             ended()
         if waiting.received is not None:
+            assert waiting.received.grad.dtype == waiting.received.dtype, "the part before expects what it has sent"
             self._send_gradient(waiting.received.grad)
 
     @paddle.no_grad()
@@ -325,7 +326,7 @@ class PipelineStage:
         local = local_value(y).detach()
         length = 0 if document_starts is None else document_starts.shape[1]
         contents: dict[edges.Content, Tensor | None] = {
-            "header": paddle.to_tensor([*local.shape, length], dtype="int64"),
+            "header": paddle.to_tensor([*local.shape, length, _code(local.dtype)], dtype="int64"),
             "document_starts": document_starts,
             "activations": local,
         }
@@ -341,10 +342,17 @@ class PipelineStage:
     def _receive_or_stop(self) -> tuple[Tensor, Tensor | None] | None:
         """Activations of the part before and the document starts of their rows; None when it has sent a stop."""
         assert self._channels is not None
-        *shape, length = header = self._channels.receive([edges.HEADER_LENGTH], "int64", forward=True).tolist()
+        header = self._channels.receive([edges.HEADER_LENGTH], "int64", forward=True).tolist()
         if header == _STOP:
             return None
+        *shape, length, code = header
         dtype = next(p.dtype for name, p in self.model.named_parameters() if not is_quantised_part(name))
+        if code != _code(dtype):  # so many bytes would not be so many elements
+            raise UserError(
+                f"the part before sends activations in {edges.DTYPES[code]}, and this one computes in "
+                f"{edges.DTYPES[_code(dtype)]}: a layer of the model has to return the dtype that it gets, so what it "
+                "computes in another one it has to cast back"
+            )
         contents: dict[edges.Content, Tensor] = {}
         for message in edges.messages(True, shape, length)[1:]:
             kind = "int64" if message.is_int64 else dtype
@@ -370,6 +378,10 @@ class PipelineStage:
         if self._mesh.tensor is None:
             return local
         return dtensor_from_local(local, self._mesh.tensor, self._placements).detach()
+
+
+def _code(dtype: Any) -> int:
+    return edges.DTYPES.index(str(dtype).removeprefix("paddle."))
 
 
 _STOP = [0] * edges.HEADER_LENGTH

@@ -11,7 +11,6 @@ micro-batches and over ranks.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -225,12 +224,10 @@ class ParameterShard:
 
         On all ranks of a group backward passes run the same operations, so they come here in the same order.
         """
-        # for a small parameter, entering the context would cost more than everything else here
-        with paddle.amp.auto_cast(enable=False) if paddle.is_autocast_enabled() else contextlib.nullcontext():
-            if self._reduce_in_backward:
-                self._collect()
-            if self.is_last_pass and not self._reduces_each_pass:  # else only the sum over dp is left
-                self.bucket.add(self, self.take_gradient())
+        if self._reduce_in_backward:
+            self._collect()
+        if self.is_last_pass and not self._reduces_each_pass:  # else only the sum over dp is left
+            self.bucket.add(self, self.take_gradient())
 
     def _collect(self) -> None:
         own = self._local_gradient()

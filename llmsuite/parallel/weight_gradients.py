@@ -49,10 +49,9 @@ class WatchedGradient:
     def _add(self, x: Tensor, gradient: Tensor) -> None:
         if x.is_dist() and self._dim is None and x.placements[0].is_shard():
             self._sees_part = True
-        with paddle.amp.auto_cast(enable=False):
-            pair = self._part.local(x), self._part.output_gradient(gradient, x)
-            rows, columns = (tensor.flatten(0, -2).astype("float32") for tensor in pair)  # [N, I], [N, O]
-            found = paddle.matmul(rows, columns, transpose_x=True)
+        pair = self._part.local(x), self._part.output_gradient(gradient, x)
+        rows, columns = (tensor.flatten(0, -2).astype("float32") for tensor in pair)  # [N, I], [N, O]
+        found = paddle.matmul(rows, columns, transpose_x=True)
         assert found.shape == self._local_shape, "activations that are cut in another way than the matrix"
         self._sum = found if self._sum is None else self._sum.add_(found)
 

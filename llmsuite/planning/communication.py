@@ -50,7 +50,7 @@ Counts = dict[Message, int]
 
 
 _WHY_SENT: dict[edges.Content, str] = {
-    "header": "the shapes of what follows",
+    "header": "the shapes and the dtype of what follows",
     "document_starts": "where documents begin",
     "activations": "activations to the next part",
     "gradients": "gradients to the part before",

@@ -29,7 +29,7 @@ class LocalEngine:
             lambda model: lambda name, shape, index: np.zeros([part.stop - part.start for part in index], "float32"),
         )
         self._model = RefreshableModel(model, backend.ops(precision))
-        self._decoder = ModelDecoder(model, lambda: backend.autocast(precision))
+        self._decoder = ModelDecoder(model)
 
     def refresh(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `Engine`."""

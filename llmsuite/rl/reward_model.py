@@ -32,7 +32,7 @@ def model(section: ModelRewardSection, services: RewardServices) -> Score:
     Raises:
         UserError: there is no reward model, or it has another tokenizer than the one whose tokens it gets.
     """
-    size, device, precision = section.batch_size, services.device, services.precision
+    size = section.batch_size
     if section.weights is None:
         raise UserError(f"{_KEY}: is required with the reward model; set it to the directory of a run of stage rm")
     path = local_weights(section.weights)
@@ -53,9 +53,7 @@ def model(section: ModelRewardSection, services: RewardServices) -> Score:
         for begin in range(0, len(order), size):
             part = order[begin : begin + size]
             rows = [[*completions[i].prompt_ids, *completions[i].ids] for i in part]
-            with device.autocast(precision):
-                scores = _scores(scoring, rows, tokenizer.pad_id)
-            for i, value in zip(part, scores):
+            for i, value in zip(part, _scores(scoring, rows, tokenizer.pad_id)):
                 found[i] = value
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +37,7 @@ class Explained:
 
 def open_stage(plan: RunPlan, registry: Registry, quiet: bool = True) -> Stage[Any]:
     """The stage of a recipe with its tokenizer, without a model. It caches no tokens, as it may read a single row."""
-    stage = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan), contextlib.nullcontext)
+    stage = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan))
     stage.context = dataclasses.replace(stage.context, keeps_tokens=False)
     if quiet:
         stage.context = dataclasses.replace(stage.context, report=lambda text: None)

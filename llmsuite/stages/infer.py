@@ -123,7 +123,7 @@ def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> G
             f"model.tokenizer: {tokenizer} has {words.vocab_size} tokens, more than the "
             f"{plan.model_config.vocab_size} of the model"
         )
-    decoder = ModelDecoder(model, lambda: backend.autocast(precision), mesh)
+    decoder = ModelDecoder(model, mesh)
     return Generator(decoder, words, stop_tokens(tokenizer, words), as_first_rank)
 
 

@@ -54,8 +54,7 @@ class Reference:
             part = answers[start:stop] or others[start:stop]  # another rank's, when the own ones are done first
             one_row = self._context.padding_free
             rows = [part] if one_row else [[answer] for answer in part]
-            with self._context.autocast():
-                logps = answer_logps(model, pack_rows(rows, pad_id, multiple, shares_prompts=one_row)).numpy()
+            logps = answer_logps(model, pack_rows(rows, pad_id, multiple, shares_prompts=one_row)).numpy()
             scores.update(zip((answer.key for answer in part), map(float, logps)))
         model.train()
         return scores

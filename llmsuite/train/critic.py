@@ -57,7 +57,7 @@ class Critic(StepPart):
         self.built = build_model(self._plan, registry, backend, mesh)
         objective = None if stage is None else _Judgement(stage)
         part, schedule = self.built.part, plan.schedule
-        self._passes = Passes(objective, part, schedule, lambda: backend.autocast(precision), ("model",))
+        self._passes = Passes(objective, part, schedule, ("model",))
         part.train()
         host = backend if recipe.engine.offload_optimizer else None
         self.optimizer = Optimizer(self.built.shards, train, total_steps, host)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,8 @@ def read_data(
     train: Sequence[Any] = ()
     evaluation: Sequence[Any] = ()
     if mesh.reads_data:
-
-        def autocast() -> AbstractContextManager[Any]:
-            return backend.autocast(plan.recipe.engine.precision)
-
         tokenizer = load_tokenizer(plan)
-        stage = make_stage(plan, registry, initial_digest, tokenizer, autocast, padding_free(plan, backend))
+        stage = make_stage(plan, registry, initial_digest, tokenizer, padding_free(plan, backend))
         train, evaluation = _read(stage, plan, mesh)
     lengths = _row_lengths(stage, plan, train)
     counts = collective.from_first_rank([len(train), len(evaluation)])
@@ -120,7 +115,6 @@ def make_stage(
     registry: Registry,
     initial_digest: Callable[[], str],
     tokenizer: TextTokenizer,
-    autocast: Callable[[], AbstractContextManager[Any]],
     padding_free: bool = False,
 ) -> Stage[Any]:
     """The stage of the recipe; it has read nothing yet."""
@@ -131,7 +125,6 @@ def make_stage(
         template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
         data_formats=registry.data_formats,
         initial_digest=initial_digest,
-        autocast=autocast,
         length_multiple=length_multiple(plan),
         report=report,
         rewards=registry.rewards,

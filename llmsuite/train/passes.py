@@ -34,8 +34,6 @@ class Passes:
     """This rank's part."""
     schedule: Kind
     """Order of the passes of a pipeline; without one each micro-batch goes forward and back."""
-    autocast: Callable[[], AbstractContextManager[Any]]
-    """Makes the precision context of a forward pass."""
     prepasses: Sequence[PrePassKind] = ()
     """Run over the global batch before its loss, in this order; the same on every rank."""
     reference: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -60,8 +58,7 @@ class Passes:
         """
         bound = functools.partial(ask, self.model, batch) if ask is not None and batch is not None else None
         self.model.prompt_lengths = None if batch is None else batch.get("prompt_lengths")
-        with self.autocast():
-            return self.model.forward(action, bound, lengths)
+        return self.model.forward(action, bound, lengths)
 
     def batch_of(self, action: Action, take: Callable[[int], Batch]) -> Batch | None:
         """The batch that a pass begins with or ends in; None in the middle of the model."""

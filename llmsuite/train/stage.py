@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -46,7 +45,6 @@ class StageContext:
     data_formats: Mapping[str, DataFormat]
     initial_digest: Callable[[], str]
     """Gives `model_digest`; the data is read before the model is built."""
-    autocast: Callable[[], AbstractContextManager[Any]]
     length_multiple: int
     """Batches are padded to a multiple of this many tokens, for sequences that are sharded over ranks."""
     report: Callable[[str], None]

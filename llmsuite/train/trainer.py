@@ -107,9 +107,7 @@ class Trainer:
         prepasses = [prepass.kind for prepass in plan.profile.prepasses]
         reference = frozen_reference(plan, registry, built, mesh)
         beside = contextlib.nullcontext if reference is None else reference.active
-        self.passes = Passes(
-            data.stage, built.part, plan.schedule, lambda: backend.autocast(precision), prepasses, beside
-        )
+        self.passes = Passes(data.stage, built.part, plan.schedule, prepasses, beside)
         self.rollouts = rollout_engine(plan, backend, mesh, built, data.stage) if plan.profile.updates else None
 
         # optimizer
@@ -318,8 +316,7 @@ class Trainer:
         """Let the stage compute what belongs to the initial weights, while they are in place."""
         stage, model, cadence = self.data.stage, self.built.part, self.cadence
         if stage is None:
-            with self.passes.autocast():
-                model.serve_forward_only()
+            model.serve_forward_only()
             return
         # a run that goes back to a checkpoint takes more samples than its steps have
         may_roll_back = self.plan.recipe.train.may_roll_back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,7 +98,7 @@ def step(
         part = PipelineStage([model], MESH, model.config.hidden_size, [], None)
     section = getattr(objective, "section", None)
     profile = section.profile() if hasattr(section, "profile") else StageProfile()
-    passes = Passes(objective, part, "1F1B", contextlib.nullcontext, [p.kind for p in profile.prepasses])
+    passes = Passes(objective, part, "1F1B", [p.kind for p in profile.prepasses])
     rules = StepRules(guard or Guard(), scale or NoLossScale())
     return train_step(number, micro_batches, passes, optimizer, rules, {"stop": stop})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,7 +58,6 @@ def stage(
         template=lambda: load_template(chat_template, tokenizer.directory, tokenizer.special_tokens),
         data_formats=FORMATS,
         initial_digest=lambda: model_digest,
-        autocast=contextlib.nullcontext,
         length_multiple=length_multiple,
         report=report,
     )

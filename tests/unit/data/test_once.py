@@ -115,7 +115,7 @@ registry = load_plugins(builtin, commands)
 stages = {}
 for name in ("sft", "dpo", "kto"):
     plan = plan_run(f"recipes/llama/{name}.json", [], registry, smoke=True)
-    stages[name] = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan), None), plan.train_file
+    stages[name] = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan)), plan.train_file
 print("ready", flush=True)
 sys.stdin.readline()
 digest = hashlib.sha256()

@@ -31,7 +31,7 @@ def test_what_one_part_sends_another_receives(forward: bool) -> None:
 
 
 def test_shapes_come_first_and_gradients_need_none() -> None:
-    assert messages(True, [2, 5, 8], 0) == [Message("header", (4,)), Message("activations", (2, 5, 8))]
+    assert messages(True, [2, 5, 8], 0) == [Message("header", (5,)), Message("activations", (2, 5, 8))]
     with_documents = messages(True, [2, 5, 8], 10)  # under sequence parallel over two ranks
     assert with_documents[1] == Message("document_starts", (2, 10))
     assert [message.is_int64 for message in with_documents] == [True, True, False]

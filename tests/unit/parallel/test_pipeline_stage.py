@@ -49,7 +49,7 @@ def test_a_length_that_cannot_be_cut_is_refused() -> None:
 
 
 def test_ranks_that_read_other_data_are_noticed() -> None:
-    edges: Any = Neighbours([2, 4, 1, 0], [[[1.0]] * 4] * 2)
+    edges: Any = Neighbours([2, 4, 1, 0, 0], [[[1.0]] * 4] * 2)
     stage = PipelineStage([Doubling()], Mesh(Degrees(2, 1, 1, 1), 1), 1, [], edges)
     with pytest.raises(
         UserError, match=r"sends a micro-batch of \[2, 4\] tokens, the last one has read one of \[2, 5\]"
@@ -57,13 +57,32 @@ def test_ranks_that_read_other_data_are_noticed() -> None:
         stage.hidden_states(paddle.zeros([2, 5], dtype="int64"))
 
 
+@pytest.mark.parametrize(("dtype", "code", "sent"), [("bfloat16", 0, "float32"), ("float32", 2, "float16")])
+def test_activations_of_another_dtype_are_an_error(dtype: str, code: int, sent: str) -> None:
+    """They would be read as another number of elements: over NCCL the ranks hang, or go on with garbage."""
+    edges: Any = Neighbours([1, 1, 2, 0, code], [[[1.0, 3.0]]])
+    model = Doubling()
+    model.factor._set_impl(paddle.ones([1]).astype(dtype))
+    stage = PipelineStage([model], Mesh(Degrees(2, 1, 1, 1), 1), 2, [], edges)
+    with pytest.raises(UserError, match=rf"sends activations in {sent}, and this one computes in {dtype}: .*cast back"):
+        stage.hidden_states(paddle.zeros([1, 1], dtype="int64"))
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("float32", 0), ("bfloat16", 1), ("float16", 2)])
+def test_activations_say_their_dtype(dtype: str, code: int) -> None:
+    edges: Any = Neighbours()
+    stage = PipelineStage([Doubling()], Mesh(Degrees(2, 1, 1, 1), 0), 2, [], edges)
+    stage._send(paddle.zeros([1, 1, 2], dtype), None)
+    assert edges.sent[0] == [1, 1, 2, 0, code]
+
+
 def test_the_middle_passes_on_until_the_first_rank_lets_go() -> None:
     # the second one brings where documents begin: each token of its row is one
-    messages = ([1, 1, 2, 0], [[[1.0, 3.0]]], [1, 2, 1, 2], [[0, 1]], [[[5.0], [7.0]]], [0, 0, 0, 0])
+    messages = ([1, 1, 2, 0, 0], [[[1.0, 3.0]]], [1, 2, 1, 2, 0], [[0, 1]], [[[5.0], [7.0]]], [0] * 5)
     edges: Any = Neighbours(*messages)
     stage = PipelineStage([Doubling()], Mesh(Degrees(4, 1, 1, 1), 1), 2, [], edges)
     stage.serve_forward_only()
-    passed_on = [[1, 1, 2, 0], [[[2.0, 6.0]]], [1, 2, 1, 2], [[0, 1]], [[[10.0], [15.0]]], [0, 0, 0, 0]]
+    passed_on = [[1, 1, 2, 0, 0], [[[2.0, 6.0]]], [1, 2, 1, 2, 0], [[0, 1]], [[[10.0], [15.0]]], [0] * 5]
     assert edges.sent == passed_on
     # the one before the last does not tell the last one, which knows
     edges = Neighbours(*messages)

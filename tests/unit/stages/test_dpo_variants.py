@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,9 +89,7 @@ def test_the_loss_of_a_whole_batch(name: str, tmp_path: Path, monkeypatch: pytes
     model = dpo_case.model()
     part = PipelineStage([model], alone.MESH, model.config.hidden_size, [], None)
     prepasses = [prepass.kind for prepass in stage.section.profile().prepasses]
-    whole = evaluate(
-        [pairs[:5], pairs[5:], pairs[:1]], Passes(stage, part, "1F1B", contextlib.nullcontext, prepasses), 2
-    )
+    whole = evaluate([pairs[:5], pairs[5:], pairs[:1]], Passes(stage, part, "1F1B", prepasses), 2)
     assert whole["loss"] == pytest.approx(expected, rel=2e-6)
     assert ("nll/chosen" in whole) == (name in ("orpo", "sigmoid and sft"))
 

@@ -40,7 +40,7 @@ LENGTHS = [[3, 1, 5], [2, 7, 4], [1, 1, 6]]
 
 def stage(registry: Registry, *words: str, padding_free: bool = False) -> GrpoStage:
     plan = plan_run(RECIPE, ["--rollout.max_completion_length=7", *words], registry, smoke=True)
-    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), None, padding_free)  # type: ignore[arg-type]
+    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), padding_free)
     assert isinstance(made, GrpoStage)
     made.context = dataclasses.replace(made.context, keeps_tokens=False)
     return made

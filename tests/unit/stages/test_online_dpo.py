@@ -27,7 +27,7 @@ RECIPE = ROOT / "recipes" / "llama" / "online_dpo.json"
 
 def stage(registry: Registry, *words: str, padding_free: bool = False) -> OnlineDpoStage:
     plan = plan_run(RECIPE, ["--rollout.max_completion_length=7", *words], registry, smoke=True)
-    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), None, padding_free)  # type: ignore[arg-type]
+    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), padding_free)
     assert isinstance(made, OnlineDpoStage)
     return made
 

@@ -35,7 +35,7 @@ def planned(registry: Registry, *words: str) -> RunPlan:
 
 def stage(registry: Registry, *words: str) -> PpoStage:
     plan = planned(registry, *words)
-    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), None)  # type: ignore[arg-type]
+    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
     assert isinstance(made, PpoStage)
     return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections import Counter
@@ -156,7 +155,6 @@ def stage(
         template=lambda: pytest.fail("there are no conversations"),
         data_formats={},
         initial_digest=lambda: "model",
-        autocast=contextlib.nullcontext,
         length_multiple=length_multiple,
         report=report,
     )

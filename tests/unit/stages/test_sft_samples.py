@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -66,7 +65,6 @@ def make_stage(
         template=load,
         data_formats=FORMATS,
         initial_digest=lambda: "model",
-        autocast=contextlib.nullcontext,
         length_multiple=1,
         report=report,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -212,7 +211,7 @@ def test_evaluation_is_weighted_the_same_way(sizes: list[int]) -> None:
     every = np.concatenate(samples).astype("float64")
     error = every[:, :4] @ model.weight.numpy().astype("float64") - every[:, 4:]
     part: Any = alone.AnyModel(model)
-    passes = Passes(TokenRegression(), part, "1F1B", contextlib.nullcontext)
+    passes = Passes(TokenRegression(), part, "1F1B")
     metrics = evaluate(cut(samples, sizes), passes)
     padded = [*cut(samples, sizes), samples[:1]]
     assert metrics == evaluate(padded, passes, len(sizes))

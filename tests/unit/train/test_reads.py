@@ -108,7 +108,7 @@ def run_of_experts(log_steps: int) -> list[dict[str, float]]:
     for number in range(1, STEPS + 1):
         rows = [[[number + 3, 8, 5, 7]], [[9, 4, 6, number + 30]]]
         metrics = train_step(
-            number, rows, Passes(NextTokens(), part, "1F1B", contextlib.nullcontext), optimizer,
+            number, rows, Passes(NextTokens(), part, "1F1B"), optimizer,
             StepRules(parts=[balance]), {"stop": False}, is_logged=number % log_steps == 0,
         )  # fmt: skip
         metrics.pop("reader_seconds")
@@ -146,7 +146,7 @@ def test_a_step_with_a_vote_tells_all() -> None:
     part = PipelineStage([made], alone.MESH, made.config.hidden_size, [], None)
     told = [
         train_step(
-            1, [[[5, 6, 7]]], Passes(NextTokens(), part, "1F1B", contextlib.nullcontext), optimizer,
+            1, [[[5, 6, 7]]], Passes(NextTokens(), part, "1F1B"), optimizer,
             StepRules(parts=[balance]), {"stop": asked}, is_logged=False,
         )
         for asked in (False, True)
