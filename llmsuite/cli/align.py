@@ -169,6 +169,8 @@ def _recorded(number: int, plan: RunPlan, registry: Registry, scratch: Path, eve
     backend, num_ranks = plan.device.factory(), plan.degrees.num_ranks
     if (devices := where.device_numbers) is not None:
         os.environ.update(backend.select(devices))
+    if plan.recipe.engine.deterministic:
+        os.environ.update(backend.deterministic_flags or {})
     if num_ranks > 1:
         backend.prepare_ranks()
     start_paddle(backend, num_ranks, fork=backend.forks)

@@ -53,6 +53,8 @@ def run(args: Any, registry: Registry) -> int:
     backend = plan.device.factory()
     if (numbers := where.device_numbers) is not None:
         os.environ.update(backend.select(numbers))
+    if plan.recipe.engine.deterministic:
+        os.environ.update(backend.deterministic_flags or {})
     starts_ranks = plan.degrees.num_ranks > 1 and not is_worker()
     if starts_ranks:
         if plan.stage.trains:

@@ -55,6 +55,10 @@ class DeviceBackend(abc.ABC):
     kernels_in_programs: ClassVar[bool] = True
     """Whether Paddle Inference has its kernels too; it has none that are built here."""
 
+    deterministic_flags: ClassVar[Mapping[str, str] | None] = None
+    """Variables with which the same steps on the same mesh give the same bits (`engine.deterministic`), set before
+    Paddle is imported; None where there are none that do it."""
+
     gradient_bucket_bytes: ClassVar[int] = 25 << 20  # as PyTorch's and Paddle's data parallel
     """Size of the gradient buckets that are summed over data ranks in one call, unless a recipe sets it; 0 for a call a
     gradient."""

@@ -15,6 +15,8 @@ class GpuBackend(DeviceBackend):
     name = "gpu"
     collectives = "nccl"
     visible_devices = ("CUDA_VISIBLE_DEVICES",)
+    # else flash attention's backward pass and the embedding's gradient are sums of atomic additions
+    deterministic_flags = {"FLAGS_cudnn_deterministic": "1", "FLAGS_embedding_deterministic": "1"}  # noqa: RUF012
     precisions = ("fp32", "bf16", "fp16")
     install = (
         "pip uninstall -y paddlepaddle && "

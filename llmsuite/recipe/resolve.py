@@ -242,6 +242,9 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
         yield "device", registry.unknown("device", recipe.device)
     elif recipe.launch.devices is not None and not registry.devices[recipe.device].factory().visible_devices:
         yield "launch.devices", f"{recipe.device} has no numbered devices; set launch.num_devices instead"
+    elif recipe.engine.deterministic and registry.devices[recipe.device].factory().deterministic_flags is None:
+        message = f"nothing makes the sums of {recipe.device} repeat themselves to the last bit; set it to false"
+        yield "engine.deterministic", message
     if recipe.data.format != "auto" and recipe.data.format not in registry.data_formats:
         yield "data.format", registry.unknown("data format", recipe.data.format)
     for name in recipe.loggers:

@@ -44,6 +44,8 @@ class InferEngine(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of parameters and activations; bf16 and fp16 need a GPU or XPU."""
 
+    deterministic: ClassVar[bool] = False  # of gradients, which there are none of
+
 
 @dataclasses.dataclass(kw_only=True)
 class EmptySection(Section):

@@ -60,6 +60,10 @@ class EngineSection(Section):
     """Keep moments and master weights in host memory; those of each parameter move to the device for its update
     only."""
 
+    deterministic: bool = False
+    """Add up gradients of attention and of the embedding in one order on gpu, at some speed: without it a run and its
+    resumption differ in the last digits there. On cpu they do not; for xpu it is refused."""
+
     def computes_again(self, layer: int) -> bool:
         """Whether a layer of the model is recomputed as a whole."""
         return self.recompute == "full" and layer % self.recompute_every == 0

@@ -33,6 +33,7 @@ _KERNELS = {
 class CpuBackend(DeviceBackend):
     name = "cpu"
     collectives = "gloo"
+    deterministic_flags = {}  # noqa: RUF012  (none are needed)
     precisions = ("fp32",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True

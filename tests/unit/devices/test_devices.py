@@ -220,6 +220,11 @@ def test_the_environment_of_the_others() -> None:
     assert BACKENDS["xpu"].rank_environment(3) == {"FLAGS_selected_xpus": "3"}
 
 
+def test_which_devices_repeat_themselves_to_the_last_bit() -> None:
+    flags = {"FLAGS_cudnn_deterministic": "1", "FLAGS_embedding_deterministic": "1"}
+    assert {name: b.deterministic_flags for name, b in BACKENDS.items()} == {"cpu": {}, "gpu": flags, "xpu": None}
+
+
 def test_the_number_of_a_rank_wins_over_what_the_shell_has_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else FLAGS_selected_gpus=0 in a shell's profile puts all ranks on one device."""
     monkeypatch.setenv("FLAGS_selected_gpus", "0")
