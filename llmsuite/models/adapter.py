@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
@@ -38,10 +40,15 @@ class Adapter(nn.Layer):
             return self.weight.product(x, self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def base_weight(self) -> Tensor:
-        """W [I, O], for DoRA, which computes with more than products. Recipes refuse a quantised base with it."""
-        assert not isinstance(self.weight, QuantisedMatrix)
-        return self.weight
+    def weight_product(self, x: Tensor) -> Tensor:
+        """x W."""
+        if isinstance(self.weight, QuantisedMatrix):
+            return self.weight.product(x, None)
+        return paddle.matmul(x, self.weight)
+
+    def dense_weight(self, dtype: Any) -> Tensor:
+        """W [I, O]; of a quantised one what its codes stand for, in a dtype."""
+        return self.weight.dense(dtype) if isinstance(self.weight, QuantisedMatrix) else self.weight
 
 
 def identity(x: Tensor) -> Tensor:

@@ -97,12 +97,11 @@ class DoraLinear(LoraLinear):
         """[..., I] to [..., O]."""
         if self.disable_lora or self.merged:
             return self.base(x)
-        weight = self.base_weight()
         with paddle.no_grad():
-            whole = (weight + self.get_delta_weight()).astype("float32")
+            whole = (self.dense_weight(x.dtype) + self.get_delta_weight()).astype("float32")
             # the columns that pad a vocabulary have no length
-            length = (self.complete_columns(whole.square().sum(0)) + 1e-12).sqrt().astype(weight.dtype)
-        y = self.complete_sum(paddle.matmul(x, weight)) + self._update(x)
+            length = (self.complete_columns(whole.square().sum(0)) + 1e-12).sqrt().astype(x.dtype)
+        y = self.complete_sum(self.weight_product(x)) + self._update(x)
         y = y * (self.lora_magnitude / length)
         return y if self.bias is None else y + self.bias
 

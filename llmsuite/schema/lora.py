@@ -89,8 +89,6 @@ class LoraSection(Section):
             yield "init", f"is {self.init}, which is for lora.method lora; set it to default, or lora.method to lora"
         if self.method in ("vera", "lokr") and self.lora_plus_ratio != 1:
             yield "lora_plus_ratio", f"is for a trained factor B, which {self.method} does not have; set it to 1"
-        if self.base_dtype is not None and self.method == "dora":
-            yield "base_dtype", f"is {self.base_dtype}, but DoRA needs W itself; set it to null, or lora.method to lora"
         if self.base_block % 2:
             yield "base_block", f"is {self.base_block}; it has to be even, as two codes share a byte"
         yield from self._without_effect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ def with_factors(
     shapes: Mapping[str, Sequence[int]],
     embedding: str | None = None,
     lora: LoraSection | None = None,
+    quantised: Collection[str] = (),
 ) -> ReadSlice:
     """The values of a model and of its adapters, which change nothing at first: B is zero, A is random, and so is a
     mixer; the matrix of MoRA is zero. The magnitudes of DoRA are the lengths of the columns of W. Those of PiSSA begin
@@ -70,6 +71,7 @@ def with_factors(
         shapes: of every parameter of the whole model.
         embedding: name of that module.
         lora: of the recipe; None for the default `init`.
+        quantised: names of the modules whose W is stored so: DoRA begins with the lengths of what its codes stand for.
     """
     principal = PrincipalFactors(read, shapes, lora) if lora is not None and lora.init == "pissa" else None
 
@@ -93,8 +95,12 @@ def with_factors(
             return np.zeros([part.stop - part.start for part in index], "float32")
         if kind == MAGNITUDE:
             whole = tuple(shapes[f"{module}.weight"])
-            columns = read(f"{module}.weight", whole, [slice(0, whole[0]), index[0]])
-            return np.linalg.norm(columns.astype("float32"), axis=0)
+            columns = read(f"{module}.weight", whole, [slice(0, whole[0]), index[0]]).astype("float32")
+            if module in quantised:
+                assert lora is not None
+                assert lora.base_format is not None
+                columns = lora.base_format.dequantise(*lora.base_format.quantise(columns))
+            return np.linalg.norm(columns, axis=0)
         return read(name, shape, index)
 
     return initial

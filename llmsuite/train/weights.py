@@ -18,7 +18,8 @@ from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
 from llmsuite.models.mtp import num_mtp_layers
-from llmsuite.models.targets import is_factor
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.targets import is_factor, quantised_modules
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
@@ -69,8 +70,9 @@ def initial_weights(
         read, base = QuantisedReads(read, shapes, base_format), dataclasses.replace(base, format=base_format)
         digest.update(json.dumps(dataclasses.asdict(base_format)).encode())
     if plan.recipe.lora.rank is not None:
-        embedding = None if plan.family.shard_plan is None else plan.family.shard_plan.embedding
-        read = with_factors(read, plan.recipe.seed, shapes, embedding, plan.recipe.lora)
+        shard_plan = plan.family.shard_plan or WHOLE
+        stored = () if base_format is None else frozenset(quantised_modules(shapes, shard_plan))
+        read = with_factors(read, plan.recipe.seed, shapes, shard_plan.embedding, plan.recipe.lora, stored)
     if plan.recipe.reft.rank is not None:
         read = with_rotations(read, plan.recipe.seed)
     return InitialWeights(read, base, digest.hexdigest(), source)

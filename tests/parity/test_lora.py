@@ -53,6 +53,7 @@ RUNS: dict[str, dict[str, object]] = {
     "deepseek": {"family": "deepseek", "run": ("--train.learning_rate=0.05",)},
     "rm": {"stage": "rm", "run": ("--train.learning_rate=0.05",)},  # 0.2 is too much for a head that begins anew
     "nf4": NF4,
+    "nf4 dora": {"run": (*NF4["run"], "--lora.method=dora")},
     **{
         f"{family} {dtype}": {"family": family, "run": (f"--lora.base_dtype={dtype}", "--lora.base_block=8")}
         for family, dtype in (("qwen", "fp4"), ("gpt", "int8"))
@@ -88,6 +89,8 @@ STRATEGIES: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "rm stage3": ("rm", 2, _sharded(3), ()),
     "nf4 tp2 pp2": ("nf4", 4, {**TP, **PP}, ()),
     "nf4 tp2 stage3": ("nf4", 4, {**TP, **_sharded(3)}, ()),
+    "nf4 dora tp2 sp recompute": ("nf4 dora", 2, {**TP, **SP}, (RECOMPUTE,)),
+    "nf4 dora stage3": ("nf4 dora", 2, _sharded(3), ()),
     "qwen fp4 tp4": ("qwen fp4", 4, {"tensor_parallel_degree": 4}, ()),
     "qwen fp4 tp2 sp pp2 recompute": ("qwen fp4", 4, {**TP, **SP, **PP}, (RECOMPUTE,)),
     "gpt int8 tp2": ("gpt int8", 2, TP, ()),

@@ -401,7 +401,6 @@ def test_any_stage_takes_adapters(plan: Callable[..., RunPlan], stage: str) -> N
     [
         ({"alpha": 8.0}, "lora.alpha", "has no effect while rank is null"),
         ({"rank": 4, "target_modules": []}, "lora.target_modules", "is empty"),
-        ({"rank": 4, "method": "dora", "base_dtype": "nf4"}, "lora.base_dtype", "DoRA needs W itself"),
         ({"method": "mixer"}, "lora.method", "has no effect while rank is null"),
         ({"rank": 4, "method": "mora", "rslora": True}, "lora.rslora", "has no effect on lora.method mora"),
         ({"rank": 4, "method": "mora", "alpha": 8.0}, "lora.alpha", "has no effect on lora.method mora"),
