@@ -31,6 +31,12 @@ def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(num_inputs, num_outputs, weight_attr=ZEROS, bias_attr=ZEROS if bias else False)
 
 
+def products(layers: Sequence[nn.Layer], x: Tensor) -> list[Tensor]:
+    """The outputs of linear layers that have one input. Modules call it as their own `products`, in whose place the
+    engine may put another form (`llmsuite.parallel.overlap`)."""
+    return [layer(x) for layer in layers]
+
+
 class RMSNorm(nn.Layer):
     """Root mean square norm with a gain, over the last dim."""
 
@@ -60,7 +66,7 @@ class Attention(nn.Layer):
         super().__init__()
         self.interleaved = interleaved
         self.head_size, self.rotary, self.core = config.head_size, ops.rotary, ops.attention
-        self.heads_first = ops.heads_first
+        self.heads_first, self.products = ops.heads_first, products
         width, kv_width = (n * config.head_size for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = linear(config.hidden_size, width, qkv_bias)
         self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
@@ -75,7 +81,7 @@ class Attention(nn.Layer):
     ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, J, K], or [B, J, S, K]."""
         heads = [0, 0, -1, self.head_size]
-        q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (part.reshape(heads) for part in self.products([self.q_proj, self.k_proj, self.v_proj], x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.interleaved:
@@ -108,14 +114,14 @@ class GatedMLP(nn.Layer):
 
     def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops, bias: bool = False):
         super().__init__()
-        self.swiglu = ops.swiglu
+        self.swiglu, self.products = ops.swiglu, products
         self.gate_proj = linear(hidden_size, intermediate_size, bias)
         self.up_proj = linear(hidden_size, intermediate_size, bias)
         self.down_proj = linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        return self.down_proj(self.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.swiglu(*self.products([self.gate_proj, self.up_proj], x)))
 
 
 class DecoderLayer(nn.Layer):

@@ -1,13 +1,16 @@
-"""Column-parallel linear layers whose backward pass computes while it sends.
+"""Column-parallel linear layers whose gradients of the input are summed over tp beside other work, or once for several.
 
 The gradient of such a layer's input is a partial sum on each rank. Paddle's rule sums it over tp inside the operation,
-and waits for it. Here the sum begins first, and the gradient of the weight, an equally large product, is computed
-meanwhile, as in Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`. Messages and numbers are the same.
+and waits for it: where three layers have one input, three times. Here the sum begins first, and the gradients of the
+weights, equally large products, are computed meanwhile, as in Megatron-LM's
+`LinearWithGradAccumulationAndAsyncCommunication`; messages and numbers are the same. And layers of one input may share
+an operation, as in Megatron-LM and PaddleNLP they share a matrix: their gradients of it are added up on the rank first.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import paddle
 import paddle.distributed as dist
@@ -19,7 +22,12 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.tensor import reshard
 from llmsuite.typing import Tensor
+
+Summed = Literal["beside", "at once", "later"]
+"""When the gradient of the input is summed over tp: beside the products of the backward pass; in the operation; or, as
+the partial sum that it is, by what comes in front: the scatter of sequence parallel."""
 
 
 def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
@@ -28,6 +36,27 @@ def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
     for name, module in model.named_sublayers():
         if type(module) is nn.Linear and plan.dim(f"{name}.weight") == 1:
             module.__dict__["forward"] = _Overlapped(module, mesh).forward
+
+
+def fuse_projections(model: Any, plan: ShardPlan, mesh: Mesh, sequence_parallel: bool, overlap: bool) -> None:
+    """Let the projections of one input share an operation, in every module that has some.
+
+    Args:
+        model: tensor parallel already.
+        plan: the family's shard plan.
+        mesh: this rank's place.
+        sequence_parallel: whether inputs are gathered along the sequence in front of the modules.
+        overlap: whether the device can send beside a backward pass.
+    """
+    summed: Summed = "later" if sequence_parallel else "beside" if overlap else "at once"
+    for module in modules_to_fuse(model, plan):
+        module.products = _Fused(mesh, summed).products
+
+
+def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
+    """The modules that have several projections of one input, which nothing else reads. Shared experts are none of
+    them: their input is that of the gate too."""
+    return [m for name, m in model.named_sublayers() if plan.is_region(name) and getattr(m, "products", None)]
 
 
 class _Overlapped:
@@ -41,36 +70,67 @@ class _Overlapped:
         layer = self._layer
         if not paddle.in_dynamic_mode():  # in a program local values have no gradient (Paddle 3.3.1)
             return F.linear(x, layer.weight, layer.bias)
-        product = _Product.apply(x, layer.weight, (self._mesh,))
+        (product,) = _Products.apply(x, layer.weight, (self._mesh, "beside"))
         return product if layer.bias is None else product + layer.bias
 
 
-class _Product(PyLayer):
-    """x W of distributed tensors; the mesh comes in a tuple, which PyLayer does not look into."""
+class _Fused:
+    """Computes in place of `blocks.products`, of layers whose weights are split along dim 1."""
+
+    def __init__(self, mesh: Mesh, summed: Summed):
+        self._how = mesh, summed
+
+    def products(self, layers: Sequence[nn.Layer], x: Tensor) -> list[Tensor]:
+        """[..., D], the same on every rank, to an output [..., F] of each layer, split along F."""
+        assert all(type(layer) is nn.Linear for layer in layers), "a layer that is more than its matrix"
+        linear: list[Any] = list(layers)
+        found = []
+        for layer, product in zip(linear, _Products.apply(x, *(layer.weight for layer in linear), self._how)):
+            y = product if layer.bias is None else product + layer.bias
+            for hook in layer._forward_post_hooks.values():  # of who looks on: the layer itself is not called
+                hook(layer, (x,), y)
+            found.append(y)
+        return found
+
+
+class _Products(PyLayer):
+    """x W of distributed tensors, for several W. Mesh and `Summed` come in a tuple, which PyLayer does not look
+    into."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, meshes: tuple[Mesh]) -> Tensor:
-        (ctx.mesh,) = meshes
-        # the parameter itself: under sharding stage 3 it has other memory by the time of the backward pass
-        ctx.save_for_backward(x, weight)
-        product = paddle.matmul(x._local_value(), weight._local_value())
-        return dtensor_from_local(product, ctx.mesh.tensor, [dist.Shard(product.ndim - 1)])
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *weights, (mesh, summed) = rest
+        ctx.mesh, ctx.summed = mesh, summed
+        # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
+        ctx.save_for_backward(x, *weights)
+        local = x._local_value()
+        outputs = [paddle.matmul(local, weight._local_value()) for weight in weights]
+        return tuple(dtensor_from_local(y, mesh.tensor, [dist.Shard(y.ndim - 1)]) for y in outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensor()
-        mesh, given, local = ctx.mesh, gradient._local_value(), weight._local_value()
-        of_x = of_weight = arrival = None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensor()
+        mesh, of_x, arrival = ctx.mesh, None, None
+        locals_ = [weight._local_value() for weight in weights]
+        given = [gradient._local_value().astype(local.dtype) for gradient, local in zip(gradients, locals_)]
         if not x.stop_gradient:
-            of_x = paddle.matmul(given.astype(local.dtype), local, transpose_y=True)
-            arrival = collective.begin_sum(of_x, mesh.tensor_group)
-        if not weight.stop_gradient:
+            for gradient, local in zip(given, locals_):
+                product = paddle.matmul(gradient, local, transpose_y=True)
+                of_x = product if of_x is None else of_x.add_(product)
+            if ctx.summed == "beside":
+                arrival = collective.begin_sum(of_x, mesh.tensor_group)
+        of_weights: list[Tensor | None] = []
+        for weight, gradient, local in zip(weights, given, locals_):
+            if weight.stop_gradient:
+                of_weights.append(None)
+                continue
             rows = x._local_value().astype(local.dtype).reshape([-1, local.shape[0]])
-            columns = given.astype(local.dtype).reshape([-1, local.shape[1]])
-            product = paddle.matmul(rows, columns, transpose_x=True)
-            of_weight = dtensor_from_local(product, mesh.tensor, [dist.Shard(1)])
+            product = paddle.matmul(rows, gradient.reshape([-1, local.shape[1]]), transpose_x=True)
+            of_weights.append(dtensor_from_local(product, mesh.tensor, [dist.Shard(1)]))
         if arrival is not None:
             arrival.wait()
         if of_x is not None:
-            of_x = dtensor_from_local(of_x.astype(x.dtype), mesh.tensor, [dist.Replicate()])
-        return of_x, of_weight
+            placement = dist.Partial() if arrival is None else dist.Replicate()
+            of_x = dtensor_from_local(of_x.astype(x.dtype), mesh.tensor, [placement])
+            of_x = reshard(of_x, mesh, [dist.Replicate()]) if ctx.summed == "at once" else of_x
+        return of_x, *of_weights

@@ -17,7 +17,7 @@ from llmsuite.parallel.fill import ReadSlice, fill
 from llmsuite.parallel.gathering import Zero3Hooks
 from llmsuite.parallel.interventions import share_interventions
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.overlap import overlap_sums
+from llmsuite.parallel.overlap import fuse_projections, overlap_sums
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.static import compile_layers
@@ -40,6 +40,8 @@ class Strategy:
     shares_embedding: bool
     """Whether the last pipeline stage needs the embedding too."""
     sequence_parallel: bool
+    fuse_projections: bool
+    """Whether gradients of an input that several matrices have are summed over tp once."""
     sharding_stage: int
     """0 to 3."""
     bucket_bytes: int
@@ -73,9 +75,11 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     share_interventions(model, mesh, strategy.sequence_parallel)
     # 4. gradients that are reduced over data ranks in one call
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
-    # 5. sums over tp that overlap with the backward pass
+    # 5. sums over tp that overlap with the backward pass, and those that are one
     if mesh.tensor is not None and strategy.overlap:
         overlap_sums(model, plan, mesh)
+    if mesh.tensor is not None and strategy.fuse_projections:
+        fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap)
     # 6. layers as programs: what came before is compiled into them, what comes now stands around them
     if strategy.compile:
         compile_layers(model, plan, mesh, between_layers(strategy.sequence_parallel))

@@ -36,6 +36,7 @@ class TensorParallelTraffic:
         self._engine, self._adapter_rank = recipe.engine, recipe.lora.rank
         self._pairs, self._is_frozen, self._edit_rank = recipe.lora.num_pairs, recipe.freezes_model, recipe.reft.rank
         self._compiled = self._engine.mode == "to_static"
+        self._fused = recipe.parallel.fuse_projections
         self._sequence_parallel = recipe.parallel.sequence_parallel
         self._is_scored, self._takes_all = layout.plan.stage.head == "score", layout.plan.stage.takes_all
 
@@ -179,12 +180,13 @@ class TensorParallelTraffic:
 
     def _adds_locally(self, number: int, region: str) -> bool:
         """Whether the gradients of the input of attention or MLP are summed on the rank before they are reduced: in
-        compiled programs, or where there is one, unless gradients of adapters, which are not partial, are among them.
+        compiled programs, where projections are fused, or where there is one, unless gradients of adapters, which are
+        not partial, are among them.
         """
         inside = f"{self._layout.shard_plan.layers}.{number}.{region}."
         is_one = region == "mlp" and isinstance(self._anatomy.layers[number].mlp, GeluMLP)
         adapted = any(module.startswith(inside) for module in self._layout.adapted)
-        return (self._compiled or is_one) and not adapted
+        return (self._compiled or self._fused or is_one) and not adapted
 
     # adapters: products with the first factor have the width of the adapter's rank
 

@@ -17,6 +17,11 @@ def _sequence_parallel(parallel: ParallelSection) -> Iterator[Violation]:
         yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
 
 
+def _fused(parallel: ParallelSection) -> Iterator[Violation]:
+    if parallel.fuse_projections and parallel.tensor_parallel_degree == 1:
+        yield "fuse_projections", "needs tensor_parallel_degree above 1; set it to false"
+
+
 def _interleaved(parallel: ParallelSection) -> Iterator[Violation]:
     schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_degree
     if schedule == "interleaved" and parallel.pipeline_parallel_degree == 1:
@@ -56,6 +61,16 @@ PARALLEL_RULES = (
         "there are no ranks to shard sequences over",
         ("--parallel.tensor_parallel_degree=1",),
         _sequence_parallel,
+    ),
+    Rule(
+        "`fuse_projections` with tensor parallel degree 1",
+        "there is no sum over ranks that it could save",
+        (
+            "--parallel.fuse_projections=true",
+            "--parallel.tensor_parallel_degree=1",
+            "--parallel.sequence_parallel=false",
+        ),
+        _fused,
     ),
     Rule(
         "`interleaved` without a pipeline, or with one chunk",
@@ -118,6 +133,10 @@ class ParallelSection(Section):
     """Data ranks (dp x sharding) that share the routed experts of an MoE model and exchange tokens."""
     sequence_parallel: bool = False
     """Shard activations along the sequence between the tensor parallel regions."""
+    fuse_projections: bool = False
+    """In a backward pass, sum once over the tensor parallel ranks for all projections that have one input (queries,
+    keys and values; gate and up), whose gradients of it each rank adds up first: two sums in a layer instead of five.
+    Parameters and checkpoints stay as they are."""
     gradient_bucket_bytes: NonNegativeInt | None = None
     """Size of gradient buckets in bytes of float32: gradients that become ready one after the other are reduced over
     the data ranks in one call, up to this size. 0: each gradient on its own. Default: the choice of the device, see:

@@ -25,6 +25,7 @@ from llmsuite.models.shard_plan import WHOLE, ShardPlan
 from llmsuite.models.targets import is_factor, is_fixed, is_trained, quantised_modules
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.overlap import modules_to_fuse
 from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.parallelize import Strategy, parallelize
 from llmsuite.parallel.partition import SHARDING_STAGES
@@ -155,6 +156,11 @@ def _build_chunks(
                 rounded = rounded_modules(model, shard_plan, qat.target_modules)
                 fake_quantize_layers(model, rounded, rounds_weight=True)
             chunks.append(model)
+    if plan.recipe.parallel.fuse_projections and not modules_to_fuse(chunks[0], shard_plan):
+        raise UserError(
+            f"parallel.fuse_projections: is true, but no module of the family {plan.family.name} has projections to "
+            "fuse; set it to false"
+        )
     return chunks, adapted, rounded
 
 
@@ -191,6 +197,7 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
         is_tied=is_tied(plan.model_config),
         shares_embedding=is_embedding_shared(plan.model_config),
         sequence_parallel=parallel.sequence_parallel,
+        fuse_projections=parallel.fuse_projections,
         sharding_stage=SHARDING_STAGES[parallel.sharding],
         bucket_bytes=plan.gradient_bucket_bytes,
         overlap=backend.sends_beside_passes,

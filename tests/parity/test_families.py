@@ -44,13 +44,16 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 _ALL = '{"tensor_parallel_degree":2,"pipeline_parallel_degree":2,"sequence_parallel":true}'
+_ALL_FUSED = f'{_ALL[:-1]},"fuse_projections":true}}'
 MESHES = {
     "tp2": (2, '{"tensor_parallel_degree":2}', "dynamic"),
+    "tp2 fused": (2, '{"tensor_parallel_degree":2,"fuse_projections":true}', "dynamic"),
     "tp2 sequence": (2, '{"tensor_parallel_degree":2,"sequence_parallel":true}', "dynamic"),
     "pp2": (2, '{"pipeline_parallel_degree":2}', "dynamic"),
     "stage3": (2, '{"sharding":"stage3"}', "dynamic"),
     "tp2 compiled": (2, '{"tensor_parallel_degree":2}', "to_static"),
     "all at once": (4, _ALL, "dynamic"),
+    "all at once, fused": (4, _ALL_FUSED, "dynamic"),
     "all at once, compiled": (4, _ALL, "to_static"),
 }
 

@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, extend_cache, linear, positions
+from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, extend_cache, linear, positions, products
 from llmsuite.models.gpt.config import GPTConfig
 from llmsuite.typing import Tensor
 
@@ -23,6 +23,7 @@ class Attention(nn.Layer):
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
         self.head_size, self.core, self.heads_first = config.head_size, ops.attention, ops.heads_first
+        self.products = products
         self.q_proj = linear(config.hidden_size, config.hidden_size, bias=True)
         self.k_proj = linear(config.hidden_size, config.hidden_size, bias=True)
         self.v_proj = linear(config.hidden_size, config.hidden_size, bias=True)
@@ -31,7 +32,7 @@ class Attention(nn.Layer):
     def forward(self, x: Tensor, mask: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, H, K], or [B, H, S, K]."""
         heads = [0, 0, -1, self.head_size]
-        q, k, v = (projection(x).reshape(heads) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (part.reshape(heads) for part in self.products([self.q_proj, self.k_proj, self.v_proj], x))
         k, v = extend_cache(k, v, past, self.heads_first)
         return self.o_proj(self.core(q, k, v, mask).reshape([0, 0, -1])), (k, v)
 

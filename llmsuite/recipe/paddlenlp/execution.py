@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmsuite.recipe.paddlenlp.conversion import Conversion
+from llmsuite.recipe.paddlenlp.conversion import Conversion, is_true
 
 _PER_MACHINE = 8
 _BALANCE = 0.001
@@ -45,7 +45,22 @@ def parallel(run: Conversion) -> dict[str, Any]:
             parallel["sequence_parallel"] = True
         else:
             run.left_out("sequence_parallel", True, "needs parallel.tensor_parallel_degree above 1")
+    if tp > 1 and _fuses(run):
+        parallel["fuse_projections"] = True
     return parallel
+
+
+def _fuses(run: Conversion) -> bool:
+    """Whether queries, keys and values, or gate and up, are one matrix there, in a job that can fuse them here."""
+    fused = [key for key in ("fuse_attention_qkv", "fuse_attention_ffn") if is_true(run.left.get(key))]
+    others = ("lora", "vera", "lokr", "reft", "to_static")
+    if not fused or run.stage == "lora" or any(is_true(run.arguments.values.get(key)) for key in others):
+        return False
+    for key in fused:
+        run.take(key)
+    what = "queries, keys and values, and gate and up"
+    run.note(f"parallel.fuse_projections: for {what}; their matrices stay apart, their sums over ranks are one")
+    return True
 
 
 def engine(run: Conversion) -> dict[str, Any]:

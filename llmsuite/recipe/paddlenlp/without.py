@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 
 _KERNELS = "the device backend chooses its fused kernels"
-_MATRICES = "matrices stay apart; `llmsuite convert --layout paddlenlp --fused` writes fused ones"
+_MATRICES = "matrices stay apart, see parallel.fuse_projections; `convert --layout paddlenlp --fused` writes fused ones"
 _OVERLAP = "the engine decides what is overlapped and fused"
 _ACCUMULATED = "evaluation keeps sums only, so nothing piles up"
 _PRINTED = "metrics go to the terminal and to metrics.jsonl"

@@ -76,6 +76,18 @@ def _nothing_to_shard(context: RuleContext) -> Iterator[Violation]:
         yield "parallel.sharding", message
 
 
+def _not_to_be_fused(context: RuleContext) -> Iterator[Violation]:
+    recipe, key = context.recipe, "parallel.fuse_projections"
+    if not recipe.parallel.fuse_projections:
+        return
+    if recipe.engine.mode == "to_static":
+        yield key, "is true, but compiled layers sum these gradients once in any case; set it to false"
+    if recipe.freezes_model:
+        yield key, "is true; it is for training all parameters, without adapters or interventions; set it to false"
+    if recipe.qat.weight_bits is not None:
+        yield key, "is true, but layers of qat round their weights one by one; set it to false"
+
+
 def _no_experts(context: RuleContext) -> Iterator[Violation]:
     if (ep := context.recipe.parallel.expert_parallel_degree) > 1 and not context.shard_plan.experts:
         yield "parallel.expert_parallel_degree", f"is {ep}, but this family has no routed experts; remove it"
@@ -177,6 +189,12 @@ STRATEGY_RULES = (
         "there are no ranks to shard over",
         ("--launch.num_devices=4",),
         _nothing_to_shard,
+    ),
+    Rule(
+        "`fuse_projections` with `to_static`, adapters, interventions or `qat`",
+        "compiled layers do so in any case; the others do not multiply by their matrices alone",
+        ("--parallel.fuse_projections=true", "--engine.mode=to_static"),
+        _not_to_be_fused,
     ),
     Rule(
         "expert parallel with a family that has no routed experts",

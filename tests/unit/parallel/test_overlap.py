@@ -1,8 +1,10 @@
-"""In a backward pass of a matrix that is cut by its outputs, the sum is under way while the other product is made."""
+"""In a backward pass of a matrix that is cut by its outputs, the sum is under way while the other product is made; and
+projections of one input that share an operation make what they make one by one."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 from paddle import nn
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
+from llmsuite.models import blocks
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel import overlap
+from tests.unit.families import FAMILIES, tiny
 
 MESH: Any = types.SimpleNamespace(tensor=dist.ProcessMesh([0], dim_names=["tp"]), tensor_group=object())
 
@@ -66,3 +70,86 @@ def test_the_sum_is_under_way_while_the_gradient_of_the_weight_is_made(
         assert model.lm_head.weight.grad is None
     else:
         assert np.array_equal(model.lm_head.weight.grad._local_value().numpy(), np.full([4, 6], 6.0, "float32"))
+
+
+class Projections(nn.Layer):
+    """Three column-parallel matrices of one input, of which the last has a bias."""
+
+    def __init__(self, widths: Sequence[int]):
+        super().__init__()
+        self.all = nn.LayerList([nn.Linear(4, width, bias_attr=None if width == 3 else False) for width in widths])
+        for layer in self.all:
+            layer.weight._set_impl(on_mesh(layer.weight.numpy(), [dist.Shard(1)]))
+            if layer.bias is not None:
+                layer.bias._set_impl(on_mesh(np.ones(layer.bias.shape, "float32"), [dist.Shard(0)]))
+
+    def run(self, products: Any, x: np.ndarray) -> tuple[list[np.ndarray], Any]:
+        """Outputs, and the input with its gradient; parameters have theirs then. The n-th output counts n-fold."""
+        given = on_mesh(x, [dist.Replicate()])
+        outputs = products(list(self.all), given)
+        ones = [on_mesh(np.full(y.shape, n + 1.0, "float32"), [dist.Shard(2)]) for n, y in enumerate(outputs)]
+        paddle.autograd.backward(outputs, ones)
+        return [y._local_value().numpy() for y in outputs], given
+
+    def gradients(self) -> list[np.ndarray | None]:
+        """Of the parameters, which are cleared."""
+        found = []
+        for parameter in self.parameters():
+            found.append(None if parameter.grad is None else parameter.grad._local_value().numpy())
+            parameter.clear_gradient(False)
+        return found
+
+
+@pytest.mark.parametrize("summed", ["beside", "at once", "later"])
+@pytest.mark.parametrize(("widths", "frozen"), [((6, 2, 3), None), ((5, 5), None), ((6, 2, 3), 1)])
+def test_fused_projections_make_what_each_makes(
+    summed: overlap.Summed, widths: Sequence[int], frozen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank; sums over several are made by the engine's collectives, of which there is one."""
+    sums = list[str]()
+
+    def begin_sum(tensor: Any, group: Any) -> Any:
+        sums.append("beside")
+        return types.SimpleNamespace(wait=lambda: None)
+
+    def reshard(tensor: Any, mesh: Any, placements: list[Any]) -> Any:
+        assert tensor.placements == [dist.Partial()]
+        sums.append("at once")
+        return dtensor_from_local(tensor._local_value(), mesh.tensor, placements)
+
+    monkeypatch.setattr(overlap.collective, "begin_sum", begin_sum)
+    monkeypatch.setattr(overlap, "reshard", reshard)
+    paddle.seed(3)
+    model = Projections(widths)
+    if frozen is not None:
+        model.all[frozen].weight.stop_gradient = True
+    x = np.linspace(-1, 1, 2 * 3 * 4, dtype="float32").reshape(2, 3, 4)
+    apart, given = model.run(blocks.products, x)
+    of_parameters = model.gradients()
+    assert sums == []
+    seen = list[tuple[int, ...]]()
+    model.all[0].register_forward_post_hook(lambda layer, inputs, y: seen.append(tuple(y.shape)))
+    together, fused = model.run(overlap._Fused(MESH, summed).products, x)
+    assert seen == [(2, 3, widths[0])]
+    assert sums == [] if summed == "later" else sums == [summed]
+    assert fused.grad.placements == [dist.Partial() if summed == "later" else dist.Replicate()]
+    for a, b in zip(apart, together, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-6)
+    np.testing.assert_allclose(fused.grad._local_value().numpy(), given.grad._local_value().numpy(), rtol=1e-5)
+    for expected, found in zip(of_parameters, model.gradients(), strict=True):
+        assert (expected is None) is (found is None)
+        if expected is not None:
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_fused(family: str) -> None:
+    """Attention, but for DeepSeek's, whose projections have inputs of their own, and gated MLPs without experts."""
+    model, plan = tiny(family), FAMILIES[family].shard_plan
+    assert plan is not None
+    names = {id(module): name for name, module in model.named_sublayers()}
+    found = {names[id(module)].rpartition(".")[2] for module in overlap.modules_to_fuse(model, plan)}
+    layers = {type(layer.mlp).__name__ for layer in model.model.layers}
+    expected = {"self_attn"} if family != "deepseek" else set()
+    assert found == expected | ({"mlp"} if "GatedMLP" in layers else set())
+    assert found, "there would be nothing to fuse"

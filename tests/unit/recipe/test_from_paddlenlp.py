@@ -79,7 +79,7 @@ def test_pretrain(converted: Convert) -> None:
     assert recipe["pretrain"] == {"split": "949,50,1", "max_eval_samples": 10 * 8 * 2}  # of two data ranks
     assert recipe["parallel"] == {
         "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "pipeline_schedule": "1F1B", "sharding": "stage1",
-        "sequence_parallel": True,
+        "sequence_parallel": True, "fuse_projections": True,
     }  # fmt: skip
     assert recipe["engine"] == {"mode": "dynamic", "precision": "bf16", "recompute": "selective"}
     assert recipe["train"] == {
@@ -108,6 +108,25 @@ def test_the_corpus_of_a_directory(converted: Convert, tmp_path: Path) -> None:
     found = converted({**PRETRAIN, "input_dir": str(tmp_path)})
     assert found.recipe["data"]["train"] == str(tmp_path / "text")
     assert found.notes == [note for note in found.notes if not note.startswith("data.train")]
+
+
+def test_fused_matrices_are_fused_projections_where_that_changes_something(converted: Convert) -> None:
+    """Under tensor parallel, unless layers are compiled or there are adapters."""
+    both = {"fuse_attention_qkv": True, "fuse_attention_ffn": True}
+    for values, fuses in (
+        ({**SFT, **both}, True),
+        ({**SFT, "fuse_attention_ffn": True}, True),
+        ({**SFT, "fuse_attention_ffn": False}, False),
+        ({**SFT, **both, "tensor_parallel_degree": 1}, False),
+        ({**SFT, **both, "to_static": True}, False),
+        ({**LORA, **both}, False),
+    ):
+        found = converted(values)
+        assert found.recipe["parallel"].get("fuse_projections", False) is fuses
+        told = {key: why for key, _, why in found.left_out if key.startswith("fuse_")}
+        assert all("see parallel.fuse_projections" in why for why in told.values())
+        assert (told != {}) is (not fuses)
+        assert any(note.startswith("parallel.fuse_projections") for note in found.notes) is fuses
 
 
 def test_sft(converted: Convert) -> None:

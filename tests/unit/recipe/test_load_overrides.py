@@ -134,6 +134,7 @@ def test_a_section_given_whole_replaces_that_of_the_file(overridden: Callable[..
             "expected integer > 0 and <= 1073741824, found 'a'",
         ),
         ("--parallel.sequence_parallel=true", "parallel.sequence_parallel", "needs tensor_parallel_degree above 1"),
+        ("--parallel.fuse_projections=true", "parallel.fuse_projections", "needs tensor_parallel_degree above 1"),
         ("train.max_steps=3", "", "is not an override; write --section.key=value"),
         ("--train.max_steps", "", "is not an override"),
         ("--train..max_steps=1", "", "is not an override"),

@@ -38,6 +38,20 @@ def test_shipped_recipe_plans(path: Path, registry: Registry) -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--qat.weight_bits=8", "is true, but layers of qat round their weights one by one; set it to false"),
+        ("--reft.rank=2", "is true; it is for training all parameters, without adapters or interventions"),
+    ],
+)
+def test_projections_that_are_not_fused(word: str, message: str, registry: Registry) -> None:
+    words = ["--parallel.tensor_parallel_degree=2", "--parallel.fuse_projections=true", "--engine.mode=dynamic"]
+    plan_run(bundled("recipes") / "llama/sft.json", words, registry)
+    with pytest.raises(RecipeError, match=message):
+        plan_run(bundled("recipes") / "llama/sft.json", [*words, word], registry)
+
+
+@pytest.mark.parametrize(
     ("num_devices", "nnodes", "tp", "pp", "sharding", "expected"),
     [
         (1, 1, 1, 1, 1, Degrees(pp=1, dp=1, sharding=1, tp=1)),
@@ -125,6 +139,23 @@ def test_accumulate_steps(plan: Plan) -> None:
             {"launch": {"num_devices": 2, "nnodes": 2}, "train.global_batch_size": 12},
             "train.global_batch_size",
             "is 12; it has to be a multiple of micro_batch_size 2 x data ranks 4 = 8",
+        ),
+        *(
+            (
+                {"launch.num_devices": 2, "parallel": {"tensor_parallel_degree": 2, "fuse_projections": True}, **more},
+                "parallel.fuse_projections",
+                message,
+            )
+            for more, message in (
+                (
+                    {"engine.mode": "to_static"},
+                    "is true, but compiled layers sum these gradients once in any case; set it to false",
+                ),
+                (
+                    {"lora.rank": 2},
+                    "is true; it is for training all parameters, without adapters or interventions; set it to false",
+                ),
+            )
         ),
         (
             {"lora.rank": 2, "lora.base_dtype": "nf4", "engine.mode": "to_static"},
