@@ -48,8 +48,11 @@ test-unit: $(VENV)/test
 test-multi: $(VENV)/test
 	$(BIN)/python -m pytest tests/multi $(WORKERS) -q
 
+# files of which `make test` runs some cases only
+ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,expert_parallel mtp pipelines rollouts)
+
 parity: $(VENV)/test
-	$(BIN)/python -m pytest tests/parity -q --write-parity-table
+	LLMSUITE_TEST_MESHES=all $(BIN)/python -m pytest tests/parity $(ON_ALL_MESHES) -q --write-parity-table
 
 matrix: $(VENV)/test
 	$(BIN)/python -m tests.tools.matrix

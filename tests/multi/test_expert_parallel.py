@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import COMMON, OPTIMIZERS, RECIPES, STEPS, Case, compare, run_cases
+from tests.parity.cases import COMMON, OPTIMIZERS, RECIPES, STEPS, Case, compare, few, run_cases
 
 # name: ranks, what is parallel, further words
 MESHES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
@@ -30,6 +30,7 @@ MESHES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "ep2 of four, stage2": (4, {"sharding": "stage2"}, ("--train.micro_batch_size=1",)),
     "ep4": (4, {"expert_parallel_degree": 4}, ()),
 }
+MESHES = few(MESHES, "ep2 of four, stage2", "ep4")
 CONTINUED = {"ep2 stage1 recompute": "ep2 pp2"}
 """A checkpoint of the one, and what goes on from it."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, plan_of, run_cases
+from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, few, plan_of, run_cases
 from tests.parity.planned import check_truth
 
 TP, SP = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "sequence_parallel": True}
@@ -26,6 +26,7 @@ MESHES: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "tp2 pp2": ("pretrain", 4, {**SP, **PP}, ("--engine.recompute=selective",)),
     "pp2 ep2 stage3": ("pretrain", 4, {**PP, "expert_parallel_degree": 2, "sharding": "stage3"}, (AGAIN,)),
 }
+MESHES = few(MESHES, "tp2, again", "tp2 pp2", "pp2 ep2 stage3")
 OF_STAGE = {
     "sft": ("--data.packing=best_fit",),
     "pretrain": ("--pretrain.document_mask=true", "--pretrain.split=null", "--train.min_lr_ratio=0"),
@@ -51,7 +52,8 @@ def _case(name: str, mesh: str, resume: bool = False) -> Case:
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     """Runs everything; what was printed of the cases that did not end well."""
-    ended = run_cases(runner, [_case(name, name) for name in ("one sft", "one pretrain", *MESHES)])
+    ones = sorted({f"one {stage}" for stage, *_ in MESHES.values()})
+    ended = run_cases(runner, [_case(name, name) for name in (*ones, *MESHES)])
     cases = []
     for source, target in CONTINUED.items():
         if source not in ended:

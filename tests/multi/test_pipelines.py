@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
 from tests.parity.cases import Case as Run
-from tests.parity.cases import run_cases
+from tests.parity.cases import few, run_cases
 from tests.paths import ROOT
 
 STEPS = 3
@@ -97,6 +97,14 @@ CASES = {
     ),
     "eight, four stages": Case(8, _pipeline(4, "interleaved", tensor_parallel=2), ADAMW, RECOMPUTE),
 }
+CASES = few(
+    CASES,
+    "two, interleaved, adamw",
+    "four, FThenB",
+    "four, fewer micro-batches",
+    "two and two, stage 1",
+    "eight, four stages",
+)
 
 
 def _one(optimizer: tuple[str, ...]) -> str:

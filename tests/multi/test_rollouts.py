@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import LIMIT, Case, run_cases
+from tests.parity.cases import LIMIT, Case, few, run_cases
 
 STEPS, SAVED = 4, 2
 WORDS = (
@@ -58,6 +58,7 @@ SPREADS: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "experts, ep2": ("experts", 2, {"expert_parallel_degree": 2}, ()),
 }
 """What it is compared with, ranks, what is parallel, and more overrides."""
+SPREADS = few(SPREADS, "micro-batches of 1", "pp4", "pairs, tp2-pp2", "dynamic, pp4")
 
 
 def _case(directory: Path, name: str, run: str, ranks: int, parallel: dict[str, object], more: tuple[str, ...]) -> Case:

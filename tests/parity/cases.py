@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 
@@ -48,6 +50,16 @@ KL_LIMIT = 1e-4
 ROUNDING = 2.0**-24
 """Largest relative error of a number that is rounded to float32."""
 _METRICS = ("loss", "grad_norm", "logps/chosen", "logps/rejected", "nll/chosen", "kl")
+
+
+T = TypeVar("T")
+
+
+def few(table: dict[str, T], *left: str) -> dict[str, T]:
+    """A table of cases without some that `make test` leaves to `make parity`, which sets LLMSUITE_TEST_MESHES=all."""
+    assert table.keys() >= {*left}
+    is_all = os.environ.get("LLMSUITE_TEST_MESHES") == "all"
+    return {name: case for name, case in table.items() if is_all or name not in left}
 
 
 @dataclasses.dataclass(frozen=True)
