@@ -171,8 +171,10 @@ Every recipe is run for {steps} steps as `--smoke` makes it small: its stage and
 family that runs the same code, on CPU processes. Loss and gradient norm of each step equal those of one process to
 {limit:.0e} (relative; where DPO weighs gradients by differences of log-probabilities, the norm to what float32 holds
 of those, see `margin_rounding` in tests/tools/matrix.py); of a recipe that does not train, all answers equal those of
-one process to the token. A cell names the modes whose runs have all passed. `make test` runs a few of them again, and
-fails when a recipe is no longer the one that was run. Paddle {paddle}, float32.
+one process to the token. A cell names the modes whose runs have all passed; in to_static the decoder layers are
+compiled and nothing else ([what that means](../guide/parallelism.md#which-strategy)), and some keys are refused
+([rules](rules.md)). `make test` runs a few of them again, and fails when a recipe is no longer the one that was run.
+Paddle {paddle}, float32.
 
 A large mesh is cut down to eight processes: its largest degree is halved until they are, and an axis that was cut
 stays cut.
