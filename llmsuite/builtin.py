@@ -70,6 +70,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             section="sft",
             adapters=True,
             factory=lazily("llmsuite.stages.sft:SftStage"),
+            predicts_further=True,
             tells_prompts=True,
             smoke=CONVERSATIONS,
         ),

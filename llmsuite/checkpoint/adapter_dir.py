@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.model_dir import Layout
+from llmsuite.checkpoint.model_dir import Layout, has_further_layers
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
@@ -268,8 +268,8 @@ class SavedAdapters:
         return stored, [slice(start + low, start + high) for start, (low, high) in zip(first, bounds)]
 
 
-def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Adapters, SavedAdapters]:
-    """Open the adapters of a model, in either layout.
+def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Adapters, SavedAdapters, Any]:
+    """Open the adapters of a model, in either layout; and its config, with the layers that they are for.
 
     Raises:
         UserError: they are of a kind that `write_adapters` does not write, or of another model.
@@ -286,6 +286,8 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
             f"{directory / CONFIG_NAMES[layout]}: {', '.join(on)}: not to be had in another layout; merge it"
         )
     stored = set(TensorFiles(directory, STEMS[layout]).names)
+    if has_further_layers(family, config, stored):
+        config = dataclasses.replace(config, mtp=True)
     names = family.names()
     modules = [name.removesuffix(".weight") for name in names.parameter_names(config)]
     base, stabilised = read_base(directory), "use_rslora" if layout == "hf" else "rslora"
@@ -302,7 +304,7 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     pairs = factor_pairs(whole, family, config, layout)
     here = [module for module, of in pairs.items() if stored_factor(of[0], FIRST_FACTOR, layout) in stored]
     adapters = dataclasses.replace(whole, modules=here)
-    return adapters, SavedAdapters(directory, adapters, family, config, layout)
+    return adapters, SavedAdapters(directory, adapters, family, config, layout), config
 
 
 def read_base(directory: Path) -> Base | None:

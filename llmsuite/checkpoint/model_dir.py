@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -314,6 +314,20 @@ def describe_model(
     if not carried:
         config = without_carried(config)
     return ModelDirectory(path, family, config, layout, tensors, files, ignored, transposed, unexpected)
+
+
+def has_further_layers(family: ModelFamily, config: Any, names: Iterable[str]) -> bool:
+    """Whether tensors of adapters, by the names of HF PEFT or PaddleNLP, belong to layers that predict further tokens:
+    these were a part of the model then."""
+    plain = (name.removeprefix(wrapper) for name in names for wrapper in ("", "base_model.model."))
+    found = (hf_name(family, config, name) for name in plain)
+    return any(name is not None and _is_carried(family, name, config) for name in found)
+
+
+def with_further_layers(model: ModelDirectory) -> ModelDirectory:
+    """The same files, with layers that predict further tokens a part of the model, not carried along."""
+    config, is_plain = dataclasses.replace(model.config, mtp=True), not model.linears_transposed
+    return describe_model(model.path, model.family, config, model.files, from_paddle=is_plain, load="known")
 
 
 def rename(family: ModelFamily, config: Any, files: TensorSource) -> Renamed | None:

@@ -160,7 +160,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     start_paddle(registry.devices["cpu"].factory(), 1)  # before paddlenlp, whose configuration they have
     family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)
     refuse_interventions(source)
-    adapters, saved = open_adapters(source, family, config)
+    adapters, saved, config = open_adapters(source, family, config)
     specs = [saved.spec(f"{m}.{factor}") for m in adapters.modules for factor in (FIRST_FACTOR, SECOND_FACTOR)]
     manifest: dict[str, Any] = {"format": 1}
     with committed_directory(target, manifest) as directory:

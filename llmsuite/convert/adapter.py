@@ -26,7 +26,7 @@ from llmsuite.checkpoint.adapter_dir import (
     VERA_OF_PADDLENLP,
     stored_format,
 )
-from llmsuite.checkpoint.model_dir import ModelDirectory, hf_name
+from llmsuite.checkpoint.model_dir import ModelDirectory, has_further_layers, hf_name, with_further_layers
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.reft_dir import refuse_interventions
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
@@ -75,6 +75,12 @@ class Adapted:
         self._base, self._path = base, directory
         specs = [base.spec(name) for name in base.names]
         self._tensors = Arrangement(base.family, base.config, specs, as_in_memory=True)
+        names = base.family.names()
+        places = [names.hf_tensors(spec.name, base.config) for spec in specs]
+        self._originals = {copy: place.names[0] for place in places for copy in place.copies}
+        """The first name of each tensor that a file has twice or more, by the others."""
+        self._turned = {copy for copy, name in self._originals.items() if names.is_linear(name) > names.is_linear(copy)}
+        """Copies that lie as in the file, as nothing multiplies with them."""
         config_path = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
         if config_path is None:
             raise UserError(f"{directory}: has neither {' nor '.join(CONFIGS)}")
@@ -232,9 +238,13 @@ class Adapted:
         return sorted([*self._base.files.paths, *self._files.paths, *configs])
 
     def spec(self, name: str) -> TensorSpec:
-        return self._tensors.spec(name)
+        spec = self._tensors.spec(name)
+        return dataclasses.replace(spec, shape=spec.shape[::-1]) if name in self._turned else spec
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        if name in self._turned:
+            return self.read(self._originals[name], index[::-1] if index else None).T
+        name = self._originals.get(name, name)
         factors = self._factors.get(name)
         if factors is not None and factors.magnitudes is not None and index is not None:
             return self._updated(factors, name, [slice(None), index[1]])[index[0]]  # its columns have to be whole
@@ -310,12 +320,14 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
             it is none: interventions.
     """
     refuse_interventions(directory)
-    if head_of(base.config) != "score" and any(
-        name.endswith(f".{SCORE}") for name in _open_files(directory, allow_pickle).names
-    ):
+    files = _open_files(directory, allow_pickle)
+    if head_of(base.config) != "score" and any(name.endswith(f".{SCORE}") for name in files.names):
         base = _with_score_head(base)
-    format = stored_format(directory)
-    trained_on = base if format is None else rounded_model(base, format)
+    format, trained_on = stored_format(directory), base
+    if base.carried and has_further_layers(base.family, base.config, files.names):
+        trained_on = with_further_layers(base)
+    if format is not None:
+        trained_on = rounded_model(trained_on, format)
     names = base.family.names()
     tensors = {name: names.hf_tensors(name, base.config) for name in base.names}
     return dataclasses.replace(

@@ -39,7 +39,8 @@ class RoundedModel(ModelDirectory):
 
 def rounded_model(model: ModelDirectory, format: BlockFormat) -> RoundedModel:
     """A model as it is after its matrices were stored in a format."""
-    shapes = {name: model.spec(name).shape for name in model.names}
+    carried = set(model.carried)  # no parameters while the adapters were trained
+    shapes = {name: model.spec(name).shape for name in model.names if name not in carried}
     modules = quantised_modules(shapes, model.family.shard_plan or WHOLE)
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(ModelDirectory)}
     return RoundedModel(**fields, format=format, rounded=frozenset(f"{module}.weight" for module in modules))

@@ -150,7 +150,12 @@ class MTPLayer(MoELayer):
         returns, to normed hidden states [B, L, D] that predict the tokens behind those."""
         # in the order of the published weights; eq. 21 has it the other way round
         joined = self.eh_proj(paddle.concat([self.enorm(embedded), self.hnorm(x)], -1))
-        return self.shared_head.norm(super().forward(joined, *context)[0])
+        block = self.forward_block if self.training else super().forward
+        return self.shared_head.norm(block(joined, *context)[0])
+
+    def forward_block(self, x: Tensor, *context: Any) -> tuple[Tensor, Any]:
+        """In training, what is behind the joined inputs [B, L, D]: it can be compiled as another layer is."""
+        return super().forward(x, *context)
 
     def forward_train(self, x: Tensor, *context: Any) -> Tensor:
         """`forward`, as training calls a layer."""

@@ -98,8 +98,11 @@ def identity(x: Tensor) -> Tensor:
 
 
 def rounded_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
-    """Names of the linear layers of a whole model that are fake-quantised, see `pick_modules`: never routed experts."""
-    found = [name for name, module in model.named_sublayers() if is_plain_linear(module)]
+    """Names of the linear layers of a whole model that are fake-quantised, see `pick_modules`: never routed experts,
+    nor layers that predict further tokens, with which nothing is generated."""
+    modules = list(model.named_sublayers())
+    further = tuple(f"{name}." for name, module in modules if getattr(module, "predicts_further", False))
+    found = [name for name, module in modules if is_plain_linear(module) and not name.startswith(further)]
     return pick_modules(found, plan, patterns, "qat.target_modules")
 
 

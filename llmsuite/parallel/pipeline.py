@@ -183,7 +183,13 @@ class PipelineStage:
             return paddle.zeros(hidden.shape)
         if self._mesh.tensor is not None:
             hidden = reshard(hidden, self._mesh, self._placements)
-        return self.model.mtp_hidden_states(hidden, next_ids, self._document_starts)
+        starts, keys = self._without_keys(self._document_starts)
+        with token_values.tokens(keys):
+            return self.model.mtp_hidden_states(hidden, next_ids, starts)
+
+    def _without_keys(self, marks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Document starts of a pass, and the keys of its tokens, where layers ask for them."""
+        return without_keys(marks) if self._has_values and marks is not None else (marks, None)
 
     def _check_length(self, input_ids: Tensor) -> None:
         length, tp = input_ids.shape[1], self._mesh.degrees.tp
@@ -304,10 +310,8 @@ class PipelineStage:
 
     def _run(self, chunk: int, x: Tensor, document_starts: Tensor | None) -> Tensor:
         """Through the layers of a chunk, and on to the next part if there is one."""
-        marks, keys = document_starts, None
-        if self._has_values:
-            assert marks is not None
-            document_starts, keys = without_keys(marks)
+        marks = document_starts
+        document_starts, keys = self._without_keys(marks)
         for observer in self.observers or ():
             observer.counted = None if document_starts is None else document_starts >= 0
         are_marked = self.observers is not None and not self.marks_padding

@@ -49,12 +49,20 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
         if structure not in programs:
             programs[structure] = LayerProgram(layer, mesh, placements)
         compiled = programs[structure].of(layer)
-        layer.forward_train = _then(compiled, layer.mlp_block) if hasattr(layer, "attention_block") else compiled
+        compiled = _then(compiled, layer.mlp_block) if hasattr(layer, "attention_block") else compiled
+        if getattr(layer, "predicts_further", False):  # it joins its two inputs in front of that
+            layer.forward_block = _alone(compiled)
+        else:
+            layer.forward_train = compiled
     return list(programs.values())
 
 
 def _then(first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, *context: second(first(x, *context), *context)
+
+
+def _alone(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    return lambda x, *context: (run(x, *context), None)
 
 
 def _parameters(layer: Any) -> list[tuple[str, Tensor]]:

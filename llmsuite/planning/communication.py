@@ -248,7 +248,7 @@ class Traffic:
             or any(fnmatch.fnmatchcase(module, pattern) for pattern in self._layout.shard_plan.mtp_inputs)
         )
         if parameter.name.endswith(tuple(f".{kind}" for kind in STRUCTURES)):
-            return self._layout.shard_plan.dim(f"{module}.weight") is not None
+            return self._layout.shard_plan.dim(f"{module}.weight") is not None or (self._sequence_parallel and between)
         second = parameter.name.endswith(tuple(f".{kind}" for kind in (SECOND_FACTOR, MIXER, BETWEEN, BEHIND)))
         second = second and self._layout.shard_plan.dim(f"{module}.weight") == 0
         second = second and self._layout.shard_plan.is_region(module.rpartition(".")[0])

@@ -148,7 +148,10 @@ class ModelParameters:
         qat = plan.recipe.qat
         rounded: Sequence[str] = ()
         if qat.weight_bits is not None:
-            rounded = pick_modules(linear_modules(shapes, self.shard_plan), self.shard_plan, qat.target_modules)
+            further = range(config.num_hidden_layers, self.num_layers)  # nothing is generated with these
+            found = linear_modules(shapes, self.shard_plan)
+            found = [name for name in found if layer_of(f"{name}.weight", self.shard_plan) not in further]
+            rounded = pick_modules(found, self.shard_plan, qat.target_modules)
         self.rounded = frozenset(rounded)
         """Modules whose weights are rounded, and with `qat.activation_bits` their inputs too."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}

@@ -268,7 +268,9 @@ def kept_by_part(layout: Layout, anatomy: Anatomy, part: int, batch: MicroBatch,
     """Activations that a micro-batch keeps in a part of the model until its backward pass."""
     last = len(layout.bounds) - 2
     kept = sum(activations.kept_by_layer(anatomy, i, batch, settings) for i in layout.layers_of(part))
-    kept += activations.kept_for_all_layers(anatomy, batch, settings)
+    # a layer that predicts further tokens runs by itself, with a mask and tables of its own
+    times = len({anatomy.layers[i].predicts_further for i in layout.layers_of(part)})
+    kept += times * activations.kept_for_all_layers(anatomy, batch, settings)
     if part == 0:
         kept += activations.kept_in_front(anatomy, batch, settings)
     else:  # what was received

@@ -134,7 +134,9 @@ class TensorParallelTraffic:
         if self._sequence_parallel:
             self._send("all_gather", piece, "backward of the scatter after attention and MLP", 2)
         if layer.predicts_further and self._sequence_parallel:
-            self._send("all_gather", piece, "backward: hidden states and embeddings of further tokens", 2)
+            # a frozen embedding has no gradient
+            count = 1 if self._is_frozen else 2
+            self._send("all_gather", piece, "backward: hidden states and embeddings of further tokens", count)
         again = self._engine.computes_again(number)
         # when only adapters are trained, the input of the first layer has no gradient, unless it is recomputed
         no_gradient = self._is_frozen and not self._layout.adapts_embedding

@@ -145,7 +145,7 @@ class TrainSection(Section):
     mtp_loss_weight: NonNegativeFloat = 0.0
     """Weight of multi-token prediction: of the loss of the layer that predicts the token after the next one, which is
     trained with the model then (DeepSeek-V3, arXiv 2412.19437, section 2.2: 0.3, at the end 0.1). 0: the layer is kept
-    as the weights have it. In the stages pretrain and sft, for shapes with num_nextn_predict_layers = 1."""
+    as the weights have it. In the stages pretrain, sft and lora, for shapes with num_nextn_predict_layers = 1."""
     eval_steps: PositiveInt | Literal["epoch"] | None = None
     """Evaluate every this many steps, or "epoch" for the step that ends an epoch; and after the last one. Default: only
     after the last."""

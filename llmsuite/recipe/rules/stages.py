@@ -62,12 +62,15 @@ def _no_further_tokens(context: RuleContext) -> Iterator[Violation]:
             f"num_nextn_predict_layers is {layers}" if layers else "the model has no layer that predicts further tokens"
         )
         yield key, f"is {weight}, but {has}; one such layer can be trained (DeepSeek-V3); set it to 0"
-    if context.recipe.lora.rank is not None:
-        yield key, f"is {weight}, but lora.rank trains adapters and freezes the layer; set one of the two to null or 0"
-    if context.recipe.qat.weight_bits is not None:
-        yield key, f"is {weight}; quantisation-aware training leaves that layer out; set one of the two to null or 0"
-    if context.recipe.engine.mode == "to_static":
-        yield key, f"is {weight}; to_static cannot compile a layer with two inputs; set engine.mode to dynamic"
+    lora, embedding = context.recipe.lora, context.shard_plan.embedding
+    patterns = lora.target_modules or () if lora.rank is not None else ()
+    if found := [pattern for pattern in patterns if matches(embedding, pattern)]:
+        yield (
+            "lora.target_modules",
+            f"{found[0]!r} matches the embedding ({embedding}), which the layer that predicts further tokens reads at "
+            f"the other end of the model ({key} is {weight}); an adapter is for one end: name others, such as "
+            "self_attn.*, or set the weight to 0",
+        )
 
 
 def _not_quantised(context: RuleContext) -> Iterator[Violation]:
@@ -150,17 +153,18 @@ def _no_such_target(context: RuleContext) -> Iterator[Violation]:
         return
     key, shapes = "lora.target_modules", names.parameter_shapes(context.config)
     linear, experts = linear_modules(shapes, plan), expert_modules(shapes, plan)
+    plain = {"method": "lora", "init": "default", "dropout": 0}
+    wanted = [f"lora.{name} to {value}" for name, value in plain.items() if getattr(lora, name) != value]
     for pattern in lora.target_modules:
-        if lora.method != "lora" or lora.init != "default" or lora.dropout:
-            special = [*experts, *([plan.embedding] if has_own_head(shapes) else [])]
-            if found := [name for name in special if matches(name, pattern)]:
-                what = "the embedding" if found[0] == plan.embedding else "routed experts"
-                yield (
-                    key,
-                    f"{pattern!r} matches {what} ({found[0]}), with adapters of lora.method lora, "
-                    "lora.init default and no dropout only; set that, or name others, such as shared_experts.* and "
-                    "self_attn.*",
-                )
+        special = [*experts, *([plan.embedding] if has_own_head(shapes) else [])] if wanted else []
+        if found := [name for name in special if matches(name, pattern)]:
+            is_embedding = found[0] == plan.embedding
+            what, others = ("the embedding", "") if is_embedding else ("routed experts", "shared_experts.* and ")
+            yield (
+                key,
+                f"{pattern!r} matches {what} ({found[0]}), where adapters are plain ones; set {' and '.join(wanted)}, "
+                f"or name others, such as {others}self_attn.*",
+            )
         tied = not has_own_head(shapes) and any(matches(name, pattern) for name in (plan.embedding, "lm_head"))
         if tied and not any(matches(name, pattern) for name in (*linear, *experts)):
             yield (
@@ -187,7 +191,8 @@ def _no_such_structure(context: RuleContext) -> Iterator[Violation]:
     if patterns is not None and (found := [pattern for pattern in patterns if matches("lm_head", pattern)]):
         yield (
             "lora.target_modules",
-            f"{found[0]!r} matches lm_head, whose outputs may be padded, which {lora.method} would see; name others",
+            f"{found[0]!r} matches lm_head, whose outputs may be padded, which {lora.method} would see; name others, "
+            "such as self_attn.*, or set lora.method to lora",
         )
     for module in linear_modules(shapes, plan):
         if module != "lm_head" and (patterns is None or any(matches(module, pattern) for pattern in patterns)):
@@ -283,7 +288,7 @@ STAGE_RULES = (
     ),
     Rule(
         "`mtp_loss_weight` with a model that has not one layer to predict further tokens, with another stage than "
-        "`pretrain` and `sft`, adapters, `qat` or `to_static`",
+        "`pretrain`, `sft` and `lora`, or an adapter of the embedding",
         "there is no such layer, or it is not trained",
         ("--train.mtp_loss_weight=0.3",),
         _no_further_tokens,

@@ -311,7 +311,7 @@ def test_plain_paddlenlp_loads_it(made: Any, capsys: pytest.CaptureFixture[str])
     for source in ("adapter", "base"):
         words = ["convert", str(directory / source), "-o", str(directory / f"{source}-nlp"), "--layout", "paddlenlp"]
         assert main(words) == 0, capsys.readouterr().err
-    back, _ = open_adapters(
+    back, *_ = open_adapters(
         directory / "adapter-nlp", FAMILIES[family], open_model(directory / "base", FAMILIES).config
     )
     assert back == told

@@ -14,7 +14,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint.directory import find_model
+from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters
+from llmsuite.checkpoint.directory import find_adapter, find_model
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_model
 from llmsuite.checkpoint.tensors import TensorSpec
@@ -29,9 +30,14 @@ from llmsuite.inference.sampling import Sampling
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.names import parameter_shapes
+from llmsuite.models.lora import adapted_modules, add_adapters
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.targets import is_factor
 from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.schema.recipe import LoraSection
 from llmsuite.stages import language_model
 from llmsuite.stages.language_model import WeightedTokens
+from llmsuite.train.adapters import adapter_config
 from tests.paths import ROOT
 from tests.tools.fp8_model import further_layers
 from tests.unit import alone
@@ -239,6 +245,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     given = [f"--{word}" for word in words]
     assert main(["run", str(recipe), "--smoke", *given, f"--output_dir={directory / 'run'}"]) == 0
+    # and adapters on that, of the layer and the head too
+    keys = ("lora.rank=4", 'lora.target_modules=["*_proj", "lm_head"]', "train.learning_rate=0.05", "train.max_steps=2")
+    given = [f"--{word}" for word in (*words[:5], "train.mtp_loss_weight=0.3", *keys)]
+    given += [f"--model.weights={directory / 'run'}", f"--output_dir={directory / 'adapters'}"]
+    assert main(["run", str(ROOT / "recipes/deepseek/lora.json"), "--smoke", *given]) == 0
     return directory
 
 
@@ -271,3 +282,66 @@ def test_a_run_is_exported_and_generates_without_the_layer(trained: Path) -> Non
         assert int(with_layer(paddle.to_tensor([text]))[0, -1].argmax()) == token
         text.append(token)
     assert len(text) == len(ids) + 4
+
+
+def with_adapters(run: Path, base: Path) -> Any:
+    """The model of a base with the adapters of a run beside its matrices."""
+    source, checkpoint = open_model(find_model(base), FAMILIES, mtp=True), find_adapter(run)
+    assert checkpoint is not None
+    model = DeepSeek(source.config, Ops())
+    config = adapter_config(LoraSection(rank=4))
+    modules = adapted_modules(model, FAMILIES["deepseek"].shard_plan or WHOLE, ["*_proj", "lm_head"])
+    add_adapters(model, modules, config)
+    adapters = Adapters(modules, config, Base(None, ""))
+    saved = SavedAdapters(checkpoint, adapters, FAMILIES["deepseek"], source.config)
+    for name, parameter in model.named_parameters():
+        parameter.set_value((saved if is_factor(name) else source).read(name))
+    return model
+
+
+def test_merged_adapters_are_those_beside_the_model(trained: Path) -> None:
+    """Logits of the next token and of the one after it, from the merged files and from base and adapters."""
+    assert main(["merge", str(trained / "adapters"), "-o", str(trained / "sum")]) == 0
+    beside, source = (
+        with_adapters(trained / "adapters", trained / "run"),
+        open_model(trained / "sum", FAMILIES, mtp=True),
+    )
+    merged = DeepSeek(source.config, Ops())
+    fill_parameters(merged, source)
+    plain = DeepSeek(source.config, Ops())
+    fill_parameters(plain, open_model(find_model(trained / "run"), FAMILIES, mtp=True))
+
+    def logits(model: Any) -> list[np.ndarray]:
+        model.eval()
+        ids, behind = paddle.to_tensor([[5, 17, 300, 8]]), paddle.to_tensor([[17, 300, 8, 44]])
+        hidden = model.hidden_states(ids)[0]
+        states = (hidden, model.mtp_hidden_states(hidden, behind))
+        return [model.logits(state).numpy() for state in states]
+
+    for found, expected, of_base in zip(logits(merged), logits(beside), logits(plain), strict=True):
+        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+        assert np.abs(of_base - expected).max() > 1e-2 * np.abs(expected).max()
+    written = tensors(trained / "sum")
+    head = f"model.layers.{source.config.num_hidden_layers}.shared_head.head.weight"
+    np.testing.assert_array_equal(written[head], written["lm_head.weight"])
+
+    # what answers has no such layer, and says the same
+    live, text = load_model(open_any(trained / "adapters", FAMILIES), CpuBackend()), [5, 17, 300, 8]
+    assert len(live.model.layers) == source.config.num_hidden_layers
+    for token in generate(ModelDecoder(live), list(text), set(), Sampling(max_new_tokens=3)):
+        assert int(beside(paddle.to_tensor([text]))[0, -1].argmax()) == token
+        text.append(token)
+    assert len(text) == 7
+
+
+def test_adapters_of_the_layer_go_to_paddlenlps_layout_and_back(trained: Path) -> None:
+    out = trained / "for-paddlenlp"
+    assert main(["convert", str(trained / "adapters"), "-o", str(out), "--layout", "paddlenlp"]) == 0
+    names = {name for path in out.glob("*.safetensors") for name in safetensors.numpy.load_file(path)}
+    number = open_model(find_model(trained / "run"), FAMILIES).config.num_hidden_layers
+    assert f"deepseek_v3.layers.{number}.eh_proj.lora_A" in names
+    assert main(["merge", str(out), "--base", str(trained / "run"), "-o", str(trained / "from-paddlenlp")]) == 0
+    assert main(["merge", str(trained / "adapters"), "-o", str(trained / "sum-again")]) == 0
+    again = tensors(trained / "sum-again")
+    for name, value in tensors(trained / "from-paddlenlp").items():
+        np.testing.assert_array_equal(value, again[name], err_msg=name)

@@ -183,15 +183,14 @@ def test_accumulate_steps(plan: Plan) -> None:
                 "lora": {"rank": 2, "method": "dora", "target_modules": ["q_proj", "down_proj"]},
             },
             "lora.target_modules",
-            "'down_proj' matches routed experts (model.layers.1.mlp.experts.down_proj), with adapters of lora.method "
-            "lora, lora.init default and no dropout only; set that, or name others, such as shared_experts.* and "
-            "self_attn.*",
+            "'down_proj' matches routed experts (model.layers.1.mlp.experts.down_proj), where adapters are plain ones; "
+            "set lora.method to lora, or name others, such as shared_experts.* and self_attn.*",
         ),
         (
             {"lora": {"rank": 2, "dropout": 0.1, "target_modules": ["embed_tokens"]}},
             "lora.target_modules",
-            "'embed_tokens' matches the embedding (model.embed_tokens), with adapters of lora.method lora, "
-            "lora.init default and no dropout only; set that, or name others, such as shared_experts.* and self_attn.*",
+            "'embed_tokens' matches the embedding (model.embed_tokens), where adapters are plain ones; set "
+            "lora.dropout to 0, or name others, such as self_attn.*",
         ),
         (
             {"model.config": {"tie_word_embeddings": True}, "lora": {"rank": 2, "target_modules": ["lm_head"]}},

@@ -1,0 +1,54 @@
+"""Multi-token prediction with adapters, rounded weights and compiled layers, on further meshes against one process.
+`make parity` runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.multi.test_mtp import AGAIN, KEPT, PP, SP, TP, case_of, check_equal
+from tests.parity.cases import LIMIT, compare_gradients, plan_of, run_cases
+from tests.parity.planned import check_truth
+
+STATIC = "--engine.mode=to_static"
+INTERLEAVED = {**PP, "pipeline_schedule": "interleaved"}
+EP = {"expert_parallel_degree": 2}
+MESHES: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
+    "lora, interleaved": ("lora", 2, INTERLEAVED, (KEPT,)),
+    "lora, stage3, again": ("lora", 2, {"sharding": "stage3"}, (AGAIN,)),
+    "expert lora, tp2 in sequences": ("expert lora", 2, SP, (KEPT,)),
+    "expert lora, pp2 ep2 stage3": ("expert lora", 4, {**PP, **EP, "sharding": "stage3"}, (AGAIN,)),
+    "sft, tp2, static": ("sft", 2, TP, (STATIC, KEPT)),
+    "sft, interleaved, static, again": ("sft", 2, INTERLEAVED, (STATIC, AGAIN)),
+    "lora, stage3, static": ("expert lora", 2, {"sharding": "stage3"}, (STATIC, KEPT)),
+    "qat, tp2 in sequences": ("qat", 2, SP, (AGAIN,)),
+    "qat, pp2": ("qat", 2, PP, (KEPT,)),
+}
+ONES = [f"one {kind}" for kind in dict.fromkeys(kind for kind, *_ in MESHES.values())]
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs everything; what was printed of the cases that did not end well."""
+    return run_cases(runner, [case_of(name, name, meshes=MESHES) for name in (*ONES, *MESHES)])
+
+
+def check_first_step(runner: Runner, one: str, mesh: str, kind: str) -> None:
+    """What rounding leaves equal: in later steps a last bit turns some values to the next step of the grid."""
+    a, b = (runner.metrics(name)[0] for name in (one, mesh))
+    for key in ("loss", "grad_norm", "mtp_loss"):
+        assert b[key] == pytest.approx(a[key], rel=LIMIT), (kind, key)
+    assert compare_gradients(runner, one, mesh).problems == []
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equal_to_one_process_and_as_planned(runner: Runner, failed: dict[str, str], mesh: str) -> None:
+    kind = MESHES[mesh][0]
+    for name in (f"one {kind}", mesh):
+        assert name not in failed, failed[name]
+    (check_first_step if kind == "qat" else check_equal)(runner, f"one {kind}", mesh, kind)
+    found = check_truth(runner.directory / mesh, plan_of(case_of(mesh, mesh, meshes=MESHES)))
+    assert abs(found.memory["between_steps"]) <= 0.01
+    assert abs(found.memory["gradients"]) <= 0.01
