@@ -72,6 +72,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             factory=lazily("llmsuite.stages.sft:SftStage"),
             predicts_further=True,
             tells_prompts=True,
+            takes_prefix=True,
             smoke=CONVERSATIONS,
         ),
         StageSpec(
@@ -84,6 +85,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             quantises=True,
             predicts_further=True,
             tells_prompts=True,
+            takes_prefix=True,
         ),
         StageSpec(
             name="pretrain",

@@ -110,7 +110,7 @@ class StageSpec:
     section: str = ""
     """Name of its section where that is not `name`: the section of another stage, whose keys it shares."""
     adapters: bool = False
-    """Whether it is for adapters only: a recipe has to set `lora.rank`, or `reft.rank`, then."""
+    """Whether it is for adapters only: a recipe has to set `lora.rank`, `reft.rank` or `prefix.tokens` then."""
     quantises: bool = False
     """Whether it works with quantisation-aware training (the section `qat`): its loss needs the model being trained
     only, in one forward pass."""
@@ -123,6 +123,8 @@ class StageSpec:
     metric `mtp_loss` then."""
     tells_prompts: bool = False
     """Whether its batches have "prompt_lengths" where the recipe sets `reft.rank`; see `language_model.collate`."""
+    takes_prefix: bool = False
+    """Whether it works with prefix tuning (the section `prefix`): its loss needs the model being trained only."""
     takes_all: bool = False
     """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
     draws_ahead: bool = False

@@ -91,8 +91,8 @@ def find_model(path: Path) -> Path:
 
 
 def find_adapter(path: Path) -> Path | None:
-    """The directory of LoRA adapters or interventions at a path, for a run its newest whole checkpoint; None for a
-    model."""
+    """The directory of LoRA adapters, interventions or prefixes at a path, for a run its newest whole checkpoint; None
+    for a model."""
     found = find_model(path) if is_run(path) else path
     return found if any((found / name).is_file() for name in (*CONFIGS, REFT_CONFIG)) else None
 

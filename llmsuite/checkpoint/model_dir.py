@@ -58,8 +58,8 @@ class ModelDirectory:
     """Tensors in the files that the model does not have; only where `Load` allows them."""
     is_fp8: bool = False
     """Whether matrices are stored in FP8; they are read as float32."""
-    interventions: Any = None
-    """What runs beside the model (`llmsuite.checkpoint.reft_dir.SavedInterventions`), and is no part of `names`."""
+    beside: Any = None
+    """What runs beside the model, see `llmsuite.checkpoint.beside`, and is no part of `names`."""
 
     @property
     def names(self) -> list[str]:

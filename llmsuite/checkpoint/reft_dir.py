@@ -83,12 +83,3 @@ def open_interventions(directory: Path) -> SavedInterventions:
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{directory / CONFIG}: has not rank, layers, first and last: {error!r}") from error
     return SavedInterventions(told, TensorFiles(directory, STEM))
-
-
-def refuse_interventions(directory: Path) -> None:
-    """Raises UserError where a directory has interventions, for what makes one model of a model and its adapters."""
-    if (directory / CONFIG).is_file():
-        raise UserError(
-            f"{directory}: has interventions on hidden states (reft), which no matrix of a model can take in, so there "
-            f"is nothing to merge, convert or export. They run beside their model: llmsuite generate {directory}"
-        )

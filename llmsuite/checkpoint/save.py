@@ -32,6 +32,7 @@ from llmsuite.checkpoint.adapter_writer import write_adapters
 from llmsuite.checkpoint.directory import list_steps, load_best
 from llmsuite.checkpoint.model_writer import OrderedGather, write_model
 from llmsuite.checkpoint.own_disks import OwnDisk, commit, hear, tell
+from llmsuite.checkpoint.prefix_dir import Prefixes, write_prefixes
 from llmsuite.checkpoint.reft_dir import Interventions, write_interventions
 from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
@@ -94,8 +95,8 @@ class CheckpointJob:
     """Directory whose tokenizer is copied along."""
     keep_last: int
     """How many checkpoints are kept; older ones are deleted."""
-    adapters: Adapters | Interventions | None = None
-    """The adapters, or interventions, where they are all that is trained; rank 0 writes them."""
+    adapters: Adapters | Interventions | Prefixes | None = None
+    """The adapters, interventions or prefixes, where they are all that is trained; rank 0 writes them."""
     critic: Sequence[GatheredTensor] = ()
     """Parameters and optimizer slots of the critic, where there is one."""
     rank: int = 0
@@ -237,6 +238,8 @@ def _write_tensors(job: CheckpointJob, directory: Path) -> ManifestPart:
         written = write_model(directory, job.family, job.config, read, specs, tokenizer=job.tokenizer, options=options)
     elif job.rank == 0 and isinstance(job.adapters, Interventions):
         written = write_interventions(directory, job.adapters, read, specs, tokenizer=job.tokenizer)
+    elif job.rank == 0 and isinstance(job.adapters, Prefixes):
+        written = write_prefixes(directory, job.adapters, read, specs, tokenizer=job.tokenizer)
     elif job.rank == 0:
         assert isinstance(job.adapters, Adapters)
         written = write_adapters(directory, job.adapters, job.family, job.config, read, specs, tokenizer=job.tokenizer)

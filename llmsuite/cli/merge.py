@@ -146,8 +146,8 @@ def run_convert(args: Any, registry: Registry) -> int:
 def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_dir import base_path, open_adapters
     from llmsuite.checkpoint.adapter_writer import write_adapters
+    from llmsuite.checkpoint.beside import refuse_beside
     from llmsuite.checkpoint.model_dir import read_config
-    from llmsuite.checkpoint.reft_dir import refuse_interventions
     from llmsuite.devices.start import start_paddle
     from llmsuite.files import committed_directory
     from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
@@ -159,7 +159,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     start_paddle(registry.devices["cpu"].factory(), 1)  # before paddlenlp, whose configuration they have
     family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)
-    refuse_interventions(source)
+    refuse_beside(source)
     adapters, saved, config = open_adapters(source, family, config)
     specs = [saved.spec(f"{m}.{factor}") for m in adapters.modules for factor in (FIRST_FACTOR, SECOND_FACTOR)]
     manifest: dict[str, Any] = {"format": 1}

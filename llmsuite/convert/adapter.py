@@ -26,9 +26,9 @@ from llmsuite.checkpoint.adapter_dir import (
     VERA_OF_PADDLENLP,
     stored_format,
 )
+from llmsuite.checkpoint.beside import refuse_beside
 from llmsuite.checkpoint.model_dir import ModelDirectory, has_further_layers, hf_name, with_further_layers
 from llmsuite.checkpoint.model_writer import Arrangement
-from llmsuite.checkpoint.reft_dir import refuse_interventions
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert import structured
 from llmsuite.convert.pdparams import PickledTensors
@@ -317,9 +317,9 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
 
     Raises:
         UserError: the adapter belongs to another model: a tensor of it has no counterpart there, or does not fit. Or
-            it is none: interventions.
+            it is none: interventions, or prefixes.
     """
-    refuse_interventions(directory)
+    refuse_beside(directory)
     files = _open_files(directory, allow_pickle)
     if head_of(base.config) != "score" and any(name.endswith(f".{SCORE}") for name in files.names):
         base = _with_score_head(base)

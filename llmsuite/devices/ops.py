@@ -184,13 +184,25 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 def document_ends(document_starts: Tensor, dtype: Any) -> Tensor:
     """`document_mask` as flash attention takes it, [B, 1, L, 1] int32: the first row of scores that does not see a key,
-    which is where the key's document ends. Not for rows that share prompts, see `document_spans`."""
+    which is where the key's document ends. The parts of a document that continue its first tokens (`document_spans`)
+    have to continue as many of them, as behind a prefix."""
     length = document_starts.shape[1]
     at = paddle.arange(length, dtype=document_starts.dtype).expand_as(document_starts)
-    begins = paddle.where(document_starts == at, at, paddle.full_like(at, length))
-    following = paddle.concat([begins[:, 1:], paddle.full_like(begins[:, :1], length)], 1)
-    ends = paddle.cummin(following.flip(1), 1)[0].flip(1)
+    _, end, own = document_spans(document_starts).unbind(1)
+    # padding that is marked continues nothing
+    is_new = paddle.logical_or(document_starts == at, paddle.logical_and(document_starts <= 0, own == at))
+    part_ends, document_ends = _next_begins(own == at, at), _next_begins(is_new, at)
+    last_part = paddle.take_along_axis(end, document_ends - 1, 1)  # as many tokens as each part continues
+    ends = paddle.where(at < last_part, document_ends, part_ends)
     return ends.astype("int32").unsqueeze([1, 3])
+
+
+def _next_begins(is_begin: Tensor, at: Tensor) -> Tensor:
+    """Behind each place of a row, the next one that begins something; the length where none does."""
+    length = paddle.full_like(at[:, :1], at.shape[1])
+    begins = paddle.where(is_begin, at, length.expand_as(at))
+    following = paddle.concat([begins[:, 1:], length], 1)
+    return paddle.cummin(following.flip(1), 1)[0].flip(1)
 
 
 def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:

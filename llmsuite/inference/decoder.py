@@ -14,6 +14,7 @@ import paddle
 
 from llmsuite.errors import UserError
 from llmsuite.inference.fused import accepts_buffer
+from llmsuite.models.prefix import behind_padding, prefix_cache
 from llmsuite.models.reft import chosen_columns
 from llmsuite.models.token_values import tokens as tokens_with
 from llmsuite.typing import Tensor
@@ -60,10 +61,11 @@ class ModelDecoder:
         self._next_logits = model.__dict__.get("next_logits")
         self.edited_ends = getattr(model, "edited_ends", None)
         """See `models.reft.add_interventions`."""
+        self._num_prefix = int(getattr(model, "num_prefix_tokens", 0))
 
     @property
     def max_length(self) -> int:
-        return int(self._model.config.max_position_embeddings)
+        return int(self._model.config.max_position_embeddings) - self._num_prefix
 
     @property
     def vocab_size(self) -> int:
@@ -87,8 +89,13 @@ class ModelDecoder:
                 present = self._buffer.view(filled + ids.shape[1])
             else:
                 pairs = None if cache is None else _pairs(self._distributed(cache))
-                hidden, new = self._model.decode_step(tokens, padding, pairs)
+                begins = cache is None and self._num_prefix > 0
+                if begins:
+                    pairs = prefix_cache(self._model, ids.shape[0], self._by_heads)
+                hidden, new = self._model.decode_step(tokens, padding, pairs, num_seen=self._num_prefix * begins)
                 present = self._local([tensor for pair in new for tensor in pair])
+                if begins:
+                    present = [behind_padding(tensor, padding, self._num_prefix) for tensor in present]
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
 
@@ -101,6 +108,15 @@ class ModelDecoder:
             tensor if placements is None else dtensor_from_local(tensor, self._tensor_mesh, placements)
             for tensor, placements in zip(cache, self._placements)
         ]
+
+    def _by_heads(self, local: Tensor) -> Tensor:
+        """The keys or values of this rank's heads, [B, J, S, K], as a tensor that the model computes with."""
+        if self._tensor_mesh is None:
+            return local
+        import paddle.distributed as dist
+        from paddle.distributed.auto_parallel.api import dtensor_from_local
+
+        return dtensor_from_local(local, self._tensor_mesh, [dist.Shard(1)])
 
     def _local(self, cache: Cache) -> Cache:
         from llmsuite.parallel.tensor import local_value

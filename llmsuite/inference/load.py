@@ -34,14 +34,14 @@ def open_any(
         base: of an adapter, where it is not to be looked up.
         config: of files that have none.
         allow_pickle: whether pickles are read.
-        runs: whether the caller runs interventions beside a model; else they are refused.
+        runs: whether the caller runs interventions and prefixes beside a model; else they are refused.
 
     Raises:
         UserError: nothing there can be read.
     """
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
+    from llmsuite.checkpoint.beside import open_beside
     from llmsuite.checkpoint.directory import find_adapter
-    from llmsuite.checkpoint.reft_dir import CONFIG, open_interventions
     from llmsuite.convert.adapter import add_adapter
     from llmsuite.convert.sources import open_source
 
@@ -54,8 +54,8 @@ def open_any(
     model = open_source(place, families, parameter_shapes, config, allow_pickle)
     if base is None:
         check_base(adapter, Base(str(place), model.digest()))
-    if runs and (adapter / CONFIG).is_file():
-        return dataclasses.replace(model, interventions=open_interventions(adapter))
+    if runs and (beside := open_beside(adapter)) is not None:
+        return dataclasses.replace(model, beside=beside)
     return add_adapter(model, adapter, allow_pickle)
 
 
@@ -83,6 +83,7 @@ def load_model(
         UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
     """
     from llmsuite.checkpoint.int8 import input_scales
+    from llmsuite.checkpoint.prefix_dir import SavedPrefixes
     from llmsuite.checkpoint.shapes import check_shapes
     from llmsuite.models.qat import fake_quantize_layers, fake_quantized
     from llmsuite.models.targets import is_factor
@@ -97,13 +98,15 @@ def load_model(
         padded = mesh is not None and is_padded(source.config, mesh.degrees.tp)
         found = {name: tuple(p.shape) for name, p in model.named_parameters() if not is_factor(name)}
         check_shapes(source, parameter_shapes(source.family, source.config) if padded else found)
+        if isinstance(beside, SavedPrefixes):
+            beside.files.check({name: tuple(p.shape) for name, p in model.named_parameters() if is_factor(name)})
         scales = input_scales(source)
         fake_quantize_layers(model, list(scales), rounds_weight=False)
         for name, layer in fake_quantized(model):
             layer.input_scale = scales[name]
         return lambda name, shape, index: (beside.files if is_factor(name) else source).read(name, index)
 
-    beside = source.interventions
+    beside = source.beside
     told = None if beside is None else beside.told
     return build_model(source.family, source.config, backend, precision, mesh, values, told)
 
@@ -115,7 +118,7 @@ def build_model(
     precision: str,
     mesh: Mesh | None,
     values: Callable[[Any], ReadSlice],
-    interventions: Any = None,
+    beside: Any = None,
 ) -> Any:
     """Build a model on the current device, in evaluation mode.
 
@@ -126,15 +129,18 @@ def build_model(
         precision: of parameters and activations.
         mesh: this rank's place, for a model that is sharded over ranks.
         values: called with the model, which has no memory yet; returns a function that reads slices of parameters.
-        interventions: those that run beside it (`llmsuite.checkpoint.reft_dir.Interventions`).
+        beside: what runs beside it (`reft_dir.Interventions` or `prefix_dir.Prefixes` of `llmsuite.checkpoint`).
 
     Raises:
         UserError: the shape cannot be cut so.
     """
     import paddle
 
+    from llmsuite.checkpoint.prefix_dir import Prefixes
+    from llmsuite.checkpoint.reft_dir import Interventions
     from llmsuite.devices.ops import Ops, causal_mask, rotary
     from llmsuite.inference.attention import grouped_attention
+    from llmsuite.models.prefix import add_prefixes
     from llmsuite.models.reft import add_interventions
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.parallel.mesh import Mesh
@@ -156,8 +162,10 @@ def build_model(
     )
     with paddle.LazyGuard():
         model = build_padded(family, config, plain, mesh.degrees.tp)
-        if interventions is not None:
-            add_interventions(model, interventions.layers, interventions.rank, interventions.ends)
+        if isinstance(beside, Interventions):
+            add_interventions(model, beside.layers, beside.rank, beside.ends)
+        elif isinstance(beside, Prefixes):
+            add_prefixes(model, beside.tokens)
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))

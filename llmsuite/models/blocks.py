@@ -243,7 +243,12 @@ class CausalLM(nn.Layer):
         return run(hidden, self.embed(next_ids), *inputs)
 
     def decode_step(
-        self, input_ids: Tensor, padding: Tensor, cache: Sequence[LayerCache] | None, filled: int | None = None
+        self,
+        input_ids: Tensor,
+        padding: Tensor,
+        cache: Sequence[LayerCache] | None,
+        filled: int | None = None,
+        num_seen: int = 0,
     ) -> tuple[Tensor, list[LayerCache]]:
         """One pass of generation over a batch that is padded on the left. Shapes may be those of a static program.
 
@@ -253,6 +258,7 @@ class CausalLM(nn.Layer):
             cache: cache of the columns so far; None at the start.
             filled: only where `llmsuite.inference.fused.accepts_buffer`: this many columns of the cache are filled, and
                 the new ones are written in place behind them.
+            num_seen: columns of the cache that every token sees: padding begins behind them. It is a prefix.
 
         Returns:
             Normed hidden states [B, L, D], and the cache of S + L columns.
@@ -266,7 +272,9 @@ class CausalLM(nn.Layer):
         first = padding.unsqueeze(1)
         positions = paddle.clip(queries.unsqueeze(0) - first, min=0)
         x = self.embed_at(input_ids, positions)
-        later, padded = (keys > queries.unsqueeze(1)).unsqueeze(0), (keys < first).unsqueeze(1)
+        later, padded = (keys > queries.unsqueeze(1)).unsqueeze(0), (keys < first + num_seen).unsqueeze(1)
+        if num_seen:
+            padded = paddle.logical_and(padded, keys >= num_seen)
         lowest = 1e4 if x.dtype == paddle.float16 else 1e9
         mask = (paddle.logical_or(later, padded).astype("float32") * -lowest).astype(x.dtype).unsqueeze(1)
         inputs = self.layer_inputs_at(positions, mask, x.dtype)

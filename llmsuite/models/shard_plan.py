@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llmsuite.models.block_quant import is_quantised_part
+from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE
 from llmsuite.models.reft_shapes import BIAS, ROTATION, SOURCE
 
 FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
@@ -36,6 +37,7 @@ FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     BEHIND: (None, 0),
     **dict.fromkeys(STRUCTURES, (None, None)),
     **dict.fromkeys((ROTATION, SOURCE, BIAS), (None, None)),
+    **dict.fromkeys((PREFIX_KEY, PREFIX_VALUE), (None, 1)),
 }
 """Every parameter of an adapter: the dim that is cut with a matrix cut along its inputs, and along its outputs."""
 
@@ -82,14 +84,15 @@ class ShardPlan:
         """The dim of a parameter that is cut over tp; None when it is not.
 
         Those of an adapter are cut with its matrix, see `FACTORS`: in x A B, A along its inputs, B along its outputs;
-        those of a stack of experts along the experts, as the stack.
+        those of a stack of experts along the experts, as the stack. Prefixes are cut by heads, as the matrix of keys.
         Codes and scales of a quantised matrix are cut as the matrix.
         """
         module, _, kind = parameter.rpartition(".")
         if is_quantised_part(parameter):
             return self.dim(module)
         if kind in FACTORS:
-            dim = self.dim(f"{module}.weight")
+            beside = ".k_proj" if kind in (PREFIX_KEY, PREFIX_VALUE) else ""
+            dim = self.dim(f"{module}{beside}.weight")
             return dim if dim is None or self.is_expert(parameter) else FACTORS[kind][dim]
         return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)
 

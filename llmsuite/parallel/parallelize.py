@@ -18,6 +18,7 @@ from llmsuite.parallel.gathering import Zero3Hooks
 from llmsuite.parallel.interventions import share_interventions
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import fuse_projections, overlap_sums
+from llmsuite.parallel.prefixes import share_prefixes
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.static import compile_layers
@@ -73,6 +74,7 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     # 3. tensor parallel, and sequence parallel between its regions
     apply_tensor_parallel(model, plan, mesh, strategy.sequence_parallel)
     share_interventions(model, mesh, strategy.sequence_parallel)
+    share_prefixes(model, mesh)
     # 4. gradients that are reduced over data ranks in one call
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
     # 5. sums over tp that overlap with the backward pass, and those that are one

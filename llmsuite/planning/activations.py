@@ -71,6 +71,8 @@ class ActivationSettings:
     """Rank of the intervention behind each layer that has one, by number."""
     unreached: frozenset[int] = frozenset()
     """Numbers of the layers that no backward pass comes to: they keep nothing but for an intervention behind them."""
+    prefix: int = 0
+    """Tokens of the prefix in front of every row, which attention has queries, keys and values of."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
     entropy: bool = False
@@ -146,7 +148,7 @@ def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationS
     """Bytes kept between the input of attention and its output."""
     what, e, tokens = layer.attention, settings.num_bytes, batch.tokens
     heads = what.heads / settings.tp
-    scores = heads * batch.rows * batch.length**2 * e
+    scores = heads * batch.rows * (batch.length + settings.prefix) ** 2 * e
     again = settings.recompute == "selective"
     if isinstance(what, Latent):
         norms = _latent_norm(what.kv_rank, batch, settings)
@@ -165,12 +167,13 @@ def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationS
     if what.rotary and "rotary" not in settings.fused:
         kept += tokens * e * (heads + kv_heads) * size  # both halves of queries and keys, unrotated
     output = tokens * e * heads * size
-    if is_fused(layer, settings):
-        statistics = 0 if again else heads * tokens * 4
-        return kept + tokens * e * (heads + 2 * kv_heads) * size + output + statistics
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
-    return kept + tokens * e * 3 * heads * size + output + scores  # keys and values repeated for each query head
+    extended = tokens + batch.rows * settings.prefix
+    if is_fused(layer, settings):
+        # the output of the text's own tokens is a view
+        return kept + extended * e * (2 * heads + 2 * kv_heads) * size + heads * extended * 4
+    return kept + extended * e * 3 * heads * size + output + scores  # keys and values repeated for each query head
 
 
 def _latent_norm(width: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -268,8 +271,25 @@ def kept_in_front(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSetti
         return batch.tokens * INDEX_BYTES + hidden_state_bytes(width, batch, settings)
     if settings.adapter_rank is not None and settings.recompute != "full":
         return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, settings)
+    if settings.prefix and settings.recompute != "full":
+        return -_without_gradient(anatomy, batch, settings)
     positions = INDEX_BYTES * batch.length if anatomy.learned_positions else 0
     return batch.tokens * INDEX_BYTES + positions + hidden_state_bytes(anatomy.hidden, batch, settings)
+
+
+def _without_gradient(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that the first layer does not keep in front of its attention where only prefixes are trained."""
+    layer, tokens, e = anatomy.layers[0], batch.tokens, settings.num_bytes
+    assert isinstance(layer.attention, GroupedQuery), "a rule refuses prefixes of others"
+    what = layer.attention
+    heads, kv_heads = what.heads / settings.tp, what.kv_heads / settings.tp
+    kept = _norm(layer.norm, anatomy.hidden, batch, settings) + tokens * anatomy.hidden * e
+    if what.normed:
+        for count in (heads, kv_heads):
+            kept += _normed_heads(count * what.head_size, count, batch, settings)
+    if what.rotary and "rotary" not in settings.fused:
+        kept += tokens * e * (heads + kv_heads) * what.head_size
+    return kept
 
 
 def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -279,7 +299,8 @@ def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: Activatio
     if settings.recompute == "full" and batch.marked and any(isinstance(layer.mlp, MoE) for layer in anatomy.layers):
         kept += 4 * batch.tokens  # which tokens are real, for gates
     if batch.documents and is_fused(anatomy.layers[0], outside):  # the bounds of each token's document
-        kept += batch.tokens * (3 * INDEX_BYTES if settings.fuses_alike_only else 4)
+        extended = batch.tokens + batch.rows * settings.prefix
+        kept += extended * (3 * INDEX_BYTES if settings.fuses_alike_only else 4)
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
     size = attention.rope if isinstance(attention, Latent) else attention.head_size
@@ -290,7 +311,8 @@ def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: Activatio
 def mask_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the mask that plain attention adds to its scores."""
     rows = batch.rows if batch.documents else 1
-    return 0.0 if is_fused(layer, settings) else rows * batch.length**2 * settings.num_bytes
+    length = batch.length + settings.prefix
+    return 0.0 if is_fused(layer, settings) else rows * length**2 * settings.num_bytes
 
 
 def is_fused(layer: LayerAnatomy, settings: ActivationSettings) -> bool:
@@ -301,7 +323,8 @@ def is_fused(layer: LayerAnatomy, settings: ActivationSettings) -> bool:
 def scores_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the attention scores of every pair of tokens."""
     heads = layer.attention.heads / settings.tp
-    return 0.0 if is_fused(layer, settings) else heads * batch.rows * batch.length**2 * settings.num_bytes
+    length = batch.length + settings.prefix
+    return 0.0 if is_fused(layer, settings) else heads * batch.rows * length**2 * settings.num_bytes
 
 
 def kept_behind(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings, scores: bool) -> float:

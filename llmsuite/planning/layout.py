@@ -15,6 +15,7 @@ from llmsuite.errors import UserError
 from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
+from llmsuite.models.prefix_shapes import with_prefixes
 from llmsuite.models.reft_shapes import intervened_layers, with_interventions
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import (
@@ -144,6 +145,8 @@ class ModelParameters:
             self.intervened = intervened_layers(reft.layers, config.num_hidden_layers)
             size, layers = config.hidden_size, self.shard_plan.layers
             shapes = with_interventions(shapes, layers, self.intervened, size, reft.rank)
+        if plan.recipe.prefix.tokens is not None:
+            shapes = with_prefixes(shapes, self.shard_plan.layers, plan.recipe.prefix.tokens, config.head_size)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
         qat = plan.recipe.qat
         rounded: Sequence[str] = ()

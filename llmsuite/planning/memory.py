@@ -103,6 +103,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         keeps_expert_rows=plan.recipe.lora.base_format is None or bool(experts),
         unreached=layout.unreached,
         edited=dict.fromkeys(layout.intervened, plan.recipe.reft.rank or 0),
+        prefix=plan.recipe.prefix.tokens or 0,
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,

@@ -16,6 +16,7 @@ from llmsuite.schema.engine import EngineSection
 from llmsuite.schema.lora import LoraSection
 from llmsuite.schema.numbers import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.parallel import ParallelSection
+from llmsuite.schema.prefix import PrefixSection
 from llmsuite.schema.reft import ReftSection
 from llmsuite.schema.section import Section
 
@@ -290,6 +291,7 @@ class Recipe(Section):
     train: TrainSection
     lora: LoraSection = dataclasses.field(default_factory=LoraSection)
     reft: ReftSection = dataclasses.field(default_factory=ReftSection)
+    prefix: PrefixSection = dataclasses.field(default_factory=PrefixSection)
     qat: QatSection = dataclasses.field(default_factory=QatSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)
@@ -305,4 +307,4 @@ class Recipe(Section):
     @property
     def freezes_model(self) -> bool:
         """Whether something beside the model is trained, and the model itself is not."""
-        return any([self.lora.rank is not None, self.reft.rank is not None])
+        return any(size is not None for size in [self.lora.rank, self.reft.rank, self.prefix.tokens])

@@ -11,12 +11,14 @@ import paddle
 
 from llmsuite.checkpoint.adapter_dir import Adapters, check_layout
 from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.prefix_dir import Prefixes
 from llmsuite.checkpoint.reft_dir import Interventions
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.mtp import is_embedding_shared, num_layers
+from llmsuite.models.prefix import add_prefixes
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.reft import add_interventions
@@ -61,8 +63,8 @@ class BuiltModel:
     """Bounds of the pipeline's parts, see `part_bounds`."""
     digest: str
     """Changes with anything that decides the initial values; adapters change none, as they begin at zero."""
-    adapters: Adapters | Interventions | None
-    """Modules, rank and base of the adapters, or of interventions, where those are trained."""
+    adapters: Adapters | Interventions | Prefixes | None
+    """Modules, rank and base of the adapters, or of interventions or prefixes, where those are trained."""
     balance: ExpertBalance | None
     """Balance of the experts, where the family has some."""
     rounded: list[str]
@@ -95,10 +97,12 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     shards: list[ParameterShard] = []
     for chunk in chunks:
         shards += parallelize(chunk, strategy, pad_values(weights.read, shapes) if padded else weights.read)
-    adapters: Adapters | Interventions | None = None
+    adapters: Adapters | Interventions | Prefixes | None = None
     if recipe.reft.rank is not None:
         layers = intervened_layers(recipe.reft.layers, plan.model_config.num_hidden_layers)
         adapters = Interventions(recipe.reft.rank, tuple(layers), recipe.reft.ends, weights.base)
+    if recipe.prefix.tokens is not None:
+        adapters = Prefixes(recipe.prefix.tokens, weights.base)
     if config is not None:
         beside = [name for name in trained if not is_factor(name)]
         adapters = Adapters(adapted, config, weights.base, beside)
@@ -152,6 +156,8 @@ def _build_chunks(
             if reft.rank is not None:
                 layers = intervened_layers(reft.layers, plan.model_config.num_hidden_layers)
                 add_interventions(model, layers, reft.rank, reft.ends)
+            if plan.recipe.prefix.tokens is not None:
+                add_prefixes(model, plan.recipe.prefix.tokens)
             if qat.weight_bits is not None:
                 rounded = rounded_modules(model, shard_plan, qat.target_modules)
                 fake_quantize_layers(model, rounded, rounds_weight=True)

@@ -12,6 +12,7 @@ import paddle
 
 from llmsuite.checkpoint.adapter_dir import SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.prefix_dir import Prefixes, open_prefixes
 from llmsuite.checkpoint.reft_dir import Interventions, open_interventions
 from llmsuite.checkpoint.save import GatheredTensor, assign_writers
 from llmsuite.checkpoint.shapes import check_shapes
@@ -156,6 +157,8 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     shard_plan = plan.family.shard_plan or WHOLE
     if isinstance(built.adapters, Interventions):
         values = read_from(open_interventions(path).files)
+    elif isinstance(built.adapters, Prefixes):
+        values = read_from(open_prefixes(path).files)
     elif built.adapters is not None:
         values = read_from(SavedAdapters(path, built.adapters, plan.family, plan.model_config))
     else:

@@ -12,6 +12,7 @@ from llmsuite.checkpoint.adapter_dir import Adapters
 from llmsuite.checkpoint.background import Writer, room_for_copy
 from llmsuite.checkpoint.directory import Best, load_best, save_best
 from llmsuite.checkpoint.own_disks import OwnDisk
+from llmsuite.checkpoint.prefix_dir import Prefixes
 from llmsuite.checkpoint.reft_dir import Interventions
 from llmsuite.checkpoint.save import CheckpointJob, begin, save, stage_to_cpu
 from llmsuite.checkpoint.train_state import TrainState
@@ -37,7 +38,7 @@ class CheckpointContents:
     """Directory whose tokenizer is saved along."""
     whole_model: Callable[[], WholeModel]
     """Gives parameters and optimizer state as they are at the moment."""
-    adapters: Adapters | Interventions | None = None
+    adapters: Adapters | Interventions | Prefixes | None = None
     """Where only adapters are saved."""
     critic: Callable[[], WholeModel] | None = None
     """Gives those of the critic, where there is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from llmsuite.checkpoint.adapter_dir import Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.prefix_dir import PrefixTensors
 from llmsuite.checkpoint.shapes import skipped_tensors
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.hub.names import hub_name
@@ -75,6 +77,9 @@ def initial_weights(
         read = with_factors(read, plan.recipe.seed, shapes, shard_plan.embedding, plan.recipe.lora, stored)
     if plan.recipe.reft.rank is not None:
         read = with_rotations(read, plan.recipe.seed)
+    if plan.recipe.prefix.tokens is not None:
+        new = {name: shape for name, shape in shapes.items() if is_factor(name)}
+        read = _either(new, _normal(plan.recipe.seed, _prefix_std(new)), read)
     return InitialWeights(read, base, digest.hexdigest(), source)
 
 
@@ -140,7 +145,7 @@ class QuantisedReads:
         return np.stack(codes), np.stack(absmax)
 
 
-def read_from(source: ModelDirectory | SavedAdapters | TensorFiles) -> ReadSlice:
+def read_from(source: ModelDirectory | SavedAdapters | TensorFiles | PrefixTensors) -> ReadSlice:
     """Read slices from files."""
     return lambda name, shape, index: source.read(name, index)
 
@@ -163,6 +168,18 @@ def draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
 
 def _normal(seed: int, std: float) -> ReadSlice:
     return lambda name, shape, index: initial_values(seed, name, shape, std, index)
+
+
+def _prefix_std(shapes: Mapping[str, Sequence[int]]) -> float:
+    """Standard deviation of prefixes: that of Xavier (Glorot and Bengio 2010) for one table [P, elements of a token] of
+    all layers, as in PaddleNLP. PEFT's is 1, which drowns the text at first.
+
+    Args:
+        shapes: of the keys and values of every layer, [P, J, K] each.
+    """
+    tokens = next(iter(shapes.values()))[0]
+    width = sum(math.prod(shape[1:]) for shape in shapes.values())
+    return math.sqrt(2 / (tokens + width))
 
 
 def _either(names: Collection[str], some: ReadSlice, others: ReadSlice) -> ReadSlice:

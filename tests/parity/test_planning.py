@@ -23,7 +23,7 @@ AGAIN = ("--engine.recompute=full",)
 BIASES = ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")
 TWO = ("--train.micro_batch_size=2",)
 ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
-REFT = "--reft.rank=4"
+REFT, PREFIX = "--reft.rank=4", "--prefix.tokens=40"
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "stage 2": ("llama/sft", {"sharding": "stage2"}, ()),
     "stage 3": ("llama/sft", {"sharding": "stage3"}, ()),
@@ -75,6 +75,12 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "interventions, sequence, kept": ("llama/sft", SP, (*KEPT, REFT, "--reft.layers=[2]")),
     "interventions, pipeline": ("llama/sft", PP, (REFT,)),
     "interventions, stage 3": ("llama/sft", {"sharding": "stage3"}, (REFT,)),
+    "prefix, kept": ("llama/sft", TP, (*KEPT, PREFIX)),
+    "prefix, packed": ("llama/sft", TP, (*KEPT, PREFIX, "--data.packing=best_fit")),
+    "prefix, gpt, sequence": ("gpt/sft", SP, (*KEPT, PREFIX)),
+    "prefix, sequence, selective": ("qwen/sft", SP, (PREFIX, "--engine.recompute=selective")),
+    "prefix, pipeline": ("llama/sft", PP, (PREFIX,)),
+    "prefix, stage 3": ("llama/sft", {"sharding": "stage3"}, (PREFIX,)),
 }
 ALONE = {
     "one, again": ("llama/sft", AGAIN),
@@ -83,6 +89,9 @@ ALONE = {
     "one, gpt": ("gpt/sft", KEPT),
     "one, deepseek": ("deepseek/sft", KEPT),
     "one, interventions": ("llama/sft", (*KEPT, REFT)),
+    "one, prefix": ("llama/sft", (*KEPT, PREFIX)),
+    "one, prefix, qwen": ("qwen/sft", (*KEPT, PREFIX)),
+    "one, gpt, adapters": ("gpt/lora", KEPT),
     "one, ends": ("llama/lora", (*KEPT, ENDS)),
     "one, experts": ("deepseek/lora", (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
 }

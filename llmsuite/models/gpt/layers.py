@@ -81,12 +81,12 @@ class GPT(CausalLM):
         self.model.embed_positions = positions
 
     def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
-        """Input ids [B, L] at the positions from `start`, or of their documents, to the input of the first
+        """Input ids [B, L] at the positions from `start`, or from there in their documents, to the input of the first
         layer, [B, L, D]."""
         end = start + input_ids.shape[1]
         # a row of several documents may be longer than any of them
         assert document_starts is not None or end <= self.config.max_position_embeddings, f"no positions up to {end}"
-        at = paddle.arange(start, end).unsqueeze(0) if document_starts is None else positions(document_starts)
+        at = paddle.arange(start, end).unsqueeze(0) if document_starts is None else start + positions(document_starts)
         return self.model.embed_tokens(input_ids) + self.model.embed_positions(at)
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:

@@ -268,6 +268,22 @@ def _lora_ga(run: Conversion) -> dict[str, Any]:
     return found | ({"init_gamma": float(gamma)} if gamma != 64 else {})
 
 
+def prefix(run: Conversion, uses_lora: bool) -> dict[str, Any]:
+    if not run.flag("prefix_tuning"):
+        return {}
+    if run.section != "sft":
+        run.refuse("prefix_tuning", True, "is for stage sft: prefix.tokens")
+    if uses_lora:
+        run.refuse("prefix_tuning", True, "beside LoRA: prefix.tokens and lora.rank are not for the same run")
+    if run.flag("prefix_projection"):
+        run.refuse("prefix_projection", True, "prefixes are trained as they are, not as outputs of a network")
+    run.note(
+        "prefix.tokens: the text's positions begin behind the prefix, as in HF PEFT; in PaddleNLP at 0. What can be "
+        "learnt is the same, with keys that are turned by as many positions"
+    )
+    return {"tokens": run.number("num_prefix_tokens", 128)}
+
+
 def checkpoint(run: Conversion, data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     strategy, every = str(run.take("save_strategy") or "steps"), run.number("save_steps", 500)
     checkpoint: dict[str, Any] = {}

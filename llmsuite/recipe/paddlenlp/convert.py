@@ -122,6 +122,8 @@ def _recipe(run: Conversion) -> dict[str, Any]:
         recipe[run.section] = own
     if lora := content.lora(run):
         recipe["lora"] = lora
+    if prefix := content.prefix(run, bool(lora)):
+        recipe["prefix"] = prefix
     recipe["checkpoint"] = content.checkpoint(run, recipe["data"], own)
     recipe["device"] = run.take("device") or run.arguments.device or "gpu"
     told = str(run.take("report_to") or "")

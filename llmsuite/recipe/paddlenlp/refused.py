@@ -10,10 +10,6 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.recipe.paddlenlp.conversion import is_true
 
-_ADAPTERS = (
-    "there is no such adapter; there are LoRA, rsLoRA, LoRA+, PiSSA, LoRA-GA, mixers, DoRA, MoRA, VeRA and LoKr: "
-    "section lora"
-)
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
 """Why dropout is refused."""
@@ -43,7 +39,6 @@ class _Refusal:
 
 
 REFUSED: Mapping[str, _Refusal] = {
-    "prefix_tuning": _Refusal(_ADAPTERS),
     "vera": _Refusal(
         "both its factors begin with the largest singular vectors of each matrix there, which are taken off it, and "
         "the second one is trained too; here they are random, shared and frozen, as in the paper. Nearest keys: "
@@ -56,7 +51,7 @@ REFUSED: Mapping[str, _Refusal] = {
     ),
     "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
     "lokr_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
-    "prefix_path": _Refusal(_ADAPTERS),
+    "prefix_path": _Refusal("prefixes begin as they are drawn: prefix.tokens; --resume goes on from a checkpoint"),
     "weight_quantize_algo": _Refusal(_QUANTISED),
     "neftune": _Refusal("embeddings are trained without noise"),
     "hidden_dropout_prob": _Refusal(DROPOUT),

@@ -96,6 +96,19 @@ def test_what_flash_attention_is_given_means_the_same(rows: list[list[int]]) -> 
     assert np.array_equal(seen, visible(rows))
 
 
+@given(prompts, st.integers(0, 3))
+def test_flash_attention_of_answers_that_share_a_prompt(rows: list[tuple[int, list[int]]], padding: int) -> None:
+    """Marked padding continues nothing; what it sees is of no account."""
+    begins, _ = answers_of(rows)
+    length = len(begins)
+    marked = np.concatenate([begins, np.full(padding, -1)])
+    ends = ops.document_ends(paddle.to_tensor(marked[None]), paddle.bfloat16).numpy()[0, 0, :, 0]
+    at = np.arange(length)
+    seen = (at[:, None] < ends[None, :length]) & (at <= at[:, None])
+    mask = ops.document_mask(paddle.to_tensor(begins[None]), paddle.float32).numpy()[0, 0]
+    assert np.array_equal(seen, mask == 0)
+
+
 def test_flash_attention_of_documents_is_asked_of_flashmask(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(q: Any, k: Any, v: Any, startend_row_indices: Any, *, causal: bool) -> Any:
         assert causal

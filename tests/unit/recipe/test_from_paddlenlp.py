@@ -148,6 +148,16 @@ def test_sft(converted: Convert) -> None:
     assert "data.max_length" in left["src_length"]
 
 
+def test_prefix_tuning(converted: Convert) -> None:
+    found = converted({**SFT, "prefix_tuning": True, "num_prefix_tokens": 16})
+    assert (found.recipe["stage"], found.recipe["prefix"]) == ("sft", {"tokens": 16})
+    assert any("positions begin behind the prefix" in note for note in found.notes)
+    assert converted({**SFT, "prefix_tuning": True}).recipe["prefix"] == {"tokens": 128}
+    plain = converted({**SFT, "prefix_tuning": False, "num_prefix_tokens": 16})
+    assert "prefix" not in plain.recipe
+    assert ("num_prefix_tokens", 16, "belongs to prefix_tuning") in plain.left_out
+
+
 def test_lora(converted: Convert) -> None:
     recipe = converted(LORA).recipe
     assert recipe["stage"] == "lora"
@@ -278,7 +288,10 @@ def test_no_argument_is_lost(values: dict[str, Any], converted: Convert) -> None
 NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; nearest key: train.learning_rate"),
     ({**SFT, "zzz": [1]}, r"zzz = \[1\]: is not known"),
-    ({**SFT, "prefix_tuning": True}, "prefix_tuning = True: there is no such adapter"),
+    ({**SFT, "prefix_tuning": True, "prefix_projection": True}, "prefix_projection = True: prefixes are trained as"),
+    ({**LORA, "prefix_tuning": True}, "prefix_tuning = True: beside LoRA"),
+    ({**DPO, "prefix_tuning": True}, "prefix_tuning = True: is for stage sft"),
+    ({**SFT, "prefix_tuning": True, "prefix_path": "x"}, "prefix_path = x: prefixes begin as they are drawn"),
     ({**SFT, "reft": True, "intervention_type": "x"}, "reft = True: its rotation is orthonormal at the start only"),
     ({**LORA, "lokr": True}, "lokr = True: with lora there would be two adapters"),
     ({**SFT, "lokr": True, "lokr_path": "x"}, "lokr_path = x: nearest key: model.weights"),
@@ -332,15 +345,15 @@ def test_what_cannot_be_the_same_job_is_refused(values: dict[str, Any], message:
 
 
 def test_all_reasons_come_at_once_and_can_be_waived(converted: Convert) -> None:
-    values = {**SFT, "prefix_tuning": True, "num_prefix_tokens": 8, "learning_rat": 5, "vera": False}
+    values = {**SFT, "reft": True, "num_prefix_tokens": 8, "learning_rat": 5, "vera": False}
     with pytest.raises(UserError) as refused:
         converted(values)
-    assert "prefix_tuning = True" in str(refused.value)
+    assert "reft = True" in str(refused.value)
     with pytest.raises(UserError, match="--leave_out learning_rat"):
-        converted(values, leave_out=["prefix_tuning"])
-    found = converted(values, leave_out=["prefix_tuning", "learning_rat"])
-    assert [key for key, _, _ in found.refused] == ["prefix_tuning", "learning_rat"]
-    assert found.recipe["source"] == "PaddleNLP x_argument.json, without prefix_tuning, learning_rat"
+        converted(values, leave_out=["reft"])
+    found = converted(values, leave_out=["reft", "learning_rat"])
+    assert [key for key, _, _ in found.refused] == ["reft", "learning_rat"]
+    assert found.recipe["source"] == "PaddleNLP x_argument.json, without reft, learning_rat"
     told = {key: why for key, _, why in found.left_out}
     assert (told["num_prefix_tokens"], told["vera"]) == ("belongs to prefix_tuning", "it says no")
     with pytest.raises(UserError, match=r"--leave_out: x_argument\.json has no lokr"):
@@ -489,9 +502,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
         ["new", "--leave_out", "x"],
     ):
         assert main(["--no-plugins", "recipe", *words]) == 2
-    path.write_text(json.dumps({**SFT, "prefix_tuning": True}))
+    path.write_text(json.dumps({**SFT, "reft": True}))
     assert main(["--no-plugins", "recipe", "from-paddlenlp", str(path)]) == 2
     captured = capsys.readouterr()
-    assert (captured.out, "add --leave_out prefix_tuning" in captured.err) == ("", True)
-    assert main(["--no-plugins", "recipe", "from-paddlenlp", str(path), "--leave_out", "prefix_tuning"]) == 0
-    assert "so it is another job:\n  prefix_tuning = True" in capsys.readouterr().err
+    assert (captured.out, "add --leave_out reft" in captured.err) == ("", True)
+    assert main(["--no-plugins", "recipe", "from-paddlenlp", str(path), "--leave_out", "reft"]) == 0
+    assert "so it is another job:\n  reft = True" in capsys.readouterr().err

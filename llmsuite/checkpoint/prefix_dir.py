@@ -1,0 +1,148 @@
+"""A directory of prefixes (prefix tuning), as HF PEFT reads it, and the model that they belong to.
+
+    adapter_config.json            peft_type PREFIX_TUNING
+    adapter_model.safetensors      `prompt_embeddings` [P, layers x 2 x J x K]: key, value, key, value …
+    base.json                      path and sha256 of the model they were trained on, see `adapter_dir.py`
+
+P prefix tokens, J key-value heads of size K.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.adapter_dir import BASE, CONFIG_NAMES, STEMS, Base, read_base
+from llmsuite.checkpoint.model_writer import copy_tokenizer
+from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
+from llmsuite.errors import UserError
+from llmsuite.files import read_json_file, write_json
+from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE
+
+KIND = "PREFIX_TUNING"
+"""What PEFT's `peft_type` says of them."""
+_CONFIG, _STEM, _TENSOR = CONFIG_NAMES["hf"], STEMS["hf"], "prompt_embeddings"
+_KINDS = (PREFIX_KEY, PREFIX_VALUE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefixes:
+    """The prefixes of a model, without their values."""
+
+    tokens: int
+    base: Base
+
+
+def write_prefixes(
+    directory: Path,
+    prefixes: Prefixes,
+    read: Callable[[str], np.ndarray],
+    specs: Sequence[TensorSpec],
+    tokenizer: Path | None = None,
+) -> ManifestPart:
+    """Write prefixes into an existing directory. Returns their entries of the manifest.
+
+    Args:
+        directory: where to; the caller commits it.
+        prefixes: which ones.
+        read: values of a parameter by our name, [P, J, K]. Each is read once, in the order of `specs`.
+        specs: name, shape and dtype of every parameter, keys and values in turn, in the order of the layers.
+        tokenizer: directory whose tokenizer files are copied along.
+    """
+    assert [spec.name.rpartition(".")[2] for spec in specs] == [*_KINDS] * (len(specs) // 2)
+    tokens, heads, size = specs[0].shape
+    whole = np.concatenate([read(spec.name).reshape(tokens, -1) for spec in specs], 1)
+    stored = TensorSpec(_TENSOR, whole.shape, specs[0].dtype)
+    written = write_file(directory / f"{_STEM}{SUFFIX}", [stored], lambda name: whole, {"format": "pt"})
+    write_json(
+        directory / _CONFIG,
+        {
+            "peft_type": KIND,
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": prefixes.base.path,
+            "inference_mode": True,
+            "num_virtual_tokens": tokens,
+            "num_transformer_submodules": 1,
+            "num_layers": len(specs) // 2,
+            "num_attention_heads": heads,
+            "token_dim": heads * size,
+            "encoder_hidden_size": heads * size,
+            "prefix_projection": False,
+        },
+    )
+    write_json(directory / BASE, prefixes.base.to_json())
+    if tokenizer is not None:
+        copy_tokenizer(tokenizer, directory)
+    return written
+
+
+class PrefixTensors:
+    """The prefixes in a directory, by our names."""
+
+    def __init__(self, directory: Path, data: dict[str, Any]):
+        """`data`: the content of its configuration. Raises UserError when the files are not what it says."""
+        self._files = TensorFiles(directory, _STEM)
+        self._tokens, self._layers = int(data["num_virtual_tokens"]), int(data["num_layers"])
+        self._heads = int(data["num_attention_heads"])
+        self._width = int(data["token_dim"])
+        wanted = (self._tokens, self._layers * 2 * self._width)
+        found = self._files.spec(_TENSOR).shape
+        if found != wanted or self._width % self._heads:
+            raise UserError(f"{directory}: {_TENSOR} is {list(found)}; by {_CONFIG} it would be {list(wanted)}")
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        """The keys or values of a layer, [P, J, K], or a slice of them. Raises UserError for a layer without any."""
+        module, _, kind = name.rpartition(".")
+        layer = next(int(word) for word in reversed(module.split(".")) if word.isdigit())
+        if layer >= self._layers:
+            raise UserError(f"{self._files.directory}: has prefixes of {self._layers} layers; the model has more")
+        first = (2 * layer + _KINDS.index(kind)) * self._width
+        part = self._files.read(_TENSOR, [slice(0, self._tokens), slice(first, first + self._width)])
+        values = part.reshape(self._tokens, self._heads, -1)
+        return values if index is None else values[tuple(index)]
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises UserError unless they are those of a model, by the shapes of its prefixes by name."""
+        own = self._tokens, self._heads, self._width // self._heads
+        found = next((shape for shape in shapes.values() if shape != own), own)
+        if found != own or len(shapes) != 2 * self._layers:
+            raise UserError(
+                f"{self._files.directory}: has keys and values of {self._layers} layers, {own[1]} heads of size "
+                f"{own[2]}; the model has {len(shapes) // 2} layers and {found[1]} heads of size {found[2]}: it is of "
+                "another model"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedPrefixes:
+    """Prefixes in a directory."""
+
+    told: Prefixes
+    files: PrefixTensors
+
+
+def has_prefixes(directory: Path) -> bool:
+    """Whether a directory of adapters is one of prefixes."""
+    config = directory / _CONFIG
+    return config.is_file() and read_json_file(config).get("peft_type") == KIND
+
+
+def open_prefixes(directory: Path) -> SavedPrefixes:
+    """Open what `write_prefixes` or HF PEFT has written. Raises UserError when it is not that."""
+    data, base = read_json_file(directory / _CONFIG), read_base(directory)
+    if data.get("num_transformer_submodules") not in (None, 1):
+        raise UserError(f"{directory / _CONFIG}: has prefixes of an encoder and a decoder; a model here has one part")
+    try:
+        files = PrefixTensors(directory, data)
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{directory / _CONFIG}: does not say how many tokens, layers and heads: {error!r}") from error
+    return SavedPrefixes(Prefixes(files.tokens, base or Base(data.get("base_model_name_or_path"), "")), files)

@@ -1,0 +1,181 @@
+"""Prefix tuning (Li and Liang 2021, arXiv 2101.00190), for one card: trained keys and values in front of every row.
+
+They are what tokens in front of the text would leave in a cache, layer by layer, so the text's own positions begin
+behind them; as in HF PEFT, their keys are not rotated. (In paddlenlp the text begins at position 0: the same, with keys
+turned by P positions.)
+
+Shapes: B rows, L length, P prefix tokens, H query heads, J key-value heads, K head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from llmsuite.models.blocks import LayerCache, halves
+from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE, prefix_shapes
+from llmsuite.models.targets import is_trained
+from llmsuite.typing import Tensor
+
+Extend = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class PrefixedCore:
+    """The `core` of an attention whose rows begin with its prefix.
+
+    Queries get P rows too, whose outputs are thrown away: so there are as many queries as keys, which kernels that are
+    causal by themselves need, and rows of several documents are documents that all continue the prefix
+    (`devices.ops.document_spans`).
+    """
+
+    def __init__(self, attention: Any):
+        """`attention` has a `core` and the parameters of `prefix_shapes`."""
+        self._attention, self._core = attention, attention.core
+        self.extend: Extend = extended
+        self.remove: Callable[[Tensor, int], Tensor] = without_prefix
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """As `devices.ops.attention`, with a mask for P + L tokens."""
+        keys = getattr(self._attention, PREFIX_KEY)
+        q, k, v = self.extend(q, k, v, keys, getattr(self._attention, PREFIX_VALUE), _is_interleaved(self._attention))
+        return self.remove(self._core(q, k, v, mask), keys.shape[0])
+
+
+def extended(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, L, H, K], keys and values [B, L, J, K] behind those of a prefix, [P, J, K]: P + L of each."""
+    rows, count = q.shape[0], keys.shape[0]
+    nobody = q[:, :1].detach().expand([rows, count, *q.shape[2:]])  # any numbers do
+    in_front = nobody, *(part.expand([rows, *part.shape[1:]]) for part in _stored(keys, values, interleaved))
+    extended_q, extended_k, extended_v = (
+        paddle.concat([first.astype(of.dtype), of], 1) for first, of in zip(in_front, (q, k, v))
+    )
+    return extended_q, extended_k, extended_v
+
+
+def without_prefix(output: Tensor, count: int) -> Tensor:
+    """The outputs [B, L, H, K] of the text's own tokens."""
+    return output[:, count:]
+
+
+def _stored(keys: Tensor, values: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """A prefix [1, P, J, K] with the elements of a key in the order in which attention compares them."""
+    keys = keys.unsqueeze(0)
+    return halves(keys) if interleaved else keys, values.unsqueeze(0)
+
+
+def _is_interleaved(attention: Any) -> bool:
+    return bool(getattr(attention, "interleaved", False))
+
+
+def add_prefixes(model: Any, tokens: int) -> None:
+    """Put a prefix in front of what every decoder layer attends to, and freeze the rest.
+
+    Args:
+        model: with or without memory; `llmsuite.models.blocks.CausalLM`. One for generation (`Ops.heads_first`) gets
+            the parameters, and begins with the cache that they are: see `prefix_cache`.
+        tokens: P; kept in the attribute `num_prefix_tokens`.
+    """
+    model.num_prefix_tokens = tokens
+    for name, parameter in model.named_parameters():
+        parameter.stop_gradient = parameter.stop_gradient or not is_trained(name)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        width = attention.k_proj.weight.shape[1]
+        for kind, shape in prefix_shapes(tokens, width, attention.head_size).items():
+            setattr(attention, kind, attention.create_parameter(list(shape)))
+        if not model.ops.heads_first:
+            attention.core = PrefixedCore(attention)
+    if model.ops.heads_first:
+        model.__dict__["hidden_states"] = _behind_cache(model)
+    else:
+        model.__dict__["layer_inputs"] = _behind_prefix(model.layer_inputs, tokens)
+        model.__dict__["embed"] = _embed_behind(model.embed, tokens)
+
+
+def _behind_prefix(layer_inputs: Any, tokens: int) -> Any:
+    """Wraps `CausalLM.layer_inputs`: positions begin at P, and masks are for P + L tokens."""
+
+    def behind(start: int, length: int, dtype: Any, document_starts: Tensor | None = None) -> tuple[Any, ...]:
+        assert start == 0, "a prefix has no cache in training"
+        if document_starts is not None:
+            # the prefix is a document that every other one continues: positions count from its begin
+            prefix = paddle.zeros([document_starts.shape[0], tokens], document_starts.dtype)
+            document_starts = paddle.concat([prefix, document_starts], 1)
+        return tuple(
+            given[:, tokens:] if is_of_tokens else given
+            for given, is_of_tokens in _described(layer_inputs(0, tokens + length, dtype, document_starts))
+        )
+
+    return behind
+
+
+def _described(inputs: tuple[Any, ...]) -> list[tuple[Any, bool]]:
+    """The further inputs of a layer, and whether each is one of tokens (dim 1), as all are but the mask."""
+    place = 0 if len(inputs) == 1 else 2  # of the mask: learned positions have no rotation in front of it
+    return [(given, given is not None and number != place) for number, given in enumerate(inputs)]
+
+
+def _embed_behind(embed: Any, tokens: int) -> Any:
+    def behind(input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
+        return embed(input_ids, start + tokens, document_starts)
+
+    return behind
+
+
+# generation
+
+
+def prefix_cache(model: Any, rows: int, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[LayerCache]:
+    """The cache that a text begins with: keys and values [B, J, P, K] of each layer.
+
+    Args:
+        model: for generation, with prefixes.
+        rows: B.
+        whole: makes of the part of this rank's heads a tensor as the model computes with.
+    """
+    cache = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        own_keys, own_values = (_local(getattr(attention, kind)) for kind in (PREFIX_KEY, PREFIX_VALUE))
+        keys, values = (
+            whole(part.transpose([0, 2, 1, 3]).expand([rows, part.shape[2], part.shape[1], part.shape[3]]))
+            for part in _stored(own_keys, own_values, _is_interleaved(attention))
+        )
+        cache.append((keys, values))
+    return cache
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_value() if tensor.is_dist() else tensor
+
+
+def behind_padding(tensor: Tensor, padding: Tensor, tokens: int) -> Tensor:
+    """A cache whose rows have the prefix in front of their padding, with the prefix behind it instead: from there on
+    it is the first tokens of the row.
+
+    Args:
+        tensor: [B, J, P + S, K].
+        padding: columns of padding of each row, [B].
+        tokens: P.
+    """
+    at, padding = paddle.arange(tensor.shape[2]).unsqueeze(0), padding.unsqueeze(1)
+    moved = paddle.where(at < padding, at + tokens, at - padding)
+    source = paddle.where(at < padding + tokens, moved, at.expand_as(moved))
+    return paddle.take_along_axis(tensor, source.unsqueeze([1, 3]).expand(tensor.shape), 2)
+
+
+def _behind_cache(model: Any) -> Any:
+    """Wraps `CausalLM.hidden_states` of a model for generation: a text without a cache begins with the prefix."""
+    hidden_states = model.hidden_states
+
+    def behind(
+        input_ids: Tensor, cache: list[LayerCache] | None = None, document_starts: Tensor | None = None
+    ) -> tuple[Tensor, list[LayerCache]]:
+        assert document_starts is None, "the model is built for generation"
+        return hidden_states(input_ids, cache or prefix_cache(model, input_ids.shape[0]))
+
+    return behind

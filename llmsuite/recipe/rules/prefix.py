@@ -1,0 +1,103 @@
+"""Rules about prefix tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmsuite.models.prefix_shapes import attentions
+from llmsuite.recipe.rules.context import RuleContext
+from llmsuite.schema.rule import Rule, Violation
+
+
+def _two_kinds(context: RuleContext) -> Iterator[Violation]:
+    recipe = context.recipe
+    for other, rank in (("lora.rank", recipe.lora.rank), ("reft.rank", recipe.reft.rank)):
+        if recipe.prefix.tokens is not None and rank is not None:
+            told = f"is {recipe.prefix.tokens}, and {other} is {rank}"
+            yield "prefix.tokens", f"{told}; one kind is trained in a run: set the other to null"
+
+
+def _other_stage(context: RuleContext) -> Iterator[Violation]:
+    tokens = context.recipe.prefix.tokens
+    if tokens is not None and not context.stage.takes_prefix:
+        stage = context.recipe.stage
+        yield "prefix.tokens", f"is {tokens}; stage {stage} is not for prefixes: use sft, or set it to null"
+
+
+def _not_beside(context: RuleContext) -> Iterator[Violation]:
+    recipe = context.recipe
+    if recipe.prefix.tokens is None:
+        return
+    if recipe.engine.mode == "to_static":
+        told = f"is {recipe.prefix.tokens}; programs of to_static have attention without a prefix"
+        yield "prefix.tokens", f"{told}: set engine.mode to dynamic"
+    for other, is_set in (
+        ("qat.weight_bits", recipe.qat.weight_bits is not None),
+        ("train.mtp_loss_weight", recipe.train.mtp_loss_weight > 0),
+        ("train.expert_bias_rate", recipe.train.expert_bias_rate > 0),
+    ):
+        if is_set:
+            yield other, "changes the model, which prefix.tokens leaves frozen; set it to null or 0"
+
+
+def _no_heads(context: RuleContext) -> Iterator[Violation]:
+    tokens, config = context.recipe.prefix.tokens, context.config
+    if tokens is None or config is None:
+        return
+    names = context.family.names()
+    shapes = names.parameter_shapes(config) if hasattr(names, "parameter_shapes") else {}
+    if len(attentions(shapes, context.shard_plan.layers)) < config.num_hidden_layers:
+        yield (
+            "prefix.tokens",
+            f"is {tokens}; attention of family {context.family.name} has no k_proj and v_proj that give each head its "
+            "keys and values, which a prefix is made of: set it to null",
+        )
+
+
+def _no_room(context: RuleContext) -> Iterator[Violation]:
+    tokens, config, longest = context.recipe.prefix.tokens, context.config, context.recipe.data.max_length
+    if tokens is None or config is None or longest > config.max_position_embeddings:
+        return
+    if longest + tokens > config.max_position_embeddings:
+        room = config.max_position_embeddings - tokens
+        least = f"lower data.max_length to {room}" if room > 0 else "lower it"
+        yield (
+            "prefix.tokens",
+            f"is {tokens}, and data.max_length {longest}; the model has at most {config.max_position_embeddings} "
+            f"positions (max_position_embeddings) for both: {least}",
+        )
+
+
+PREFIX_RULES = (
+    Rule(
+        "`prefix.tokens` with `lora.rank` or `reft.rank`",
+        "a run trains one kind, and saves it",
+        ("--prefix.tokens=4", "--lora.rank=8"),
+        _two_kinds,
+    ),
+    Rule(
+        "`prefix.tokens` with another stage than `sft` and `lora`",
+        "it is tested with these two only",
+        ("--prefix.tokens=4",),
+        _other_stage,
+    ),
+    Rule(
+        "`prefix.tokens` with `to_static`, `qat`, `mtp_loss_weight` or `expert_bias_rate`",
+        "compiled attention has as many keys as tokens; the others train what is frozen",
+        ("--prefix.tokens=4", "--engine.mode=to_static"),
+        _not_beside,
+    ),
+    Rule(
+        "`prefix.tokens` with a family whose heads have no keys and values of their own, such as DeepSeek",
+        "its cache has what all heads share, which is no place for a prefix",
+        (),
+        _no_heads,
+    ),
+    Rule(
+        "`prefix.tokens` and `data.max_length` above `max_position_embeddings` together",
+        "a prefix takes positions",
+        ("--prefix.tokens=4096",),
+        _no_room,
+    ),
+)
+"""Rules about the section `prefix`."""
