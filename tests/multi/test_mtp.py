@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--pretrain.document_mask=true", "--pretrain.split=null", "--train.min_lr_ratio=0"),
     ),
     "lora": ("lora", (*ADAPTERS, "--lora.dropout=0.1")),
-    "expert lora": ("lora", (*ADAPTERS, '--lora.target_modules=["*_proj", "lm_head"]')),
+    "expert lora": ("lora", (*ADAPTERS, '--lora.target_modules=["*_proj*", "lm_head"]')),
     "qat": ("sft", (PACKED, "--qat.weight_bits=8", "--qat.activation_bits=8")),
 }
 ONES = [f"one {kind}" for kind in dict.fromkeys(kind for kind, *_ in MESHES.values())]

@@ -19,7 +19,7 @@ MESHES: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "lora, interleaved": ("lora", 2, INTERLEAVED, (KEPT,)),
     "lora, stage3, again": ("lora", 2, {"sharding": "stage3"}, (AGAIN,)),
     "expert lora, tp2 in sequences": ("expert lora", 2, SP, (KEPT,)),
-    "expert lora, pp2 ep2 stage3": ("expert lora", 4, {**PP, **EP, "sharding": "stage3"}, (AGAIN,)),
+    "expert lora, pp2 ep2 stage1": ("expert lora", 4, {**PP, **EP, "sharding": "stage1"}, (KEPT,)),
     "sft, tp2, static": ("sft", 2, TP, (STATIC, KEPT)),
     "sft, interleaved, static, again": ("sft", 2, INTERLEAVED, (STATIC, AGAIN)),
     "lora, stage3, static": ("expert lora", 2, {"sharding": "stage3"}, (STATIC, KEPT)),
