@@ -97,7 +97,12 @@ def expected(place: Path, stop_ids: set[int], drawing: Drawing) -> list[Any]:
     decoder = ModelDecoder(build(place).model)
     requests = [Request(tuple(prompt), tuple(key)) for prompt, key in zip(PROMPTS, KEYS)]
     groups = draw_groups(decoder, requests, drawing, stop_ids)
-    return [(c.ids, c.logprobs, c.finish_reason) for group in groups for c in group]
+    return near([(c.ids, c.logprobs, c.finish_reason) for group in groups for c in group])
+
+
+def near(drawn: list[Any]) -> list[Any]:
+    """The same tokens, whose log-probabilities may be off in their last digits."""
+    return [(ids, pytest.approx(logprobs, abs=1e-5), reason) for ids, logprobs, reason in drawn]
 
 
 def parts(answer: dict[str, Any]) -> list[Any]:
@@ -120,7 +125,7 @@ def test_tokens_are_those_that_the_trainer_would_draw(client: TestClient, places
 
 
 def test_what_else_the_server_does_changes_nothing(client: TestClient) -> None:
-    alone = parts(draw(client))
+    alone = near(parts(draw(client)))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         talks = {"prompt": "some words", "max_tokens": 40, "temperature": 1}
         others = [pool.submit(client.post, "/v1/completions", json=talks) for _ in range(4)]
@@ -128,7 +133,8 @@ def test_what_else_the_server_does_changes_nothing(client: TestClient) -> None:
         assert all(parts(future.result()) == alone for future in again)
         assert all(future.result().status_code == 200 for future in others)
     seeds = [parts(draw(client, random_keys=None, seed=seed)) for seed in (1, 1, 2)]
-    assert seeds[0] == seeds[1] != seeds[2]
+    assert seeds[0] == near(seeds[1])
+    assert seeds[0] != near(seeds[2])
 
 
 def test_new_weights_serve_and_every_answer_names_them(client: TestClient, places: dict[str, Path]) -> None:
@@ -211,7 +217,7 @@ def test_weights_that_are_not_right_change_nothing(
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert client.post("/v1/resume").json() == {"paused": False, "weights_version": None, "weights_digest": None}
-    assert parts(draw(client)) == before
+    assert parts(draw(client)) == near(before)
 
 
 def test_an_update_has_a_pause_and_a_digest(client: TestClient, places: dict[str, Path]) -> None:
