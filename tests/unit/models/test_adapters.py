@@ -413,7 +413,7 @@ def test_any_stage_takes_adapters(plan: Callable[..., RunPlan], stage: str) -> N
         (
             {"rank": 4, "init": "lora_ga", "target_modules": ["embed_tokens"]},
             "lora.target_modules",
-            "lora.init default",
+            "set lora.init to default",
         ),
         ({"rank": 4, "method": "mora", "target_modules": ["lm_head"]}, "lora.target_modules", "matches lm_head"),
         ({"rank": 20000, "method": "mora", "target_modules": ["up_proj"]}, "lora.rank", "more than twice its inputs"),
