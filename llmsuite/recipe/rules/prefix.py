@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from llmsuite.models.prefix_shapes import attentions
 from llmsuite.recipe.rules.context import RuleContext
+from llmsuite.recipe.rules.frozen import what_changes_the_model
 from llmsuite.schema.rule import Rule, Violation
 
 
@@ -31,13 +32,7 @@ def _not_beside(context: RuleContext) -> Iterator[Violation]:
     if recipe.engine.mode == "to_static":
         told = f"is {recipe.prefix.tokens}; programs of to_static have attention without a prefix"
         yield "prefix.tokens", f"{told}: set engine.mode to dynamic"
-    for other, is_set in (
-        ("qat.weight_bits", recipe.qat.weight_bits is not None),
-        ("train.mtp_loss_weight", recipe.train.mtp_loss_weight > 0),
-        ("train.expert_bias_rate", recipe.train.expert_bias_rate > 0),
-    ):
-        if is_set:
-            yield other, "changes the model, which prefix.tokens leaves frozen; set it to null or 0"
+    yield from what_changes_the_model(recipe, "prefix.tokens")
 
 
 def _no_heads(context: RuleContext) -> Iterator[Violation]:

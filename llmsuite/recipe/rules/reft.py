@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmsuite.recipe.rules.context import RuleContext
+from llmsuite.recipe.rules.frozen import what_changes_the_model
 from llmsuite.schema.rule import Rule, Violation
 
 
@@ -28,13 +29,7 @@ def _not_beside(context: RuleContext) -> Iterator[Violation]:
     key = f"is {recipe.reft.rank}"
     if recipe.engine.mode == "to_static":
         yield "reft.rank", f"{key}; programs of to_static have one input for all tokens: set engine.mode to dynamic"
-    for other, is_set in (
-        ("qat.weight_bits", recipe.qat.weight_bits is not None),
-        ("train.mtp_loss_weight", recipe.train.mtp_loss_weight > 0),
-        ("train.expert_bias_rate", recipe.train.expert_bias_rate > 0),
-    ):
-        if is_set:
-            yield other, "changes the model, which reft.rank leaves frozen; set it to null or 0"
+    yield from what_changes_the_model(recipe, "reft.rank")
 
 
 def _no_such_layer(context: RuleContext) -> Iterator[Violation]:
