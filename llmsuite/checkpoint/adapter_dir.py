@@ -23,7 +23,7 @@ import numpy as np
 from llmsuite.checkpoint.model_dir import Layout, has_further_layers
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_file, write_json
 from llmsuite.hub.here import cached
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
@@ -276,9 +276,9 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     """
     from llmsuite.models.peft_configs import lora_config  # takes paddlenlp, which other runs do without
 
-    if other := next((name for name in CONFIGS[2:] if (directory / name).is_file()), None):
-        hint = "merge it" if other == LOKR_OF_PADDLENLP else "let PaddleNLP merge it"
-        raise UserError(f"{directory / other}: adapters of this method are not to be had in another layout; {hint}")
+    present = [name for name in CONFIGS if (directory / name).is_file()]
+    if present and (other := present[0]) in CONFIGS[2:]:
+        raise UserError(f"{directory / other}: adapters of this method are not to be had in another layout; merge it")
     layout: Layout = "hf" if (directory / CONFIG_NAMES["hf"]).is_file() else "paddlenlp"
     data = read_json_file(directory / CONFIG_NAMES[layout])
     if on := [key for key in (*NOT_PLAIN, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
@@ -317,6 +317,12 @@ def read_base(directory: Path) -> Base | None:
         return Base(data["path"], data["sha256"], None if stored is None else BlockFormat(**stored))
     except (TypeError, KeyError) as error:
         raise UserError(f"{directory / BASE}: has not path and sha256, or a stored_as of another kind") from error
+
+
+def write_base(directory: Path, base: Base) -> None:
+    """Write base.json; of a model whose sha256 nobody has said there is none, and it is not compared."""
+    if base.digest:
+        write_json(directory / BASE, base.to_json())
 
 
 def stored_format(directory: Path) -> BlockFormat | None:

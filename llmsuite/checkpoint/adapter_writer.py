@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.adapter_dir import (
-    BASE,
     CONFIG_NAMES,
     LOKR,
     MORA,
@@ -25,6 +24,7 @@ from llmsuite.checkpoint.adapter_dir import (
     stored_factor,
     stored_parameter,
     stored_structure,
+    write_base,
 )
 from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.model_writer import OrderedGather, copy_tokenizer
@@ -95,7 +95,7 @@ def write_adapters(
         written = write_tensors(directory, STEMS[layout], stored.specs, stored.read, metadata)
     written.add(state)
     write_json(directory / CONFIG_NAMES[layout], _config(adapters, pairs, family, config, layout))
-    write_json(directory / BASE, adapters.base.to_json())
+    write_base(directory, adapters.base)
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
     return written

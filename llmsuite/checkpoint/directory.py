@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmsuite.checkpoint.adapter_dir import CONFIGS
-from llmsuite.checkpoint.reft_dir import CONFIG as REFT_CONFIG
+from llmsuite.checkpoint.beside import is_beside
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, lying_elsewhere, read_json_file, remove_directory, write_text_atomic
 
@@ -94,7 +94,7 @@ def find_adapter(path: Path) -> Path | None:
     """The directory of LoRA adapters, interventions or prefixes at a path, for a run its newest whole checkpoint; None
     for a model."""
     found = find_model(path) if is_run(path) else path
-    return found if any((found / name).is_file() for name in (*CONFIGS, REFT_CONFIG)) else None
+    return found if any((found / name).is_file() for name in CONFIGS) or is_beside(found) else None
 
 
 def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:

@@ -16,17 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import BASE, CONFIG_NAMES, STEMS, Base, read_base
+from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STEMS, Base, base_keys, read_base, write_base
 from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
-from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, write_json
 from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE
 
 KIND = "PREFIX_TUNING"
 """What PEFT's `peft_type` says of them."""
-_CONFIG, _STEM, _TENSOR = CONFIG_NAMES["hf"], STEMS["hf"], "prompt_embeddings"
+TENSOR = "prompt_embeddings"
+"""Name of the one tensor in PEFT's file."""
+_CONFIG, _STEM = CONFIG_NAMES["hf"], STEMS["hf"]
 _KINDS = (PREFIX_KEY, PREFIX_VALUE)
 
 
@@ -57,14 +59,14 @@ def write_prefixes(
     assert [spec.name.rpartition(".")[2] for spec in specs] == [*_KINDS] * (len(specs) // 2)
     tokens, heads, size = specs[0].shape
     whole = np.concatenate([read(spec.name).reshape(tokens, -1) for spec in specs], 1)
-    stored = TensorSpec(_TENSOR, whole.shape, specs[0].dtype)
+    stored = TensorSpec(TENSOR, whole.shape, specs[0].dtype)
     written = write_file(directory / f"{_STEM}{SUFFIX}", [stored], lambda name: whole, {"format": "pt"})
     write_json(
         directory / _CONFIG,
         {
             "peft_type": KIND,
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": prefixes.base.path,
+            **base_keys(prefixes.base),
             "inference_mode": True,
             "num_virtual_tokens": tokens,
             "num_transformer_submodules": 1,
@@ -75,7 +77,7 @@ def write_prefixes(
             "prefix_projection": False,
         },
     )
-    write_json(directory / BASE, prefixes.base.to_json())
+    write_base(directory, prefixes.base)
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
     return written
@@ -84,25 +86,33 @@ def write_prefixes(
 class PrefixTensors:
     """The prefixes in a directory, by our names."""
 
-    def __init__(self, directory: Path, data: dict[str, Any]):
-        """`data`: the content of its configuration. Raises UserError when the files are not what it says."""
-        self._files = TensorFiles(directory, _STEM)
+    def __init__(self, directory: Path, data: Mapping[str, Any], files: TensorSource):
+        """
+        Args:
+            directory: for messages.
+            data: the content of its configuration.
+            files: has the prefixes of all layers as PEFT's `TENSOR`.
+
+        Raises:
+            UserError: the files are not what the configuration says.
+        """
+        self._directory, self._files = directory, files
         self._tokens, self._layers = int(data["num_virtual_tokens"]), int(data["num_layers"])
         self._heads = int(data["num_attention_heads"])
         self._width = int(data["token_dim"])
         wanted = (self._tokens, self._layers * 2 * self._width)
-        found = self._files.spec(_TENSOR).shape
+        found = self._files.spec(TENSOR).shape
         if found != wanted or self._width % self._heads:
-            raise UserError(f"{directory}: {_TENSOR} is {list(found)}; by {_CONFIG} it would be {list(wanted)}")
+            raise UserError(f"{directory}: {TENSOR} is {list(found)}; by {_CONFIG} it would be {list(wanted)}")
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """The keys or values of a layer, [P, J, K], or a slice of them. Raises UserError for a layer without any."""
         module, _, kind = name.rpartition(".")
         layer = next(int(word) for word in reversed(module.split(".")) if word.isdigit())
         if layer >= self._layers:
-            raise UserError(f"{self._files.directory}: has prefixes of {self._layers} layers; the model has more")
+            raise UserError(f"{self._directory}: has prefixes of {self._layers} layers; the model has more")
         first = (2 * layer + _KINDS.index(kind)) * self._width
-        part = self._files.read(_TENSOR, [slice(0, self._tokens), slice(first, first + self._width)])
+        part = self._files.read(TENSOR, [slice(0, self._tokens), slice(first, first + self._width)])
         values = part.reshape(self._tokens, self._heads, -1)
         return values if index is None else values[tuple(index)]
 
@@ -110,13 +120,20 @@ class PrefixTensors:
     def tokens(self) -> int:
         return self._tokens
 
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Number of its layer and kind as a name, shape and dtype of every part, in the order of `write_prefixes`."""
+        shape = self._tokens, self._heads, self._width // self._heads
+        dtype = self._files.spec(TENSOR).dtype
+        return [TensorSpec(f"{n}.{kind}", shape, dtype) for n in range(self._layers) for kind in _KINDS]
+
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises UserError unless they are those of a model, by the shapes of its prefixes by name."""
         own = self._tokens, self._heads, self._width // self._heads
         found = next((shape for shape in shapes.values() if shape != own), own)
         if found != own or len(shapes) != 2 * self._layers:
             raise UserError(
-                f"{self._files.directory}: has keys and values of {self._layers} layers, {own[1]} heads of size "
+                f"{self._directory}: has keys and values of {self._layers} layers, {own[1]} heads of size "
                 f"{own[2]}; the model has {len(shapes) // 2} layers and {found[1]} heads of size {found[2]}: it is of "
                 "another model"
             )
@@ -128,6 +145,10 @@ class SavedPrefixes:
 
     told: Prefixes
     files: PrefixTensors
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """As `PrefixTensors.check`."""
+        self.files.check(shapes)
 
 
 def has_prefixes(directory: Path) -> bool:
@@ -142,7 +163,7 @@ def open_prefixes(directory: Path) -> SavedPrefixes:
     if data.get("num_transformer_submodules") not in (None, 1):
         raise UserError(f"{directory / _CONFIG}: has prefixes of an encoder and a decoder; a model here has one part")
     try:
-        files = PrefixTensors(directory, data)
+        files = PrefixTensors(directory, data, TensorFiles(directory, _STEM))
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{directory / _CONFIG}: does not say how many tokens, layers and heads: {error!r}") from error
     return SavedPrefixes(Prefixes(files.tokens, base or Base(data.get("base_model_name_or_path"), "")), files)

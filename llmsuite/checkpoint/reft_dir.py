@@ -4,21 +4,21 @@
     reft.safetensors         their parameters, by our names
     base.json                path and sha256 of the model they were trained on, see `adapter_dir.py`
 
-Neither HF PEFT nor PaddleNLP reads them; pyreft and PaddleNLP write pickles.
+HF PEFT does not read them; PaddleNLP's are pickles, see `llmsuite.convert.paddlenlp_reft`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import BASE, Base, read_base
+from llmsuite.checkpoint.adapter_dir import Base, read_base, write_base
 from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
-from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSpec
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, write_json
 
@@ -59,7 +59,7 @@ def write_interventions(
     first, last = interventions.ends
     layers = list(interventions.layers)
     write_json(directory / CONFIG, {"rank": interventions.rank, "layers": layers, "first": first, "last": last})
-    write_json(directory / BASE, interventions.base.to_json())
+    write_base(directory, interventions.base)
     if tokenizer is not None:
         copy_tokenizer(tokenizer, directory)
     return written
@@ -70,7 +70,17 @@ class SavedInterventions:
     """Interventions in a directory."""
 
     told: Interventions
-    files: TensorFiles
+    files: TensorSource
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises UserError unless they are those of a model, by the shapes of its interventions by name."""
+        own = {name: self.files.spec(name).shape for name in self.files.names}
+        if own != dict(shapes):
+            differing = [name for name in sorted({*own, *shapes}) if own.get(name) != shapes.get(name)]
+            raise UserError(
+                f"{self.files.paths[0].parent}: its interventions are of another model: {differing[0]} is "
+                f"{own.get(differing[0], 'missing')}, and {shapes.get(differing[0], 'nothing')} in the model"
+            )
 
 
 def open_interventions(directory: Path) -> SavedInterventions:
@@ -83,3 +93,10 @@ def open_interventions(directory: Path) -> SavedInterventions:
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{directory / CONFIG}: has not rank, layers, first and last: {error!r}") from error
     return SavedInterventions(told, TensorFiles(directory, STEM))
+
+
+def orthonormal(matrix: np.ndarray) -> np.ndarray:
+    """As `llmsuite.models.reft.orthonormal`."""
+    q, r = np.linalg.qr(matrix.astype("float64"))
+    found: np.ndarray = (q * np.sign(np.diag(r))).astype("float32")
+    return found

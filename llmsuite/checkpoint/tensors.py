@@ -50,6 +50,32 @@ class TensorSource(Protocol):
         """The values of a tensor, or of a slice of it (one slice a dim, none empty)."""
 
 
+class HeldTensors:
+    """Tensors in memory, as a `TensorSource`."""
+
+    def __init__(self, values: Mapping[str, np.ndarray], paths: Sequence[Path] = ()):
+        """
+        Args:
+            values: by name.
+            paths: the files that they were made of.
+        """
+        self._values, self._paths = dict(values), sorted(paths)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    @property
+    def paths(self) -> list[Path]:
+        return self._paths
+
+    def spec(self, name: str) -> TensorSpec:
+        return TensorSpec(name, self._values[name].shape, self._values[name].dtype.name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        return self._values[name] if index is None else self._values[name][tuple(index)]
+
+
 class TensorFiles:
     """The tensors of a directory, read on demand."""
 

@@ -138,7 +138,7 @@ def run_convert(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.cli.places import find_model_arguments
 
-    find_model_arguments(args)
+    find_model_arguments(args, needs_base=not args.config)  # for the config of an adapter's model
     adapter = find_adapter(Path(args.source))
     return run(args, registry) if adapter is None else _convert_adapter(adapter, args, registry)
 
@@ -146,27 +146,51 @@ def run_convert(args: Any, registry: Registry) -> int:
 def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_dir import base_path, open_adapters
     from llmsuite.checkpoint.adapter_writer import write_adapters
-    from llmsuite.checkpoint.beside import refuse_beside
+    from llmsuite.checkpoint.beside import is_beside
     from llmsuite.checkpoint.model_dir import read_config
+    from llmsuite.convert.vera import write_vera
     from llmsuite.devices.start import start_paddle
     from llmsuite.files import committed_directory
     from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 
-    if idle := [key for key in ("dtype", "max_shard_size", "split_num", "fused", "allow_pickle") if args.get(key)]:
-        raise UserError(f"--{idle[0].replace('_', '-')}: {source} is a LoRA adapter, which is written as it is")
+    keys = ["dtype", "max_shard_size", "split_num", "fused", *["allow_pickle"] * (not is_beside(source))]
+    if idle := [key for key in keys if args.get(key)]:
+        raise UserError(f"--{idle[0].replace('_', '-')}: {source} is an adapter, which is written as it is")
     target = Path(args.output)
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     start_paddle(registry.devices["cpu"].factory(), 1)  # before paddlenlp, whose configuration they have
     family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)
-    refuse_beside(source)
+    if is_beside(source):
+        return _convert_beside(source, target, family, config, args)
     adapters, saved, config = open_adapters(source, family, config)
     specs = [saved.spec(f"{m}.{factor}") for m in adapters.modules for factor in (FIRST_FACTOR, SECOND_FACTOR)]
     manifest: dict[str, Any] = {"format": 1}
     with committed_directory(target, manifest) as directory:
         written = write_adapters(directory, adapters, family, config, saved.read, specs, args.layout, source)
         manifest.update(dataclasses.asdict(written))
-    print(f"wrote {target}: adapters of {len(adapters.modules)} matrices of a {family.name}, {args.layout} layout")
+        twice = args.layout == "paddlenlp" and write_vera(directory, source, adapters, family, config)
+    kind = ", as VeRA and as LoRA" if twice else ""
+    print(
+        f"wrote {target}: adapters of {len(adapters.modules)} matrices of a {family.name}, {args.layout} layout{kind}"
+    )
+    return 0
+
+
+def _convert_beside(source: Path, target: Path, family: Any, config: Any, args: Any) -> int:
+    from llmsuite.checkpoint.adapter_dir import Base
+    from llmsuite.checkpoint.model_writer import copy_tokenizer
+    from llmsuite.convert.beside import open_any_beside, write_beside
+    from llmsuite.files import committed_directory
+
+    named = Base(str(Path(args.config).resolve()) if args.config else None, "")
+    saved = open_any_beside(source, family, config, args.allow_pickle, named)
+    assert saved is not None, "the caller has asked"
+    with committed_directory(target, {"format": 1}) as directory:
+        write_beside(directory, saved, family, config, args.layout)
+        copy_tokenizer(source, directory)
+    kind = type(saved.told).__name__.lower()
+    print(f"wrote {target}: {kind} of a {family.name}, {args.layout} layout")
     return 0
 
 
@@ -178,7 +202,7 @@ MERGE = Command(
 )
 CONVERT = Command(
     name="convert",
-    help="convert a model to another layout, dtype or number of files, or a LoRA adapter to another layout",
+    help="convert a model to another layout, dtype or number of files, or an adapter to another layout",
     add_arguments=_convert_arguments,
     run=run_convert,
 )

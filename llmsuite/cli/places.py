@@ -56,11 +56,17 @@ def find_place(given: str, want: Want = Want.MODEL, option: str = "", needs_base
     return place
 
 
-def find_model_arguments(args: Any, models: Sequence[str] = ("model", "source")) -> None:
-    """Put directories in place of names in the arguments of `add_model_arguments`, or those like them."""
+def find_model_arguments(args: Any, models: Sequence[str] = ("model", "source"), needs_base: bool = True) -> None:
+    """Put directories in place of names in the arguments of `add_model_arguments`, or those like them.
+
+    Args:
+        args: changed in place.
+        models: those that name a model.
+        needs_base: whether the model of an adapter is needed too, where `--base` does not name it.
+    """
     for key in models:
         if args.get(key):
-            args[key] = str(find_place(args[key], needs_base=not args.get("base")))
+            args[key] = str(find_place(args[key], needs_base=needs_base and not args.get("base")))
     for key, want in (("base", Want.MODEL), ("config", Want.CONFIG), ("tokenizer", Want.TOKENIZER)):
         if args.get(key):
             args[key] = str(find_place(args[key], want, f"--{key}"))

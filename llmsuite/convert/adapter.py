@@ -3,7 +3,7 @@
 It reads directories of HF PEFT (`adapter_config.json`, `lora_A` [rank, inputs], `lora_B` [outputs, rank]) and of
 PaddleNLP (`lora_config.json`, `lora_A` [inputs, rank], `lora_B` [rank, outputs]), as safetensors or as the
 `lora_model_state.pdparams` of PaddleNLP, a pickle that is read without running it; so are PEFT's LoKr, and PaddleNLP's
-(`lokr_config.json`, `lokr_model_state.pdparams`).
+(`lokr_config.json`, `lokr_model_state.pdparams`) and its VeRA (`vera.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llmsuite.checkpoint.beside import refuse_beside
 from llmsuite.checkpoint.model_dir import ModelDirectory, has_further_layers, hf_name, with_further_layers
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
-from llmsuite.convert import structured
+from llmsuite.convert import structured, vera
 from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.convert.rounded import rounded_model
 from llmsuite.errors import UserError
@@ -39,7 +39,7 @@ from llmsuite.models.head import SCORE, head_of, is_tied
 from llmsuite.models.hf_tensors import HfTensors
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
-_PICKLES = "lora_model_state.pdparams", "lokr_model_state.pdparams"
+_PICKLES = "lora_model_state.pdparams", "lokr_model_state.pdparams", vera.PICKLE
 _PART = re.compile(r"(.*)\.lora_(embedding_)?(A|B|AB|magnitude_vector)(?:\.default)?(\.weight|\.bias)?")
 _LOKR_SCALE = ("alpha", "alpha"), ("rank", "r")
 _WRAPPERS = ("", "base_model.model.", "model.")
@@ -87,6 +87,8 @@ class Adapted:
         config = read_json_file(config_path)
         if not isinstance(config, dict):
             raise UserError(f"{config_path}: is no JSON object")
+        if config_path.name == VERA_OF_PADDLENLP:
+            config = vera.as_lora(config_path, config)
         is_ours = config.get("peft_type") == MORA
         if on := [key for key in UNKNOWN if config.get(key) and not (is_ours and key == "use_mora")]:
             raise UserError(
@@ -336,12 +338,6 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
 
 
 def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
-    if (directory / VERA_OF_PADDLENLP).is_file():
-        raise UserError(
-            f"{directory / VERA_OF_PADDLENLP}: is VeRA of PaddleNLP, which saves neither its first factor nor the "
-            "matrices that it has changed (pissa_init), so no model can be made of it. Let PaddleNLP merge it, and "
-            "save the model"
-        )
     stem = next((s for s in _STEMS if any((directory / f"{s}{SUFFIX}{e}").is_file() for e in ("", ".index.json"))), "")
     if stem:
         return TensorFiles(directory, stem, check=True)
@@ -355,7 +351,8 @@ def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
             f"{pickle}: is a pickle. With --allow-pickle it is read by a reader that runs nothing and "
             "refuses what is no tensor"
         )
-    return PickledTensors([pickle])
+    files = PickledTensors([pickle])
+    return vera.VeraAsLora(pickle, files) if pickle.name == vera.PICKLE else files
 
 
 def _scale(config_path: Path, config: Mapping[str, Any], target: str, rank: int) -> float:

@@ -40,9 +40,9 @@ def open_any(
         UserError: nothing there can be read.
     """
     from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
-    from llmsuite.checkpoint.beside import open_beside
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.convert.adapter import add_adapter
+    from llmsuite.convert.beside import open_any_beside
     from llmsuite.convert.sources import open_source
 
     adapter = find_adapter(path)
@@ -54,7 +54,7 @@ def open_any(
     model = open_source(place, families, parameter_shapes, config, allow_pickle)
     if base is None:
         check_base(adapter, Base(str(place), model.digest()))
-    if runs and (beside := open_beside(adapter)) is not None:
+    if runs and (beside := open_any_beside(adapter, model.family, model.config, allow_pickle)) is not None:
         return dataclasses.replace(model, beside=beside)
     return add_adapter(model, adapter, allow_pickle)
 
@@ -83,7 +83,6 @@ def load_model(
         UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
     """
     from llmsuite.checkpoint.int8 import input_scales
-    from llmsuite.checkpoint.prefix_dir import SavedPrefixes
     from llmsuite.checkpoint.shapes import check_shapes
     from llmsuite.models.qat import fake_quantize_layers, fake_quantized
     from llmsuite.models.targets import is_factor
@@ -98,8 +97,8 @@ def load_model(
         padded = mesh is not None and is_padded(source.config, mesh.degrees.tp)
         found = {name: tuple(p.shape) for name, p in model.named_parameters() if not is_factor(name)}
         check_shapes(source, parameter_shapes(source.family, source.config) if padded else found)
-        if isinstance(beside, SavedPrefixes):
-            beside.files.check({name: tuple(p.shape) for name, p in model.named_parameters() if is_factor(name)})
+        if beside is not None:
+            beside.check({name: tuple(p.shape) for name, p in model.named_parameters() if is_factor(name)})
         scales = input_scales(source)
         fake_quantize_layers(model, list(scales), rounds_weight=False)
         for name, layer in fake_quantized(model):

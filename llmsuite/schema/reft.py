@@ -41,7 +41,12 @@ class ReftSection(Section):
 
 
 def parse_positions(positions: str) -> tuple[int, int]:
-    """How many of the first and of the last tokens "f7+l7" names, as `parse_positions` of pyreft."""
+    """How many of the first and of the last tokens "f7+l7" names, as `parse_positions` of pyreft.
+
+    Raises:
+        ValueError: it names none.
+    """
     match = _POSITIONS.fullmatch(positions)
-    assert match is not None, "the section was checked"
+    if match is None:
+        raise ValueError(f"{positions!r} names no tokens")
     return int(match[1] or 0), int(match[2] or match[3] or 0)

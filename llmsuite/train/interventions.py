@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llmsuite.checkpoint.reft_dir import orthonormal
 from llmsuite.models.reft_shapes import BIAS, ROTATION, SOURCE
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.train.initial_values import initial_values
@@ -32,9 +33,3 @@ def with_rotations(read: ReadSlice, seed: int) -> ReadSlice:
         return read(name, shape, index)
 
     return initial
-
-
-def orthonormal(matrix: np.ndarray) -> np.ndarray:
-    """As `llmsuite.models.reft.orthonormal`."""
-    q, r = np.linalg.qr(matrix.astype("float64"))
-    return (q * np.sign(np.diag(r))).astype("float32")

@@ -15,7 +15,7 @@ from llmsuite.checkpoint.adapter_dir import Base, SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.prefix_dir import PrefixTensors
 from llmsuite.checkpoint.shapes import skipped_tensors
-from llmsuite.checkpoint.tensors import TensorFiles
+from llmsuite.checkpoint.tensors import TensorSource
 from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
@@ -145,7 +145,7 @@ class QuantisedReads:
         return np.stack(codes), np.stack(absmax)
 
 
-def read_from(source: ModelDirectory | SavedAdapters | TensorFiles | PrefixTensors) -> ReadSlice:
+def read_from(source: ModelDirectory | SavedAdapters | TensorSource | PrefixTensors) -> ReadSlice:
     """Read slices from files."""
     return lambda name, shape, index: source.read(name, index)
 

@@ -179,18 +179,6 @@ def test_lokr_of_paddlenlp(tmp_path: Path, rank: int, capsys: pytest.CaptureFixt
     assert "not to be had in another layout; merge it" in error(*words, capsys=capsys)
 
 
-def test_vera_of_paddlenlp_is_half_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_llama.write(tmp_path / "base")
-    directory = tmp_path / "adapter"
-    directory.mkdir()
-    (directory / "vera_config.json").write_text(json.dumps({"r": 8, "base_model_name_or_path": str(tmp_path / "base")}))
-    words = [str(directory), "-o", str(tmp_path / "out")]
-    message = error("merge", *words, capsys=capsys)
-    assert "vera_config.json: is VeRA of PaddleNLP, which saves neither its first factor" in message
-    message = error("convert", *words, "--layout", "hf", capsys=capsys)
-    assert "not to be had in another layout; let PaddleNLP merge it" in message
-
-
 def test_patterns_and_saved_modules(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path / "base")
     head = np.full((19, 24), 0.5, "float32")

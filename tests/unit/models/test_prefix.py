@@ -234,7 +234,7 @@ def test_they_are_not_merged(saved: tuple[Path, Any]) -> None:
         lambda: open_any(directory / "prefix", FAMILIES),
         lambda: add_adapter(open_model(directory / "base", FAMILIES), directory / "prefix"),
     ):
-        with pytest.raises(UserError, match=r"nothing to merge, convert or export.*llmsuite generate"):
+        with pytest.raises(UserError, match=r"nothing to merge or export.*llmsuite generate"):
             make()
 
 

@@ -1,0 +1,148 @@
+"""Interventions on hidden states as PaddleNLP saves them (`paddlenlp.peft.ReFTModel`), read and written.
+
+    config.json             layers, kind of the interventions, their rank, and `position`: which tokens are edited
+    intkey_layer.N.bin      a pickle with the parameters of layer N's intervention
+
+PaddleNLP's `LoreftIntervention` computes h + R (W^T h + b - R^T h) with an R [D, R] that is orthonormal at the start of
+a training only. With R = Q S, Q orthonormal, that is
+
+    h + Q (W'^T h + b' - Q^T h)     for     W' = W S^T + Q (I - S S^T),  b' = S b
+
+which is an intervention as we have them (`models.reft`). Its `TinyIntervention`, h + h A diag(a) B diag(b), is one too:
+with B diag(b) = (Q S)^T, W' = Q + A diag(a) S^T and b' = 0. What we write is a `LoreftIntervention` with R = Q.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.adapter_dir import Base
+from llmsuite.checkpoint.beside import files_of_paddlenlp
+from llmsuite.checkpoint.reft_dir import Interventions, SavedInterventions, orthonormal
+from llmsuite.checkpoint.tensors import HeldTensors
+from llmsuite.convert.paddle_save import write_pickle
+from llmsuite.convert.pdparams import PickledTensors
+from llmsuite.errors import UserError
+from llmsuite.files import read_json_file, write_json
+from llmsuite.models.reft_shapes import BIAS, MODULE, ROTATION, SOURCE
+from llmsuite.schema.reft import parse_positions
+
+_CONFIG = "config.json"
+_NUMBER = re.compile(r"intkey_layer\.(\d+)\.bin")
+_LOREFT = "<class 'paddlenlp.peft.reft.interventions.LoreftIntervention'>"
+_NAMES_OF_LOREFT = ("rotate_layer.weight", "learned_source.weight", "learned_source.bias")
+_NAMES_OF_TINY = ("param_A", "param_B", "param_a", "param_b")
+_LINEAR = (None, "linear")
+
+
+def open_reft(directory: Path, layers: str, base: Base) -> SavedInterventions:
+    """Interventions that PaddleNLP has saved.
+
+    Args:
+        directory: where they are.
+        layers: name of the list of the model's layers.
+        base: the model that they are for.
+
+    Raises:
+        UserError: they compute what ours cannot, or the files are not those of PaddleNLP.
+    """
+    data = read_json_file(directory / _CONFIG)
+    params = data.get("intervention_params") if isinstance(data, dict) else None
+    if not isinstance(params, dict):
+        raise UserError(f"{directory / _CONFIG}: has no intervention_params; PaddleNLP's ReFTModel writes them")
+    if params.get("act_fn") not in _LINEAR:
+        raise UserError(
+            f"{directory / _CONFIG}: act_fn is {params['act_fn']!r}; interventions here are linear (LoReFT), which "
+            "these are not"
+        )
+    ends = _ends(directory, data.get("position"))
+    values, ranks = {}, set()
+    paths = {int(match[1]): path for path in files_of_paddlenlp(directory) if (match := _NUMBER.fullmatch(path.name))}
+    for number, path in sorted(paths.items()):
+        rotation, source, bias = _read(path)
+        ranks.add(rotation.shape[1])
+        for kind, value in ((ROTATION, rotation), (SOURCE, source), (BIAS, bias)):
+            values[f"{layers}.{number}.{MODULE}.{kind}"] = value.astype("float32")
+    if len(ranks) > 1:
+        raise UserError(f"{directory}: its interventions have ranks {sorted(ranks)}; here all layers have the same")
+    told = Interventions(ranks.pop(), tuple(sorted(paths)), ends, base)
+    return SavedInterventions(told, HeldTensors(values, list(paths.values())))
+
+
+def _ends(directory: Path, position: Any) -> tuple[int, int]:
+    try:
+        return parse_positions(str(position))
+    except ValueError as error:
+        raise UserError(
+            f"{directory / _CONFIG}: position is {position!r}, and has to say which tokens of a prompt were edited in "
+            'training, such as "f7+l7", the first and the last seven'
+        ) from error
+
+
+def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rotation, W and b of an intervention as we have them, in float64."""
+    files = PickledTensors([path])
+    found = {name: files.read(name).astype("float64") for name in files.names}
+    if found.keys() == set(_NAMES_OF_LOREFT):
+        rotation, source, bias = (found[name] for name in _NAMES_OF_LOREFT)
+        fits = rotation.ndim == 2 and source.shape == rotation.shape and bias.shape == rotation.shape[1:]
+    elif found.keys() == set(_NAMES_OF_TINY):
+        first, second, inner, outer = (found[name] for name in _NAMES_OF_TINY)
+        fits = first.ndim == second.ndim == 2 and first.shape == second.shape[::-1]
+        fits = fits and (inner.shape, outer.shape) == (second.shape[:1], second.shape[1:])
+        rotation = (second * outer).T if fits else second
+    else:
+        raise UserError(
+            f"{path}: has {', '.join(sorted(found))}, and neither {', '.join(_NAMES_OF_LOREFT)} nor "
+            f"{', '.join(_NAMES_OF_TINY)}, as interventions of PaddleNLP have"
+        )
+    if not fits or rotation.shape[0] < rotation.shape[1]:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
+        raise UserError(f"{path}: {shapes} are no intervention of PaddleNLP: their shapes do not go together")
+    basis, mixing = np.linalg.qr(rotation)
+    if _NAMES_OF_TINY[0] in found:
+        return basis, basis + first * inner @ mixing.T, np.zeros(basis.shape[1])
+    return basis, source @ mixing.T + basis @ (np.eye(len(mixing)) - mixing @ mixing.T), mixing @ bias
+
+
+def write_reft(directory: Path, saved: SavedInterventions, layers: str, size: int) -> None:
+    """Write what `paddlenlp.peft.ReFTModel.from_pretrained` reads, into an existing directory.
+
+    Args:
+        directory: where to; the caller commits it.
+        saved: the interventions.
+        layers: name of the list of the model's layers.
+        size: of a hidden state.
+    """
+    told = saved.told
+    for number in told.layers:
+        rotation, source, bias = (
+            saved.files.read(f"{layers}.{number}.{MODULE}.{kind}") for kind in (ROTATION, SOURCE, BIAS)
+        )
+        values = dict(zip(_NAMES_OF_LOREFT, (orthonormal(rotation), source, bias)))
+        write_pickle(directory / f"intkey_layer.{number}.bin", values)
+    write_json(directory / _CONFIG, _config(told, size))
+
+
+def _config(told: Interventions, size: int) -> Mapping[str, Any]:
+    first, last = told.ends
+    one = {"component": "block_output", "low_rank_dimension": told.rank}
+    return {
+        "representations": [{"layer": number, **one} for number in told.layers],
+        "intervention_params": {
+            "embed_dim": size,
+            "low_rank_dimension": told.rank,
+            "dropout": 0.0,
+            "dtype": "float32",
+            "act_fn": "linear",
+            "device": "cpu",
+            "add_bias": False,
+        },
+        "intervention_types": [_LOREFT] * len(told.layers),
+        "position": "+".join(f"{end}{count}" for end, count in (("f", first), ("l", last)) if count),
+    }
