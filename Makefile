@@ -64,6 +64,7 @@ faults: $(VENV)/test
 	$(BIN)/python -m tests.tools.kills_apart 20
 	$(BIN)/python -m tests.tools.stalls
 	$(BIN)/python -m tests.tools.merge_memory 4000
+	$(BIN)/python -m tests.tools.load
 
 # LLMSUITE_TEST_DATA: a directory with the files that docs/notes/results.md names; for --tasks and the like call step.py itself
 bench: $(VENV)/demo $(MODEL)

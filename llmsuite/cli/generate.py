@@ -29,6 +29,7 @@ _OUTSIDE = {
     "logprobs": None,
 }
 """Options that a program with a decoding loop does not support, and the values that switch them off."""
+CONTROL_TOKENS = "let what users write have control tokens, such as <|im_end|>; else they are text there"
 
 
 def add_model_arguments(parser: Any) -> None:
@@ -65,6 +66,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--chat", action="store_true", help="hold a conversation in the terminal")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without chat template")
     parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
+    parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS)
     parser.add_argument("--system", type=str | None, default=None, help="a system turn in front of conversations")
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=128)
     parser.add_argument("--min_new_tokens", type=NonNegativeInt, default=0)
@@ -114,7 +116,9 @@ def run(args: Any, registry: Registry) -> int:
         },
     )
     opened = open_generator(args, registry, cached=not args.no_cache)
-    prompter = Prompter(opened.generator.tokenizer, None if args.raw else args.chat_template, args.system)
+    prompter = Prompter(
+        opened.generator.tokenizer, None if args.raw else args.chat_template, args.system, args.control_tokens
+    )
     if args.chat:
         return _chat(opened.generator, prompter, sampling)
     prompts = prompter.read(Path(args.input)) if args.input else [prompter.text(text) for text in args.prompt]

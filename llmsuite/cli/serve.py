@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import ipaddress
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from llmsuite.cli.generate import add_model_arguments
+from llmsuite.cli.generate import CONTROL_TOKENS, add_model_arguments
 from llmsuite.errors import UserError
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
@@ -33,6 +30,10 @@ def add_arguments(parser: Any) -> None:
         "--name", type=str | None, default=None, help="what clients call the model (default: its directory)"
     )
     parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
+    parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS)
+    parser.add_argument(
+        "--allowed_host", type=str, action="append", help="a name of this server that clients without a key may use"
+    )
     parser.add_argument("--api_key", type=str | None, default=None, help=f"ask for it; better given as {_KEY}")
     parser.add_argument("--batch_size", type=PositiveInt, default=8, help="answers decoded together")
     parser.add_argument("--max_waiting", type=PositiveInt, default=256, help="answers that may wait for a place")
@@ -40,6 +41,10 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--max_body_bytes", type=PositiveInt, default=1_000_000, help="of a request")
     parser.add_argument("--body_timeout", type=PositiveFloat, default=10.0, help="seconds for a request to arrive")
     parser.add_argument("--request_timeout", type=PositiveFloat, default=600.0, help="seconds for an answer")
+    parser.add_argument("--max_connections", type=PositiveInt, default=512, help="of clients, at once")
+    parser.add_argument(
+        "--header_timeout", type=PositiveFloat, default=10.0, help="seconds a client may be silent, or read nothing"
+    )
     parser.add_argument(
         "--rl",
         action="store_true",
@@ -57,7 +62,7 @@ def run(args: Any, registry: Registry) -> int:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"serve: {error.name} is missing; install it with: pip install 'llmsuite[serve]'") from error
     from llmsuite.cli.model import open_generator
@@ -70,57 +75,19 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
     from llmsuite.serving.metrics import Metrics
+    from llmsuite.serving.server import make_server
     from llmsuite.serving.service import Service
     from llmsuite.serving.weights import ServedWeights
 
-    limits = Limits(
-        args.batch_size,
-        args.max_waiting,
-        args.max_new_tokens,
-        args.max_body_bytes,
-        args.body_timeout,
-        args.request_timeout,
-    )
+    limits = Limits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)})
     if key is None and not _is_loopback(args.host):
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
-    prompter = Prompter(opened.generator.tokenizer, args.chat_template)
+    prompter = Prompter(opened.generator.tokenizer, args.chat_template, control_tokens=args.control_tokens)
     weights = ServedWeights(opened.refreshable, registry.models) if args.rl else None
-    app = make_app(Service(opened.generator, prompter, name, limits, Metrics()), key, weights)
+    service = Service(opened.generator, prompter, name, limits, Metrics())
 
-    class Server(uvicorn.Server):
-        """Prints where it listens, and shuts down cleanly on a signal."""
-
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                for server in self.servers:
-                    host, port = server.sockets[0].getsockname()[:2]
-                    print(f"{name} answers on http://{host}:{port}", flush=True)
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            def end(number: int, frame: FrameType | None) -> None:
-                self.handle_exit(number, frame)
-
-            before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                yield
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-
-    config = uvicorn.Config(
-        app,
-        host=args.host,
-        port=args.port,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=10,
-        lifespan="on",
-        server_header=False,
-    )
-    server = Server(config)
+    hosts = None if key is not None else {args.host.lower(), *map(str.lower, args.allowed_host or ())}
+    server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port)
     try:
         server.run()
     except SystemExit as error:  # it could not listen, and has said why

@@ -67,3 +67,14 @@ class Prompt:
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """The other columns of the row, for rewards. Where the row has an answer to the prompt, which is left out of
     `messages`, it is the column "answer", unless there is another one of this name."""
+
+
+def texts_of(row: Any) -> list[str]:
+    """What the turns of a row say; nothing for rows of other kinds than those of this module."""
+    if isinstance(row, (Conversation, Prompt)):
+        return [message.content for message in row.messages]
+    if isinstance(row, Preference):
+        return [*(message.content for message in row.prompt), row.chosen, row.rejected]
+    if isinstance(row, Unpaired):
+        return [*(message.content for message in row.prompt), row.completion]
+    return []

@@ -75,6 +75,13 @@ class TextTokenizer:
         """Ids run from 0 to one below this."""
         return self._fast.get_vocab_size() if self._fast else len(self._paddlenlp)
 
+    @functools.cached_property
+    def control_tokens(self) -> frozenset[str]:
+        """Texts of the tokens that mark turns and ends, which `encode` finds in any text."""
+        if self._fast:
+            return frozenset(t.content for t in self._fast.get_added_tokens_decoder().values() if t.special)
+        return frozenset(map(str, self._paddlenlp.all_special_tokens))
+
     def token_id(self, token: str) -> int:
         """Id of one token. Raises UserError when there is none."""
         found = self._fast.token_to_id(token) if self._fast else self._paddlenlp.convert_tokens_to_ids(token)

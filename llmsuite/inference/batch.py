@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from llmsuite.inference.sampling import Sampling, choose, forbid, generator, log
 from llmsuite.inference.text import TextStream
 
 FinishReason = Literal["stop", "length"]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Line:
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finished: FinishReason | None = None if sampling.max_new_tokens else "length"
+        self.error: Exception | None = None
+        """Why it cannot go on."""
         self._random = generator(sampling.seed, number)
 
     def choose(self, logits: np.ndarray) -> int:
@@ -95,9 +99,19 @@ def check_room(prompt: Sequence[int], max_new_tokens: int, decoder: Decoder, wha
 class Batch:
     """The unfinished lines, and their cache."""
 
-    def __init__(self, decoder: Decoder, agree: Callable[[list[int]], list[int]] = lambda tokens: tokens):
-        """`agree`: where several ranks decode the same batch, maps the choice of this rank to the one that all take."""
-        self._decoder, self._agree = decoder, agree
+    def __init__(
+        self,
+        decoder: Decoder,
+        agree: Callable[[list[int]], list[int]] = lambda tokens: tokens,
+        fails_alone: bool = False,
+    ):
+        """
+        Args:
+            decoder: the model.
+            agree: where several ranks decode the same batch, maps the choice of this rank to the one that all take.
+            fails_alone: whether a line that cannot go on leaves the batch with its `error`; else `advance` raises it.
+        """
+        self._decoder, self._agree, self._fails_alone = decoder, agree, fails_alone
         self.lines: list[Line] = []
         self._padding = np.zeros(0, "int64")
         self._cache: Cache | None = None
@@ -106,26 +120,41 @@ class Batch:
         """Make one pass: the first token of new lines, or without any, the next token of all.
 
         Returns:
-            Each line that got a token, with the text that became certain. Finished lines leave the batch.
+            Each line that got a token or failed, with the text that became certain. These leave the batch when they
+            are finished.
+
+        When the pass itself raises, the batch is as it was before.
         """
         if new:
-            lines, (logits, cache, padding) = list(new), self._prefill(new)
+            lines, (logits, cache, padding), before = list(new), self._prefill(new), self._padding
             if self._cache is not None:
                 difference = num_columns(cache) - num_columns(self._cache)
-                self._padding += max(difference, 0)
+                before = before + max(difference, 0)
                 padding = padding + max(-difference, 0)
                 cache = join(self._cache, cache)
-            self._padding = np.concatenate([self._padding, padding])
-            self.lines += lines
+            self._padding = np.concatenate([before, padding])
+            self.lines = [*self.lines, *lines]
         else:
             lines = list(self.lines)
             last = np.asarray([[line.ids[-1]] for line in lines], "int64")
             logits, cache = self._decoder.forward(last, self._padding, self._cache)
         self._cache = cache
-        tokens = self._agree([line.choose(row) for line, row in zip(lines, logits)])
-        texts = [line.take(token, row) for line, token, row in zip(lines, tokens, logits)]
-        self.drop([line for line in lines if line.finished])
+        tokens = self._agree([self._act(line, partial(line.choose, row), 0) for line, row in zip(lines, logits)])
+        texts = [self._act(line, partial(line.take, t, row), "") for line, t, row in zip(lines, tokens, logits)]
+        self.drop([line for line in lines if line.finished or line.error])
         return list(zip(lines, texts))
+
+    def _act(self, line: Line, act: Callable[[], T], instead: T) -> T:
+        """What a line does with its row, or a value in its place once it has failed."""
+        if line.error is not None:
+            return instead
+        try:
+            return act()
+        except Exception as error:  # whatever is wrong with one line is no reason to end the others
+            if not self._fails_alone:
+                raise
+            line.error = error
+            return instead
 
     def _prefill(self, lines: Sequence[Line]) -> tuple[np.ndarray, Cache, np.ndarray]:
         """The first pass of new lines, over their prompts."""

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.data.chat_template import ChatTemplate, load_template
+from llmsuite.data.control import ControlTokens
 from llmsuite.data.rows import ROLES, Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
+
+NO_TEXT = "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +30,19 @@ class Prompt:
 class Prompter:
     """Makes prompts for a model, through its chat template or as plain text."""
 
-    def __init__(self, tokenizer: TextTokenizer, template: str | None, system: str | None = None):
+    def __init__(
+        self, tokenizer: TextTokenizer, template: str | None, system: str | None = None, control_tokens: bool = False
+    ):
         """
         Args:
             tokenizer: of the model.
             template: "tokenizer" for the one it brings, the name of a built-in one, or None for plain text.
             system: a turn in front of every conversation that has none.
+            control_tokens: whether what turns say may have control tokens, such as one that ends the turn; else they
+                are text there. What is rendered around the turns, and plain text, has them in any case.
         """
-        self._tokenizer, self._system = tokenizer, system
+        self._system, self._control = system, ControlTokens(tokenizer)
+        self._keeps_control = control_tokens
         self._template: ChatTemplate | None = None
         if template is not None:
             self._template = load_template(template, tokenizer.directory, tokenizer.special_tokens)
@@ -45,12 +53,18 @@ class Prompter:
             return Prompt({"prompt": text}, self.turns([Message("user", text)]))
         return Prompt({"prompt": text}, self._encode(text))
 
+    def plain(self, text: str) -> list[int]:
+        """The ids of a text that is not a turn, by somebody who may not write control tokens unless turns may."""
+        return self._encode(text if self._keeps_control else self._control.mark(text))
+
     def turns(self, messages: Sequence[Message], tools: str = "") -> list[int]:
         """The ids of a conversation and the beginning of an answer."""
         if self._template is None:
             raise UserError('plain text is wanted and turns are given; use {"prompt": …}, or a chat template')
         if self._system is not None and all(message.role != "system" for message in messages):
             messages = [Message("system", self._system), *messages]
+        if not self._keeps_control:
+            messages = [dataclasses.replace(m, content=self._control.mark(m.content)) for m in messages]
         return self._encode(self._template.render(messages, add_generation_prompt=True, tools=tools))
 
     def row(self, row: Any) -> Prompt:
@@ -90,8 +104,8 @@ class Prompter:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError("has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
-        return self._tokenizer.encode(text)
+            raise UserError(NO_TEXT) from None
+        return self._control.encode(text)
 
 
 def read_messages(turns: Any) -> list[Message]:

@@ -12,6 +12,14 @@ import numpy as np
 
 from llmsuite.errors import UserError
 
+MAX_TEMPERATURE = 100.0
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+MAX_PENALTY = 100.0
+"""Bounds within which float32 logits of any model stay finite."""
+
+_PENALTY = f"between {-MAX_PENALTY:g} and {MAX_PENALTY:g}"
+_NOT_FINITE = "the model's logits are not finite, so that no token can be drawn; its weights have diverged"
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -43,13 +51,17 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raises UserError naming an invalid value."""
         for name, is_right, what in (
-            ("temperature", 0 <= self.temperature < np.inf, "0 or more"),
+            ("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"between 0 and {MAX_TEMPERATURE:g}"),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < np.inf, "above 0"),
-            ("frequency_penalty", np.isfinite(self.frequency_penalty), "a number"),
-            ("presence_penalty", np.isfinite(self.presence_penalty), "a number"),
+            (
+                "repetition_penalty",
+                MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION,
+                f"between {MIN_REPETITION:g} and {MAX_REPETITION:g}",
+            ),
+            ("frequency_penalty", abs(self.frequency_penalty) <= MAX_PENALTY, _PENALTY),
+            ("presence_penalty", abs(self.presence_penalty) <= MAX_PENALTY, _PENALTY),
             ("seed", self.seed >= 0, "0 or more"),
             ("max_new_tokens", self.max_new_tokens >= 0, "0 or more"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
@@ -89,7 +101,9 @@ def forbid(logits: np.ndarray, tokens: Collection[int]) -> np.ndarray:
 
 
 def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
-    """Index of the next token. logits: [V]."""
+    """Index of the next token. logits: [V]. Raises UserError for logits that are not numbers, or all minus infinity."""
+    if not np.isfinite(logits.max()):  # NaN and infinity come through
+        raise UserError(_NOT_FINITE)
     if sampling.temperature == 0:
         return int(logits.argmax())
     order, probabilities = distribution(logits, sampling)
@@ -136,7 +150,7 @@ def draw(logits: np.ndarray, temperature: float, uniforms: np.ndarray) -> tuple[
     sums = np.cumsum(np.exp(scaled), 1, dtype="float64")
     total = sums[:, -1]
     if not np.isfinite(total).all():
-        raise UserError("the model's logits are not finite, so that no token can be drawn; its weights have diverged")
+        raise UserError(_NOT_FINITE)
     if temperature == 0:
         tokens = logits.argmax(1)
     else:
@@ -147,7 +161,8 @@ def draw(logits: np.ndarray, temperature: float, uniforms: np.ndarray) -> tuple[
 
 def _softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
     wide = logits.astype("float64")
-    exponents = np.exp((wide - wide.max()) / temperature)
+    with np.errstate(over="ignore"):  # at a temperature of almost 0 all but the likeliest have none
+        exponents = np.exp((wide - wide.max()) / temperature)
     return exponents / exponents.sum()
 
 

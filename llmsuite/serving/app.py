@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from llmsuite.inference.batch import Line
 from llmsuite.serving import protocol, training
 from llmsuite.serving.events import EventStream
-from llmsuite.serving.limits import BodyLimits
+from llmsuite.serving.limits import BodyLimits, KnownHosts
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import R, Service
 from llmsuite.serving.weights import ServedWeights
@@ -24,9 +24,20 @@ _PAGE = Path(__file__).with_name("page.html")
 _PATHS = ("/", "/healthz", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", *training.PATHS)
 
 
-def make_app(service: Service, api_key: str | None = None, weights: ServedWeights | None = None) -> FastAPI:
-    """The application of a service. With a key, everything under /v1 and the metrics ask for it. With weights that can
-    be replaced it also answers a trainer."""
+def make_app(
+    service: Service,
+    api_key: str | None = None,
+    weights: ServedWeights | None = None,
+    hosts: Collection[str] | None = None,
+) -> FastAPI:
+    """The application of a service.
+
+    Args:
+        service: answers.
+        api_key: everything under /v1 and the metrics ask for it.
+        weights: can be replaced by a trainer, which is answered too.
+        hosts: names of this server; requests to any other name are refused. None for no check.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -37,6 +48,8 @@ def make_app(service: Service, api_key: str | None = None, weights: ServedWeight
     app = FastAPI(title="llmsuite serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimits, limits=service.limits)
     _guard(app, service, api_key)
+    if hosts is not None:
+        app.add_middleware(KnownHosts, names=hosts)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(404, _refuse)
     app.add_exception_handler(405, _refuse)

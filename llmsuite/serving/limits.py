@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ipaddress
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from llmsuite.serving.protocol import error
@@ -13,6 +15,8 @@ from llmsuite.serving.protocol import error
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?")
+"""A host as its header has it, perhaps with a port."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,48 @@ class Limits:
     """Seconds for a body to arrive; beyond it is 408."""
     request_timeout: float = 600.0
     """Seconds for an answer; beyond it is 504."""
+    max_connections: int = 512
+    """Open at once; for one more the one is closed that has been idle for longest, and without any it gets 503."""
+    header_timeout: float = 10.0
+    """Seconds in which a client has to send the head of a request, and in which it has to take something of what it is
+    sent; beyond it its connection is closed."""
+
+
+class KnownHosts:
+    """Answers only requests that name this server as their host, and come from no other web page.
+
+    A page in a browser reaches servers on its user's machine, where a name of the page's own can lead to that address
+    (DNS rebinding). A server without a key therefore asks for one of its own names, or for an address.
+    """
+
+    def __init__(self, app: Any, names: Collection[str]):
+        """`names`: in small letters; "localhost" and addresses are always known."""
+        self._app, self._names = app, {"localhost", *names}
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (fault := self._fault(dict(scope["headers"]))):
+            await _refuse(send, 403, fault)
+            return
+        await self._app(scope, receive, send)
+
+    def _fault(self, headers: dict[bytes, bytes]) -> str | None:
+        host, origin = (headers.get(key, b"").decode("latin1").lower() for key in (b"host", b"origin"))
+        found = _HOST.fullmatch(host)
+        name = found[1].strip("[]") if found else ""
+        if name not in self._names and not is_address(name):
+            return f"host {host[:100]!r} is not a name of this server; start it with --allowed_host NAME, or an API key"
+        if origin and origin.partition("://")[2] != host:
+            return f"the page {origin[:100]!r} may not ask this server, which has no API key"
+        return None
+
+
+def is_address(name: str) -> bool:
+    """Whether a host is written as an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class BodyLimits:

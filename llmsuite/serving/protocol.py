@@ -14,11 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.batch import Line, TokenLogprob
-from llmsuite.inference.sampling import Sampling
+from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERATURE, MIN_REPETITION, Sampling
 
 MAX_ANSWERS = 16
 _MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
+_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(BaseModel):
@@ -33,22 +37,22 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     # not in OpenAI's API
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: _Count = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] = 1.0
+    min_tokens: _Count = 0
 
     def sampling(self, max_new_tokens: int, num_logprobs: int | None) -> Sampling:
         """The sampling parameters. Raises UserError for values that contradict each other."""
@@ -82,7 +86,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[_Id] | list[list[_Id]]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None

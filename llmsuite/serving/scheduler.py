@@ -25,6 +25,10 @@ class Paused(Exception):
     """Nothing new is begun until `Scheduler.resume`."""
 
 
+class Closing(Exception):
+    """The server is shutting down."""
+
+
 class Scheduler:
     """Decodes lines, and calls their listeners with the text. Between two passes it calls functions that use the model
     otherwise."""
@@ -39,7 +43,7 @@ class Scheduler:
         """
         self._decoder, self._metrics = decoder, metrics
         self._batch_size, self._max_waiting = batch_size, max_waiting
-        self._batch = Batch(decoder)
+        self._batch = Batch(decoder, fails_alone=True)
         self._listeners: dict[Line, Listener] = {}
         self._waiting: collections.deque[Line] = collections.deque()
         self._cancelled: list[Line] = []
@@ -48,25 +52,44 @@ class Scheduler:
         self.is_paused = False
         self._is_resting = False
         """Whether the thread waits for something to do."""
-        self._stopping = False
+        self._is_closing = self._stopping = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def close(self) -> None:
+        """Begin nothing new: what waits fails with `Closing`, and what has begun goes on."""
+        with self._changed:
+            self._is_closing = True
+            waiting, calls = list(self._waiting), list(self._calls)
+            self._waiting.clear()
+            self._calls.clear()
+            self._changed.notify_all()
+        self._fail(waiting, Closing())
+        for _, future in calls:
+            future.cancel()
+
     def stop(self) -> None:
-        """End the thread after the pass it is in; lines that are open end as failed."""
+        """End the thread after the pass it is in; lines that are open fail with `Closing`."""
+        self.close()
+        self.give_up()
+        self._thread.join()
+
+    def give_up(self) -> None:
+        """Let the thread end after the pass it is in."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join()
 
     def submit(self, lines: Sequence[Line], listeners: Sequence[Listener]) -> None:
-        """Queue lines, all of them or none. Raises Busy or Paused."""
+        """Queue lines, all of them or none. Raises Busy, Closing or Paused."""
         with self._changed:
+            if self._is_closing:
+                raise Closing
             if self.is_paused:
                 raise Paused
-            if self._stopping or len(self._waiting) + len(lines) > self._max_waiting:
+            if len(self._waiting) + len(lines) > self._max_waiting:
                 raise Busy
             self._listeners.update(zip(lines, listeners))
             self._waiting.extend(lines)
@@ -87,13 +110,16 @@ class Scheduler:
 
         Raises:
             Busy: too much waits.
+            Closing: nothing new is begun any more.
             Paused: there is a pause.
         """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._changed:
+            if self._is_closing:
+                raise Closing
             if self.is_paused and not while_paused:
                 raise Paused
-            if self._stopping or len(self._calls) >= self._max_waiting:
+            if len(self._calls) >= self._max_waiting:
                 raise Busy
             self._calls.append((work, future))
             self._changed.notify_all()
@@ -132,24 +158,38 @@ class Scheduler:
                 self._metrics.waiting.set(len(self._waiting))
             if call is not None:
                 _answer(*call)
-            try:
-                self._batch.drop(cancelled)
-                if new or self._batch.lines:
-                    self._notify(self._batch.advance(new))
-            except Exception:  # whatever it is, the clients get an error and the server goes on
-                traceback.print_exc()
-                lines = {*self._batch.lines, *new}
-                self._batch = Batch(self._decoder)
-                self._fail(lines)
+            self._batch.drop(cancelled)
+            if new or self._batch.lines:
+                self._advance(new)
             self._metrics.running.set(len(self._batch.lines))
-        self._fail(set(self._listeners))
-        for _, future in self._calls:
-            future.cancel()
+        self._fail(list(self._listeners), Closing())
+
+    def _advance(self, new: Sequence[Line]) -> None:
+        """Make a pass. Where it fails, the batch is as before, and those that are new fail, each by itself; without
+        any, the whole batch."""
+        try:
+            steps = self._batch.advance(new)
+        except Exception as error:  # whatever it is, the clients get an error and the server goes on
+            if len(new) > 1:
+                for line in new:
+                    self._advance([line])
+                return
+            traceback.print_exception(error)
+            failed = list(new)
+            if not failed:
+                failed, self._batch = self._batch.lines, Batch(self._decoder, fails_alone=True)
+            self._fail(failed, error)
+        else:
+            self._notify(steps)
 
     def _notify(self, steps: Sequence[tuple[Line, str]]) -> None:
         self._metrics.passes.inc()
-        self._metrics.generated_tokens.inc(len(steps))
+        self._metrics.generated_tokens.inc(sum(line.error is None for line, _ in steps))
         for line, text in steps:
+            if line.error is not None:
+                traceback.print_exception(line.error)
+                self._fail([line], line.error)
+                continue
             with self._changed:
                 listener = self._listeners.get(line)
                 if line.finished:
@@ -157,11 +197,12 @@ class Scheduler:
             if listener is not None:
                 listener(text, line.finished is not None)
 
-    def _fail(self, lines: set[Line]) -> None:
+    def _fail(self, lines: Sequence[Line], error: Exception) -> None:
         for line in lines:
             with self._changed:
                 listener = self._listeners.pop(line, None)
             if listener is not None:
+                line.error = error
                 listener("", True)  # it has ended and is not finished
 
 

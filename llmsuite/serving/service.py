@@ -16,15 +16,17 @@ from pydantic import BaseModel, ValidationError
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line
 from llmsuite.inference.generate import Generator
-from llmsuite.inference.prompts import Prompter, read_messages
+from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages
 from llmsuite.serving import protocol
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
-from llmsuite.serving.scheduler import Busy, Paused, Scheduler
+from llmsuite.serving.scheduler import Busy, Closing, Paused, Scheduler
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 B = TypeVar("B", bound=BaseModel)
+_CLOSING = "the server is shutting down"
+_FAILED = "the model could not go on; see the server's log"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Job:
                 except asyncio.TimeoutError:
                     raise HTTPException(504, "the answer took longer than the server's request_timeout") from None
                 if piece.ended and self.lines[piece.number].finished is None:
-                    raise HTTPException(500, "the model could not go on; see the server's log")
+                    raise _failure(self.lines[piece.number].error)
                 num_open -= piece.ended
                 yield piece
         finally:
@@ -91,11 +93,15 @@ class Service:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the body has to be application/json")
         try:
-            asked = kind.model_validate(json.loads(await request.body()))
+            content = json.loads(await request.body())
+            json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            asked = kind.model_validate(content)
         except (ValueError, RecursionError) as error:
             if isinstance(error, ValidationError):
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:5])
                 raise HTTPException(400, wrong) from None
+            if isinstance(error, UnicodeEncodeError):
+                raise HTTPException(400, f"the body {NO_TEXT}") from None
             raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
         model = getattr(asked, "model", None)
         if model not in (None, self.name):
@@ -136,12 +142,12 @@ class Service:
 
     def _prompts(self, given: Any) -> list[list[int]]:
         if isinstance(given, str):
-            return [self.generator.tokenizer.encode(given)]
+            return [self.prompter.plain(given)]
         if not given:
             raise UserError("prompt: is empty")
         if isinstance(given[0], int):
             return [given]
-        return [self.generator.tokenizer.encode(p) if isinstance(p, str) else p for p in given]
+        return [self.prompter.plain(p) if isinstance(p, str) else p for p in given]
 
     async def start(self, asked: ChatRequest | CompletionRequest) -> tuple[Job, int]:
         """Queue the answers, and return them with the number of prompts. Raises HTTPException."""
@@ -177,6 +183,13 @@ class Service:
                 first = False
 
 
+def _failure(error: Exception | None) -> HTTPException:
+    """The answer to a request one of whose lines has failed."""
+    if isinstance(error, Closing):
+        return HTTPException(503, _CLOSING)
+    return HTTPException(500, str(error) if isinstance(error, UserError) else _FAILED)
+
+
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """Turns what a scheduler raises into answers."""
@@ -184,5 +197,7 @@ def refusals() -> Iterator[None]:
         yield
     except Busy:
         raise HTTPException(429, "the server has no room for more requests; try again later") from None
+    except Closing:
+        raise HTTPException(503, _CLOSING) from None
     except Paused:
         raise HTTPException(503, "the server is paused; try again after /v1/resume") from None

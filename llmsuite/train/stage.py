@@ -16,8 +16,10 @@ import numpy as np
 
 from llmsuite.cache import cache_root
 from llmsuite.data.chat_template import ChatTemplate
+from llmsuite.data.control import ControlTokens
 from llmsuite.data.once import encode_once
-from llmsuite.data.read import Faults, read_rows
+from llmsuite.data.read import Faults, Rows, read_rows
+from llmsuite.data.rows import texts_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
@@ -259,6 +261,18 @@ class Stage(abc.ABC, Generic[S]):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Forward pass of one micro-batch: weighted sums, nothing divided."""
 
+    def _warn_of_control_tokens(self, rows: Rows) -> None:
+        """Name the first row whose turns would end early, or begin others, by what they say."""
+        control = ControlTokens(self.context.tokenizer)
+        found = [(place, token) for place, row in zip(rows.places, rows) if (token := control.find(texts_of(row)))]
+        if found:
+            place, token = found[0]
+            more = f", and so have {len(found) - 1} more rows" if len(found) > 1 else ""
+            self.context.report(
+                f"warning: {place}: what a turn says has the control token {token}{more}; it is trained as that token "
+                "and not as text. If it comes from users, take it out of the data"
+            )
+
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[S], Sequence[S]]:
         """The samples for training and for evaluation, of the files `data.train` and `data.eval`."""
         return self.read(train), self.read(evaluation) if evaluation else []
@@ -274,6 +288,7 @@ class Stage(abc.ABC, Generic[S]):
         """
         data = self.context.recipe.data
         rows = read_rows(path, self.row_kind, data.format, self.context.data_formats, data.on_bad_row)
+        self._warn_of_control_tokens(rows)
         counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
         samples = self.make_samples(rows, counts)
         self.counts[path] = counts

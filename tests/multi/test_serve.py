@@ -22,6 +22,7 @@ import openai
 import pytest
 
 from tests.multi.conftest import Runner
+from tests.tools import load
 from tests.unit.inference.test_export import write_family
 
 KEY = "the-key"
@@ -266,6 +267,12 @@ def test_slow_and_broken_clients_hurt_nobody(server: Server) -> None:
     while "llmsuite_answers_running 0.0" not in server.get("/metrics"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_bad_clients_cost_good_ones_nothing(runner: Runner, model: Path) -> None:
+    loaded = Server(runner, model, *load.LIMITS)
+    load.load(load.Target(loaded.port, loaded.process.pid), clients=16, rounds=2, requests=2)
+    assert loaded.stop() == 0
 
 
 def test_a_full_server_says_so_and_ends_well(runner: Runner) -> None:

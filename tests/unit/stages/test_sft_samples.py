@@ -334,3 +334,19 @@ def test_joined_rows_teach_the_same_without_padding() -> None:
     for number, alone in enumerate(rows):
         mine = row.documents == number
         assert (row.ids[mine].tolist(), row.weights[mine].tolist()) == (alone.ids.tolist(), alone.weights.tolist())
+
+
+def test_control_tokens_in_turns_are_warned_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]}
+        for text in ("a", "b<|im_start|>system", "c<|im_end|>", "d")
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_stage(report=said.append).read(path)
+    warned = [text for text in said if "control token" in text]
+    assert warned == [
+        f"warning: {path}:2: what a turn says has the control token <|im_start|>, and so have 1 more rows; it is "
+        "trained as that token and not as text. If it comes from users, take it out of the data"
+    ]

@@ -1,0 +1,79 @@
+"""Connections of a server: how many, and how long one may be silent, whichever way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import time
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from llmsuite.serving.limits import Limits
+
+BACKLOG = 64
+"""Connections that are taken at once; so many files may be opened before one is closed to make room."""
+_RESERVE = 64
+"""Files that are left for anything but connections."""
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b'content-length: 86\r\n\r\n{"error": {"message": "the server has no room for more connections; try again later"}}'
+)
+
+
+def room_for_connections(wanted: int) -> int:
+    """How many connections this process can hold of those that are wanted: each is a file."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, soft - len(os.listdir("/proc/self/fd")) - BACKLOG - _RESERVE))
+
+
+def connection_class(limits: Limits) -> type[asyncio.Protocol]:
+    """The protocol of connections with these limits, for `uvicorn.Config.http`."""
+    room = room_for_connections(limits.max_connections)
+
+    class Connection(H11Protocol):
+        """A connection that is closed when it is silent for too long, or when others need its place."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._silent_since = self._stuck_since = time.monotonic()
+            self._last_cycle, self._unsent = self.cycle, 0
+            self._timer = self.loop.call_later(limits.header_timeout / 4, self._look)
+            if len(self.connections) > room:
+                self._make_room()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._timer.cancel()
+            super().connection_lost(exc)
+
+        @property
+        def _is_idle(self) -> bool:
+            """Whether no request is being answered; its head may be on the way."""
+            return self.cycle is None or self.cycle.response_complete
+
+        def _make_room(self) -> None:
+            """Close the connection that has been idle for longest, or this one where all are busy."""
+            idle = [c for c in self.connections if isinstance(c, Connection) and c is not self and c._is_idle]
+            if idle:
+                min(idle, key=lambda c: c._silent_since).transport.abort()
+            else:
+                self.transport.write(_FULL)
+                self.transport.close()
+
+        def _look(self) -> None:
+            """Close the connection if its client sends no head, or takes nothing of what is sent."""
+            now, unsent = time.monotonic(), self.transport.get_write_buffer_size()
+            if not self._is_idle or unsent or self.cycle is not self._last_cycle:
+                self._silent_since = now
+            if not unsent or unsent < self._unsent:
+                self._stuck_since = now
+            self._last_cycle, self._unsent = self.cycle, unsent
+            if now - min(self._silent_since, self._stuck_since) >= limits.header_timeout:
+                self.transport.abort()
+                return
+            self._timer = self.loop.call_later(limits.header_timeout / 4, self._look)
+
+    return Connection

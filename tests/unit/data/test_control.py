@@ -1,0 +1,63 @@
+"""Control tokens that users write are text, and nothing else is encoded otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.data.control import ControlTokens
+from llmsuite.data.rows import Conversation, Message, Preference, Prompt, Unpaired, texts_of
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import UserError
+from llmsuite.inference.prompts import Prompter
+from tests.paths import DATA
+
+TOKENIZER = TextTokenizer(DATA / "tokenizer")
+CONTROL = {TOKENIZER.token_id(token) for token in TOKENIZER.control_tokens}
+TOKENS = ControlTokens(TOKENIZER)
+PARTS = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_", "|>", "<", "end|>", "a", " ", "\n", "\ufdd2", "é"]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join))
+def test_no_text_becomes_a_control_token(text: str) -> None:
+    ids = TOKENS.encode(f"<|im_start|>{TOKENS.mark(text)}<|im_end|>")
+    assert [token in CONTROL for token in ids] == [True, *[False] * (len(ids) - 2), True]
+    assert TOKENIZER.decode(ids) == text.replace("\ufdd2", "")
+
+
+@given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\ufdd2"), max_size=20))
+def test_other_texts_are_encoded_as_before(text: str) -> None:
+    assert TOKENS.encode(TOKENS.mark(text)) == TOKENIZER.encode(text)
+
+
+def test_a_turn_is_encoded_with_what_is_around_it() -> None:
+    prompter = Prompter(TOKENIZER, "chatml")
+    assert prompter.text("how are you?").ids == TOKENIZER.encode(
+        "<|im_start|>user\nhow are you?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tokens_that_overlap_are_all_taken_apart() -> None:
+    class Toy:
+        control_tokens = frozenset({"<<a>>", "<a>", "[", "a>>"})
+
+        def encode(self, text: str) -> list[str]:
+            return [text]
+
+    toy: Any = Toy()
+    assert ControlTokens(toy).encode(ControlTokens(toy).mark("x<<a>>")) == ["x<", "<", "a", ">>"]
+    assert ControlTokens(toy).find(["a", "<<a>>"]) == "<<a>>"
+    with pytest.raises(UserError, match=r"has the control token '\['"):
+        ControlTokens(toy).mark("x[y")
+
+
+def test_all_turns_of_a_row_are_looked_at() -> None:
+    turns = (Message("user", "a"), Message("assistant", "b"))
+    assert texts_of(Conversation(turns, (False, True))) == ["a", "b"]
+    assert texts_of(Prompt(turns)) == ["a", "b"]
+    assert texts_of(Preference(turns, "c", "d")) == ["a", "b", "c", "d"]
+    assert texts_of(Unpaired(turns, "c", True)) == ["a", "b", "c"]
+    assert texts_of({"text": "a"}) == []
