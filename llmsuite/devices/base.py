@@ -49,9 +49,11 @@ class DeviceBackend(abc.ABC):
 
     kernel_module: ClassVar[str] = "llmsuite.devices.ops"
     """The module with the functions that `kernels` names."""
-    fuses_alike_only: ClassVar[bool] = False
-    """Whether its kernels take the distributed tensors of an operation only where all have the same placements, and
-    none in a static program; plain operations do the rest."""
+    on_parts_only: ClassVar[frozenset[str]] = frozenset({"rms_norm"})
+    """Operations whose kernels take no distributed tensors but each rank's part (`llmsuite.devices.local_parts`): in a
+    static program of such tensors plain operations do them."""
+    document_mask_bytes: ClassVar[int] = 4
+    """Size of what fused attention keeps of a token to know its document."""
     kernels_in_programs: ClassVar[bool] = True
     """Whether Paddle Inference has its kernels too; it has none that are built here."""
 

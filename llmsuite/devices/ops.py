@@ -15,6 +15,7 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 
+from llmsuite.devices.local_parts import are_alike, is_split, on_parts, on_rows
 from llmsuite.typing import Tensor
 
 
@@ -173,13 +174,22 @@ def describe_ops(ops: Ops) -> Iterator[tuple[str, bool, str]]:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Flash attention, causal by itself. A single query sees every key, so it needs no causality.
 
-    A mask is in the form of `document_ends`; tiles between documents are skipped (FlashMask, arXiv 2410.01359).
+    A mask is in the form of `document_ends`; tiles between documents are skipped (FlashMask, arXiv 2410.01359). Each
+    rank has its own heads, as in `llmsuite.devices.local_parts`; in a program Paddle's rule splits them.
     """
+    if is_split(q) and are_alike([q, k, v]):
+        mask = _local_mask(mask)
+        return on_parts(lambda q, k, v: flash_attention(q, k, v, mask), q, k, v)
     if mask is not None:
         assert mask.dtype == paddle.int32, "flash attention is given its causality as a flag"
         return F.flashmask_attention(q, k, v, mask, causal=True)
     output, _ = F.flash_attention.flash_attention(q, k, v, causal=q.shape[1] > 1)
     return output
+
+
+def _local_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask that every rank has whole: `recompute` (Paddle 3.3.1) makes it a distributed one."""
+    return mask._local_value() if mask is not None and mask.is_dist() else mask
 
 
 def document_ends(document_starts: Tensor, dtype: Any) -> Tensor:
@@ -223,8 +233,12 @@ def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in one kernel."""
-    return F.rms_norm(x, [x.shape[-1]], weight, eps)[0]
+    """`rms_norm` in one kernel, for which Paddle has no rule: `llmsuite.devices.local_parts`."""
+    if not x.is_dist():
+        return F.rms_norm(x, [x.shape[-1]], weight, eps)[0]
+    if not is_split(x):
+        return rms_norm(x, weight, eps)
+    return on_rows(lambda rows, gain: F.rms_norm(rows, [rows.shape[-1]], gain, eps)[0], x, weight)
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -52,9 +52,8 @@ class ActivationSettings:
     """Operations of `devices.ops.Ops` that run as one kernel inside the decoder layers."""
     fused_outside: frozenset[str] = frozenset()
     """Operations that run as one kernel before the first and after the last decoder layer."""
-    fuses_alike_only: bool = False
-    """Whether kernels take distributed tensors only when all operands have the same placements: the weight of a norm
-    is replicated, sharded sequences and heads are not."""
+    document_mask_bytes: int = 4
+    """What fused attention keeps of a token to know its document."""
     is_frozen: bool = False
     """Whether the model itself is not trained."""
     adapter_rank: int | None = None
@@ -131,7 +130,7 @@ def _norm(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSetting
     tokens = batch.tokens / (settings.tp if settings.sequence_parallel else 1)
     if kind == "layer":
         return tokens * (2 * 4 + (hidden * settings.num_bytes if settings.is_frozen else 0))  # a gain is outside then
-    if "rms_norm" in settings.fused and not (settings.fuses_alike_only and settings.sequence_parallel):
+    if "rms_norm" in settings.fused:
         return tokens * 4
     wide = 4 * hidden if settings.num_bytes < 4 else 0
     return tokens * (hidden * settings.num_bytes + wide + 4)
@@ -139,7 +138,7 @@ def _norm(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSetting
 
 def _normed_heads(size: float, heads: float, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes the norm of queries or keys keeps: its output, scaled and unscaled."""
-    if "rms_norm" in settings.fused and not (settings.fuses_alike_only and settings.tp > 1):
+    if "rms_norm" in settings.fused:
         return batch.tokens * (size * settings.num_bytes + heads * 4)
     return batch.tokens * (2 * size * settings.num_bytes + heads * 4 + (4 * size if settings.num_bytes < 4 else 0))
 
@@ -300,7 +299,7 @@ def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: Activatio
         kept += 4 * batch.tokens  # which tokens are real, for gates
     if batch.documents and is_fused(anatomy.layers[0], outside):  # the bounds of each token's document
         extended = batch.tokens + batch.rows * settings.prefix
-        kept += extended * (3 * INDEX_BYTES if settings.fuses_alike_only else 4)
+        kept += extended * settings.document_mask_bytes
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
     size = attention.rope if isinstance(attention, Latent) else attention.head_size

@@ -38,7 +38,8 @@ class CpuBackend(DeviceBackend):
     install = "pip install 'llmsuite[cpu]'"
     forks = True
     kernel_module = "llmsuite.devices.cpu.kernels.ops"
-    fuses_alike_only = True
+    on_parts_only = frozenset(_KERNELS)
+    document_mask_bytes = 3 * 8
     kernels_in_programs = False
     sends_beside_passes = False
 

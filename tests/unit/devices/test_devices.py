@@ -12,6 +12,7 @@ from typing import Any
 
 import paddle
 import pytest
+from paddle.base.core import get_phi_spmd_rule
 
 from llmsuite.builtin import llmsuite_register_devices
 from llmsuite.devices import ops
@@ -77,6 +78,28 @@ KERNELS = {
 )
 def test_which_operations_are_fused(name: str, precision: str, fused: dict[str, Any]) -> None:
     assert BACKENDS[name].ops(precision) == Ops(**fused)
+
+
+RULES = {
+    "attention": "flash_attention",
+    "rotary": "fused_rotary_position_embedding",
+    "swiglu": "swiglu",
+    "rms_norm": "rms_norm",
+}
+"""Paddle's operation in a kernel of GPUs and XPUs, by the name that Paddle looks up how to split it."""
+
+
+@pytest.mark.parametrize("name", ["gpu", "xpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_paddle_splits_what_does_not_run_on_parts(name: str, precision: str) -> None:
+    """Of an operation without a rule, every rank would get the whole input and make the whole output."""
+    for operation in BACKENDS[name].fused(precision):
+        try:
+            get_phi_spmd_rule(RULES[operation])
+            has_rule = True
+        except RuntimeError:
+            has_rule = False
+        assert has_rule == (operation not in BACKENDS[name].on_parts_only), operation
 
 
 def test_a_cpu_without_a_compiler_has_the_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ are not float32, and distributed tensors inside a static program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
-from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.devices import ops
 from llmsuite.devices.cpu.kernels.source import build_kernels
+from llmsuite.devices.local_parts import are_alike, is_split, on_parts, on_rows
 from llmsuite.typing import Tensor
 
 
@@ -41,41 +41,38 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     is added to the scores, as in generation."""
     if mask is not None and mask.dtype != paddle.int64:
         return ops.attention(q, k, v, mask)
-    parts = _parts(q, k, v)
-    if parts is None or not parts.are_alike:
+    if not _takes(q, k, v):
         plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.span_mask(mask, q.dtype)
         return ops.attention(q, k, v, plain)
-    return parts.whole(_run("attention", *parts.local, None if mask is None else _local(mask))[0])
+    return _on_parts(lambda *local: _run("attention", *local, None if mask is None else _local(mask))[0], q, k, v)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`ops.rms_norm` in one pass."""
-    parts = _parts(x, weight)
-    if parts is None or not parts.are_alike:  # under sequence parallel the gradient of the weight is partial
+    if not _takes(x) or x.is_dist() != weight.is_dist():
         return ops.rms_norm(x, weight, eps)
-    return parts.whole(_run("rms_norm", *parts.local, eps)[0])
+    if not x.is_dist():
+        return _run("rms_norm", x, weight, eps)[0]
+    return on_rows(lambda rows, gain: _run("rms_norm", rows, gain, eps)[0], x, weight)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`ops.rotary` in one pass."""
-    parts = _parts(x)
-    if parts is None:
+    if not _takes(x):
         return ops.rotary(x, cos, sin)
-    return parts.whole(_run("rotary", *parts.local, _local(cos), _local(sin))[0])
+    return _on_parts(lambda local: _run("rotary", local, _local(cos), _local(sin))[0], x)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`ops.swiglu` in one pass."""
-    parts = _parts(gate, up)
-    if parts is None or not parts.are_alike:
+    if not _takes(gate, up):
         return ops.swiglu(gate, up)
-    return parts.whole(_run("swiglu", *parts.local)[0])
+    return _on_parts(lambda *local: _run("swiglu", *local)[0], gate, up)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """`ops.cross_entropy` of logits that nothing else needs: their gradient takes their memory."""
-    parts = _parts(logits)
-    if parts is None or logits.is_dist():
+    if not _takes(logits) or logits.is_dist():
         return ops.cross_entropy(logits, targets)
     return _run("cross_entropy", logits, targets)[0]
 
@@ -95,30 +92,15 @@ def next_logits(
     return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *kind)[0]
 
 
-class _Parts:
-    """The local parts of some tensors."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]):
-        self._mesh, self._placements = None, None
-        self.are_alike = True
-        self.local = list(tensors)
-        if tensors[0].is_dist():
-            self._mesh, self._placements = tensors[0].process_mesh, tensors[0].placements
-            self.are_alike = all(t.is_dist() and t.placements == self._placements for t in tensors)
-            if self.are_alike:
-                self.local = [dtensor_to_local(t, self._mesh, self._placements) for t in tensors]
-
-    def whole(self, local: Tensor) -> Tensor:
-        return local if self._mesh is None else dtensor_from_local(local, self._mesh, self._placements)
-
-
-def _parts(*tensors: Tensor) -> _Parts | None:
-    """None when the kernels cannot take them."""
+def _takes(*tensors: Tensor) -> bool:
+    """Whether the kernels can take them."""
     if any(t.dtype != paddle.float32 or 0 in t.shape for t in tensors):
-        return None
-    if tensors[0].is_dist() and (not paddle.in_dynamic_mode() or tensors[0].placements[0].is_partial()):
-        return None
-    return _Parts(tensors)
+        return False
+    return not tensors[0].is_dist() or (is_split(tensors[0]) and are_alike(tensors))
+
+
+def _on_parts(kernel: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    return on_parts(kernel, *tensors) if tensors[0].is_dist() else kernel(*tensors)
 
 
 def _local(tensor: Tensor) -> Tensor:
