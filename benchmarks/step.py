@@ -11,7 +11,8 @@ rows to batches, forward, backward, clipping, AdamW, metrics. All have two threa
 the same order, no gradient checkpointing and no packing. After an untimed first step they take turns for
 `--rounds` rounds while the others wait. Reported are the median over the rounds of the ratio of times, and the ratio of
 the peaks of resident memory since the process started. The losses are compared too: with the same weights, rows
-and optimizer they must agree, or the benchmark fails.
+and optimizer they must agree, or the benchmark fails. A step of GRPO draws completions, and no two engines draw the
+same: their lengths are told in place of a difference of losses.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Measured:
     cpu_seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     """Loss of each step, the untimed first one included."""
+    lengths: list[float] = dataclasses.field(default_factory=list)
+    """Mean number of tokens of its completions, where a step draws some."""
     start_bytes: int = 0
     """Peak of memory before the first step."""
     peak_bytes: int = 0
@@ -86,6 +89,7 @@ class Engine:
         result = self._answer()
         assert len(result["losses"]) == steps, f"{self.name} reported {len(result['losses'])} losses for {steps} steps"
         self.measured.losses += result["losses"]
+        self.measured.lengths += result["lengths"]
         self.measured.peak_bytes = int(result["peak_bytes"])
         return result
 
@@ -142,7 +146,8 @@ def measure(task: Task, arguments: argparse.Namespace, place: Path) -> dict[str,
     """Time and memory of each engine, by its name."""
     # one more than is run: a trainer exits after its last step without reporting it
     steps = 2 + arguments.rounds * arguments.steps
-    prepared = prepare(task, place, arguments.model.resolve(), arguments.data.resolve(), steps, arguments.threads)
+    model = arguments.digits if task.name == "grpo-digits" else arguments.model
+    prepared = prepare(task, place, model.resolve(), arguments.data.resolve(), steps, arguments.threads)
     # exit through the code that stops workers and removes files; set here, as importing Paddle sets a handler too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = [OURS, *(peer for peer in task.peers if arguments.peers is None or peer in arguments.peers)]
@@ -172,14 +177,14 @@ def _say(text: str) -> None:
 
 def loss_difference(task: Task, ours: Measured, theirs: Measured) -> float:
     """Largest difference of a step's losses. For LoRA the first step only: each engine draws its own adapters."""
-    count = 1 if task.name == "lora" else len(ours.losses)
+    count = 1 if task.has_adapter else len(ours.losses)
     return max(abs(a - b) for a, b in zip(ours.losses[:count], theirs.losses[:count]))
 
 
 def check_losses(found: Mapping[str, Mapping[str, Measured]]) -> None:
     """Raises SystemExit when the losses of an engine differ from ours."""
     for name, engines in found.items():
-        for peer, theirs in engines.items():
+        for peer, theirs in engines.items() if not TASKS[name].draws else ():
             ours = engines[OURS]
             if (difference := loss_difference(TASKS[name], ours, theirs)) > TOLERANCE:
                 raise SystemExit(
@@ -203,7 +208,12 @@ def table(found: Mapping[str, Mapping[str, Measured]]) -> list[str]:
             memory = f"**{ours.peak_bytes / theirs.peak_bytes:.2f}**"
             seconds = f"{statistics.median(ours.seconds):.2f}, {statistics.median(theirs.seconds):.2f}"
             size = f"{ours.peak_bytes / 1e9:.2f}, {theirs.peak_bytes / 1e9:.2f}"
-            difference = f"{loss_difference(TASKS[name], ours, theirs):.1e}"
+            if TASKS[name].draws:
+                difference = (
+                    f"drawn: {statistics.mean(ours.lengths):.1f} and {statistics.mean(theirs.lengths):.1f} tokens"
+                )
+            else:
+                difference = f"{loss_difference(TASKS[name], ours, theirs):.1e}"
             cells = [TASKS[name].title, peer, speed, memory, seconds, size, difference]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -223,6 +233,7 @@ def conditions(arguments: argparse.Namespace, peers: Sequence[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2-135m-instruct", help="HF layout")
+    parser.add_argument("--digits", type=Path, help="weights for the task grpo-digits: the run digits-rl-start, merged")
     data = os.environ.get("LLMSUITE_TEST_DATA", str(ROOT.parent / "shared" / "data"))
     parser.add_argument("--data", type=Path, default=Path(data), help="default: $LLMSUITE_TEST_DATA")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
@@ -233,6 +244,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all that was measured")
     parser.add_argument("--write", action="store_true", help="write the table into docs/notes/results.md")
     arguments = parser.parse_args()
+    if arguments.digits is None:
+        if arguments.tasks != list(TASKS) and "grpo-digits" in arguments.tasks:
+            parser.error("the task grpo-digits needs --digits")
+        arguments.tasks = [name for name in arguments.tasks if name != "grpo-digits"]
     found: dict[str, dict[str, Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="llmsuite-step-") as place:
         for name in arguments.tasks:

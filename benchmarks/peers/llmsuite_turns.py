@@ -20,4 +20,6 @@ def llmsuite_run_start() -> None:
 @llmsuite.hookimpl
 def llmsuite_step_end(metrics: Mapping[str, float]) -> None:
     _TURNS.losses.append(metrics["loss"])
+    if "completions/length" in metrics:
+        _TURNS.lengths.append(metrics["completions/length"])
     _TURNS.wait()

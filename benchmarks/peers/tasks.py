@@ -20,11 +20,11 @@ RANDOM_MODEL = {
     "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "torch_dtype": "float32",
 }  # fmt: skip
-ROWS = {"sft": "alpaca_en_demo.json", "lora": "alpaca_en_demo.json", "dpo": "dpo_en_demo.json"}
-"""Files of LLaMA-Factory's `data/`."""
+ROOT = Path(__file__).resolve().parents[2]
+REWARD = Path(__file__).with_name("reward.py")
 ENVIRONMENTS = {
-    "transformers": "torch", "trl": "torch", "trl-precomputed": "torch", "paddlenlp": "paddlenlp",
-    "paddlenlp-as-is": "paddlenlp",
+    "transformers": "torch", "trl": "torch", "trl-as-is": "torch", "trl-precomputed": "torch",
+    "paddlenlp": "paddlenlp", "paddlenlp-as-is": "paddlenlp",
 }  # fmt: skip
 """Peers, and the virtual environment each runs in (`venvs.py`)."""
 
@@ -35,19 +35,39 @@ class Task:
 
     name: str
     title: str
+    stage: str
     batch: int
-    """Rows, or pairs, of a step."""
+    """Rows, pairs or prompts of a step."""
     learning_rate: float
     peers: tuple[str, ...]
+    rows: str = ""
+    """File of LLaMA-Factory's `data/`, or an absolute path."""
+    has_adapter: bool = False
+    group: int = 0
+    """Completions of a prompt, where a step draws some."""
+    drawn: int = 0
+    """Their tokens, at most."""
+    length: int = LENGTH
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step learns from what the model writes: no two engines write the same."""
+        return self.stage == "grpo"
 
 
+ALPACA, PAIRS = INSTRUCTIONS_AND_PAIRS = ("alpaca_en_demo.json", "dpo_en_demo.json")
+TRL = ("trl", "trl-as-is")
+DIGITS = str(ROOT / "data" / "digits" / "sft" / "train.jsonl")
 TASKS = {
     task.name: task
     for task in (
-        Task("pretrain", "pretraining", 4, 1e-4, ("transformers", "paddlenlp", "paddlenlp-as-is")),
-        Task("sft", "SFT", 4, 1e-5, ("trl", "paddlenlp")),
-        Task("lora", "LoRA", 4, 1e-4, ("trl", "paddlenlp")),
-        Task("dpo", "DPO", 2, 1e-5, ("trl", "trl-precomputed", "paddlenlp")),
+        Task("pretrain", "pretraining", "pretrain", 4, 1e-4, ("transformers", "paddlenlp", "paddlenlp-as-is")),
+        Task("sft", "SFT", "sft", 4, 1e-5, ("trl", "paddlenlp"), ALPACA),
+        Task("lora", "LoRA", "lora", 4, 1e-4, ("trl", "paddlenlp"), ALPACA, has_adapter=True),
+        Task("dpo", "DPO", "dpo", 2, 1e-5, ("trl", "trl-precomputed", "paddlenlp"), PAIRS),
+        Task("grpo", "GRPO", "grpo", 4, 1e-6, TRL, ALPACA, group=4, drawn=64),
+        Task("grpo-lora", "GRPO, LoRA", "grpo", 4, 1e-5, TRL, ALPACA, True, group=4, drawn=64),
+        Task("grpo-digits", "GRPO, digits", "grpo", 64, 2e-4, TRL, DIGITS, group=8, drawn=12, length=128),
     )
 }
 
@@ -77,26 +97,27 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
     from llmsuite.plugins.manager import load_plugins
 
     place.mkdir()
-    train = data / ROWS.get(task.name, "")
-    if task.name == "pretrain":
+    train = data / task.rows
+    if task.stage == "pretrain":
         model = place / "model"
         _write_random_model(model)
         train = _write_random_corpus(place, steps * task.batch)
     elif not train.is_file():
         raise SystemExit(
-            f"{train}: is not there; --data is a directory with {' and '.join(sorted(set(ROWS.values())))}, "
-            "as in data/ of github.com/hiyouga/LLaMA-Factory"
+            f"{train}: is not there; --data is a directory with {' and '.join(INSTRUCTIONS_AND_PAIRS)}, as in "
+            "data/ of github.com/hiyouga/LLaMA-Factory"
         )
     content = {
-        "stage": task.name,
+        "stage": task.stage,
         "model": {"family": "llama", "weights": str(model)},
-        "data": {"train": str(train), "max_length": LENGTH},
+        "data": {"train": str(train), "max_length": task.length},
         "train": {
             "max_steps": steps, "global_batch_size": task.batch, "micro_batch_size": task.batch,
             "learning_rate": task.learning_rate, "lr_schedule": "constant",
         },
-        **({"lora": LORA} if task.name == "lora" else {}),
-        **({"dpo": {"loss": "sigmoid", "beta": BETA}} if task.name == "dpo" else {}),
+        **({"lora": LORA} if task.has_adapter else {}),
+        **({"dpo": {"loss": "sigmoid", "beta": BETA}} if task.stage == "dpo" else {}),
+        **(_grpo_sections(task) if task.draws else {}),
         "device": "cpu",
         "seed": SEED,
         "output_dir": str(place / "run"),
@@ -106,13 +127,24 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
     tokenizer = TextTokenizer(model)
     rows = _write_rows(task, recipe, load_plugins(builtin, commands), place, steps * task.batch, tokenizer)
     asked = {
-        "kind": task.name, "model": str(model), "eos": tokenizer.special_tokens["eos_token"],
+        "kind": task.stage, "model": str(model), "eos": tokenizer.special_tokens["eos_token"],
         "rows": str(rows), "batch": task.batch, "steps": steps,
-        "learning_rate": task.learning_rate, "max_length": LENGTH, "beta": BETA, **LORA, "threads": threads,
+        "learning_rate": task.learning_rate, "max_length": task.length, "beta": BETA, "threads": threads,
+        **LORA, "has_adapter": task.has_adapter, "num_generations": task.group, "max_completion_length": task.drawn,
         "scratch": str(place / "peers"),
     }  # fmt: skip
     (place / "asked.json").write_text(json.dumps(asked))
     return Prepared(recipe, place / "asked.json")
+
+
+def _grpo_sections(task: Task) -> dict[str, Any]:
+    return {
+        "rollout": {
+            "num_generations": task.group, "max_completion_length": task.drawn, "batch_size": task.batch * task.group,
+        },
+        "reward": {"functions": {f"{REWARD}:of_completions": 1.0}},
+        "grpo": {"loss": "dapo"},
+    }  # fmt: skip
 
 
 def _write_rows(task: Task, recipe: Path, registry: Any, place: Path, count: int, tokenizer: Any) -> Path:
@@ -126,14 +158,16 @@ def _write_rows(task: Task, recipe: Path, registry: Any, place: Path, count: int
     samples = stage.read(plan.train_file)
     order = SampleOrder(len(samples), SEED)
     taken = [samples[order.at(position)] for position in range(count)]
-    if task.name != "pretrain":
+    if task.stage != "pretrain":
         return _save_texts(place / "rows.jsonl", [_parts(sample) for sample in taken], tokenizer)
     np.save(place / "rows.npy", np.stack(taken).astype("int64"))
     return place / "rows.npy"
 
 
 def _parts(sample: Any) -> dict[str, list[int]]:
-    """Token ids of the prompt and of the answer, or answers."""
+    """Token ids of the prompt and of the answer, or answers, if the row has any to learn from."""
+    if hasattr(sample, "columns"):
+        return {"prompt": list(sample.ids)}
     if hasattr(sample, "chosen"):
         return {"prompt": list(sample.prompt), "chosen": list(sample.chosen), "rejected": list(sample.rejected)}
     begin = int(np.flatnonzero(sample.weights)[0])

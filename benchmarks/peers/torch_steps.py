@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from reward import share
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from turns import TakeTurns
 
 
@@ -45,9 +46,10 @@ def main() -> None:
         "learning_rate": task["learning_rate"], "lr_scheduler_type": "constant", "weight_decay": 0.0,
         "max_grad_norm": 1.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "optim": "adamw_torch",
         "train_sampling_strategy": "sequential", "logging_steps": 1, "logging_nan_inf_filter": False,
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "bf16": False,
-        "gradient_checkpointing": False, "seed": 0,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 0,
     }  # fmt: skip
+    if peer != "trl-as-is":  # whose defaults both are
+        arguments |= {"bf16": False, "gradient_checkpointing": False}
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
     kind = task["kind"]
     common: dict[str, Any] = {"callbacks": [Callback()]}
@@ -67,13 +69,32 @@ def main() -> None:
         precompute = peer == "trl-precomputed"
         config = DPOConfig(**arguments, beta=task["beta"], precompute_ref_log_probs=precompute)
         DPOTrainer(model, args=config, **common).train()
+        return
+    common["peft_config"] = None
+    if task["has_adapter"]:
+        common["peft_config"] = LoraConfig(
+            r=task["rank"], lora_alpha=task["alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    if kind == "grpo":
+        GRPOTrainer(model, [of_texts], args=_grpo_config(task, arguments), **common).train()
     else:
-        lora = None
-        if kind == "lora":
-            lora = LoraConfig(
-                r=task["rank"], lora_alpha=task["alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
-            )
-        SFTTrainer(model, args=SFTConfig(**arguments), peft_config=lora, **common).train()
+        SFTTrainer(model, args=SFTConfig(**arguments), **common).train()
+
+
+def of_texts(completions: list[str], **_: Any) -> list[float]:
+    return [share(text) for text in completions]
+
+
+def _grpo_config(task: dict[str, Any], arguments: dict[str, Any]) -> GRPOConfig:
+    """The same prompts in the same order; a batch counts completions."""
+    count = task["num_generations"]
+    left_out = ("max_length", "pad_to_multiple_of", "train_sampling_strategy")
+    arguments = {name: value for name, value in arguments.items() if name not in left_out}
+    arguments |= {
+        "per_device_train_batch_size": task["batch"] * count, "num_generations": count, "shuffle_dataset": False,
+        "max_completion_length": task["max_completion_length"], "temperature": 1.0, "loss_type": "dapo", "beta": 0.0,
+    }  # fmt: skip
+    return GRPOConfig(**arguments)
 
 
 if __name__ == "__main__":

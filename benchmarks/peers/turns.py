@@ -21,6 +21,8 @@ class Turns:
     def __init__(self) -> None:
         self._left, self._since = 0, (time.perf_counter(), time.process_time())
         self.losses: list[float] = []
+        self.lengths: list[float] = []
+        """Mean number of tokens of each step's completions, in a task that draws some."""
 
     def wait(self) -> None:
         """Called between two steps, and before the first one."""
@@ -32,13 +34,14 @@ class Turns:
         line = sys.stdin.readline()
         if not line:  # nobody is there any more
             sys.exit(0)
-        self._left, self.losses, self._since = int(line), [], (time.perf_counter(), time.process_time())
+        self._left, self.losses, self.lengths = int(line), [], []
+        self._since = (time.perf_counter(), time.process_time())
 
     def _tell(self) -> None:
         clock, cpu = self._since
         result = {
             "seconds": time.perf_counter() - clock, "cpu_seconds": time.process_time() - cpu,
-            "losses": self.losses, "peak_bytes": _peak_bytes(),
+            "losses": self.losses, "lengths": self.lengths, "peak_bytes": _peak_bytes(),
         }  # fmt: skip
         print("\n" + MARK + json.dumps(result), flush=True)
 
@@ -56,6 +59,8 @@ class TakeTurns:
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
         if "loss" in logs:
             self.turns.losses.append(float(logs["loss"]))
+        if "completions/mean_length" in logs:
+            self.turns.lengths.append(float(logs["completions/mean_length"]))
 
 
 def _peak_bytes() -> int:
