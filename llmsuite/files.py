@@ -22,6 +22,8 @@ from llmsuite.errors import UserError
 from llmsuite.threads import in_threads
 
 MANIFEST = "manifest.json"
+NOT_FETCHED = "not-fetched.json"
+"""Beside a checkpoint of which a machine has fetched parts: the tensors, as `file:tensor`, in whose place are holes."""
 ELSEWHERE = "elsewhere.json"
 """Lists the files of a manifest that lie on the disks of other machines, each with its machine and rank."""
 _CHUNK = 1 << 20

@@ -135,5 +135,5 @@ def remove_unfinished(root: Path) -> None:
     for path in root.glob("step-*.old"):
         whole = path.with_name(path.name.removesuffix(".old"))
         shutil.rmtree(path) if whole.exists() else path.rename(whole)
-    for path in root.glob("step-*.tmp"):
+    for path in (*root.glob("step-*.tmp"), *root.glob("step-*.fetched")):
         shutil.rmtree(path)

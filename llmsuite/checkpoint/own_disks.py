@@ -48,6 +48,8 @@ class OwnDisk:
     """Ranks of each machine; the first of them leads."""
     leaders: Leaders | None
     """What leading ranks agree over; None on the others."""
+    group: Any = None
+    """The process group of leading ranks; None on the others."""
 
     @property
     def own_ranks(self) -> Sequence[int]:

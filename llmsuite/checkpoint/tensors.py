@@ -15,7 +15,7 @@ import numpy as np
 
 from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
 from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, Range, broken_file, read_json_file, read_manifest, sha256_of
+from llmsuite.files import MANIFEST, NOT_FETCHED, Range, broken_file, read_json_file, read_manifest, sha256_of
 
 SUFFIX = ".safetensors"
 
@@ -98,6 +98,8 @@ class TensorFiles:
             self._manifest = read_manifest(directory)
             if fault := broken_file(directory, without=SUFFIX):
                 raise UserError(f"{fault}; nothing was written")
+        holes = read_json_file(directory / NOT_FETCHED) if (directory / NOT_FETCHED).is_file() else []
+        self._holes = set[str](holes)
         index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
         if index.is_file():
             content = read_json_file(index)
@@ -143,6 +145,7 @@ class TensorFiles:
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """A tensor, or a slice of it (one slice a dim, none empty), in its stored dtype."""
         found = self.stored(name)
+        assert f"{self._file_of[name]}:{name}" not in self._holes, "a rank reads a tensor that it did not ask for"
         with self._lock:
             is_new = found.sha256 is not None and name not in self._checked
             self._checked.add(name)

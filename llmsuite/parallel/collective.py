@@ -241,11 +241,19 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
         return _all_to_all(rows, sent, received, group)
 
 
+def exchange_bytes(data: bytes, sent: Sequence[int], received: Sequence[int], group: Any) -> bytes:
+    """`all_to_all` of bytes: so many `sent` to each rank of a group, one behind the other, so many `received`."""
+    rows = paddle.to_tensor(np.frombuffer(data, "uint8").reshape(-1, 1))
+    return bytes(all_to_all(rows, sent, received, group).numpy().tobytes())
+
+
 def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
     if dist.get_backend(group) != "GLOO":
         result = paddle.empty([sum(received), rows.shape[1]], dtype=rows.dtype)
         dist.alltoall_single(result, rows, list(sent), list(received), group)
         return result
+    if group.nranks % 2:
+        return _by_gathering(rows, sent, group)
     # Gloo has none of its own, and its send waits for the receiver: in pairs, the lower rank sends first
     outgoing, incoming = rows.split(list(sent)), [paddle.empty([n, rows.shape[1]], dtype=rows.dtype) for n in received]
     incoming[group.rank] = outgoing[group.rank]
@@ -258,6 +266,17 @@ def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], grou
             else:
                 group.process_group.recv(incoming[peer] if received[peer] else nothing, peer, True).wait()
     return paddle.concat(incoming)
+
+
+def _by_gathering(rows: Tensor, sent: Sequence[int], group: Any) -> Tensor:
+    """The same where ranks cannot all be in pairs: whoever is left over would have sent and received less than the
+    others, by which Gloo matches messages. Each gets the rows of all, and takes its own."""
+    counts = all_gather(paddle.to_tensor([list(sent)], dtype="int64"), group).numpy()  # from each rank to each
+    longest = int(counts.sum(1).max())
+    padded = paddle.concat([rows, paddle.zeros([longest + 1 - rows.shape[0], rows.shape[1]], rows.dtype)])
+    everyone = all_gather(padded.unsqueeze(0), group)
+    starts = counts[:, : group.rank].sum(1)
+    return paddle.concat([everyone[of, start : start + counts[of, group.rank]] for of, start in enumerate(starts)])
 
 
 def _peers(rank: int, num_ranks: int) -> list[int]:

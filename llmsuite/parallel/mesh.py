@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,10 @@ class Mesh:
         moved = [AXES.index(axis) for axis in axes]
         size = int(np.prod([self.grid.shape[axis] for axis in moved]))
         return np.moveaxis(self.grid, moved, range(-len(moved), 0)).reshape(-1, size)
+
+    def group_of(self, ranks: Sequence[int]) -> Any:
+        """A group of these ranks, which every rank of the run makes; None on others, and of one rank."""
+        return _own_group(np.array([ranks]), self.rank)
 
     def _group(self, *axes: str) -> Any:
         """The group of ranks that differ from this one in these axes only."""

@@ -179,6 +179,21 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     _restore_slots(files, shard_plan, built, optimizer, mesh)
 
 
+def wanted_tensors(plan: RunPlan, built: BuiltModel, optimizer: Optimizer) -> Callable[[str, str], bool]:
+    """Whether `restore` reads a tensor of a checkpoint on this rank, by its file and its name there."""
+    names, config = plan.family.names(), plan.model_config
+    slots, whole = {entry.name for entry in optimizer.state()}, built.adapters is None
+    held = (shard.name for shard in (*optimizer.shards, *_fixed(built)))
+    own = {theirs for name in held for theirs in names.hf_tensors(name, config).names} if whole else set()
+
+    def wants(file: str, tensor: str) -> bool:
+        if file.startswith("optimizer"):
+            return tensor in slots
+        return tensor in own if whole and file.startswith("model") else True  # small, or of a critic
+
+    return wants
+
+
 def restore_whole(path: Path, stem: str, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, mesh: Mesh) -> None:
     """The same for a model that has its own set of files in a checkpoint, with parameters and slots."""
     shard_plan, files = plan.family.shard_plan or WHOLE, TensorFiles(path, stem)

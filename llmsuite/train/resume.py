@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
 from llmsuite.train.build import BuiltModel
-from llmsuite.train.model_state import restore
-from llmsuite.train.own_disks import find_on_disks
+from llmsuite.train.fetching import find_on_disks, place_of, reading
+from llmsuite.train.model_state import restore, wanted_tensors
 from llmsuite.train.stage import Stage
 
 # Keys that may differ between a run and its continuation: they do not change what is trained.
@@ -46,6 +47,7 @@ def resume_from(
     built: BuiltModel,
     optimizer: Optimizer,
     disk: OwnDisk | None = None,
+    others: Sequence[Callable[[Path], None]] = (),
 ) -> TrainState:
     """The newest whole checkpoint, loaded; step 0 when there never was one. Every rank calls it.
 
@@ -57,13 +59,15 @@ def resume_from(
         built: the model, which gets the saved values.
         optimizer: gets its saved state.
         disk: this machine, where machines share no output_dir.
+        others: what else is loaded from it.
 
     Raises:
         UserError: none is whole, or they are of another run.
     """
     found, path = -1, None
     if disk is not None:
-        path = find_on_disks(checkpoints, disk)
+        path = find_on_disks(checkpoints, disk, wanted_tensors(plan, built, optimizer))
+        path = None if path is None else place_of(path)
     if collective.rank() == 0:  # one rank looks and checks, so that all go on from the same
         if disk is None:
             remove_unfinished(checkpoints)
@@ -86,7 +90,10 @@ def resume_from(
         report(f"no checkpoint in {checkpoints}; starting at step 0")
         return begin
     path = checkpoints / f"step-{found}"
-    state = load_all(path, plan, registry, built, optimizer)
+    with reading(path, disk) as place:
+        state = load_all(place, plan, registry, built, optimizer)
+        for load in others:
+            load(place)
     report(f"resuming from {path}")
     return state
 

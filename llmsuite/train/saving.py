@@ -22,7 +22,6 @@ from llmsuite.progress import report
 from llmsuite.schema.recipe import CheckpointSection
 from llmsuite.specs import ModelFamily
 from llmsuite.train.model_state import WholeModel
-from llmsuite.train.own_disks import fetch_parts
 
 _TRIGGER = "save-now"
 
@@ -91,10 +90,7 @@ class Saver:
                 "train: a step has to be rolled back and there is no checkpoint yet; lower checkpoint.save_steps, or "
                 "choose skip"
             )
-        path = self.root / f"step-{self._last_saved}"
-        if self._disk is not None:
-            fetch_parts(path, self._disk)
-        return path
+        return self.root / f"step-{self._last_saved}"
 
     def requested(self) -> bool:
         """Whether somebody has put the file `save-now` into the run's directory; it is taken away."""

@@ -31,11 +31,12 @@ from llmsuite.train.cadence import Cadence
 from llmsuite.train.critic import Critic
 from llmsuite.train.data import read_data, tokenizer_to_save
 from llmsuite.train.evaluate import evaluate
+from llmsuite.train.fetching import fetch_parts, reading
 from llmsuite.train.frozen_copy import frozen_reference
 from llmsuite.train.guard import Guard
 from llmsuite.train.lora_ga import GradientStart, begin_with_gradients
 from llmsuite.train.loss_scale import LossScale, NoLossScale
-from llmsuite.train.model_state import WholeModel
+from llmsuite.train.model_state import WholeModel, wanted_tensors
 from llmsuite.train.output import Output, Silence
 from llmsuite.train.own_disks import find_own_disk, take_directory
 from llmsuite.train.passes import Passes
@@ -150,10 +151,9 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the newest whole checkpoint; from step 0 when there is none. Every rank calls it."""
         root, built = self.saver.root, self.built
-        state = resume_from(self.plan, self.state, root, self.registry, built, self.optimizer, self.disk)
+        others = [] if self.critic is None else [self.critic.restore]
+        state = resume_from(self.plan, self.state, root, self.registry, built, self.optimizer, self.disk, others)
         self.state, self.step, self.samples = state, state.step, state.samples
-        if self.critic is not None and state.step:
-            self.critic.restore(root / f"step-{state.step}")
         self.saver.resume(state.step)
         self.rules.guard.resume(state)
         self.rules.loss_scale.load(state)
@@ -295,7 +295,11 @@ class Trainer:
     def roll_back(self) -> int:
         """After a bad step: go back to the last checkpoint, and on with the samples behind the bad step. Returns how
         many steps are to be done again."""
-        kept = load_all(self.saver.last, self.plan, self.registry, self.built, self.optimizer)
+        path = self.saver.last
+        if self.disk is not None:
+            fetch_parts(path, self.disk, wanted_tensors(self.plan, self.built, self.optimizer))
+        with reading(path, self.disk) as place:
+            kept = load_all(place, self.plan, self.registry, self.built, self.optimizer)
         self.rules.guard.roll_back(kept)
         self.rules.loss_scale.load(kept)
         self.output.rolled_back(self.step, kept.step)

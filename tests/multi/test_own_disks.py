@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,18 +44,27 @@ def llmsuite_step_end(run, step, metrics):
 """
 
 
-def _both(runner: Runner, names: tuple[str, str], *more: str, **environment: str) -> list[tuple[int, str]]:
-    """Run two machines to their end; returns exit code and output of each."""
+def _both(
+    runner: Runner, names: Sequence[str], *more: str, num_devices: int = 2, **environment: str
+) -> list[tuple[int, str]]:
+    """Run machines to their end, each with so many ranks; returns exit code and output of each."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{s.getsockname()[1]}"
-    two = ("--launch.nnodes=2", "--launch.num_devices=2", f"--launch.master={master}")
+    all_of = (f"--launch.nnodes={len(names)}", f"--launch.num_devices={num_devices}", f"--launch.master={master}")
     machines: list[Process] = [
-        runner.start_fork(*runner.smoke(name, *COMMON, *two, f"--launch.node_rank={k}", *more), **environment)
+        runner.start_fork(*runner.smoke(name, *COMMON, *all_of, f"--launch.node_rank={k}", *more), **environment)
         for k, name in enumerate(names)
     ]
     outputs = [machine.communicate(timeout=300)[0] for machine in machines]
     return [(int(machine.returncode or 0), output) for machine, output in zip(machines, outputs)]
+
+
+def _fetched(output: str) -> tuple[float, float]:
+    """MB that machines have fetched, and MB that they lacked."""
+    found = re.search(r"machines fetch ([\d.]+) MB of it from each other, .* of the ([\d.]+) MB that they lack", output)
+    assert found is not None, output
+    return float(found[1]), float(found[2])
 
 
 def _files(run: Path, step: int) -> set[str]:
@@ -98,7 +109,9 @@ def test_killed_between_two_commits_it_goes_on_from_the_checkpoint_before(
     assert [code for code, _ in ends] == [0, 0], ends
     output = ends[0][1]
     assert "step-4 is passed over: no machine has config.json; rank 0 wrote it on machine 0" in output
-    assert "MB of it from each other" in output
+    fetched, lacking = _fetched(output)
+    assert fetched < 0.8 * lacking, "each machine needs its stage of the pipeline"
+    assert not list(torn.glob("same-?/checkpoints/*.fetched"))
     assert f"resuming from {runner.directory / 'same-0' / 'checkpoints' / 'step-2'}" in output
     assert learnt(runner.metrics("same-0")) == learnt(runner.metrics("whole"))
     runs = [torn / name for name in names]
@@ -145,3 +158,41 @@ def test_without_the_other_part_it_says_which(runner: Runner, torn: Path) -> Non
     assert "the machines have no whole checkpoint" in ends[0][1]
     assert "rank 2 wrote it on machine 1" in ends[0][1]
     assert _files(torn / names[0], 2) == _files(torn / "torn-0", 2)
+
+
+# three machines
+
+PIPELINE = ('--parallel={"pipeline_parallel_degree":3}', "--model.config.num_hidden_layers=3")
+
+
+def test_three_machines_go_on_from_what_each_reads(runner: Runner) -> None:
+    """One is killed between two commits, and then each fetches what it lacks of its stage of the pipeline."""
+    runner.run(*runner.smoke("one of three", *COMMON, "--launch.num_devices=3", *PIPELINE))
+    site = runner.directory / "site of three"
+    site.mkdir()
+    PluginSite(site).install("kill", KILL)
+    path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    names = [f"three-{k}" for k in range(3)]
+    runs = [runner.directory / name for name in names]
+    ends = _both(runner, names, *PIPELINE, num_devices=1, LLMSUITE_PLUGINS="kill", PYTHONPATH=path)
+    assert [code for code, _ in ends] == [1, 1, 1], ends
+    steps = [sorted(p.name for p in (run / "checkpoints").glob("step-?")) for run in runs]
+    assert steps == [["step-2"], ["step-2", "step-4"], ["step-2", "step-4"]]
+
+    # in their places, and changed: each has the stage of another one, so that it fetches its own
+    for moved, least, most in ((0, 0.0, 0.1), (1, 0.3, 0.7)):
+        names = [f"three-{moved}-{k}" for k in range(3)]
+        for k, run in enumerate(runs):
+            shutil.copytree(run, runner.directory / names[(k + moved) % 3])
+        ends = _both(runner, names, *PIPELINE, "--resume", num_devices=1)
+        assert [code for code, _ in ends] == [0, 0, 0], ends
+        assert "step-4 is passed over: no machine has config.json; rank 0 wrote it on machine 0" in ends[0][1]
+        fetched, lacking = _fetched(ends[0][1])
+        assert least * lacking <= fetched < most * lacking
+        assert not list(runner.directory.glob("three-*/checkpoints/*.fetched"))
+        assert learnt(runner.metrics(names[0]))[-4:] == learnt(runner.metrics("one of three"))[-4:]
+        whole = runner.directory / "one of three" / "checkpoints" / f"step-{STEPS}"
+        for name in names:
+            part = runner.directory / name / "checkpoints" / f"step-{STEPS}"
+            for file in _files(runner.directory / name, STEPS) - {"elsewhere.json"}:
+                assert (part / file).read_bytes() == (whole / file).read_bytes(), file

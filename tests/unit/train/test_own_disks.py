@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from llmsuite.checkpoint.own_disks import OwnDisk
+from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.errors import UserError
-from llmsuite.files import ELSEWHERE, broken_file
+from llmsuite.files import ELSEWHERE, NOT_FETCHED, broken_file
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.schema.degrees import Degrees
-from llmsuite.train import own_disks
-from llmsuite.train.own_disks import fetch_parts, find_on_disks, find_own_disk
+from llmsuite.train import fetching, own_disks
+from llmsuite.train.fetching import Wants, fetch_parts, find_on_disks, place_of, reading
+from llmsuite.train.own_disks import find_own_disk
 from tests.unit import many
 from tests.unit.checkpoint.test_own_disks import RANKS, roots_of, save_apart
 from tests.unit.checkpoint.test_train_state import names
@@ -30,13 +32,32 @@ def on_every_rank(root: Path, work: Callable[[Path, OwnDisk], Any]) -> list[Any]
 
     def enter(mesh: Mesh) -> Any:
         machine = int(mesh.rank in RANKS[1])
-        return work(roots_of(root)[machine], OwnDisk(machine, RANKS, None))
+        group = mesh.group_of([of[0] for of in RANKS])
+        return work(roots_of(root)[machine], OwnDisk(machine, RANKS, None, group))
 
-    return many.run(DEGREES, enter)
+    return many.run(DEGREES, enter, backend="NCCL")
 
 
-def fetch(root: Path, step: int) -> list[str | None]:
-    return on_every_rank(root, lambda at, disk: fetch_parts(at / f"step-{step}", disk, is_needed=False))
+def everything(file: str, tensor: str) -> bool:
+    return True
+
+
+def fetch(root: Path, step: int, wants: Wants = everything) -> list[str | None]:
+    return on_every_rank(root, lambda at, disk: fetch_parts(at / f"step-{step}", disk, wants, is_needed=False))
+
+
+def find(at: Path, disk: OwnDisk) -> Path | None:
+    return find_on_disks(at, disk, everything)
+
+
+def share(root: Path, step: int) -> None:
+    """Let both machines have all files, as after they were copied by hand."""
+    first, second = (part / f"step-{step}" for part in roots_of(root))
+    for here, there in ((first, second), (second, first)):
+        for name in names(there) - names(here):
+            shutil.copyfile(there / name, here / name)
+    for path in (first, second):
+        (path / ELSEWHERE).unlink()
 
 
 def damage(file: Path) -> None:
@@ -45,25 +66,65 @@ def damage(file: Path) -> None:
 
 
 def assert_whole(root: Path, step: int) -> None:
-    first, second = (part / f"step-{step}" for part in roots_of(root))
-    assert names(first) == names(second)
-    assert ELSEWHERE not in names(first)
+    """What the ranks of both machines read is all of it."""
+    first, second = (place_of(part / f"step-{step}") for part in roots_of(root))
     for path in (first, second):
         assert broken_file(path) is None
-    for name in names(first):
+        assert not (path / NOT_FETCHED).exists() or json.loads((path / NOT_FETCHED).read_text()) == []
+    assert names(first) - {NOT_FETCHED} == names(second) - {NOT_FETCHED}
+    for name in names(first) - {NOT_FETCHED}:
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
 def test_each_machine_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_disks, "_CHUNK", 1000)  # so that a file takes many messages
+    monkeypatch.setattr(fetching, "_CHUNK", 1000)  # so that a file takes many messages
     assert save_apart(roots_of(tmp_path), 1) == [None, None]
-    (roots_of(tmp_path)[1] / "step-1" / "state.json.part").write_text("of a machine that was killed")
+    before = [names(root / "step-1") for root in roots_of(tmp_path)]
+    (roots_of(tmp_path)[1] / "step-1.fetched").mkdir()  # of a run that was killed
     assert fetch(tmp_path, 1) == [None] * 3
-    (roots_of(tmp_path)[1] / "step-1" / "state.json.part").unlink(missing_ok=True)
     assert_whole(tmp_path, 1)
-    before = [path.stat().st_mtime_ns for path in (roots_of(tmp_path)[0] / "step-1").iterdir()]
+    assert [names(root / "step-1") for root in roots_of(tmp_path)] == before
+
+    def read(at: Path, disk: OwnDisk) -> Path:
+        with reading(at / "step-1", disk) as place:
+            assert place.name == "step-1.fetched"
+            return place
+
+    assert not any(place.exists() for place in on_every_rank(tmp_path, read)), "it is removed when all have read it"
+    share(tmp_path, 1)
     assert fetch(tmp_path, 1) == [None] * 3
-    assert before == [path.stat().st_mtime_ns for path in (roots_of(tmp_path)[0] / "step-1").iterdir()]
+    assert [place_of(root / "step-1").name for root in roots_of(tmp_path)] == ["step-1"] * 2, "nothing is lacking"
+
+
+def test_a_machine_gets_no_tensor_that_its_ranks_do_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here the rank of machine 1 reads one tensor of the model, and those of machine 0 the optimizer."""
+    assert save_apart(roots_of(tmp_path), 1) == [None, None]
+    first, second = (root / "step-1" for root in roots_of(tmp_path))
+    lying = [name.partition(":") for name in json.loads((first / "manifest.json").read_text())["tensors"]]
+    apart = sorted(tensor for file, _, tensor in lying if file.startswith("model") and not (second / file).exists())
+    wanted, *others = apart
+    assert others
+
+    def wants(file: str, tensor: str) -> bool:
+        return tensor == wanted if collective.rank() == 2 else file.startswith("optimizer")
+
+    assert fetch(tmp_path, 1, wants) == [None] * 3
+    at_first, at_second = (place_of(path) for path in (first, second))
+    files = TensorFiles(at_second, "model")
+    assert files.read(wanted).tobytes() == TensorFiles(first, "model").read(wanted).tobytes()
+    for hole in others:
+        assert files.spec(hole).shape, "headers are there"
+        with pytest.raises(AssertionError, match="that it did not ask for"):
+            files.read(hole)
+    optimizer = TensorFiles(at_first, "optimizer")
+    for path in optimizer.paths:
+        here = next(root / path.name for root in (first, second) if (root / path.name).exists())
+        assert path.read_bytes() == here.read_bytes()
+    assert "MB of it from each other, what their ranks read of the" in capsys.readouterr().out
+    holes = json.loads((at_second / NOT_FETCHED).read_text())
+    assert {name.partition(":")[2] for name in holes if name.startswith("model")} == {*others}
 
 
 def test_killed_within_its_first_commit_a_run_begins_again(tmp_path: Path) -> None:
@@ -72,25 +133,25 @@ def test_killed_within_its_first_commit_a_run_begins_again(tmp_path: Path) -> No
     shutil.rmtree(first / "step-1")  # machine 1 alone had committed it
     for root in (first, second):
         (root / "latest").unlink()
-    assert on_every_rank(tmp_path, find_on_disks) == [None] * 3
+    assert on_every_rank(tmp_path, find) == [None] * 3
     (second / "latest").write_text("step-1\n")  # it was complete, and the disk of machine 0 is lost
     with pytest.raises(UserError, match=r"no machine has config.json; rank 0 wrote it on machine 0"):
-        on_every_rank(tmp_path, find_on_disks)
+        on_every_rank(tmp_path, find)
 
 
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_machine_with_a_new_disk_gets_everything(tmp_path: Path, machine: int) -> None:
     assert save_apart(roots_of(tmp_path), 1) == [None, None]
-    assert fetch(tmp_path, 1) == [None] * 3
+    share(tmp_path, 1)
     shutil.rmtree(roots_of(tmp_path)[machine])
     assert fetch(tmp_path, 1) == [None] * 3
     assert_whole(tmp_path, 1)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model-00003-of-00003.safetensors", "config.json"])
-def test_a_damaged_file_is_fetched_again(tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_is_fetched(tmp_path: Path, name: str) -> None:
     assert save_apart(roots_of(tmp_path), 1) == [None, None]
-    assert fetch(tmp_path, 1) == [None] * 3
+    share(tmp_path, 1)
     file = roots_of(tmp_path)[1] / "step-1" / name
     damage(file)
     assert fetch(tmp_path, 1) == [None] * 3
@@ -107,24 +168,24 @@ def test_a_file_that_nobody_has_is_named(tmp_path: Path) -> None:
         assert "no machine has optimizer-00003-of-00003.safetensors; rank 2 wrote it on machine 1" in reason
         assert f"machine 1: {file} does not have the sha256" in reason
     with pytest.raises(UserError, match="step-1: no machine has optimizer-00003"):
-        on_every_rank(tmp_path, lambda at, disk: fetch_parts(at / "step-1", disk))
+        on_every_rank(tmp_path, lambda at, disk: fetch_parts(at / "step-1", disk, everything))
     assert [names(root / "step-1") for root in roots_of(tmp_path)] == before
 
 
 def test_the_newest_that_they_have_together_is_taken(tmp_path: Path) -> None:
-    assert on_every_rank(tmp_path, find_on_disks) == [None] * 3
+    assert on_every_rank(tmp_path, find) == [None] * 3
     for step in (1, 2):
         assert save_apart(roots_of(tmp_path), step) == [None, None]
     shutil.rmtree(roots_of(tmp_path)[0] / "step-2")  # machine 1 alone had committed it
     (roots_of(tmp_path)[1] / "step-3.tmp").mkdir()
-    found = on_every_rank(tmp_path, find_on_disks)
+    found = on_every_rank(tmp_path, find)
     assert found == [roots_of(tmp_path)[machine] / "step-1" for machine in (0, 0, 1)]
     assert_whole(tmp_path, 1)
     assert not (roots_of(tmp_path)[1] / "step-3.tmp").exists()
     for root in roots_of(tmp_path):
         shutil.rmtree(root / "step-1")
     with pytest.raises(UserError, match=r"no whole checkpoint, the newest lacks this: no machine has config.json"):
-        on_every_rank(tmp_path, find_on_disks)
+        on_every_rank(tmp_path, find)
 
 
 def test_parts_of_two_attempts_at_a_step_are_not_one(tmp_path: Path) -> None:
@@ -136,13 +197,14 @@ def test_parts_of_two_attempts_at_a_step_are_not_one(tmp_path: Path) -> None:
     shutil.rmtree(file)
     shutil.copytree(roots_of(tmp_path / "other")[1] / "step-2", file)
     assert json.loads((file / "manifest.json").read_text())["step"] == 2
-    assert on_every_rank(tmp_path, find_on_disks)[0] == roots_of(tmp_path)[0] / "step-1"
+    assert on_every_rank(tmp_path, find)[0] == roots_of(tmp_path)[0] / "step-1"
     # where one of the attempts is whole, that is the one
     shutil.copytree(roots_of(tmp_path / "other")[0] / "step-2", file, dirs_exist_ok=True)
     (file / ELSEWHERE).unlink()
     assert fetch(tmp_path, 3) == [None] * 3
     assert_whole(tmp_path, 3)
-    assert json.loads((roots_of(tmp_path)[0] / "step-3" / "manifest.json").read_text())["step"] == 2
+    at_first = place_of(roots_of(tmp_path)[0] / "step-3")
+    assert json.loads((at_first / "manifest.json").read_text())["step"] == 2
 
 
 def seen_as(monkeypatch: pytest.MonkeyPatch, directories: list[Path]) -> list[OwnDisk | None]:
