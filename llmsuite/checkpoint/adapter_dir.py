@@ -13,6 +13,7 @@ transposed. `adapter_writer.py` writes such a directory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -160,7 +161,7 @@ def check_layout(adapters: Adapters, family: ModelFamily, config: Any) -> None:
     """Raises UserError when adapters of this kind on these modules cannot be saved."""
     if not adapters.has_magnitudes and not adapters.is_structured:
         return
-    for (pair,) in factor_pairs(adapters, family, config, "hf").values():
+    for pair in itertools.chain.from_iterable(factor_pairs(adapters, family, config, "hf").values()):
         if adapters.is_structured and pair.num_parts > 1:
             raise UserError(
                 f"lora.target_modules: names {pair.members[0][0]}, a part of {pair.module}, which is one matrix in "
@@ -177,10 +178,10 @@ def check_layout(adapters: Adapters, family: ModelFamily, config: Any) -> None:
 
 def stored_factor(pair: FactorPair, factor: str, layout: Layout) -> str:
     module = pair.module
-    if pair.is_embedding:
-        return f"base_model.model.{module}.{factor.replace('lora_', 'lora_embedding_')}"
     if factor == MAGNITUDE:
         return f"base_model.model.{module}.lora_magnitude_vector"
+    if pair.is_embedding:
+        return f"base_model.model.{module}.{factor.replace('lora_', 'lora_embedding_')}"
     return f"base_model.model.{module}.{factor}.weight" if layout == "hf" else f"{module}.{factor}"
 
 
@@ -206,11 +207,11 @@ class SavedAdapters:
         self._files, self._rank = TensorFiles(directory, STEMS[layout]), adapters.config.r
         self._beside = set(adapters.beside)
         self._state = None if adapters.is_plain else TensorFiles(directory, STATE)
+        stored = [pair for pairs in self._pairs.values() for pair in pairs]
         if adapters.is_structured and self._state is not None:
-            wanted = {stored_structure(of[0], kind) for of in self._pairs.values() for kind in self._kinds(of[0])}
+            wanted = {stored_structure(pair, kind) for pair in stored for kind in self._kinds(pair)}
         else:
             kinds = [FIRST_FACTOR, SECOND_FACTOR] + [MAGNITUDE] * adapters.has_magnitudes
-            stored = [pair for pairs in self._pairs.values() for pair in pairs]
             wanted = {stored_factor(pair, kind, layout) for pair in stored for kind in kinds}
         wanted.update(stored_parameter(name, layout) for name in adapters.beside)
         if differing := sorted(wanted.symmetric_difference(self._files.names)):

@@ -128,9 +128,9 @@ def _without_start(
     def read(name: str) -> np.ndarray:
         module, _, kind = name.rpartition(".")
         if kind == FIRST_FACTOR:
-            return np.concatenate([values[name], values[f"{module}.{START_FIRST}"]], 1)
+            return np.concatenate([values[name], values[f"{module}.{START_FIRST}"]], -1)
         if kind == SECOND_FACTOR:
-            return np.concatenate([values[name], -values[f"{module}.{START_SECOND}"]], 0)
+            return np.concatenate([values[name], -values[f"{module}.{START_SECOND}"]], -2)
         return values[name]
 
     kept = [spec for spec in specs if not is_fixed(spec.name)]
@@ -197,7 +197,7 @@ class _StoredFactors:
     def _factor_spec(self, pair: FactorPair, factor: str) -> TensorSpec:
         first = self._by_name[f"{pair.members[0][0]}.{factor}"]
         if factor == MAGNITUDE:
-            size = first.shape[0] * pair.num_parts
+            size = first.shape[-1] * pair.num_parts
             return TensorSpec(stored_factor(pair, factor, self._layout), (size,), first.dtype)
         num_rows, num_columns = first.shape[-2:]
         if factor == FIRST_FACTOR:
@@ -233,21 +233,30 @@ class _StoredAsTheyAre:
         layout: Layout,
     ):
         """Arguments as of `write_adapters`."""
-        owners, self._read = {pair.members[0][0]: pair for pair in pairs}, read
-        self._ours: dict[str, str] = {}
+        self._read = read
+        owners: dict[str, list[FactorPair]] = {}
+        for pair in pairs:
+            owners.setdefault(pair.members[0][0], []).append(pair)
+        self._ours: dict[str, tuple[str, int | None]] = {}
+        """Our name of each tensor, and which one of a stack it is."""
         self._beside = {stored_parameter(name, layout) for name in adapters.beside}
         self.specs: list[TensorSpec] = []
         """Name, shape and dtype of each tensor, in the order of the file."""
         for spec in specs:
             module, _, kind = spec.name.rpartition(".")
-            beside = spec.name in adapters.beside
-            stored = stored_parameter(spec.name, layout) if beside else stored_structure(owners[module], kind)
-            self._ours[stored] = spec.name
-            self.specs.append(TensorSpec(stored, spec.shape[::-1] if beside else spec.shape, spec.dtype))
+            if spec.name in adapters.beside:
+                self._ours[stored_parameter(spec.name, layout)] = spec.name, None
+                self.specs.append(TensorSpec(stored_parameter(spec.name, layout), spec.shape[::-1], spec.dtype))
+                continue
+            for pair in owners[module]:
+                stored, shape = stored_structure(pair, kind), spec.shape if pair.index is None else spec.shape[1:]
+                self._ours[stored] = spec.name, pair.index
+                self.specs.append(TensorSpec(stored, shape, spec.dtype))
 
     def read(self, name: str) -> np.ndarray:
         """The values of a tensor."""
-        value = self._read(self._ours[name])
+        ours, index = self._ours[name]
+        value = self._read(ours) if index is None else self._read(ours)[index]
         return value.T if name in self._beside else value
 
 
@@ -293,7 +302,8 @@ def _config(
         "lora_alpha": lora.lora_alpha,
         "use_rslora": lora.rslora,
         "use_dora": adapters.has_magnitudes,
-        "lora_dropout": lora.lora_dropout,
+        # PEFT refuses any on the parameters that stacks of experts are with transformers 5, even to load them
+        "lora_dropout": 0.0 if any(pair.index is not None for pair in pairs) else lora.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": linears == {False},
         "rank_pattern": {re.escape(module): count * lora.r for module, count in wide.items()},

@@ -200,8 +200,6 @@ class Adapted:
         for key, found in (("use_dora", magnitudes), ("lora_use_mixer", mixer)):
             if bool(config.get(key)) != (found is not None):
                 raise UserError(f"{config_path}: {key} is {config.get(key)}, which the tensors of {target} are not")
-        if magnitudes is not None and "lora_embedding_" in first:
-            raise UserError(f"{config_path}: use_dora is on for {target}, an embedding; merged is DoRA of matrices")
         scale = _scale(config_path, config, target, a[1])
         return Factors(first, second, scale, by_rows, mixer, magnitudes)
 

@@ -92,8 +92,7 @@ class TokenDropout(nn.Layer):
         """
         super().__init__()
         self.rate = rate
-        stream = np.random.Philox(key=_hash(f"dropout:{seed}:{name}"))
-        self._inputs = np.random.Generator(stream).integers(-(1 << 31), 1 << 31, num_inputs, dtype="int32")
+        self._inputs = _drawn(f"dropout:{seed}:{name}", num_inputs)
         self.select: Callable[[Select, Tensor], Tensor] = _whole
         """Makes a mask for a tensor; under tensor parallel it asks for this rank's part."""
 
@@ -111,12 +110,56 @@ class TokenDropout(nn.Layer):
         keys = current()
         assert keys is not None, "dropout in a pass whose tokens have no keys"
         rows, at, inputs = index
-        mixed = keys[rows, at].unsqueeze(-1) ^ paddle.to_tensor(self._inputs[inputs])
-        for multiplier in _MULTIPLIERS[:1]:
-            mixed = mixed * _constant(multiplier)
-            mixed = mixed ^ (mixed >> _constant(_SHIFT))
-        mixed = mixed * _constant(_MULTIPLIERS[1])
-        return mixed >= _constant(round(self.rate * (1 << 32)) - (1 << 31))
+        return _is_kept(keys[rows, at], self._inputs[inputs], self.rate)
+
+
+class RowDropout(nn.Layer):
+    """The same for a stack of experts, whose inputs are rows of tokens, sorted by expert: each expert has masks of its
+    own. The keys of a pass are those of the rows, see `models.experts`."""
+
+    def __init__(self, rate: float, name: str, seed: int, shape: Sequence[int]):
+        """
+        Args:
+            rate: probability that an element becomes zero.
+            name: of the layer, in the whole model.
+            seed: of the recipe.
+            shape: of the whole stack, [experts, inputs, outputs].
+        """
+        super().__init__()
+        self.rate = rate
+        num_experts, num_inputs, _ = shape
+        self._inputs = _drawn(f"dropout:{seed}:{name}", num_inputs)
+        self._experts = _drawn(f"dropout:{seed}:{name}:experts", num_experts)
+        self.first = 0
+        """Number of the first of the experts whose rows there are; the others follow."""
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """[N, I] to [N, I], with so many rows for each expert."""
+        if not self.training:
+            return x
+        keys = current()
+        assert keys is not None, "dropout in a pass whose rows have no keys"
+        with paddle.no_grad():
+            experts = np.repeat(self._experts[self.first : self.first + len(counts)], counts)
+            mask = _is_kept(_scrambled(keys ^ paddle.to_tensor(experts)), self._inputs, self.rate)
+        mask.stop_gradient = True
+        return _Masked.apply(x, (mask,), 1 / (1 - self.rate))
+
+
+def _drawn(name: str, size: int) -> np.ndarray:
+    """A random int32 for each input of a layer."""
+    stream = np.random.Philox(key=_hash(name))
+    return np.random.Generator(stream).integers(-(1 << 31), 1 << 31, size, dtype="int32")
+
+
+def _is_kept(keys: Tensor, inputs: np.ndarray, rate: float) -> Tensor:
+    """Keys [...] and numbers of the inputs [I] to which elements are kept, [..., I] in bool."""
+    mixed = keys.unsqueeze(-1) ^ paddle.to_tensor(inputs)
+    for multiplier in _MULTIPLIERS[:1]:
+        mixed = mixed * _constant(multiplier)
+        mixed = mixed ^ (mixed >> _constant(_SHIFT))
+    mixed = mixed * _constant(_MULTIPLIERS[1])
+    return mixed >= _constant(round(rate * (1 << 32)) - (1 << 31))
 
 
 def _whole(mask: Select, x: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import Ops
+from llmsuite.models import token_values
 from llmsuite.models.blocks import ZEROS
+from llmsuite.models.dropout import RowDropout
 from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.typing import Tensor
 
@@ -56,8 +58,17 @@ class Experts(nn.Layer):
         """x [B, L, D], and weights and numbers of each token's experts [B, L, k], to [B, L, D]."""
         tokens = x.flatten(0, 1)
         route = sort_rows(chosen.flatten(), self.gate_proj.weight.shape[0])
-        rows = self.rows(dispatch(tokens, route), route.counts)
+        with token_values.tokens(self.row_keys(route)):
+            rows = self.rows(dispatch(tokens, route), route.counts)
         return combine(rows, weights.flatten(0, 1), route).reshape(x.shape)
+
+    def row_keys(self, route: Route) -> Tensor | None:
+        """The key of each row's token, [N], for adapters that drop some of their inputs; None where none does."""
+        if not any(isinstance(layer, RowDropout) and layer.training for layer in self.sublayers()):
+            return None
+        keys = token_values.current()
+        assert keys is not None, "dropout in a pass whose tokens have no keys"
+        return keys.flatten().index_select(token_of_row(route, keys.size), 0)
 
     def rows(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
         """Rows [N, D], sorted by expert with so many `counts` for each, through the experts."""
@@ -153,6 +164,11 @@ def sort_rows(experts: Tensor, num_experts: int) -> Route:
         return Route(order[: sum(counts)], paddle.argsort(order), counts)
 
 
+def token_of_row(route: Route, num_tokens: int) -> Tensor:
+    """[N]: the number of each sorted row's token."""
+    return route.order // (route.places.shape[0] // num_tokens)
+
+
 def dispatch(tokens: Tensor, route: Route) -> Tensor:
     """Tokens [T, D] to sorted rows [N, D]."""
     return _Dispatch.apply(tokens, route)
@@ -169,13 +185,18 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     return _GroupedMatmul.apply(x, weight, list(counts))
 
 
+def grouped_scale(x: Tensor, scale: Tensor, counts: Sequence[int]) -> Tensor:
+    """Consecutive rows of x [N, outputs], so many for each of the vectors of scale [E, outputs], times it."""
+    return _GroupedScale.apply(x, scale, list(counts))
+
+
 class _Dispatch(PyLayer):
     """Forward and backward are gathers: a scatter-add depends on the order, and is slow."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, route: Route) -> Tensor:
         ctx.route, ctx.num_tokens = route, tokens.shape[0]
-        return tokens.index_select(route.order // (route.places.shape[0] // tokens.shape[0]), 0)
+        return tokens.index_select(token_of_row(route, tokens.shape[0]), 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -226,3 +247,22 @@ class _GroupedMatmul(PyLayer):
             parts = zip(x.split(ctx.counts), gradients, strict=True)
             of_weight = paddle.stack([paddle.matmul(rows, g, transpose_x=True) for rows, g in parts])
         return of_x, of_weight
+
+
+class _GroupedScale(PyLayer):
+    """All vectors get a gradient, a sum over their rows in order; that of `index_select` would add as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.counts = counts
+        return paddle.concat([rows * row for rows, row in zip(x.split(counts), scale.unbind(0), strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensor()
+        of_x, of_scale = [], []
+        for rows, of_rows, row in zip(x.split(ctx.counts), gradient.split(ctx.counts), scale.unbind(0), strict=True):
+            of_x.append(of_rows * row)
+            of_scale.append((of_rows * rows).sum(0) if rows.shape[0] else paddle.zeros_like(row))
+        return paddle.concat(of_x), paddle.stack(of_scale)

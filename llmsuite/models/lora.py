@@ -11,7 +11,7 @@ from typing import Any
 from paddle import nn
 
 from llmsuite.models.adapter import Adapter, is_plain_linear
-from llmsuite.models.dropout import TokenDropout
+from llmsuite.models.dropout import RowDropout, TokenDropout
 from llmsuite.models.experts import Stacked
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.targets import has_own_head, is_trained, pick_modules
@@ -37,8 +37,10 @@ def add_adapters(model: nn.Layer, modules: Sequence[str], config: Any, seed: int
     for name in modules:
         owner, _, attribute = name.rpartition(".")
         adapter = adapter_layer(found[name], config)
-        if config.lora_dropout:
+        if config.lora_dropout and isinstance(found[name], nn.Linear):
             adapter.lora_dropout = TokenDropout(config.lora_dropout, name, seed, adapter.weight.shape[0])
+        elif config.lora_dropout and isinstance(found[name], Stacked):
+            adapter.lora_dropout = RowDropout(config.lora_dropout, name, seed, adapter.weight.shape)
         setattr(found[owner], attribute, adapter)
 
 

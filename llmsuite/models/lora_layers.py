@@ -3,23 +3,26 @@
 What is ours: the layer is put in place of an existing one whose W it keeps, makes no second W, and computes on parts of
 W under tensor parallel.
 
-Shapes: I inputs and O outputs of a matrix, R rank, E routed experts.
+Adapters of routed experts and of the embedding are beside it, in `lora_experts.py` and `lora_embedding.py`.
+
+Shapes: I inputs and O outputs of a matrix, R rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.models.adapter import Adapter, identity
 from llmsuite.models.adapter_sizes import kron_shapes, square_size
-from llmsuite.models.experts import Local, Stacked, grouped_matmul, whole
+from llmsuite.models.experts import Stacked
+from llmsuite.models.lora_embedding import DoraEmbedding, LoraEmbedding, PissaEmbedding
+from llmsuite.models.lora_experts import DoraExperts, LokrExperts, LoraExperts, MoraExperts, PissaExperts
 from llmsuite.models.paddlenlp_peft import import_alone
-from llmsuite.models.peft_configs import DoraConfig, LokrConfig, LoRAConfig, VeraConfig
+from llmsuite.models.peft_configs import DoraConfig, LokrConfig, VeraConfig
 from llmsuite.models.shard_plan import KRON_INNER
 from llmsuite.models.structured import Part, StructuredLinear, kron_update, mora_update
 from llmsuite.typing import Tensor
@@ -254,84 +257,24 @@ class LokrLinear(StructuredLinear, _LoKrLinear):
         return kron_update(x, *parameters) * self.scale
 
 
-class LoraExperts(Adapter, Stacked):
-    """x W + scale (x A) B for each expert, with factors A [E, I, R] and B [E, R, O] of its own.
-
-    As `LoRALinear` on each of paddlenlp's experts, which are layers of their own there.
-    """
-
-    def __init__(self, stacked: Stacked, config: Any):
-        """
-        Args:
-            stacked: the stack of E matrices that it replaces.
-            config: a `paddlenlp.peft.LoRAConfig`.
-        """
-        nn.Layer.__init__(self)
-        num_experts, num_inputs, num_outputs = stacked.weight.shape
-        self.weight, self.bias = stacked.weight, None
-        self.scaling, self.is_on = config.scaling, True
-        faster = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), learning_rate=config.lora_plus_scale)
-        with paddle.LazyGuard():
-            self.lora_A = self.create_parameter([num_experts, num_inputs, config.r])
-            self.lora_B = self.create_parameter([num_experts, config.r, num_outputs], attr=faster)
-
-    def product(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
-        """As of `Stacked`."""
-        y = super().product(x, counts, local)
-        if not self.is_on:
-            return y
-        narrow = grouped_matmul(x, local(self.lora_A), counts) * self.scaling
-        return y + grouped_matmul(narrow, local(self.lora_B), counts)
-
-
-class LoraEmbedding(Adapter):
-    """W[id] + scale A[id] B for the rows of an embedding W [V, D], with factors A [V, R] and B [R, D].
-
-    As the layer `Embedding` of HF PEFT's LoRA; paddlenlp has none.
-    """
-
-    def __init__(self, embedding: nn.Embedding, config: Any):
-        """
-        Args:
-            embedding: the layer it replaces.
-            config: a `paddlenlp.peft.LoRAConfig`.
-        """
-        super().__init__()
-        self.take(embedding)
-        self.scaling, self.is_on = config.scaling, True
-        self.look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding
-        """Ids and a table to rows of it; under tensor parallel each rank has some of the rows."""
-        faster = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), learning_rate=config.lora_plus_scale)
-        num_rows, width = embedding.weight.shape
-        with paddle.LazyGuard():
-            self.lora_A = self.create_parameter([num_rows, config.r])
-            self.lora_B = self.create_parameter([config.r, width], attr=faster)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """[B, L] to [B, L, D]."""
-        y = self.look_up(input_ids, self.weight)
-        if not self.is_on:
-            return y
-        return y + paddle.matmul(self.look_up(input_ids, self.lora_A) * self.scaling, self.lora_B)
-
-
 def adapter_layer(layer: nn.Linear | nn.Embedding | Stacked, config: Any) -> Adapter:
     """The layer with an adapter that replaces a linear layer, an embedding, or a stack of experts."""
-    if not isinstance(layer, nn.Linear):
-        assert type(config) is LoRAConfig, "a rule refuses other methods"
-        assert not config.lora_use_mixer, "a rule refuses mixers"
-        assert not config.pissa, "a rule refuses pissa"
-        assert not config.loraga, "a rule refuses lora_ga"
-        assert not config.use_mora, "a rule refuses mora"
-        return LoraExperts(layer, config) if isinstance(layer, Stacked) else LoraEmbedding(layer, config)
+    of_linear, of_experts, of_embedding = _kinds(config)
+    kind = of_linear if isinstance(layer, nn.Linear) else of_experts if isinstance(layer, Stacked) else of_embedding
+    assert kind is not None, "a rule refuses what has no layer"
+    return kind(layer, config)
+
+
+def _kinds(config: Any) -> tuple[Any, Any, Any]:
+    """The layers of a kind of adapters for linear layers, stacks of experts, and embeddings."""
     if isinstance(config, DoraConfig):
-        return DoraLinear(layer, config)
+        return DoraLinear, DoraExperts, DoraEmbedding
     if isinstance(config, VeraConfig):
-        return VeraLinear(layer, config)
+        return VeraLinear, None, None
     if isinstance(config, LokrConfig):
-        return LokrLinear(layer, config)
+        return LokrLinear, LokrExperts, None
     if config.use_mora:
-        return MoraLinear(layer, config)
+        return MoraLinear, MoraExperts, None
     if config.loraga:
-        return LoraGaLinear(layer, config)
-    return (PissaLinear if config.pissa else LoraLinear)(layer, config)
+        return LoraGaLinear, None, None
+    return (PissaLinear, PissaExperts, PissaEmbedding) if config.pissa else (LoraLinear, LoraExperts, LoraEmbedding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from llmsuite.models.paddlenlp_peft import import_alone
@@ -29,6 +30,12 @@ class LokrConfig(LoRAConfig):
     """That of LoKr, with the fields of LoRA. paddlenlp's `LoKrConfig` names them otherwise."""
 
     use_lokr: bool = True
+
+
+def scale_of(config: Any) -> float:
+    """The factor of the outputs of adapters: alpha / R, or alpha / sqrt(R) with rank stabilisation. `scaling` of a
+    `LoRAConfig` is 1 with PiSSA, as its layers take the beginning off W."""
+    return float(config.lora_alpha / (math.sqrt(config.r) if config.rslora else config.r))
 
 
 def lora_config(method: str = "lora", init: str = "default", **keys: Any) -> Any:

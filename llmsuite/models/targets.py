@@ -104,8 +104,9 @@ def factor_shapes(method: str, rank: int, shape: Sequence[int], init: str = "def
         init: that of `lora.init`.
     """
     *stacked, num_inputs, num_outputs = shape
-    if stacked:
-        return {FIRST_FACTOR: (*stacked, num_inputs, rank), SECOND_FACTOR: (*stacked, rank, num_outputs)}
+    if stacked:  # one of each for every matrix
+        of_one = factor_shapes(method, rank, (num_inputs, num_outputs), init)
+        return {kind: (*stacked, *size) for kind, size in of_one.items()}
     if method == "vera":
         pair = {START_FIRST: (num_inputs, rank), START_SECOND: (rank, num_outputs)}
         return {**pair, BETWEEN: (rank,), BEHIND: (num_outputs,)}

@@ -18,6 +18,8 @@ import paddle.distributed as dist
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
+from llmsuite.models import token_values
+from llmsuite.models.dropout import RowDropout
 from llmsuite.models.experts import Experts, combine, dispatch, sort_rows
 from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.models.shard_plan import ShardPlan
@@ -50,6 +52,10 @@ class SharedExperts:
         slots = np.full([ep, tp, self._num_here], ep * self._num_here, dtype="int64")
         slots[:, mesh.coordinate["tp"]] = np.arange(ep * self._num_here).reshape(ep, -1)
         self._slots = slots.flatten()
+        first = (mesh.of_experts.coordinate["ep"] * tp + mesh.coordinate["tp"]) * self._num_here
+        for layer in experts.sublayers():
+            if isinstance(layer, RowDropout):
+                layer.first = first
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """`Experts.forward` for the tokens of this rank; every rank of the group calls it."""
@@ -58,18 +64,26 @@ class SharedExperts:
             x, weights, chosen = (self._whole(tensor) for tensor in (x, weights, chosen))
             x, weights = (SumGradients.apply(tensor, self._mesh.tensor_group) for tensor in (x, weights))
         route = sort_rows(paddle.to_tensor(self._slots).index_select(chosen.flatten()), num_slots)
-        rows = self._through_experts(dispatch(x.flatten(0, 1), route), route.counts)
+        keys = self._experts.row_keys(route)
+        rows = self._through_experts(dispatch(x.flatten(0, 1), route), route.counts, keys)
         y = combine(rows, weights.flatten(0, 1), route).reshape(shape)
         if self._mesh.tensor is None:
             return y
         y = _Sum.apply(y, self._mesh.tensor_group)
         return dtensor_from_local(y, self._mesh.tensor, [dist.Replicate()])
 
-    def _through_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows [N, D] through their experts; `counts`: rows of each slot."""
+    def _through_experts(self, rows: Tensor, counts: list[int], keys: Tensor | None) -> Tensor:
+        """Rows [N, D] through their experts.
+
+        Args:
+            rows: sorted by slot.
+            counts: rows of each slot.
+            keys: of the rows, where adapters drop some of their inputs.
+        """
         group, ep = self._mesh.of_experts.expert_group, self._mesh.degrees.ep
         if group is None:
-            return self._experts.rows(rows, counts, self._local)
+            with token_values.tokens(keys):
+                return self._experts.rows(rows, counts, self._local)
         table = collective.all_gather(paddle.to_tensor(counts, dtype="int64"), group).numpy()
         table = table.reshape(ep, ep, self._num_here)  # rows from each rank to each rank's experts
         to_here = table[:, group.rank]
@@ -80,7 +94,10 @@ class SharedExperts:
         by_rank = paddle.argsort(by_expert)
         rows = _Exchange.apply(rows, sent, received, group)
         rows = _Permute.apply(rows, (by_expert, by_rank))
-        rows = self._experts.rows(rows, to_here.sum(0).tolist(), self._local)
+        if keys is not None:
+            keys = collective.all_to_all(keys.unsqueeze(-1), sent, received, group).squeeze(-1).index_select(by_expert)
+        with token_values.tokens(keys):
+            rows = self._experts.rows(rows, to_here.sum(0).tolist(), self._local)
         rows = _Permute.apply(rows, (by_rank, by_expert))
         return _Exchange.apply(rows, received, sent, group)
 

@@ -60,10 +60,11 @@ class ActivationSettings:
     adapted: frozenset[str] = frozenset()
     """Full names of the modules that have adapters."""
     adapter_widths: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Elements that an adapter keeps of each token, by module."""
+    """Elements that an adapter keeps of each token, or each row of experts, by module."""
     adapted_experts: frozenset[str] = frozenset()
     """Those of `adapted` that are routed experts: their adapters see the rows of experts."""
-    adapts_embedding: bool = False
+    embedding_width: float | None = None
+    """Elements that the adapter of the embedding keeps of each token; None without one."""
     keeps_expert_rows: bool = True
     """Whether the inputs of the experts' matrices are kept: those of quantised ones only for adapters."""
     edited: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -119,7 +120,7 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
     )
 
 
-def hidden_state_bytes(hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+def hidden_state_bytes(hidden: float, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of a hidden state between attention and MLP: sharded by tokens under sequence parallel."""
     return batch.tokens * hidden * settings.num_bytes / (settings.tp if settings.sequence_parallel else 1)
 
@@ -213,11 +214,10 @@ def _adapters(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: Act
     if settings.adapter_rank is None:
         return 0.0
     inside = [name for name in settings.adapted if f".{number}." in name]
-    of_tokens = [name for name in inside if name not in settings.adapted_experts]
-    kept = batch.tokens * sum(settings.adapter_widths[name] for name in of_tokens)
+    experts = settings.adapted_experts.intersection(inside)
+    kept = batch.tokens * sum(settings.adapter_widths[name] for name in inside if name not in experts)
     if isinstance(layer.mlp, MoE):
-        experts = len(inside) - len(of_tokens)
-        kept += _expert_rows(layer.mlp, batch, settings) * experts * settings.adapter_rank
+        kept += _expert_rows(layer.mlp, batch, settings) * sum(settings.adapter_widths[name] for name in experts)
     return kept * settings.num_bytes
 
 
@@ -264,9 +264,8 @@ def kept_in_front(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSetti
     When only adapters are trained, nothing here has a gradient: less is kept than `kept_by_layer` says, unless the
     layer is recomputed.
     """
-    if settings.adapts_embedding:
-        assert settings.adapter_rank is not None
-        width = anatomy.hidden + settings.adapter_rank
+    if settings.embedding_width is not None:
+        width = anatomy.hidden + settings.embedding_width
         return batch.tokens * INDEX_BYTES + hidden_state_bytes(width, batch, settings)
     if settings.adapter_rank is not None and settings.recompute != "full":
         return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, settings)

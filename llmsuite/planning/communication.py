@@ -150,9 +150,23 @@ class Traffic:
                 self._exchange("all_to_all", rows * ep, why, exchanges)
             else:
                 self._exchange("send", rows, why, exchanges * (ep - 1))
+            if with_backward and self._drops_rows(number):
+                why = "keys of tokens, for dropout"
+                if self._own:
+                    self._exchange("all_to_all", rows * ep, why, times, (1, 4))
+                else:
+                    self._exchange("send", rows, why, times * (ep - 1), (1, 4))
 
-    def _exchange(self, operation: str, rows: int, why: str, count: int) -> None:
-        message = Message(EXPERT, operation, (rows, self._anatomy.hidden), self._width, why, True, False)
+    def _drops_rows(self, number: int) -> bool:
+        """Whether adapters of the routed experts of a layer drop some of their inputs."""
+        layout, inside = self._layout, f"{self._layout.shard_plan.layers}.{number}."
+        adapted = (f"{module}.weight" for module in layout.adapted if module.startswith(inside))
+        return self._plan.recipe.lora.dropout > 0 and any(layout.shard_plan.is_expert(name) for name in adapted)
+
+    def _exchange(self, operation: str, rows: int, why: str, count: int, size: tuple[int, int] | None = None) -> None:
+        """Add an exchange of rows. `size`: their elements, and bytes of each; by default those of hidden states."""
+        width, num_bytes = size or (self._anatomy.hidden, self._width)
+        message = Message(EXPERT, operation, (rows, width), num_bytes, why, True, False)
         self.counts[message] = self.counts.get(message, 0) + count * self._times
 
     # stage 3

@@ -97,9 +97,9 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         is_frozen=plan.recipe.freezes_model,
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
-        adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted - experts},
+        adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted},
         adapted_experts=experts,
-        adapts_embedding=layout.adapts_embedding,
+        embedding_width=_adapter_width(layout, layout.shard_plan.embedding) if layout.adapts_embedding else None,
         keeps_expert_rows=plan.recipe.lora.base_format is None or bool(experts),
         unreached=layout.unreached,
         edited=dict.fromkeys(layout.intervened, plan.recipe.reft.rank or 0),
@@ -113,8 +113,8 @@ def activation_settings(layout: Layout) -> ActivationSettings:
 def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
     """Inputs and outputs of a rank's slice of a matrix."""
     name, tp = f"{module}.weight", layout.plan.degrees.tp
-    inputs, outputs = layout.shapes[name]
-    dim = layout.shard_plan.dim(name)
+    inputs, outputs = layout.shapes[name][-2:]
+    dim = None if layout.shard_plan.is_expert(name) else layout.shard_plan.dim(name)
     return inputs // (tp if dim == 0 else 1), outputs // (tp if dim == 1 else 1)
 
 
@@ -123,7 +123,7 @@ def _adapter_width(layout: Layout, module: str) -> float:
     output that DoRA or VeRA scales; and of dropout the inputs that are left, and their mask, of a byte each."""
     lora, shard_plan = layout.plan.recipe.lora, layout.shard_plan
     dropped = 0.0
-    if lora.dropout:
+    if lora.dropout and module != shard_plan.embedding:
         dropped = _local_sizes(layout, module)[0] * (1 + 1 / BYTES[layout.plan.recipe.engine.precision])
     if lora.is_structured:  # computed again
         return dropped

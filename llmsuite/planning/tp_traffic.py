@@ -46,7 +46,10 @@ class TensorParallelTraffic:
         if part == 0:
             self._sum(whole, "embedding: its rows are on different ranks", scatter=self._sequence_parallel)
             if self._layout.adapts_embedding and with_adapters:
-                self._sum((*whole[:2], self._adapter_rank or 0), "adapters: embedding", self._sequence_parallel)
+                narrow = *whole[:2], self._adapter_rank or 0
+                self._sum(narrow, "adapters: embedding", self._sequence_parallel, self._pairs)
+                if self._layout.plan.recipe.lora.method == "dora":
+                    self._send("all_reduce", whole[2:], "adapters: lengths of the embedding's columns", width=4)
         for number in self._layout.layers_of(part):
             self._layer_forward(number, batch, whole, piece, with_adapters)
         if self._is_last(part):
@@ -68,7 +71,7 @@ class TensorParallelTraffic:
                 self._send("all_reduce", (count, self._anatomy.hidden), why)
             if "lm_head" in self._layout.adapted:
                 shape = whole[:2] if self._takes_all and count == batch.tokens else (count,)
-                self._send("all_reduce", (*shape, self._adapter_rank or 0), "adapters, backward: head")
+                self._send("all_reduce", (*shape, self._adapter_rank or 0), "adapters, backward: head", self._pairs)
         for number in self._layout.layers_of(part):
             if self._engine.computes_again(number):
                 self._layer_forward(number, batch, whole, piece, with_adapters=True, again=True)

@@ -75,8 +75,23 @@ def with_factors(
     """
     principal = PrincipalFactors(read, shapes, lora) if lora is not None and lora.init == "pissa" else None
 
+    def magnitudes(module: str, index: Sequence[slice]) -> np.ndarray:
+        whole = tuple(shapes[f"{module}.weight"])
+        found = []
+        for place in _matrices(index[:-1]):
+            columns = read(f"{module}.weight", whole, [*place, slice(0, whole[-2]), index[-1]]).astype("float32")
+            columns = columns.reshape(columns.shape[-2:])
+            if module in quantised:
+                assert lora is not None
+                assert lora.base_format is not None
+                columns = lora.base_format.dequantise(*lora.base_format.quantise(columns))
+            found.append(np.linalg.norm(columns, axis=0))
+        return np.stack(found) if len(whole) > 2 else found[0]
+
     def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         module, _, kind = name.rpartition(".")
+        if principal is not None and kind in _OF_PAIR:
+            return principal.read(module, _OF_PAIR[kind], index)
         if module == embedding and kind == SECOND_FACTOR:
             return initial_values(seed, name, shape, 1.0, index)
         if module == embedding and kind == FIRST_FACTOR:
@@ -85,8 +100,6 @@ def with_factors(
             return _VERA[kind](seed, shape, index)
         if lora is not None and lora.init == "lora_ga" and kind in _OF_PAIR:
             return np.zeros([part.stop - part.start for part in index], "float32")
-        if principal is not None and kind in _OF_PAIR:
-            return principal.of(module)[_OF_PAIR[kind]][tuple(index)]
         if kind in (FIRST_FACTOR, MIXER):
             return initial_values(seed, name, shape, (3 * shape[-2]) ** -0.5, index)
         if kind in (KRON_INNER, KRON_INNER_FIRST, KRON_INNER_SECOND):
@@ -94,13 +107,7 @@ def with_factors(
         if kind in (SECOND_FACTOR, SQUARE, KRON_OUTER):
             return np.zeros([part.stop - part.start for part in index], "float32")
         if kind == MAGNITUDE:
-            whole = tuple(shapes[f"{module}.weight"])
-            columns = read(f"{module}.weight", whole, [slice(0, whole[0]), index[0]]).astype("float32")
-            if module in quantised:
-                assert lora is not None
-                assert lora.base_format is not None
-                columns = lora.base_format.dequantise(*lora.base_format.quantise(columns))
-            return np.linalg.norm(columns, axis=0)
+            return magnitudes(module, index)
         return read(name, shape, index)
 
     return initial
@@ -124,6 +131,11 @@ _VERA = {START_FIRST: _shared_first, START_SECOND: _shared_second, BETWEEN: _fil
 _OF_PAIR = {FIRST_FACTOR: 0, START_FIRST: 0, SECOND_FACTOR: 1, START_SECOND: 1}
 
 
+def _matrices(stacked: Sequence[slice]) -> list[list[slice]]:
+    """The places of the matrices in a slice of a stack, one after the other; of what is no stack the one there is."""
+    return [[slice(n, n + 1)] for n in range(stacked[0].start, stacked[0].stop)] if stacked else [[]]
+
+
 class PrincipalFactors:
     """Factors with scale A B = U S V: the R largest singular values of W [I, O] with their vectors, the root of S on
     either side (Meng et al. 2024, PiSSA, arXiv 2404.02948, eq. 2 and 3)."""
@@ -137,24 +149,35 @@ class PrincipalFactors:
         """
         assert lora.rank is not None
         self._read, self._shapes, self._rank, self._scale = read, shapes, lora.rank, lora.scale
-        self._module, self._pair = "", (np.zeros(0), np.zeros(0))
+        self._module = ""
+        self._pairs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Those of the module that was read last, by the number of the matrix in its stack."""
 
-    def of(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        """A [I, R] and B [R, O] of a module, in float32.
+    def read(self, module: str, factor: int, index: Sequence[slice]) -> np.ndarray:
+        """A slice of A [I, R] (0) or B [R, O] (1) of a module, or of the stack of those of its matrices, in float32.
 
         Raises:
             UserError: W has fewer singular values.
         """
+        if len(self._shapes[f"{module}.weight"]) == 2:
+            return self._of(module, 0)[factor][tuple(index)]
+        return np.stack([self._of(module, place.start)[factor][tuple(index[1:])] for (place,) in _matrices(index[:1])])
+
+    def _of(self, module: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         if self._module != module:
+            self._module, self._pairs = module, {}
+        if number not in self._pairs:
             shape = tuple(self._shapes[f"{module}.weight"])
-            if self._rank > min(shape):
+            height, width = shape[-2:]
+            if self._rank > min(height, width):
                 raise UserError(
-                    f"lora.rank: is {self._rank}, but {module} is {shape[0]} x {shape[1]} and has no more than "
-                    f"{min(shape)} singular vectors for pissa; lower it, or set lora.init to default"
+                    f"lora.rank: is {self._rank}, but {module} is {height} x {width} and has no more than "
+                    f"{min(height, width)} singular vectors for pissa; lower it, or set lora.init to default"
                 )
-            value = self._read(f"{module}.weight", shape, [slice(0, size) for size in shape])
-            self._module, self._pair = module, principal_factors(value, self._rank, self._scale)
-        return self._pair
+            stacked = [slice(number, number + 1)] * (len(shape) - 2)
+            value = self._read(f"{module}.weight", shape, [*stacked, slice(0, height), slice(0, width)])
+            self._pairs[number] = principal_factors(value.reshape(height, width), self._rank, self._scale)
+        return self._pairs[number]
 
 
 def principal_factors(matrix: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -172,11 +172,13 @@ def _build_chunks(
 
 def _check_dropout(rate: float, adapted: Sequence[str], shard_plan: ShardPlan) -> None:
     """Raise UserError for adapters with dropout that are not told which tokens they get."""
-    outside = [module for module in adapted if not module.startswith(f"{shard_plan.layers}.")]
+    inside = f"{shard_plan.layers}.", shard_plan.embedding  # of an id nothing is dropped
+    outside = [module for module in adapted if not module.startswith(inside)]
     if rate and outside:
         raise UserError(
             f"lora.dropout: is {rate}, and lora.target_modules names {outside[0]}; dropout is for the decoder layers, "
-            "where it is known which tokens go in. Set it to 0, or leave that module out"
+            "where it is known which tokens go in: a stage picks those that the head gets. Set it to 0, or leave that "
+            "module out"
         )
 
 

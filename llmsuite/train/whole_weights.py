@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import paddle
 
@@ -70,14 +70,9 @@ def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> T
     what they began with, and of MoRA and LoKr W with their update; see `models.lora_layers`."""
     lora = plan.recipe.lora
     weight = read(f"{module}.weight")
-    if f"{module}.{SQUARE}" in names:
-        square = read(f"{module}.{SQUARE}").astype("float32")
-        update = mora_update(paddle.eye(weight.shape[0]), square, weight.shape[1])
-        return (weight.astype("float32") + update).astype(weight.dtype)
-    if f"{module}.{KRON_OUTER}" in names:
-        kinds = [kind for kind in STRUCTURES if f"{module}.{kind}" in names]
-        factors = [read(f"{module}.{kind}").astype("float32") for kind in kinds]
-        update = kron_update(paddle.eye(weight.shape[0]), *factors) * lora.scale
+    if kinds := [kind for kind in STRUCTURES if f"{module}.{kind}" in names]:
+        own = [read(f"{module}.{kind}").astype("float32") for kind in kinds]
+        update = _structured_update(own, weight.shape, lora.scale)
         return (weight.astype("float32") + update).astype(weight.dtype)
     is_vera = f"{module}.{BETWEEN}" in names
     pair = (START_FIRST, START_SECOND) if is_vera else (FIRST_FACTOR, SECOND_FACTOR)
@@ -93,6 +88,14 @@ def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> T
         update = update - paddle.matmul(*start)
     whole = weight.astype("float32") + update * lora.scale
     if f"{module}.{MAGNITUDE}" in names:
-        lengths = (whole.square().sum(0) + 1e-12).sqrt()
-        whole = whole * (read(f"{module}.{MAGNITUDE}").astype("float32") / lengths)
+        lengths = (whole.square().sum(-2) + 1e-12).sqrt()
+        whole = whole * (read(f"{module}.{MAGNITUDE}").astype("float32") / lengths).unsqueeze(-2)
     return whole.astype(weight.dtype)
+
+
+def _structured_update(own: Sequence[Tensor], shape: Sequence[int], scale: float) -> Tensor:
+    """What MoRA (of one parameter) or LoKr adds to a matrix [I, O], or to each of a stack."""
+    if len(shape) > 2:
+        return paddle.stack([_structured_update(of_one, shape[1:], scale) for of_one in zip(*own)])
+    every = paddle.eye(shape[0])
+    return mora_update(every, own[0], shape[1]) if len(own) == 1 else kron_update(every, *own) * scale

@@ -222,12 +222,9 @@ def lora(run: Conversion) -> dict[str, Any]:
             run.refuse("use_mora", mora, "goes with neither a mixer, DoRA nor PiSSA: lora.method")
         rslora, ratio = False, 1
         del lora["alpha"]
-    special = {"lora_use_mixer": mixer, "use_dora": dora, "use_mora": mora, "lora_dropout": dropout, "pissa": pissa}
-    special["loraga"] = loraga
-    if run.family.name == "qwen_moe":
-        for key in (key for key, value in special.items() if value):
-            why = "routed experts get adapters there; here they have plain ones only: lora.target_modules"
-            run.refuse(key, special[key], why)
+    if run.family.name == "qwen_moe" and loraga:
+        why = "routed experts get adapters there, of which few tokens make a gradient: lora.init, lora.target_modules"
+        run.refuse("loraga", loraga, why)
     lora |= {"method": "mixer"} if mixer else {"method": "dora"} if dora else {"method": "mora"} if mora else {}
     lora |= {"init": "pissa"} if pissa else _lora_ga(run) if loraga else {}
     lora |= {"dropout": float(dropout)} if dropout else {}
@@ -243,8 +240,6 @@ def _lokr(run: Conversion, with_lora: bool) -> dict[str, Any]:
         run.refuse("lokr", True, "only run_finetune.py reads it; with another script the whole model is trained")
     if with_lora:
         run.refuse("lokr", True, "with lora there would be two adapters on each matrix; set one of the two to false")
-    if run.family.name == "qwen_moe":
-        run.refuse("lokr", True, "routed experts get adapters there; here they have plain ones only: lora.method")
     return {"rank": rank, "alpha": float(rank), "method": "lokr"} | family_targets(run)
 
 

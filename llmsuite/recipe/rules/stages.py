@@ -144,6 +144,19 @@ def _no_first_gradients(context: RuleContext) -> Iterator[Violation]:
         yield key, f"{message}; set it to pissa or default"
 
 
+_NOT_ON_EXPERTS = {
+    "vera": "its two frozen factors are the same for all matrices, and each expert would keep its own copy of them",
+    "lora_ga": "an expert that few tokens reach has a gradient with fewer singular vectors than it takes",
+}
+_NOT_ON_EMBEDDINGS = {
+    "vera": "neither its paper nor PEFT has it for a table of rows",
+    "mora": "its update is a function of a vector of inputs, and an embedding has ids",
+    "lokr": "its update is a function of a vector of inputs, and an embedding has ids",
+    "lora_ga": "the gradient of a table has rows for the tokens of the first batches only",
+}
+"""Methods and beginnings of adapters that are refused there, and why."""
+
+
 def _no_such_target(context: RuleContext) -> Iterator[Violation]:
     lora, plan = context.recipe.lora, context.shard_plan
     if lora.rank is None or not lora.target_modules or context.config is None:
@@ -153,18 +166,20 @@ def _no_such_target(context: RuleContext) -> Iterator[Violation]:
         return
     key, shapes = "lora.target_modules", names.parameter_shapes(context.config)
     linear, experts = linear_modules(shapes, plan), expert_modules(shapes, plan)
-    plain = {"method": "lora", "init": "default", "dropout": 0}
-    wanted = [f"lora.{name} to {value}" for name, value in plain.items() if getattr(lora, name) != value]
+    embedding = [plan.embedding] if has_own_head(shapes) else []
     for pattern in lora.target_modules:
-        special = [*experts, *([plan.embedding] if has_own_head(shapes) else [])] if wanted else []
-        if found := [name for name in special if matches(name, pattern)]:
-            is_embedding = found[0] == plan.embedding
-            what, others = ("the embedding", "") if is_embedding else ("routed experts", "shared_experts.* and ")
-            yield (
-                key,
-                f"{pattern!r} matches {what} ({found[0]}), where adapters are plain ones; set {' and '.join(wanted)}, "
-                f"or name others, such as {others}self_attn.*",
-            )
+        for of, kinds, what, others in (
+            (experts, _NOT_ON_EXPERTS, "routed experts", "shared_experts.* and "),
+            (embedding, _NOT_ON_EMBEDDINGS, "the embedding", ""),
+        ):
+            found = [name for name in of if matches(name, pattern)]
+            for name in (name for name in ("method", "init") if found and getattr(lora, name) in kinds):
+                value, usual = getattr(lora, name), "lora" if name == "method" else "default"
+                yield (
+                    key,
+                    f"{pattern!r} matches {what} ({found[0]}), and lora.{name} is {value}: {kinds[value]}; set "
+                    f"lora.{name} to {usual}, or name others, such as {others}self_attn.*",
+                )
         tied = not has_own_head(shapes) and any(matches(name, pattern) for name in (plan.embedding, "lm_head"))
         if tied and not any(matches(name, pattern) for name in (*linear, *experts)):
             yield (
@@ -194,7 +209,8 @@ def _no_such_structure(context: RuleContext) -> Iterator[Violation]:
             f"{found[0]!r} matches lm_head, whose outputs may be padded, which {lora.method} would see; name others, "
             "such as self_attn.*, or set lora.method to lora",
         )
-    for module in linear_modules(shapes, plan):
+    experts = [] if patterns is None else expert_modules(shapes, plan)
+    for module in [*linear_modules(shapes, plan), *experts]:
         if module != "lm_head" and (patterns is None or any(matches(module, pattern) for pattern in patterns)):
             try:
                 factor_shapes(lora.method, lora.rank, shapes[f"{module}.weight"])
@@ -268,9 +284,10 @@ STAGE_RULES = (
         _no_first_gradients,
     ),
     Rule(
-        "`lora.target_modules` that match routed experts or the embedding, with `lora.dropout`, or a `lora.method` or "
-        "`lora.init` but the first; or that name the embedding or the head where they are tied",
-        "the methods are for one matrix and its inputs; two matrices that are one cannot get different updates",
+        "`lora.target_modules` that match routed experts, with `lora.method` `vera` or `lora.init` `lora_ga`; or the "
+        "embedding, with these, `mora` or `lokr`; or that name the embedding or the head where they are tied",
+        "frozen factors would be copied for each expert, gradients have too few singular vectors, a table has no "
+        "inputs; two matrices that are one cannot get different updates",
         (),
         _no_such_target,
     ),

@@ -400,7 +400,7 @@ def test_more_rank_than_singular_vectors_is_refused() -> None:
     shapes = {"q.weight": [4, 9]}
     principal = PrincipalFactors(lambda *_: np.ones([4, 9], "float32"), shapes, section(rank=5, init="pissa"))
     with pytest.raises(UserError, match=r"lora.rank: is 5, but q is 4 x 9 and has no more than 4"):
-        principal.of("q")
+        principal.read("q", 0, [slice(0, 4), slice(0, 5)])
 
 
 @pytest.mark.parametrize("base_dtype", ["nf4", "int8"])

@@ -40,6 +40,10 @@ EVERYWHERE = ["*_proj", "embed_tokens", "lm_head"]
         ("deepseek", {"target_modules": ["*_proj"]}),
         ("qwen_moe", {"target_modules": ["self_attn.*", "experts.down_proj"]}),
         ("ernie_moe", {"target_modules": ["mlp.experts.*"]}),
+        *(("deepseek", {"method": method, "target_modules": ["experts.*"]}) for method in ("dora", "mora", "lokr")),
+        ("deepseek", {"init": "pissa", "target_modules": ["experts.*"]}),
+        ("llama", {"method": "dora", "target_modules": EVERYWHERE}),
+        ("llama", {"init": "pissa", "target_modules": EVERYWHERE}),
     ],
 )
 def test_merged_weights_make_the_same_logits(family: str, keys: dict[str, Any], registry: Registry) -> None:
