@@ -183,16 +183,16 @@ def test_accumulate_steps(plan: Plan) -> None:
                 "lora": {"rank": 2, "method": "vera", "target_modules": ["q_proj", "down_proj"]},
             },
             "lora.target_modules",
-            "'down_proj' matches routed experts (model.layers.1.mlp.experts.down_proj), and lora.method is vera: its two "
-            "frozen factors are the same for all matrices, and each expert would keep its own copy of them; set "
+            "'down_proj' matches routed experts (model.layers.1.mlp.experts.down_proj), and lora.method is vera: its "
+            "two frozen factors are the same for all matrices, and each expert would keep its own copy of them; set "
             "lora.method to lora, or name others, such as shared_experts.* and self_attn.*",
         ),
         (
             {"lora": {"rank": 2, "init": "lora_ga", "target_modules": ["embed_tokens"]}},
             "lora.target_modules",
             "'embed_tokens' matches the embedding (model.embed_tokens), and lora.init is lora_ga: the gradient of a "
-            "table has rows for the tokens of the first batches only; set lora.init to default, or name others, such as "
-            "self_attn.*",
+            "table has rows for the tokens of the first batches only; set lora.init to default, or name others, such "
+            "as self_attn.*",
         ),
         (
             {"model.config": {"tie_word_embeddings": True}, "lora": {"rank": 2, "target_modules": ["lm_head"]}},
