@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from llmsuite.cli import run as run_command
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.launch.launch import INTERRUPTED, is_worker
+from llmsuite.locks import scratch_directory
 from llmsuite.plugins.given import add_files, load_file, plugin_files, plugin_of
 from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
 from llmsuite.recipe.resolve import plan_run
@@ -233,8 +233,8 @@ def _file_of(recipe: RecipeLike) -> Iterator[Path]:
     if not isinstance(recipe, Mapping):
         yield Path(recipe)
         return
-    with tempfile.TemporaryDirectory(prefix="llmsuite-") as directory:
-        path = Path(directory) / "recipe.json"
+    with scratch_directory() as directory:
+        path = directory / "recipe.json"
         path.write_text(json.dumps(recipe, indent=1), encoding="utf-8")
         yield path
 

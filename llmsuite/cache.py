@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmsuite.errors import UserError
+from llmsuite.locks import open_lock
 
 BUILT = "built"
 """Directory of the cache with what was compiled for this machine."""
@@ -45,7 +46,7 @@ def locked(path: Path) -> Iterator[None]:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path, "w")  # noqa: SIM115  (closed below, which unlocks it)
+        lock = open_lock(path)
     except OSError as error:
         raise UserError(f"{path.parent}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
     with lock:

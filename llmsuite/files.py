@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
@@ -16,9 +15,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.locks import LOCK, lock_directory, remove_any
 from llmsuite.threads import in_threads
 
 MANIFEST = "manifest.json"
@@ -37,8 +37,7 @@ def begin_directory(final: Path) -> None:
     """
     with os_errors(final):
         final.parent.mkdir(parents=True, exist_ok=True)
-        if temporary_of(final).exists():
-            shutil.rmtree(temporary_of(final))
+        remove_any(temporary_of(final))
         temporary_of(final).mkdir()
 
 
@@ -66,7 +65,8 @@ def committed_directory(final: Path, manifest: dict[str, Any] | None = None, is_
             yield temporary
             _commit(temporary, final, manifest or {}, outcome)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_any(temporary)
 
 
 @contextlib.contextmanager
@@ -83,15 +83,15 @@ def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> 
     """
     temporary = final.with_name(final.name + ".part")
     marker = temporary / ".content"
-    with lock_directory(temporary) as lock, os_errors(final, f"what is done stays in {temporary}") as outcome:
+    with lock_directory(temporary), os_errors(final, f"what is done stays in {temporary}") as outcome:
         if not marker.is_file() or marker.read_text() != content:
             for path in temporary.iterdir():
-                if path.name != Path(lock.name).name:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if path.name != LOCK:
+                    remove_any(path)
             write_text_atomic(marker, content)
         yield temporary
         marker.unlink()
-        Path(lock.name).unlink()
+        (temporary / LOCK).unlink()
         _commit(temporary, final, manifest, outcome)
 
 
@@ -131,14 +131,14 @@ def publish(temporary: Path, final: Path, outcome: list[str]) -> None:
         temporary.rename(final)
     outcome.append("it is complete, but may not survive a power failure")
     fsync(final.parent)
-    shutil.rmtree(_old(final), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove_any(_old(final))
 
 
 def _replace(final: Path, temporary: Path) -> None:
     """Put `temporary` where `final` is, which stays beside it as `.old`; on an error `final` is as it was."""
     old = _old(final)
-    if old.exists():
-        shutil.rmtree(old)
+    remove_any(old)
     try:
         final.rename(old)
         temporary.rename(final)
@@ -169,6 +169,12 @@ def broken_file(
         )
     files = {path: ranges for path, ranges in files.items() if path.name not in elsewhere}
     return first_fault({p: ranges for p, ranges in files.items() if p.suffix != without}, check_hashes)
+
+
+def check_whole(directory: Path) -> None:
+    """Raise UserError if a directory has a manifest and is not as that says."""
+    if (directory / MANIFEST).is_file() and (fault := broken_file(directory)):
+        raise UserError(f"{fault}; it is not what was saved: take another checkpoint, or copy it again")
 
 
 def lying_elsewhere(directory: Path) -> dict[str, dict[str, int]]:
@@ -270,17 +276,18 @@ def _damaged(files: Mapping[Path, Sequence[Range]], name: Callable[[Path, Range,
 def remove_directory(final: Path) -> None:
     """Delete a committed directory; under its name it is never half there. Raises OSError."""
     temporary = temporary_of(final)
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    remove_any(temporary)
     final.rename(temporary)
     shutil.rmtree(temporary)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace a small file in one step. Raises UserError when it cannot be written."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_of(path)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        if temporary.is_symlink() or not temporary.is_file():
+            remove_any(temporary)  # it is none that this function has left
+        with open(temporary, "w", encoding="utf-8", opener=_without_links) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -313,23 +320,8 @@ def read_json_file(path: Path) -> Any:
         raise UserError(f"{path}: is not JSON: {error}") from error
 
 
-def lock_directory(directory: Path) -> IO[str]:
-    """Make a directory and lock it for this process, as long as the returned file is open.
-
-    Raises:
-        UserError: another process has it, or it cannot be made.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "w")  # noqa: SIM115  (open as long as the lock is held)
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written to: {error.strerror}; choose another output_dir") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise UserError(f"{directory}: another run is writing there; stop it, or choose another output_dir") from error
-    return lock
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def fsync(path: Path) -> None:

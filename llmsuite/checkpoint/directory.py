@@ -9,14 +9,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from llmsuite.checkpoint.adapter_dir import CONFIGS
 from llmsuite.checkpoint.beside import is_beside
 from llmsuite.errors import UserError
-from llmsuite.files import broken_file, lying_elsewhere, read_json_file, remove_directory, write_text_atomic
+from llmsuite.files import (
+    broken_file,
+    lying_elsewhere,
+    os_errors,
+    read_json_file,
+    remove_directory,
+    write_text_atomic,
+)
+from llmsuite.locks import remove_any
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -131,9 +138,26 @@ def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Delete checkpoints that a killed run has half written, and bring back those it was about to replace."""
-    for path in root.glob("step-*.old"):
-        whole = path.with_name(path.name.removesuffix(".old"))
-        shutil.rmtree(path) if whole.exists() else path.rename(whole)
-    for path in (*root.glob("step-*.tmp"), *root.glob("step-*.fetched")):
-        shutil.rmtree(path)
+    """Delete what a killed run has half written, and bring back the checkpoints it was about to replace.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    with os_errors(root):
+        for path in root.glob("step-*.old"):
+            whole = path.with_name(path.name.removesuffix(".old"))
+            if whole.exists() or path.is_symlink():
+                remove_any(path)
+            else:
+                path.rename(whole)
+        unfinished = [*root.glob("step-*.tmp"), *root.glob("step-*.fetched")]
+        for path in (*unfinished, root / "latest.tmp", root / "best.tmp"):
+            remove_any(path)
+
+
+def name_latest(root: Path, path: Path) -> None:
+    """Let `latest` name a checkpoint, unless it does: a run may end between writing the one and the other. Raises
+    UserError."""
+    latest = root / "latest"
+    if not latest.is_file() or latest.read_text(encoding="utf-8", errors="replace").strip() != path.name:
+        write_text_atomic(latest, path.name + "\n")

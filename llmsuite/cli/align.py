@@ -6,13 +6,13 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmsuite.cli.exits import exit_code
 from llmsuite.errors import UserError
+from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
@@ -73,8 +73,8 @@ def run(args: Any, registry: Registry) -> int:
         every = max(1, _most_tokens(plans[0]) // args.tokens)
         if _SIDE in os.environ:
             return _rank(plans[int(os.environ[_SIDE])], registry, every)
-        with tempfile.TemporaryDirectory(prefix="llmsuite-align-") as scratch:
-            a, b = (_recorded(i, plan, registry, Path(scratch), every) for i, plan in enumerate(plans))
+        with scratch_directory("llmsuite-align-") as scratch:
+            a, b = (_recorded(i, plan, registry, scratch, every) for i, plan in enumerate(plans))
         second = args.b or (f"with {args.against}" if args.against else "one process")
         names = (args.a, second)
     from llmsuite.align.compare import compare

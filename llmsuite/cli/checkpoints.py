@@ -79,7 +79,7 @@ def _verify(path: Path) -> int:
 
 def _prune(path: Path, keep: int | None, force: bool) -> int:
     from llmsuite.checkpoint.directory import prune
-    from llmsuite.files import lock_directory
+    from llmsuite.locks import lock_directory
 
     if keep is None:
         raise UserError("checkpoints prune: say how many stay, such as --keep 2")

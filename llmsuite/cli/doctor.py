@@ -12,7 +12,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from llmsuite import __version__
 from llmsuite.errors import UserError
+from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
@@ -240,13 +240,13 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
     passed_on = ("device", "num_devices", "nnodes", "node_rank", *(["master"] if args.master else []))
     command = [sys.executable, "-m", "llmsuite", "doctor", *(f"--{name}={getattr(args, name)}" for name in passed_on)]
     machines = Machines(args.node_rank, args.nnodes, args.master or "", f"doctor {args.num_devices}")
-    with tempfile.TemporaryDirectory(prefix="llmsuite-") as logs:
+    with scratch_directory() as logs:
         try:
             backend.prepare_ranks()
             code = launch(
                 command,
                 args.num_devices,
-                Path(logs),
+                logs,
                 lambda rank: backend.variables(args.num_devices, rank),
                 output.append,
                 machines,

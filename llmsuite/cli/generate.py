@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
+from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
@@ -222,9 +222,9 @@ def _launch(args: Any, registry: Registry) -> int:
     def write(text: str) -> None:
         print(text, end="", flush=True)
 
-    with tempfile.TemporaryDirectory() as logs:
+    with scratch_directory() as logs:
         command = [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
-        return launch(command, args.num_devices, Path(logs), environment, write)
+        return launch(command, args.num_devices, logs, environment, write)
 
 
 COMMAND = Command(name="generate", help="let a model answer prompts", add_arguments=add_arguments, run=run)

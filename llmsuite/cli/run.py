@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsuite.cli.exits import exit_code
 from llmsuite.errors import RecipeError, UserError
+from llmsuite.locks import empty_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.schema.section import as_plain
@@ -125,7 +125,7 @@ def _check(args: Any, plan: RunPlan, machine: int) -> None:
         first = is_worker_of_others() and os.environ["PADDLE_TRAINER_ID"] == "0"
     if first and not args.resume:
         if args.smoke and not any(word.startswith("--output_dir") for word in args.overrides):
-            shutil.rmtree(plan.output_dir, ignore_errors=True)  # left by an earlier --smoke, not worth keeping
+            empty_directory(plan.output_dir)  # left by an earlier --smoke, not worth keeping
         plan.check_output()
 
 

@@ -8,11 +8,11 @@ notices a dead rank only every five seconds.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ from llmsuite.launch import hang
 from llmsuite.launch.calls import ENVIRONMENT as CALLS
 from llmsuite.launch.machines import End, Machines
 from llmsuite.launch.ranks import FORWARDED, Rank, start_rank
+from llmsuite.locks import scratch_directory
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
@@ -82,8 +83,9 @@ def launch(
             process.send_signal(number)
 
     previous = {number: signal.signal(number, forward) for number in FORWARDED}
-    calls = tempfile.TemporaryDirectory(prefix="llmsuite-")
-    watch = hang.Watch(Path(calls.name), range(first, first + num_ranks), stall_seconds)
+    scratch = contextlib.ExitStack()
+    calls = scratch.enter_context(scratch_directory())
+    watch = hang.Watch(calls, range(first, first + num_ranks), stall_seconds)
     gc.freeze()  # a collection in a fork would write to every object, and so copy the memory it shares with this one
     try:
         for local in range(num_ranks):
@@ -98,7 +100,7 @@ def launch(
                 "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
                 "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
                 "PYTHONUNBUFFERED": "1",
-                CALLS: calls.name,
+                CALLS: str(calls),
             }
             with open(log_dir / f"workerlog.{rank}", "wb") as log:
                 ranks.append(start_rank(work, variables, log, machines.close))
@@ -109,7 +111,7 @@ def launch(
         gc.unfreeze()
         _stop(ranks)
         machines.close()
-        calls.cleanup()
+        scratch.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

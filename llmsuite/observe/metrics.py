@@ -54,6 +54,12 @@ def _step(line: str) -> float:
         return float("inf")
 
 
+def is_evaluated_at(run: Path, step: int) -> bool:
+    """Whether the metrics of a run have an evaluation after a step."""
+    lines = (line for line in _lines(run / "metrics.jsonl") if _step(line) == step)
+    return any(name.startswith("eval/") for line in lines for name in json.loads(line))
+
+
 def place(samples: int, batch_size: int, epoch_size: int) -> dict[str, float]:
     """Place of a step in its epoch.
 

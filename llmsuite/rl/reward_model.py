@@ -12,6 +12,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
+from llmsuite.files import check_whole
 from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel.mesh import Mesh
@@ -36,6 +37,7 @@ def model(section: ModelRewardSection, services: RewardServices) -> Score:
     if section.weights is None:
         raise UserError(f"{_KEY}: is required with the reward model; set it to the directory of a run of stage rm")
     path = local_weights(section.weights)
+    check_whole(path)
     source = open_model(path, services.families)
     if head_of(source.config) != "score":
         raise UserError(f"{_KEY}: {path} is a language model, which gives no scores; train one with stage rm")

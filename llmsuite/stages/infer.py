@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.files import lock_directory, read_json_file, write_text_atomic
+from llmsuite.files import read_json_file, write_text_atomic
 from llmsuite.inference.beam import Beams
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.fused import fuse
@@ -20,6 +20,7 @@ from llmsuite.inference.generate import Answer, Generator
 from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any, tokenizer_directory
 from llmsuite.inference.prompts import Prompt, Prompter, stop_tokens
 from llmsuite.inference.sampling import Sampling
+from llmsuite.locks import lock_directory
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.plugins.manager import Registry

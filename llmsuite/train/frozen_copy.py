@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.errors import UserError
+from llmsuite.files import check_whole
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shard_plan import WHOLE
+from llmsuite.parallel import collective
 from llmsuite.parallel.fill import read_local
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.sharding import ParameterShard
@@ -66,7 +68,10 @@ def frozen_reference(plan: RunPlan, registry: Registry, built: BuiltModel, mesh:
         return None
     if profile.reference is None:
         return FrozenCopy([(shard, shard.copy_of_stored()) for shard in built.shards])
-    source = open_model(local_weights(profile.reference), registry.models, mtp=num_mtp_layers(plan.model_config) > 0)
+    place = local_weights(profile.reference)
+    if collective.rank() == 0:
+        check_whole(place)
+    source = open_model(place, registry.models, mtp=num_mtp_layers(plan.model_config) > 0)
     _check_config(plan, source)
     check_shapes(source, {name: tuple(shape) for name, shape in built.shapes.items()})
     values, shard_plan = pad_values(read_from(source), built.shapes), plan.family.shard_plan or WHOLE

@@ -17,11 +17,9 @@ from typing import Any
 
 from llmsuite.checkpoint.own_disks import OwnDisk
 from llmsuite.errors import UserError
-from llmsuite.files import (
-    lock_directory,
-    write_text_atomic,
-)
+from llmsuite.files import write_text_atomic
 from llmsuite.launch.leaders import accept, connect, listen
+from llmsuite.locks import lock_directory
 from llmsuite.parallel import collective
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.checkpoint.adapter_dir import check_base
-from llmsuite.checkpoint.directory import find_latest, list_steps, remove_unfinished
+from llmsuite.checkpoint.directory import find_latest, list_steps, name_latest, remove_unfinished
 from llmsuite.checkpoint.own_disks import OwnDisk
 from llmsuite.checkpoint.train_state import TrainState, load_state
 from llmsuite.errors import UserError
@@ -83,6 +83,7 @@ def resume_from(
                     f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
                 )
             found = state.step
+            name_latest(checkpoints, path)
         elif list_steps(checkpoints):
             raise UserError(f"{checkpoints}: none of its checkpoints is whole; move them away to start at step 0")
     found = int(collective.from_first_rank([float(found)])[0])

@@ -14,10 +14,11 @@ import time
 from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.errors import RecipeError
-from llmsuite.files import lock_directory
 from llmsuite.launch import calls
 from llmsuite.launch.launch import INTERRUPTED
-from llmsuite.observe.metrics import Window, place
+from llmsuite.locks import lock_directory
+from llmsuite.observe.events import read_events
+from llmsuite.observe.metrics import Window, is_evaluated_at, place
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import VOTES
 from llmsuite.parallel.optimizer import Optimizer
@@ -167,14 +168,19 @@ class Trainer:
     def train(self) -> int:
         """Train to the last step, or until a signal. Returns the exit code."""
         total_steps = self.cadence.total_steps
-        if self.step == total_steps:
+        lacks_evaluation, lacks_end = self._unfinished()
+        if self.step == total_steps and not lacks_end:
             report(f"nothing to do: step {self.step} of {total_steps} is done")
             return 0
         if collective.rank() == 0:
             self.output = self._open_output()
             self.saver.on_saved = self.output.saved
         try:
-            self._run_steps()
+            if self.step < total_steps:
+                self._run_steps()
+            elif lacks_evaluation:  # it ended behind its last checkpoint
+                self.evaluate()
+                self.saver.finish()
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):  # the second one: at once
                 self.saver.abort(error)
@@ -182,6 +188,19 @@ class Trainer:
             raise
         self.output.ended(self.step)
         return 0 if self.step == total_steps else INTERRUPTED
+
+    def _unfinished(self) -> tuple[bool, bool]:
+        """Whether a run whose steps are all done has not been evaluated behind the last one, and has not ended."""
+        lacks = [False, False]
+        if self.step < self.cadence.total_steps:
+            return False, False
+        if collective.rank() == 0:
+            directory = self.plan.output_dir
+            is_evaluated = not len(self.data.eval) or is_evaluated_at(directory, self.step)
+            events = read_events(directory)
+            lacks = [not is_evaluated, not is_evaluated or not events or events[-1]["event"] != "ended"]
+        lacks_evaluation, lacks_end = collective.from_first_rank([float(value) for value in lacks])
+        return lacks_evaluation > 0, lacks_end > 0
 
     def _run_steps(self) -> None:
         cadence, num_left = self.cadence, self.cadence.total_steps - self.step

@@ -16,12 +16,14 @@ from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.prefix_dir import PrefixTensors
 from llmsuite.checkpoint.shapes import skipped_tensors
 from llmsuite.checkpoint.tensors import TensorSource
+from llmsuite.files import check_whole
 from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
 from llmsuite.models.head import SCORE
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import is_factor, quantised_modules
+from llmsuite.parallel import collective
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
@@ -88,6 +90,8 @@ def _from_files(
 ) -> tuple[ReadSlice, Base, list[str]]:
     """Values from `model.weights`, from the seed where its files have none; with the texts that decide the digest."""
     assert plan.weights is not None
+    if collective.rank() == 0:  # every byte once
+        check_whole(plan.weights)
     seed, std, load = plan.recipe.seed, plan.model_config.initializer_range, plan.recipe.model.load
     report(f"loading {plan.weights} ({source.description})")
     named = str(

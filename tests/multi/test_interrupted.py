@@ -122,3 +122,30 @@ def test_resume_with_another_recipe_is_refused(runner: Runner, ranks: int) -> No
     words = _words(runner, f"whole-{ranks}", ranks, "--train.learning_rate=0.5")
     output = runner.run(*words, "--resume", expect=2)
     assert "differs" in output
+
+
+def test_what_a_run_lacks_behind_its_last_checkpoint_is_done(runner: Runner) -> None:
+    words = runner.smoke("late", "--train.max_steps=2", *SMALL, runner.few_rows(ROWS), *MESHES[1])
+    runner.run(*words)
+    place = runner.directory / "late"
+    metrics = (place / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert "eval/loss" in metrics[-1]
+    # killed between the last checkpoint and its name, and so before the evaluation
+    events = (place / "events.jsonl").read_text().splitlines(keepends=True)
+    (place / "metrics.jsonl").write_text("".join(metrics[:-1]))
+    (place / "events.jsonl").write_text("".join(line for line in events if '"ended"' not in line))
+    (place / "checkpoints" / "latest").unlink()
+    (place / "checkpoints" / "latest.tmp").write_text("step-")
+    runner.run(*words, "--resume")
+    assert (place / "metrics.jsonl").read_text().splitlines(keepends=True) == metrics
+    assert json.loads((place / "events.jsonl").read_text().splitlines()[-1])["event"] == "ended"
+    assert (place / "checkpoints" / "latest").read_text() == "step-2\n"
+    assert not (place / "checkpoints" / "latest.tmp").exists()
+    assert "nothing to do: step 2 of 2 is done" in runner.run(*words, "--resume")
+    # and a checkpoint that is not what was saved is no beginning of another run
+    (shard,) = (place / "checkpoints" / "step-2").glob("model*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    more = runner.smoke("begun", "--train.max_steps=1", *SMALL, *MESHES[1], f"--model.weights={place}")
+    assert "does not have the sha256 it was written with" in runner.run(*more, expect=2)

@@ -15,7 +15,7 @@ import pytest
 from tests.paths import ROOT
 
 LAYERS = (
-    ("errors", "threads", "cache", "resources", "files", "python_files", "progress", "typing"),  # of the root
+    ("errors", "threads", "locks", "cache", "resources", "files", "python_files", "progress", "typing"),  # of the root
     ("hub",),
     ("devices",),
     ("models",),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from llmsuite import locks
+from llmsuite.cache import locked
+from llmsuite.checkpoint.directory import name_latest, remove_unfinished
 from llmsuite.errors import UserError
-from llmsuite.files import lock_directory
+from llmsuite.files import broken_file, check_whole, committed_directory, write_text_atomic
+from llmsuite.locks import empty_directory, lock_directory, scratch_directory
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
@@ -23,3 +30,125 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/run: cannot be written to: Not a directory; choose another output_dir"):
         lock_directory(tmp_path / "file" / "run")
+
+
+def test_a_directory_is_emptied_by_the_holder_of_its_lock_only(tmp_path: Path) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    (run / "link").symlink_to(precious)
+    with lock_directory(run):
+        with pytest.raises(UserError, match="another run is writing there"):
+            empty_directory(run)
+        assert (run / "checkpoints" / "step-1").is_dir()
+    empty_directory(run)
+    assert [path.name for path in run.iterdir()] == [".lock"]
+    assert (precious / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "directory"])
+def test_a_lock_is_a_file_and_nothing_else(tmp_path: Path, kind: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    for name, lock in ((".lock", lock_directory), ("lock", lambda path: locked(path / "lock").__enter__())):
+        place = tmp_path / f"of {name}"
+        place.mkdir()
+        put: dict[str, Callable[[Path], object]] = {
+            "link": lambda path: path.symlink_to(precious),
+            "dangling": lambda path: path.symlink_to(tmp_path / "nowhere"),
+            "fifo": os.mkfifo,
+            "directory": Path.mkdir,
+        }
+        put[kind](place / name)
+        with pytest.raises(UserError):
+            lock(place)
+    assert precious.read_text() == "kept"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_lock_keeps_what_is_in_its_file(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("kept")
+    lock_directory(tmp_path).close()
+    assert (tmp_path / ".lock").read_text() == "kept"
+
+
+def put_link(place: Path, target: Path) -> None:
+    place.symlink_to(target)
+
+
+def put_file(place: Path, target: Path) -> None:
+    place.write_text("in the way")
+
+
+def put_fifo(place: Path, target: Path) -> None:
+    os.mkfifo(place)
+
+
+def put_directory(place: Path, target: Path) -> None:
+    (place / "deep").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("put", [put_link, put_file, put_fifo, put_directory])
+def test_what_is_in_the_way_is_removed_and_not_followed(tmp_path: Path, put: Callable[[Path, Path], None]) -> None:
+    root, precious = tmp_path / "checkpoints", tmp_path / "precious"
+    root.mkdir()
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    names = ("latest.tmp", "step-7.tmp", "step-8.tmp", "step-8.old")
+
+    def obstruct() -> None:
+        for name in names:
+            put(root / name, precious)
+
+    obstruct()
+    write_text_atomic(root / "latest", "step-7")
+    assert (root / "latest").read_text() == "step-7"
+    for _ in range(2):  # new, and in place of one that is there
+        with committed_directory(root / "step-8") as directory:
+            (directory / "file").write_text("new")
+    assert broken_file(root / "step-8") is None
+    for name in names:
+        if not (root / name).is_symlink() and not (root / name).exists():
+            put(root / name, precious)
+    remove_unfinished(root)
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-8"]
+    assert (precious / "file").read_text() == "kept"
+
+
+def test_latest_names_the_newest_again(tmp_path: Path) -> None:
+    for text in (None, b"step-3", b"\xff"):
+        if text is not None:
+            (tmp_path / "latest").write_bytes(text)
+        name_latest(tmp_path, tmp_path / "step-7")
+        assert (tmp_path / "latest").read_text() == "step-7\n"
+
+
+def test_a_flipped_bit_is_found_where_there_is_a_manifest(tmp_path: Path) -> None:
+    with committed_directory(tmp_path / "one") as directory:
+        (directory / "model.safetensors").write_bytes(bytes(100))
+    check_whole(tmp_path / "one")
+    (tmp_path / "one" / "model.safetensors").write_bytes(bytes(99) + b"\1")
+    with pytest.raises(UserError, match="does not have the sha256 it was written with"):
+        check_whole(tmp_path / "one")
+    (tmp_path / "one" / "manifest.json").unlink()
+    check_whole(tmp_path / "one")
+
+
+def test_scratch_of_the_dead_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old = 1_000_000_000
+    for name in ("llmsuite-dead", "llmsuite-young", "llmsuite-none", "other-dead"):
+        (tmp_path / name).mkdir()
+        if name != "llmsuite-none":
+            (tmp_path / name / ".lock").touch()
+        if name != "llmsuite-young":
+            os.utime(tmp_path / name, (old, old))
+    with scratch_directory() as first:
+        (first / "file").touch()
+        os.utime(first, (old, old))
+        with scratch_directory() as second:
+            left = {path.name for path in tmp_path.iterdir()}
+            assert left == {"llmsuite-young", "llmsuite-none", "other-dead", first.name, second.name}
+    assert not first.exists()
+    assert locks._SETTLED_SECONDS > 0

@@ -10,7 +10,7 @@ import pytest
 from llmsuite.checkpoint.directory import Best, find_latest, find_model, load_best, save_best
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
-from llmsuite.files import lock_directory
+from llmsuite.locks import lock_directory
 from tests.unit.checkpoint.test_train_state import damage, names, quick_save
 
 Capsys = pytest.CaptureFixture[str]
