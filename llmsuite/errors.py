@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+from llmsuite.shown import redacted
+
 
 class UserError(Exception):
-    """The user's input is wrong or something is missing; the message says what would be right (exit code 2)."""
+    """The user's input is wrong or something is missing; the message says what would be right (exit code 2). Secrets in
+    the URLs that it names are left out."""
+
+    def __str__(self) -> str:
+        return redacted(super().__str__())
 
 
 @dataclasses.dataclass(frozen=True)

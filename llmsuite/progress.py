@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TypeVar
 
+from llmsuite.shown import printable, redacted
+
 T = TypeVar("T")
 _QUIET_SECONDS = 5.0
 
@@ -21,7 +23,7 @@ def is_first_rank() -> bool:
 def report(message: str) -> None:
     """Print a line for the user."""
     if is_first_rank():
-        print(message, flush=True)
+        print(printable(redacted(message)), flush=True)
 
 
 def track(items: Iterable[T], what: str) -> Iterator[T]:

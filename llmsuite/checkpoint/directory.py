@@ -122,8 +122,8 @@ def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:
         )
     best = load_best(root)
     named = {f"step-{best.step}"} if best else set()
-    if (root / "latest").is_file():
-        named.add((root / "latest").read_text().strip())
+    if (latest := read_latest(root)) is not None:
+        named.add(latest)
     kept, removed = 0, []
     for _, path in reversed(list_steps(root)):
         fault = broken_file(path) if kept < keep else None
@@ -158,6 +158,11 @@ def remove_unfinished(root: Path) -> None:
 def name_latest(root: Path, path: Path) -> None:
     """Let `latest` name a checkpoint, unless it does: a run may end between writing the one and the other. Raises
     UserError."""
+    if read_latest(root) != path.name:
+        write_text_atomic(root / "latest", path.name + "\n")
+
+
+def read_latest(root: Path) -> str | None:
+    """The name that `latest` has; None where there is no such file."""
     latest = root / "latest"
-    if not latest.is_file() or latest.read_text(encoding="utf-8", errors="replace").strip() != path.name:
-        write_text_atomic(latest, path.name + "\n")
+    return latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None

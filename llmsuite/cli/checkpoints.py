@@ -36,11 +36,11 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _list(path: Path) -> int:
-    from llmsuite.checkpoint.directory import load_best
+    from llmsuite.checkpoint.directory import load_best, read_latest
     from llmsuite.files import broken_file
 
     root, best = path / "checkpoints", load_best(path / "checkpoints")
-    latest = (root / "latest").read_text().strip() if (root / "latest").is_file() else None
+    latest = read_latest(root)
     for step, directory in _steps(path):
         size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
         fault = broken_file(directory, check_hashes=False, here_only=True)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from llmsuite.errors import UserError
+from llmsuite.shown import printable
 
 
 def exit_code(work: Callable[[], int]) -> int:
@@ -17,7 +18,7 @@ def exit_code(work: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()  # a closed pipe is noticed here rather than when Python exits
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from llmsuite.errors import UserError
 from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
+from llmsuite.shown import printable
 from llmsuite.specs import Command
 
 _ENGINES = Literal["dynamic", "static"]
@@ -127,7 +128,7 @@ def run(args: Any, registry: Registry) -> int:
         for prompt, found in zip(prompts, answers):
             if opened.speaks:
                 print("> " + str(prompt.row.get("prompt", json.dumps(prompt.row.get("messages"), ensure_ascii=False))))
-                print("\n".join(answer.text for answer in found), flush=True)
+                print(_shown("\n".join(answer.text for answer in found)), flush=True)
         return 0
     target = Path(args.output)
     if not opened.speaks:
@@ -144,6 +145,11 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(f"--output {target}: cannot be written: {error.strerror}") from error
     print(f"wrote {target}: answers to {len(prompts)} prompts")
     return 0
+
+
+def _shown(text: str) -> str:
+    """What a model says, as a terminal gets it; a file or a pipe gets the very characters."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def _check(args: Any) -> None:
@@ -198,7 +204,7 @@ def _chat(generator: Any, prompter: Any, sampling: Any) -> int:
         try:
             for piece in generator.stream(prompter.turns(question), sampling):
                 answer.append(piece)
-                print(piece, end="", flush=True)
+                print(_shown(piece), end="", flush=True)
         except UserError as error:  # no room left, or refused by the template: the conversation so far stays
             print(f"{error}; /new starts again", end="")
             answer = []

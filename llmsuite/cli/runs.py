@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.shown import printable
 from llmsuite.specs import Command
 
 _COMPARED = ("loss", "eval/loss", "grad_norm", "ips_total", "avg_batch_cost", "avg_reader_cost", "peak_memory_bytes")
@@ -55,7 +56,7 @@ def _show(run: Any) -> int:
     _print((), rows)
     for event in run.events:
         rest = "  ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
-        print(f"{event['time']}  {event['event']}  {rest}".rstrip())
+        print(printable(f"{event.get('time', '')}  {event.get('event', '')}  {rest}".rstrip()))
     return 0
 
 
@@ -75,7 +76,7 @@ def _compare(runs: Sequence[Any]) -> int:
 
 
 def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = [head, *rows] if head else list(rows)
+    table = [[printable(cell).replace("\n", " ") for cell in row] for row in ([head, *rows] if head else rows)]
     if not rows:
         print("no runs")
         return

@@ -27,6 +27,7 @@ from llmsuite.hub.fetch import find_commit
 from llmsuite.hub.here import pin, pinned
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
+from llmsuite.shown import redacted
 
 Report = Callable[[str], None]
 _OPTIONS = ("split", "config", "revision", "rows")
@@ -90,14 +91,14 @@ def _downloaded(url: str, directory: Path, report: Report) -> Path:
         report(f"fetching {url}")
         system.get_file(path, str(part))
     except (ImportError, ValueError) as error:  # a protocol that takes another package, or that nobody knows
-        raise UserError(f"{url}: cannot be fetched: {error}") from error
+        raise UserError(f"{url}: cannot be fetched: {error}") from None  # a traceback would show the whole address
     except Exception as error:  # each protocol has errors of its own
         if known is not None and Path(known["file"]).is_file():
             report(f"{url}: cannot be reached ({error}); going on with what was fetched before")
             return Path(known["file"])
-        raise UserError(f"{url}: cannot be fetched: {error or type(error).__name__}") from error
+        raise UserError(f"{url}: cannot be fetched: {error or type(error).__name__}") from None
     file = _kept(part, directory, Path(urllib.parse.urlsplit(url).path).name or "data")
-    note.write_text(json.dumps({"url": url, "version": version, "file": str(file)}))
+    note.write_text(json.dumps({"url": redacted(url), "version": version, "file": str(file)}))
     return file
 
 

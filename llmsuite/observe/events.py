@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite import __version__
+from llmsuite.shown import redacted_words
 
 EVENTS, ENVIRONMENT = "events.jsonl", "environment.json"
 _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlenlp", "numpy", "safetensors", "tokenizers")
@@ -43,9 +44,11 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     found = []
     for line in lines:
         try:
-            found.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict) and "event" in record and "time" in record:
+            found.append(record)
     return found
 
 
@@ -59,7 +62,7 @@ def environment(device: str, mesh: str, num_ranks: int) -> dict[str, Any]:
             continue
     return {
         "started": _now(),
-        "command": sys.argv,
+        "command": redacted_words(sys.argv),
         "directory": os.getcwd(),
         "host": platform.node(),
         "system": platform.platform(),

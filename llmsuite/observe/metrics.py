@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.files import write_text_atomic
+from llmsuite.files import os_errors, write_text_atomic
 
 SCHEMA = 1
 
@@ -33,12 +34,14 @@ class MetricsFile:
         self._open(last_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object."""
-        self._file.write(json.dumps({"schema": SCHEMA, **record}, allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one object. Raises UserError when it cannot be written."""
+        with os_errors(self._path, "the run ends here; make room and --resume it"):
+            self._file.write(json.dumps({"schema": SCHEMA, **record}, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written is still there to be written
+            self._file.close()
 
 
 def _lines(path: Path) -> list[str]:

@@ -31,17 +31,24 @@ _mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
 
 def rank() -> int:
     """This process, from 0."""
-    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    return _number("PADDLE_TRAINER_ID", 0)
 
 
 def local_rank() -> int:
     """This process among those of its machine, from 0."""
-    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
+    return _number("PADDLE_LOCAL_RANK", 0)
 
 
 def num_ranks() -> int:
     """Processes of the run."""
-    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    return _number("PADDLE_TRAINERS_NUM", 1)
+
+
+def _number(variable: str, default: int) -> int:
+    given = os.environ.get(variable, str(default))
+    if not (given.isascii() and given.isdecimal()):
+        raise UserError(f"{variable}: is {given!r} in the environment; a launcher sets it to a number, else unset it")
+    return int(given)
 
 
 def mesh() -> Mesh:

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.problems import first_ones
 from llmsuite.recipe.source import Key, parse_json, read_json
 from llmsuite.recipe.untrained import SECTIONS
 from llmsuite.schema import keys as recipe_keys
@@ -28,6 +29,9 @@ from llmsuite.schema.section import Section, forget_reads, unread
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
+_MOST_HINTS, _MOST_OVERRIDES = 20, 1000
+_MOST_SHOWN = 200
+"""Characters of a wrong value that are shown."""
 
 
 @dataclasses.dataclass
@@ -105,7 +109,7 @@ def load(
         loaded.recipe = recipe
         problems += [loaded.problem(key, message) for key, message in _section_rules(recipe)]
     if problems:
-        raise RecipeError(in_order(problems))
+        raise RecipeError(first_ones(problems))
     forget_reads(loaded.recipe)
     return loaded
 
@@ -202,7 +206,10 @@ def _apply_overrides(
     """Write the overrides into the tree. The type of a key may depend on an override of stage or family."""
     problems: list[Problem] = []
     parsed: dict[Key, tuple[str, str]] = {}
-    for word in overrides:
+    words = list(overrides)
+    if len(words) > _MOST_OVERRIDES:
+        return [Problem("", "", f"{len(words):,} overrides are more than {_MOST_OVERRIDES:,}; write a recipe")]
+    for word in words:
         readable = word.encode("utf-8", "backslashreplace").decode("utf-8")
         if readable != word:  # bytes of another encoding
             problems.append(Problem(readable, "", "is not UTF-8"))
@@ -278,8 +285,14 @@ def _bind(
         return typed.validate_json(json.dumps(tree)), []
     except ValidationError as error:
         problems = []
-        types = _types(cls)
+        types, hints_left = _types(cls), _MOST_HINTS
         for item in error.errors(include_url=False):
+            if item["type"] in _UNKNOWN_KEY:
+                hints_left -= 1
+                if hints_left < 0:  # each costs a comparison with all known keys
+                    key = tuple(map(str, item["loc"]))
+                    problems.append(Problem(loaded.origin(key), ".".join(key), "unknown key"))
+                    continue
             key = tuple(map(str, item["loc"]))
             if item["type"] not in _UNKNOWN_KEY:
                 key = _without_alternatives(item["loc"], types)
@@ -325,7 +338,7 @@ def _explain(
     if kind in ("missing", "missing_argument"):
         return f"is required: {recipe_keys.describe(types[key]) if key in types else 'a section'}"
     if kind == "dataclass_type":
-        return f"expected a section: {{...}}, found {json.dumps(given)}"
+        return f"expected a section: {{...}}, found {_shown(given)}"
     if key in types:
         wanted = recipe_keys.describe(types[key])
     else:  # an item of a list
@@ -337,7 +350,12 @@ def _explain(
         options = [o.strip(" '") for o in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
         near = difflib.get_close_matches(given, options, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"expected {wanted}, found {json.dumps(given)}{hint}"
+    return f"expected {wanted}, found {_shown(given)}{hint}"
+
+
+def _shown(given: Any) -> str:
+    text = json.dumps(given)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} … ({len(text):,} characters)"
 
 
 @functools.cache
@@ -366,14 +384,3 @@ def _leaves(tree: Any, prefix: Key = ()) -> set[Key]:
     if not isinstance(tree, dict):
         return {prefix}
     return set().union(*(_leaves(value, (*prefix, key)) for key, value in tree.items()))
-
-
-def in_order(problems: list[Problem]) -> list[Problem]:
-    """Problems sorted by position in the file, command line last, without duplicates."""
-
-    def position(problem: Problem) -> tuple[int, int, int]:
-        match = re.search(r":(\d+):(\d+)$", problem.where)
-        in_file = match is not None and not problem.where.startswith("--")
-        return (0, int(match[1]), int(match[2])) if match and in_file else (1, 0, 0)
-
-    return sorted(dict.fromkeys(problems), key=position)

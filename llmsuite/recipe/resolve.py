@@ -17,8 +17,9 @@ from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.hub.names import hub_name
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.load import LoadedRecipe, in_order, load
+from llmsuite.recipe.load import LoadedRecipe, load
 from llmsuite.recipe.pins import apply_pins
+from llmsuite.recipe.problems import in_order
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
 from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer

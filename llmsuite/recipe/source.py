@@ -16,7 +16,7 @@ from typing import Any
 from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.resources import find
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 200_000
 MAX_DEPTH = 64
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 

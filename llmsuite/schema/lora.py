@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from llmsuite.models.block_quant import BlockFormat
-from llmsuite.schema.numbers import Decay, PositiveFloat, PositiveInt
+from llmsuite.schema.numbers import Decay, PositiveFloat, PositiveInt, Rank
 from llmsuite.schema.section import Section
 
 
@@ -16,7 +16,7 @@ from llmsuite.schema.section import Section
 class LoraSection(Section):
     """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685), trained instead of the model, in any stage."""
 
-    rank: PositiveInt | None = None
+    rank: Rank | None = None
     """Rank of the adapters; null: no adapters, the model itself is trained."""
     method: Literal["lora", "mixer", "dora", "mora", "vera", "lokr"] = "lora"
     """lora: two factors A and B. mixer: with a trained matrix of rank x rank between them (MoSLoRA, Wu et al. 2024,

@@ -6,6 +6,7 @@ Only data lives here: no class paths, no callables, nothing that a recipe could 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -250,6 +251,8 @@ class LaunchSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.master is not None and not re.fullmatch(r"[^:\s]+:[0-9]{1,5}", self.master):
             yield "master", f"is {self.master!r}; it has to be host:port"
+        elif self.master is not None and not 0 < int(self.master.rpartition(":")[2]) < 65536:
+            yield "master", f"is {self.master!r}; a port is 1 to 65535"
         if self.node_rank is not None and self.node_rank >= self.nnodes:
             yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes} it is at most {self.nnodes - 1}"
         try:
@@ -303,6 +306,13 @@ class Recipe(Section):
     """Seed of the initial parameters and of the order of the data."""
     output_dir: str
     """Directory for everything the run writes."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for key, path in (("output_dir", self.output_dir), ("launch.log_dir", self.launch.log_dir or ".")):
+            if not path or "\0" in path:
+                yield key, f"is {path!r}; it has to be the path of a directory"
+            elif len(os.fsencode(path)) > 1000 or any(len(os.fsencode(part)) > 200 for part in path.split("/")):
+                yield key, "is too long for the files below it: at most 1,000 bytes, and 200 between two slashes"
 
     @property
     def freezes_model(self) -> bool:

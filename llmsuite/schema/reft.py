@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from llmsuite.schema.numbers import NonNegativeInt, PositiveInt
+from llmsuite.schema.numbers import NonNegativeInt, Rank
 from llmsuite.schema.section import Section
 
 _POSITIONS = re.compile(r"f([1-9]\d*)(?:\+l([1-9]\d*))?|l([1-9]\d*)")
@@ -17,7 +17,7 @@ class ReftSection(Section):
     """Low-rank interventions on hidden states (LoReFT, Wu et al. 2024, arXiv 2404.03592), trained instead of the model,
     in the stages `sft` and `lora`."""
 
-    rank: PositiveInt | None = None
+    rank: Rank | None = None
     """Dimensions of the subspace that an intervention edits; null: no interventions."""
     layers: list[NonNegativeInt] | None = None
     """Numbers of the decoder layers whose outputs are edited, counted from 0. Default: all."""

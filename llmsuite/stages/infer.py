@@ -27,6 +27,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report, track
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
+from llmsuite.shown import redacted_data
 from llmsuite.stages.sections import InferSection
 from llmsuite.train.weights import draw
 
@@ -77,7 +78,9 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     done = _answered(plan, target, prompts) if is_first and resume else 0
     done = int(collective.from_first_rank([float(done)])[0])
     if is_first:
-        write_text_atomic(plan.output_dir / "recipe.json", json.dumps(as_plain(recipe), indent=2, ensure_ascii=False))
+        write_text_atomic(
+            plan.output_dir / "recipe.json", json.dumps(redacted_data(as_plain(recipe)), indent=2, ensure_ascii=False)
+        )
     left = prompts[done:]
     found: Iterator[list[Answer]]
     if section.num_beams > 1:
@@ -136,7 +139,7 @@ def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:
     """
     if not target.exists():
         return 0
-    started, now = read_json_file(plan.output_dir / "recipe.json"), as_plain(plan.recipe)
+    started, now = read_json_file(plan.output_dir / "recipe.json"), redacted_data(as_plain(plan.recipe))
     if differing := [key for key in _DECIDING if started.get(key) != now[key]]:
         raise UserError(
             f"{target}: was written by a recipe with another {', '.join(differing)}; go on with "

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from llmsuite.schema.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
@@ -195,7 +195,7 @@ class InferSection(Section):
 class PretrainSection(Section):
     """Next-token prediction over text: samples of data.max_length tokens, cut from the documents joined together."""
 
-    mix: dict[str, PositiveFloat] = dataclasses.field(default_factory=dict)
+    mix: dict[str, Annotated[float, Gt(0), Le(1e6)]] = dataclasses.field(default_factory=dict)
     """More files to train on, named as in data.train, each with the number of its samples for one of data.train."""
     split: str | None = None
     """Without data.eval: the parts of the documents to train on, to evaluate on and to leave out, such as

@@ -14,6 +14,7 @@ from llmsuite.observe.events import add_event, environment, write_environment
 from llmsuite.observe.metrics import MetricsFile
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import StepLine, report
+from llmsuite.shown import redacted, redacted_data
 from llmsuite.specs import RunView
 
 _SHOWN = (
@@ -23,8 +24,8 @@ _SHOWN = (
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> str:
-    """The content of `recipe.json`."""
-    return json.dumps(recipe, indent=2, ensure_ascii=False) + "\n"
+    """The content of `recipe.json`; URLs have no secrets there."""
+    return json.dumps(redacted_data(dict(recipe)), indent=2, ensure_ascii=False) + "\n"
 
 
 class Silence:
@@ -125,7 +126,7 @@ class Output(Silence):
     def failed(self, error: BaseException) -> None:
         self._close()
         stopped = isinstance(error, KeyboardInterrupt)
-        what = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
+        what = {} if stopped else {"error": redacted(f"{type(error).__name__}: {error}")}
         add_event(self._view.output_dir, "stopped" if stopped else "failed", **what)
         self._registry.emit("llmsuite_run_error", run=self._view, error=error)
 

@@ -20,6 +20,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
+from llmsuite.shown import redacted_data
 from llmsuite.train.build import BuiltModel
 from llmsuite.train.fetching import find_on_disks, place_of, reading
 from llmsuite.train.model_state import restore, wanted_tensors
@@ -117,7 +118,9 @@ def rounded(built: BuiltModel) -> dict[str, list[float]] | None:
 
 
 def _training_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The part of a resolved recipe that decides what is trained, by dotted key."""
+    """The part of a resolved recipe that decides what is trained, by dotted key. Secrets of URLs, which change, do
+    not."""
+    recipe = redacted_data(recipe)
     flat: dict[str, Any] = {"engine.precision": recipe["engine"]["precision"]}
     for section, value in recipe.items():
         if section in _FREE_ON_RESUME:

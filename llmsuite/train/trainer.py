@@ -26,6 +26,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
+from llmsuite.shown import redacted_data
 from llmsuite.specs import RunView
 from llmsuite.train.build import build_model
 from llmsuite.train.cadence import Cadence
@@ -331,7 +332,7 @@ class Trainer:
 
     def _open_output(self) -> Output:
         total_steps, num_ranks = self.cadence.total_steps, collective.num_ranks()
-        plain = as_plain(self.plan.recipe)
+        plain = redacted_data(as_plain(self.plan.recipe))  # for loggers and plugins too
         view = RunView(self.plan.output_dir, plain, num_ranks, total_steps, str(self.plan.degrees))
         return Output(view, self.registry, self.step, self._loggers, draws=self.rollouts is not None)
 

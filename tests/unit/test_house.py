@@ -15,7 +15,18 @@ import pytest
 from tests.paths import ROOT
 
 LAYERS = (
-    ("errors", "threads", "locks", "cache", "resources", "files", "python_files", "progress", "typing"),  # of the root
+    (
+        "shown",
+        "errors",
+        "threads",
+        "locks",
+        "cache",
+        "resources",
+        "files",
+        "python_files",
+        "progress",
+        "typing",
+    ),  # of the root
     ("hub",),
     ("devices",),
     ("models",),

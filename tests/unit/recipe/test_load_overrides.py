@@ -41,7 +41,7 @@ def overridden(write_recipe: Callable[..., Path], registry: Registry) -> Callabl
         ("--output_dir=123", "output_dir", "123"),
         ("--output_dir=true", "output_dir", "true"),
         ("--output_dir=[1]", "output_dir", "[1]"),
-        ("--output_dir=", "output_dir", ""),
+        ("--source=", "source", ""),
         ("--output_dir=a=b c\n", "output_dir", "a=b c\n"),
         ('--output_dir="', "output_dir", '"'),
         ("--output_dir=\u00e9", "output_dir", "\u00e9"),

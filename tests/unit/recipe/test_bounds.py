@@ -1,0 +1,83 @@
+"""Recipes that are too much: answered at once, with the first things that are wrong."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.load import load
+from llmsuite.recipe.source import MAX_BYTES
+from tests.paths import ROOT
+
+RECIPE: dict[str, Any] = json.loads((ROOT / "recipes" / "llama" / "sft.json").read_text())
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({**RECIPE, **{f"unknown_{i}": i for i in range(9000)}}),
+        json.dumps({**RECIPE, "train": {**RECIPE["train"], **{f"learning_rat{i}": i for i in range(7000)}}}),
+        json.dumps({**RECIPE, "loggers": list(range(25000))}),
+        json.dumps({**RECIPE, "seed": "x" * 190_000}),
+        json.dumps({**RECIPE, "model": "x" * 190_000}),
+        "[" * 190_000,
+        "{" * 190_000,
+        '{"a":' * 30_000,
+        json.dumps({**RECIPE, "model": {"family": "llama", "config": {f"k{i}": i for i in range(9000)}}}),
+    ],
+    ids=["unknown", "misspelt", "list", "text", "section", "brackets", "braces", "deep", "config"],
+)
+def test_much_that_is_wrong_costs_little(tmp_path: Path, registry: Registry, text: str) -> None:
+    assert len(text) < MAX_BYTES
+    path, begun = written(tmp_path / "recipe.json", text), resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    said = ""
+    try:
+        load(path, [], registry)
+    except UserError as error:
+        said = str(error)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun
+    assert used < 5, "seconds of the processor, of which a quadratic way would take hundreds"
+    assert len(said) < 100_000
+
+
+def test_what_is_larger_is_not_read(tmp_path: Path, registry: Registry) -> None:
+    with pytest.raises(UserError, match="a recipe has at most"):
+        load(written(tmp_path / "recipe.json", " " * (MAX_BYTES + 1)), [], registry)
+    with pytest.raises(UserError, match="more than 1,000; write a recipe"):
+        load(ROOT / "recipes" / "llama" / "sft.json", [f"--a{i}=1" for i in range(30_000)], registry)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "says"),
+    [
+        ("sft", "--lora.rank=1000000000000000000", "<= 65536"),
+        ("sft", "--reft.rank=65537", "<= 65536"),
+        ("sft", '--output_dir=""', "has to be the path of a directory"),
+        ("sft", "--output_dir=" + "x" * 300, "is too long"),
+        ("sft", "--output_dir=" + "x/" * 600, "is too long"),
+        ("sft", "--launch.log_dir=" + "x" * 300, "is too long"),
+        ("sft", "--launch.master=h:99999", "a port is 1 to 65535"),
+        ("sft", "--launch.master=h:0", "a port is 1 to 65535"),
+        ("pretrain", '--pretrain.mix={"x": 1e300}', "expected"),
+    ],
+)
+def test_what_cannot_be_is_refused(registry: Registry, recipe: str, override: str, says: str) -> None:
+    with pytest.raises(RecipeError) as found:
+        load(ROOT / "recipes" / "llama" / f"{recipe}.json", [override], registry)
+    assert says in str(found.value)
+
+
+def test_a_path_has_no_zero_byte(tmp_path: Path, registry: Registry) -> None:
+    with pytest.raises(RecipeError, match="has to be the path of a directory"):
+        load(written(tmp_path / "recipe.json", json.dumps({**RECIPE, "output_dir": "a\0b"})), [], registry)

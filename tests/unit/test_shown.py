@@ -1,0 +1,87 @@
+"""Secrets of URLs stay where they were given, and no text drives the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmsuite.errors import Problem, RecipeError, UserError
+from llmsuite.observe.events import environment
+from llmsuite.progress import report
+from llmsuite.shown import printable, redacted, redacted_data, redacted_words
+from llmsuite.train.output import recipe_text
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (f"https://host/a.jsonl?token={SECRET}", "https://host/a.jsonl?token=***"),
+        (f"see https://u:{SECRET}@host/a?x={SECRET}&rows=3#{SECRET}=1, and", None),
+        (f"s3://bucket/a?X-Amz-Signature={SECRET}&X-Amz-Date=1", "s3://bucket/a?X-Amz-Signature=***&X-Amz-Date=***"),
+        (f"https://{SECRET}@host/a", "https://***@host/a"),
+        (f"https://host/a?{SECRET}", "https://host/a?***"),
+        ("hf://ORG/NAME?split=train&rows=5", "hf://ORG/NAME?split=train&rows=5"),
+        ("hf:ORG/NAME?split=train", "hf:ORG/NAME?split=train"),
+        ("https://host:8000/a/b.jsonl", "https://host:8000/a/b.jsonl"),
+        ("data/train.jsonl", "data/train.jsonl"),
+    ],
+)
+def test_urls_have_no_secrets(given: str, expected: str | None) -> None:
+    assert SECRET not in redacted(given).replace(f"#{SECRET}=", "")
+    assert expected is None or redacted(given) == expected
+    assert redacted(redacted(given)) == redacted(given)
+
+
+def test_nothing_that_is_written_or_said_has_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"https://host/a.jsonl?token={SECRET}"
+    words = [
+        "llmsuite",
+        "run",
+        f"--data.train={url}",
+        "--api_key",
+        SECRET,
+        f"--api_key={SECRET}",
+        "--x.token=" + SECRET,
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    report(f"fetching {url}")
+    said = [
+        recipe_text({"data": {"train": url, "more": [url]}, url: 1}),
+        json.dumps(environment("cpu", "dp 1", 1)),
+        str(UserError(f"{url}: cannot be fetched")),
+        str(RecipeError([Problem(f"--data.train={url}", "data.train", "is wrong")])),
+        capsys.readouterr().out,
+    ]
+    assert all("host/a.jsonl?token=***" in text for text in said)
+    assert not any(SECRET in text for text in said)
+    assert redacted_words(["--lr=1", "x"]) == ["--lr=1", "x"]
+    assert redacted_data((1, None, 2.5, True)) == [1, None, 2.5, True]
+
+
+def test_control_characters_are_written_out() -> None:
+    assert printable("a\tb\nä\x1b[2J\x9b31m\r\x07\x7f") == r"a" "\tb\nä" r"\x1b[2J\x9b31m\x0d\x07\x7f"
+
+
+def test_neither_errors_nor_runs_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from llmsuite.cli.main import main
+
+    run = tmp_path / "a\x1b[2J"
+    run.mkdir()
+    record = {"step": 1, "loss": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (run / "recipe.json").write_text(json.dumps({"stage": "sft\x1b[2J"}))
+    (run / "environment.json").write_text(json.dumps({"host": "\x1b]0;title\x07"}))
+    event = {"time": "\x1b[2J", "event": "failed", "error": "\x1b[31mred"}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n" + "{}\n")
+    for words in (["runs", "list", str(tmp_path)], ["runs", "show", str(run)], ["runs", "show", f"{run}\x1b"]):
+        main(words)
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+    assert r"\x1b[31mred" in said.out
