@@ -85,7 +85,10 @@ class TensorParallelTraffic:
             if self._anatomy.learned_positions:
                 self._send("all_gather", (1, *piece[1:]), "positions, backward")
         if part == 0 and self._sequence_parallel and self._layout.adapts_embedding:
-            self._send("all_gather", (*piece[:2], self._adapter_rank or 0), "adapters, backward: embedding")
+            narrow = *piece[:2], self._adapter_rank or 0
+            self._send("all_gather", narrow, "adapters, backward: embedding")
+            if self._layout.plan.recipe.lora.method == "dora":
+                self._send("all_reduce", piece[2:], "adapters: gradients of magnitudes, from each rank's tokens")
 
     def _shapes(self, batch: MicroBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of a hidden state between layers: whole, and sharded along the sequence."""
@@ -212,7 +215,8 @@ class TensorParallelTraffic:
         narrow = batch.rows, batch.length, self._adapter_rank
         for module in self._inside(self._layout.adapted, number, dim=1):
             # a frozen factor behind an input without a gradient needs none
-            ends = number == 0 and not self._engine.computes_again(number) and module.endswith(_FIRST_IN_LAYER)
+            begins = number == 0 and not self._engine.computes_again(number) and not self._layout.adapts_embedding
+            ends = begins and module.endswith(_FIRST_IN_LAYER)
             for _ in range(min(1, self._pairs) if ends else self._pairs):
                 self._send("all_reduce", narrow, "adapters, backward: of matrices sharded by outputs")
         for module in self._inside(self._layout.adapted, number, dim=0):

@@ -22,6 +22,7 @@ KEPT, STATIC, TIED = (
 AGAIN = ("--engine.recompute=full",)
 BIASES = ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")
 TWO = ("--train.micro_batch_size=2",)
+ROUTED = '--lora.target_modules=["experts.*", "self_attn.*"]'
 ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
 REFT, PREFIX = "--reft.rank=4", "--prefix.tokens=40"
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -65,10 +66,19 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "adapters, experts": (
         "deepseek/lora",
         {"expert_parallel_degree": 2, "sharding": "stage2"},
-        (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]'),
+        (*KEPT, ROUTED),
     ),
-    "adapters, experts, tensor": ("deepseek/lora", TP, (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
+    "adapters, experts, tensor": ("deepseek/lora", TP, (*KEPT, ROUTED)),
+    "dora, experts, tensor": ("deepseek/lora", TP, (*KEPT, ROUTED, "--lora.method=dora")),
+    "dropout, experts": (
+        "deepseek/lora",
+        {"expert_parallel_degree": 2, "sharding": "stage2"},
+        (*KEPT, ROUTED, "--lora.dropout=0.1"),
+    ),
     "adapters, ends, sequence": ("llama/lora", SP, (*KEPT, ENDS)),
+    "dora, ends, sequence": ("llama/lora", SP, (*KEPT, ENDS, "--lora.method=dora")),
+    "pissa, ends": ("llama/lora", TP, (*KEPT, ENDS, "--lora.init=pissa")),
+    "pissa, ends, sequence": ("llama/lora", SP, (*KEPT, ENDS, "--lora.init=pissa")),
     "adapters, stage 3": ("llama/lora", {"sharding": "stage3"}, ()),
     "interventions": ("llama/sft", TP, (*KEPT, REFT)),
     "interventions, sequence": ("llama/sft", SP, (REFT,)),
@@ -93,7 +103,11 @@ ALONE = {
     "one, prefix, qwen": ("qwen/sft", (*KEPT, PREFIX)),
     "one, gpt, adapters": ("gpt/lora", KEPT),
     "one, ends": ("llama/lora", (*KEPT, ENDS)),
-    "one, experts": ("deepseek/lora", (*KEPT, '--lora.target_modules=["experts.*", "self_attn.*"]')),
+    "one, mixer, ends": ("llama/lora", (*KEPT, ENDS, "--lora.method=mixer")),
+    "one, experts": ("deepseek/lora", (*KEPT, ROUTED)),
+    "one, dora, experts": ("deepseek/lora", (*KEPT, ROUTED, "--lora.method=dora")),
+    "one, mora, experts": ("deepseek/lora", (*KEPT, ROUTED, "--lora.method=mora")),
+    "one, pissa, experts": ("deepseek/lora", (*KEPT, ROUTED, "--lora.init=pissa")),
 }
 COMMON = (
     "--train.max_steps=2", "--train.global_batch_size=4", "--data.eval=null", "--checkpoint.save_steps=null",
