@@ -113,6 +113,21 @@ def missing(calls: Mapping[int, Sequence[Call]]) -> list[Missing]:
     return sorted(found.values(), key=lambda m: m.rank)
 
 
+def left_early(calls: Mapping[int, Sequence[Call]], ended: Sequence[int]) -> Iterator[str]:
+    """Ranks that have ended as if all was done, and the call of others that they never made.
+
+    Args:
+        calls: the last calls of each known rank.
+        ended: ranks whose exit code is 0.
+    """
+    for rank in ended:
+        made = {call.group: call.number for call in calls.get(rank, ())}
+        waits = [c for other in calls.values() for c in other if rank in c.ranks and c.number > made.get(c.group, 0)]
+        if waits:
+            call = min(waits, key=lambda found: found.began)
+            yield f"rank {rank} has left with exit code 0 before {call}, which the others have made"
+
+
 def _waits_in(made: Sequence[Call]) -> Call | None:
     """The call a rank waits in. Sends do not count: other threads make them."""
     return next((call for call in reversed(made) if not call.ended and call.what != "send"), None)

@@ -30,7 +30,10 @@ _GRACE_SECONDS = 5.0
 _TAIL_LINES = 40
 _MOST_EXPLAINED = 4
 _MACHINES_SECONDS = 60.0
+_SETTLE_SECONDS = 1.0
 INTERRUPTED = 130
+REFUSED = 2
+"""Exit code of an error in the user's input, which has been explained."""
 
 
 def is_worker() -> bool:
@@ -125,13 +128,17 @@ def _watch(
     machines: Machines,
     watch: hang.Watch,
 ) -> End:
+    stopped, is_settled = _Stopped(ranks, first), False
     with open(log_dir / f"workerlog.{first}", encoding="utf-8", errors="replace") as first_log:
         while True:
             codes = [process.poll() for process in ranks]
             elsewhere = machines.poll()
             write(first_log.read())
-            # a rank that was killed comes first: the others fail because it is gone
-            failed = sorted((local for local, code in enumerate(codes) if code), key=lambda i: (codes[i] or 0) > 0)
+            if interrupted:
+                stopped.go_on(write)
+                if stopped.stay:
+                    return End(INTERRUPTED, "was interrupted")
+            failed = _by_cause(codes)
             code = (codes[failed[0]] or 0) if failed else 0
             if INTERRUPTED in (code, elsewhere.code if elsewhere else 0) or (code and -code in interrupted):
                 _wait(ranks, _GRACE_SECONDS)  # the others are ending too; the first rank prints last
@@ -145,16 +152,68 @@ def _watch(
             if elsewhere is not None and (elsewhere.killed or not code):
                 write(f"{elsewhere.why}\n")
                 return End(elsewhere.code, elsewhere.why)
+            if code > 0 and code != REFUSED and not is_settled:
+                is_settled = True  # the rank that refused may be about to end
+                _wait(ranks, _SETTLE_SECONDS)
+                continue
             if code:
                 write(first_log.read())
                 alike = {local: c for local in failed if (c := codes[local] or 0) * code > 0}
+                if code == REFUSED:  # it has said why; the others fail because it is gone
+                    alike = {local: c for local, c in alike.items() if c == REFUSED}
                 end = _explain(first, alike, log_dir, write, machines)
+                for text in hang.left_early(watch.calls(), [first + i for i, c in enumerate(codes) if c == 0]):
+                    write(f"{text}\n")
                 for difference in list(hang.differences(watch.calls()))[:1]:  # this may be why it failed
                     write(f"the calls of ranks differ: {difference}\n")
                 return end
             if all(code == 0 for code in codes):
                 return _wait_for_others(machines, write)
             time.sleep(_POLL_SECONDS)
+
+
+def _by_cause(codes: Sequence[int | None]) -> list[int]:
+    """The ranks that failed, by their number here, the likely cause first: one that was killed, then one that refused;
+    the others fail because it is gone."""
+
+    def order(local: int) -> tuple[bool, bool]:
+        code = codes[local] or 0
+        return code > 0, code != REFUSED
+
+    return sorted((local for local, code in enumerate(codes) if code), key=order)
+
+
+class _Stopped:
+    """The ranks that somebody has stopped (SIGSTOP), when the run is to end: they would keep the others waiting."""
+
+    def __init__(self, ranks: Sequence[Rank], first: int):
+        self._ranks, self._first = ranks, first
+        self._since: float | None = None
+
+    def go_on(self, write: Callable[[str], None]) -> None:
+        """Let them go on, once."""
+        if self._since is None and (found := self._found()):
+            self._since = time.monotonic()
+            names = ", ".join(str(self._first + local) for local in found)
+            write(f"stopped ranks are continued, so that the run can end: {names}\n")
+            for local in found:
+                self._ranks[local].send_signal(signal.SIGCONT)
+
+    @property
+    def stay(self) -> bool:
+        """Whether they have not gone on since."""
+        return self._since is not None and time.monotonic() - self._since > _GRACE_SECONDS and bool(self._found())
+
+    def _found(self) -> list[int]:
+        return [local for local, rank in enumerate(self._ranks) if rank.poll() is None and _is_stopped(rank.pid)]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "Tt"
 
 
 def _await_news(machines: Machines) -> End | None:

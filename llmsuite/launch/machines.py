@@ -6,21 +6,17 @@ how the ranks ended; machine 0 forwards messages to the others. A launcher that 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import select
 import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.launch import meeting
+from llmsuite.launch.meeting import Meeting, Peer, join
 
-_MEET_SECONDS = 600.0
 _BEAT_SECONDS = 1.0
-_SILENT_SECONDS = 30.0
-_RETRY_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Machines:
             run: identifies the run: equal on machines that were given the same recipe.
         """
         self.index, self.count, self._master, self._run = index, count, master, run
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._ends: dict[int, End] = {}
         self._last_beat = 0.0
 
@@ -79,10 +75,10 @@ class Machines:
             self._send(list(self._peers), {})
         for number, peer in self._peers.items():
             for message in peer.receive():
-                if "end" in message:
-                    self._ends.setdefault(message["of"], End(**message["end"]))
+                if "end" in message and (end := _end(message["end"])) is not None:
+                    self._ends.setdefault(int(message["of"]), end)
                     self._send([n for n in self._peers if n != number], message)
-            silent = time.monotonic() - peer.last_heard > _SILENT_SECONDS
+            silent = time.monotonic() - peer.last_heard > meeting.SILENT_SECONDS
             if (peer.gone or silent) and number not in self._ends:
                 why = f"machine {number} {'is gone' if peer.gone else 'does not answer'}"
                 self._ends[number] = End(1, why, killed=True)
@@ -102,108 +98,40 @@ class Machines:
 
     def _gather(self, free_ports: Callable[[str, int], list[int]], num_ranks: int) -> list[str]:
         host, port = _address(self._master)
-        deadline = time.monotonic() + _MEET_SECONDS
-        endpoints: dict[int, list[str]] = {}
         try:
             listener = socket.create_server((_listening_address(host), port), backlog=self.count)
         except OSError as error:
             raise UserError(f"launch.master: machine 0 cannot listen at {self._master}: {error}") from error
-        addresses: list[str] = []
         with listener:
-            while len(self._peers) < self.count - 1:
-                missing = sorted({*range(1, self.count)} - self._peers.keys())
-                listener.settimeout(max(0.1, deadline - time.monotonic()))
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    text = (
-                        f"launch.master: machines {missing} did not connect to {self._master} in {_MEET_SECONDS:.0f} s"
-                    )
-                    raise UserError(f"{text}; start the same command there with --launch.node_rank") from None
-                peer = _Peer(connection)
-                try:
-                    hello = peer.wait(deadline)
-                except UserError:
-                    continue  # not the connection of a launcher
-                refusal = self._refusal(hello, num_ranks)
-                if refusal:
-                    self._send_to(peer, {"refused": refusal})
-                    raise UserError(refusal)
-                self._peers[hello["machine"]], endpoints[hello["machine"]] = peer, hello["endpoints"]
-                addresses.append(connection.getsockname()[0])
+            known = Meeting(listener, self.count, self._master, self._run, num_ranks).gather()
+        self._peers = {number: found.peer for number, found in known.items()}
+        addresses = [peer.socket.getsockname()[0] for peer in self._peers.values()]
         # where the others have reached this machine; not by what name it calls itself
         address = next((found for found in addresses if not _is_loopback(found)), addresses[0])
         own = [f"{address}:{p}" for p in free_ports(address, num_ranks + 1)]
-        whole = [*own, *(e for machine in sorted(endpoints) for e in endpoints[machine])]
-        self._send(list(self._peers), {"endpoints": whole})
+        whole = [*own, *(endpoint for number in sorted(known) for endpoint in known[number].endpoints)]
+        for found in known.values():
+            found.answer({"endpoints": whole})
         return whole
 
-    def _refusal(self, hello: Any, num_ranks: int) -> str:
-        """Why a machine cannot join the run; empty when it can."""
-        if hello["run"] != self._run:
-            return f"machine {hello['machine']} was given another recipe or other overrides than machine 0"
-        if hello["machine"] in self._peers or not 0 < hello["machine"] < self.count:
-            return f"two machines were started with --launch.node_rank={hello['machine']}"
-        return ""
-
     def _join(self, free_ports: Callable[[str, int], list[int]], num_ranks: int) -> list[str]:
-        deadline = time.monotonic() + _MEET_SECONDS
-        while True:
-            try:
-                connection = socket.create_connection(_address(self._master), timeout=_SILENT_SECONDS)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise UserError(f"launch.master: nobody answers at {self._master}: {error}") from error
-                time.sleep(_RETRY_SECONDS)  # machine 0 may start later
-        peer = _Peer(connection)
-        address = connection.getsockname()[0]  # the address that the others can reach
-        own = [f"{address}:{port}" for port in free_ports(address, num_ranks)]
-        self._send_to(peer, {"machine": self.index, "run": self._run, "endpoints": own})
-        answer = peer.wait(deadline)
-        if "refused" in answer:
-            raise UserError(answer["refused"])
-        self._peers[0] = peer
-        return [str(endpoint) for endpoint in answer["endpoints"]]
+        def endpoints(address: str) -> list[str]:
+            return [f"{address}:{port}" for port in free_ports(address, num_ranks)]
+
+        self._peers[0], found = join(_address(self._master), self.index, self._run, endpoints)
+        return found
 
     def _send(self, numbers: Sequence[int], message: Any) -> None:
         for number in numbers:
-            self._send_to(self._peers[number], message)
-
-    @staticmethod
-    def _send_to(peer: _Peer, message: Any) -> None:
-        with contextlib.suppress(OSError):  # a lost connection is noticed when reading
-            peer.socket.sendall(json.dumps(message).encode() + b"\n")
+            self._peers[number].send(message)
 
 
-class _Peer:
-    """A connection that carries one JSON object a line."""
-
-    def __init__(self, connection: socket.socket):
-        self.socket, self.gone, self.last_heard = connection, False, time.monotonic()
-        self._buffer = b""
-        connection.settimeout(_SILENT_SECONDS)
-
-    def receive(self) -> list[Any]:
-        """The messages that have arrived, without waiting."""
-        while not self.gone and select.select([self.socket], [], [], 0)[0]:
-            try:
-                data = self.socket.recv(65536)
-            except OSError:
-                data = b""
-            self.gone = not data
-            self._buffer += data
-            self.last_heard = time.monotonic()
-        *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def wait(self, deadline: float) -> Any:
-        """The first message. Raises UserError when none arrives."""
-        while time.monotonic() < deadline and not self.gone:
-            select.select([self.socket], [], [], 1.0)
-            if messages := self.receive():
-                return messages[0]
-        raise UserError("another machine of the run went away before it began")
+def _end(said: Any) -> End | None:
+    """The end that another launcher tells of; None for anything else."""
+    try:
+        return End(int(said["code"]), str(said["why"]), bool(said["killed"]))
+    except (TypeError, KeyError, ValueError):
+        return None
 
 
 def _listening_address(host: str) -> str:

@@ -95,7 +95,10 @@ def test_ctrl_c_on_one_machine_stops_all_with_a_checkpoint(runner: Runner, maste
     assert (runner.directory / "stopped" / "checkpoints" / "latest").read_text() == f"step-{done}\n"
 
 
-def test_machines_with_different_recipes_do_not_start(runner: Runner, master: str) -> None:
+def test_machines_with_different_recipes_do_not_start(
+    runner: Runner, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(runner.environment, "LLMSUITE_LAUNCH_KEY", "so that machine 1 is no stranger")
     machines = [_start(runner, "different", master, index, f"--seed={index}") for index in (0, 1)]
     for process in machines:
         code, output = _end(process)

@@ -131,3 +131,11 @@ def test_it_hangs_when_nothing_happens(tmp_path: Path, monkeypatch: pytest.Monke
     assert not after(2)
     assert after(11)
     assert not hang.Watch(tmp_path, [0, 1], None).stalled()
+
+
+def test_a_rank_that_left_early_is_named() -> None:
+    made = {0: [call(1), call(2)], 1: [call(1)], 2: [Call(**{**vars(call(9, group="other")), "ranks": (0, 2)})]}
+    assert list(hang.left_early(made, [2])) == []
+    (text,) = hang.left_early(made, [1])
+    assert text == f"rank 1 has left with exit code 0 before {call(2)}, which the others have made"
+    assert list(hang.left_early(made, [])) == []

@@ -106,3 +106,44 @@ def test_ranks_that_fail_together_are_all_named(tmp_path: Path) -> None:
     first, second = (f"rank {rank} ended with exit code 1; its log: {tmp_path}/workerlog.{rank}" for rank in (0, 1))
     assert "".join(said) == f"{first}\nthe reason\n{second}\n"
     assert end == End(1, first)
+
+
+def test_a_good_message_is_not_buried(tmp_path: Path) -> None:
+    """The neighbours of a rank that refuses fail too, even before it has ended."""
+
+    def work() -> int:
+        if _rank() == 1:
+            time.sleep(0.3)
+            print("data.train: is missing")
+            return 2
+        raise ConnectionError("a peer is gone")
+
+    code, said = _launch(work, tmp_path, 3)
+    assert code == 2
+    assert said.endswith(f"data.train: is missing\nrank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n")
+    assert "rank 2" not in said
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_stopped_rank_does_not_keep_the_run_from_ending(
+    tmp_path: Path, obeys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmsuite.launch.launch._GRACE_SECONDS", 0.5)
+    launcher = os.getpid()
+
+    def work() -> int:
+        if _rank() == 1:
+            signal.signal(signal.SIGTERM, lambda n, frame: sys.exit(INTERRUPTED))
+            while True:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                if obeys:
+                    time.sleep(600)
+        signal.signal(signal.SIGTERM, lambda n, frame: None)  # it waits for its neighbour
+        time.sleep(0.5)
+        os.kill(launcher, signal.SIGTERM)
+        time.sleep(600)
+        return 0
+
+    code, said = _launch(work, tmp_path)
+    assert code == INTERRUPTED
+    assert said == "stopped ranks are continued, so that the run can end: 1\n"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmsuite.errors import UserError
-from llmsuite.launch import machines
+from llmsuite.launch import machines, meeting
 from llmsuite.launch.launch import _free_ports, launch
 from llmsuite.launch.machines import End, Machines
 
@@ -102,7 +105,7 @@ def test_a_rank_that_fails_for_a_lost_machine_is_not_blamed(master: str, tmp_pat
 
 def test_a_machine_that_does_not_answer_reaches_all(three: list[Machines], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "_BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(machines, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(meeting, "SILENT_SECONDS", 1.0)
     deadline = time.monotonic() + 20
     while (end := three[0].poll()) is None and time.monotonic() < deadline:
         three[2].poll()  # machine 1 says nothing
@@ -118,7 +121,13 @@ def test_a_machine_that_does_not_answer_reaches_all(three: list[Machines], monke
         (2, "run", "two machines were started with --launch.node_rank=2"),
     ],
 )
-def test_who_cannot_take_part_is_told(master: str, index: int, run: str, message: str) -> None:
+@pytest.mark.parametrize("key", ["", "a secret"])
+def test_who_cannot_take_part_is_told(
+    master: str, index: int, run: str, message: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(meeting.KEY, key)
+    if not key:  # it may be a stranger: machine 0 waits for another one
+        monkeypatch.setattr(meeting, "MEET_SECONDS", 3.0)
     pair = [Machines(0, 2, master, "run"), Machines(index, 2, master, run)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for found in [pool.submit(m.meet, _free_ports, 2) for m in pair]:
@@ -133,7 +142,7 @@ def test_an_address_that_is_not_of_machine_0_is_named(monkeypatch: pytest.Monkey
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=f"launch.master: machine 0 cannot listen at {address}"):
             Machines(0, 2, address, "run").meet(_free_ports, 2)
-    monkeypatch.setattr(machines, "_MEET_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "MEET_SECONDS", 0.5)
     with pytest.raises(UserError, match=f"launch.master: nobody answers at {address}"):
         Machines(1, 2, address, "run").meet(_free_ports, 2)
     with pytest.raises(UserError, match=r"machines \[1\] did not connect to"):
@@ -154,4 +163,110 @@ def test_a_name_that_is_machine_0s_own_loopback_is_not_published(monkeypatch: py
     assert found[0] == found[1]
     assert [endpoint.split(":")[0] for endpoint in found[0][:3]] == ["127.0.0.5"] * 3  # the store, and its ranks
     for launcher in pair:
+        launcher.close()
+
+
+STRANGERS = [
+    b"",
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"[1]\n",
+    b"{}\n",
+    b'{"machine": 1}\n',
+    b'{"machine": 1, "run": "run", "endpoints": ["a:1", "a:2"], "nonce": "x", "proof": "y"}\n',
+    b'{"machine": 1, "run": 5, "endpoints": ["a:1"], "nonce": "x"}\n',
+    b'{"machine": true, "run": "other", "endpoints": [], "nonce": "x"}\n',
+    b'{"machine": 1, "ru',
+    b"\xff\n",
+    b"[" * 100_000 + b"\n",
+    b"x" * (2 << 20),
+]
+
+
+def test_strangers_block_nobody_and_end_nobody(
+    master: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "LINE_SECONDS", 0.1)
+    first, second = Machines(0, 2, master, "run"), Machines(1, 2, master, "run")
+    host, port = machines._address(master)
+    opened = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first.meet, _free_ports, 2)
+        for said in STRANGERS:
+            while True:
+                try:
+                    opened.append(socket.create_connection((host, port)))
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.01)
+            opened[-1].settimeout(1)
+            with contextlib.suppress(OSError):  # it is closed in the middle
+                opened[-1].sendall(said)
+        found = pool.submit(second.meet, _free_ports, 2)
+        assert waiting.result(60) == found.result(60)
+    for connection in (first, second, *opened):
+        connection.close()
+    said_here = capsys.readouterr().err
+    assert f"waiting for machines [1] to connect to {master}" in said_here
+    assert f"a machine was given another {meeting.KEY} than machine 0" in said_here
+    assert threading.active_count() == 1, "a fork would have none of them"
+
+
+def test_nobody_there_is_said_at_once_and_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "LINE_SECONDS", 0.05)
+    monkeypatch.setattr(meeting, "MEET_SECONDS", 1.0)
+    monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        places = [f"127.0.0.1:{silent.getsockname()[1]}", "no-such-host.invalid:29500"]
+        for place in places:
+            with pytest.raises(UserError, match=f"nobody answers at {place}"):
+                Machines(1, 2, place, "run").meet(_free_ports, 2)
+            lines = capsys.readouterr().err.splitlines()
+            assert lines[0] == f"waiting for machine 0 at {place}"
+            assert len(lines) > 1
+
+
+def test_a_secret_that_differs_is_named(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MEET_SECONDS", 2.0)
+    first, second = Machines(0, 2, master, "run"), Machines(1, 2, master, "run")
+    proof = meeting._proof
+
+    def other(nonce: str, message: Any) -> str:
+        return proof(nonce + "another key" * ("machine" in message), message)
+
+    monkeypatch.setattr(meeting, "_is_proven", lambda nonce, message: message["proof"] == proof(nonce, message))
+    monkeypatch.setattr(meeting, "_proof", other)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for found in [pool.submit(m.meet, _free_ports, 2) for m in (first, second)]:
+            with pytest.raises(UserError, match=f"a machine was given another {meeting.KEY} than machine 0"):
+                found.result(20)
+
+
+def test_a_machine_that_was_started_again_takes_its_place(master: str) -> None:
+    host, port = machines._address(master)
+    first = Machines(0, 3, master, "run")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        whole = pool.submit(first.meet, _free_ports, 1)
+
+        def dies() -> None:
+            peer = meeting.Peer(socket.create_connection((host, port)))
+            greeting = peer.wait(20)
+            assert greeting is not None
+            hello = {"machine": 1, "run": "run", "endpoints": ["127.0.0.1:9"], "nonce": "x"}
+            peer.send({**hello, "proof": meeting._proof(greeting["llmsuite"], hello)})
+            time.sleep(0.5)
+            peer.socket.close()
+
+        while True:
+            try:
+                dies()
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        others = [Machines(index, 3, master, "run") for index in (1, 2)]
+        found = [pool.submit(other.meet, _free_ports, 1) for other in others]
+        assert all(future.result(30) == whole.result(30) for future in found)
+        assert "127.0.0.1:9" not in whole.result()
+    for launcher in (first, *others):
         launcher.close()
