@@ -210,7 +210,7 @@ def _device(name: str, help: str, backend: str) -> DeviceSpec:
 @hookimpl
 def llmsuite_register_devices() -> list[DeviceSpec]:
     return [
-        _device("cpu", "processes over Gloo, fp32", "llmsuite.devices.cpu:CpuBackend"),
+        _device("cpu", "processes over Gloo, fp32; in training also bf16", "llmsuite.devices.cpu:CpuBackend"),
         _device("gpu", "NVIDIA GPUs over NCCL, fp32, bf16, fp16", "llmsuite.devices.gpu:GpuBackend"),
         _device("xpu", "Kunlun XPUs over BKCL, fp32, bf16, fp16", "llmsuite.devices.xpu:XpuBackend"),
     ]

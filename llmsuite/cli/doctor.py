@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,16 @@ def _show_ops(name: str, registry: Registry) -> int:
     start_paddle(backend, 1)
     from llmsuite.devices.ops import describe_ops
 
-    for precision in backend.precisions:
+    absent = backend.unavailable(1)
+    if absent is None:
+        backend.activate(0)
+    for precision in backend.precisions_of(trains=True):
+        ops = backend.ops(precision)
         print(f"{name}, {precision}")
-        for operation, is_fused, what in describe_ops(backend.ops(precision)):
+        for operation, is_fused, what in describe_ops(ops):
             print(f"  {operation:14}  {'fused' if is_fused else 'plain'}  {what}")
+        speed = "not measured" if absent else f"{_gflops(ops.matmul, backend.parameter_dtype(precision)):.0f} GFLOP/s"
+        print(f"  {'products':14}  {backend.product_path(precision)}: {speed}")
     print(f"{name}, sums of gradients over data ranks ({backend.collectives})")
     limit = backend.gradient_bucket_bytes
     bucket = f"up to {limit / 2**20:g} MiB in one call" if limit else "each parameter's in a call of its own"
@@ -193,10 +199,18 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
         yield _BAD, "device", f"Paddle does not import: {error}; {backend.install}"
         return
     reason = backend.unavailable(1)
-    yield (_BAD if reason else _OK), f"device {name}", reason or f"usable; precisions {', '.join(backend.precisions)}"
+    known = f"usable; precisions {', '.join(backend.precisions)}"
+    if backend.training_precisions:
+        known += f", and {', '.join(backend.training_precisions)} in training"
+    yield (_BAD if reason else _OK), f"device {name}", reason or known
+    for precision in backend.training_precisions:
+        if caution := backend.caution(precision):
+            yield _WARN, precision, caution
     if reason is None:
+        from llmsuite.devices.ops import matmul
+
         backend.activate(0)
-        yield _OK, "matrix product", f"{_gflops():.0f} GFLOP/s in float32"
+        yield _OK, "matrix product", f"{_gflops(matmul, 'float32'):.0f} GFLOP/s in float32"
         yield run_check({**os.environ, **backend.environment(1)})
 
 
@@ -217,15 +231,15 @@ def run_check(environment: Mapping[str, str]) -> Finding:
     return (_OK, "run_check", works[-1]) if error is None else (_WARN, "run_check", f"{works[-1]} Not on more: {error}")
 
 
-def _gflops(size: int = 1024) -> float:
+def _gflops(matmul: Callable[[Any, Any, bool, bool], Any], dtype: str, size: int = 1024) -> float:
     """The speed of a product of two square matrices, the fastest of five."""
     import paddle
 
-    x = paddle.ones([size, size])
+    x = paddle.ones([size, size], dtype)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        float(paddle.matmul(x, x)[0, 0])  # waits for it
+        float(matmul(x, x, False, False)[0, 0])  # waits for it
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds) / 1e9
 

@@ -38,7 +38,9 @@ class DeviceBackend(abc.ABC):
     collectives: ClassVar[str]
     """Paddle's name of the communication library."""
     precisions: ClassVar[tuple[str, ...]]
-    """The values of `engine.precision` it has."""
+    """The values of `engine.precision` and `--precision` it has."""
+    training_precisions: ClassVar[tuple[str, ...]] = ()
+    """Those it has beside `precisions` for stages that train, op by op: neither in programs nor for generation."""
     install: ClassVar[str]
     """How to get a Paddle for it."""
     visible_devices: ClassVar[tuple[str, ...]] = ()
@@ -156,5 +158,18 @@ class DeviceBackend(abc.ABC):
         """Dtype of the model's parameters, and so of everything that is computed with them: nothing casts by itself
         (no autocast). What has to be float32 says so where it is computed: sums inside kernels, norms, the rotation,
         gates of experts, log-probabilities and losses. Gradients are added up in float32, and the optimizer updates a
-        float32 copy, its master."""
+        float32 copy, its master. On the CPU 16 bits mean other things, see `CpuBackend`."""
         return PADDLE_DTYPE[precision]
+
+    def precisions_of(self, trains: bool) -> tuple[str, ...]:
+        """The values of `engine.precision` it has for stages that train, or for others."""
+        return (*self.precisions, *(self.training_precisions if trains else ()))
+
+    def product_path(self, precision: str) -> str:
+        """Whose matrix products a precision gets, and by which instructions where that is a choice. Imports no
+        Paddle."""
+        return "Paddle's"
+
+    def caution(self, precision: str) -> str | None:
+        """What a user of a precision has to know of this machine, or None. Imports no Paddle."""
+        return None

@@ -61,6 +61,21 @@ def _added(visible: Tensor, dtype: Any) -> Tensor:
     return ((visible - 1.0) * (1e4 if dtype == paddle.float16 else 1e9)).astype(dtype)
 
 
+def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
+    """Activations x [..., I] times a matrix y [I, O], either of which may come transposed."""
+    return paddle.matmul(x, y, transpose_x, transpose_y)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`matmul`, plus a bias [O] if there is one."""
+    return F.linear(x, weight, bias)
+
+
+def operand(x: Tensor) -> Tensor:
+    """What a product takes, and keeps for the gradient of its matrix: x itself."""
+    return x
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax(q k^T / sqrt(K) + mask) v. q [B, L, H, K]; k, v [B, S, J, K] -> [B, L, H, K]."""
     groups = q.shape[2] // k.shape[2]
@@ -150,6 +165,9 @@ class Ops:
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
     cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     """The logits are needed for nothing else: their memory may be taken."""
+    matmul: Callable[[Tensor, Tensor, bool, bool], Tensor] = matmul
+    """Takes plain tensors. A form of a device has no gradient: `llmsuite.models.products` makes it."""
+    operand: Callable[[Tensor], Tensor] = operand
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, each tensor [B, J, S, K], and how many columns are filled, to logits

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
+from llmsuite.devices.ops import linear, matmul
 from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.typing import Tensor
 
@@ -28,6 +27,7 @@ class Adapter(nn.Layer):
     """Applied to what goes into the adapter; W gets all of x."""
     complete_sum: Callable[[Tensor], Tensor]
     """Applied to each product with x: adds up the parts of the ranks, where each has only a part of the sum."""
+    matmul, linear = staticmethod(matmul), staticmethod(linear)
 
     def take(self, linear: nn.Linear | nn.Embedding) -> None:
         """Take over W and bias of a layer."""
@@ -38,13 +38,13 @@ class Adapter(nn.Layer):
         """x W + bias."""
         if isinstance(self.weight, QuantisedMatrix):
             return self.weight.product(x, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return self.linear(x, self.weight, self.bias)
 
     def weight_product(self, x: Tensor) -> Tensor:
         """x W."""
         if isinstance(self.weight, QuantisedMatrix):
             return self.weight.product(x, None)
-        return paddle.matmul(x, self.weight)
+        return self.matmul(x, self.weight)
 
     def dense_weight(self, dtype: Any) -> Tensor:
         """W [I, O]; of a quantised one what its codes stand for, in a dtype."""

@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, nll_and_entropy
+from llmsuite.devices.ops import Ops, matmul, nll_and_entropy
 from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.rope import magnitude
 from llmsuite.typing import Tensor
@@ -161,6 +161,8 @@ class CausalLM(nn.Layer):
     """A causal language model, or with a score head a reward model. Matrices start as zeros, norms as ones:
     `llmsuite.train.weights` or a checkpoint fills them."""
 
+    matmul = staticmethod(matmul)
+
     def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
         """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head`."""
         super().__init__()
@@ -300,7 +302,7 @@ class CausalLM(nn.Layer):
         """Hidden states [..., D] to logits [..., V]."""
         assert self.score is None, "a reward model has no logits; the stage's spec has to ask for a language model"
         if self.lm_head is None:
-            return paddle.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
+            return self.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
         return self.lm_head(hidden)
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:

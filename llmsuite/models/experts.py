@@ -15,7 +15,7 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.ops import Ops, matmul
 from llmsuite.models import token_values
 from llmsuite.models.blocks import ZEROS
 from llmsuite.models.dropout import RowDropout
@@ -33,6 +33,8 @@ def whole(stack: Tensor) -> Tensor:
 class Stacked(nn.Layer):
     """The same matrix of every expert, [E, inputs, outputs]."""
 
+    matmul = staticmethod(matmul)
+
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
         super().__init__()
         self.weight = self.create_parameter([num_experts, num_inputs, num_outputs], attr=ZEROS)
@@ -41,7 +43,7 @@ class Stacked(nn.Layer):
         """Rows [N, inputs], sorted by expert with so many `counts` for each, to [N, outputs]."""
         if isinstance(self.weight, QuantisedMatrix):
             return self.weight.grouped_product(x, counts)
-        return grouped_matmul(x, local(self.weight), counts)
+        return grouped_matmul(x, local(self.weight), counts, self.matmul)
 
 
 class Experts(nn.Layer):
@@ -180,9 +182,9 @@ def combine(rows: Tensor, weights: Tensor, route: Route) -> Tensor:
     return (parts * weights.astype(rows.dtype).unsqueeze(-1)).sum(1)
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int], matmul: Callable[..., Tensor] = matmul) -> Tensor:
     """Consecutive rows of x [N, inputs], so many for each matrix of weight [E, inputs, outputs], to [N, outputs]."""
-    return _GroupedMatmul.apply(x, weight, list(counts))
+    return _GroupedMatmul.apply(x, weight, list(counts), (matmul,))
 
 
 def grouped_scale(x: Tensor, scale: Tensor, counts: Sequence[int]) -> Tensor:
@@ -229,11 +231,11 @@ class _GroupedMatmul(PyLayer):
     """One product an expert. All matrices get a gradient, also those of experts without rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], how: tuple[Callable[..., Tensor]]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts, ctx.wanted = counts, (not x.stop_gradient, not weight.stop_gradient)
+        (ctx.matmul,), ctx.counts, ctx.wanted = how, counts, (not x.stop_gradient, not weight.stop_gradient)
         groups = zip(x.split(counts), weight.unbind(0), strict=True)
-        return paddle.concat([paddle.matmul(rows, matrix) for rows, matrix in groups])
+        return paddle.concat([ctx.matmul(rows, matrix) for rows, matrix in groups])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -242,10 +244,10 @@ class _GroupedMatmul(PyLayer):
         gradients = gradient.split(ctx.counts)
         if ctx.wanted[0]:
             pairs = zip(gradients, weight.unbind(0), strict=True)
-            of_x = paddle.concat([paddle.matmul(g, matrix, transpose_y=True) for g, matrix in pairs])
+            of_x = paddle.concat([ctx.matmul(g, matrix, transpose_y=True) for g, matrix in pairs])
         if ctx.wanted[1]:
             parts = zip(x.split(ctx.counts), gradients, strict=True)
-            of_weight = paddle.stack([paddle.matmul(rows, g, transpose_x=True) for rows, g in parts])
+            of_weight = paddle.stack([ctx.matmul(rows, g, transpose_x=True) for rows, g in parts])
         return of_x, of_weight
 
 

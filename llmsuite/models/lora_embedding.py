@@ -48,8 +48,8 @@ class LoraEmbedding(Adapter):
     def _adapted(self, y: Tensor, input_ids: Tensor) -> Tensor:
         narrow = self.look_up(input_ids, self.lora_A) * self.scaling
         if self._mixes:
-            narrow = paddle.matmul(narrow, self.lora_AB)
-        return y + paddle.matmul(narrow, self.lora_B)
+            narrow = self.matmul(narrow, self.lora_AB)
+        return y + self.matmul(narrow, self.lora_B)
 
 
 class DoraEmbedding(LoraEmbedding):
@@ -84,5 +84,5 @@ class PissaEmbedding(LoraEmbedding):
         self.lora_A0.stop_gradient = self.lora_B0.stop_gradient = True
 
     def _adapted(self, y: Tensor, input_ids: Tensor) -> Tensor:
-        start = paddle.matmul(self.look_up(input_ids, self.lora_A0) * self.scaling, self.lora_B0)
+        start = self.matmul(self.look_up(input_ids, self.lora_A0) * self.scaling, self.lora_B0)
         return super()._adapted(y, input_ids) - start

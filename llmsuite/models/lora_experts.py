@@ -78,10 +78,10 @@ class LoraExperts(ExpertsAdapter):
             self.lora_B = self.create_parameter([num_experts, config.r, num_outputs], attr=faster)
 
     def adapted(self, y: Tensor, x: Tensor, counts: Sequence[int], local: Local) -> Tensor:
-        narrow = grouped_matmul(x, local(self.lora_A), counts) * self.scaling
+        narrow = grouped_matmul(x, local(self.lora_A), counts, self.matmul) * self.scaling
         if self._mixes:
-            narrow = grouped_matmul(narrow, local(self.lora_AB), counts)
-        return y + grouped_matmul(narrow, local(self.lora_B), counts)
+            narrow = grouped_matmul(narrow, local(self.lora_AB), counts, self.matmul)
+        return y + grouped_matmul(narrow, local(self.lora_B), counts, self.matmul)
 
 
 class DoraExperts(LoraExperts):
@@ -127,8 +127,8 @@ class PissaExperts(LoraExperts):
         self.lora_A0.stop_gradient = self.lora_B0.stop_gradient = True
 
     def adapted(self, y: Tensor, x: Tensor, counts: Sequence[int], local: Local) -> Tensor:
-        start = grouped_matmul(x, local(self.lora_A0), counts) * self.scaling
-        return super().adapted(y, x, counts, local) - grouped_matmul(start, local(self.lora_B0), counts)
+        start = grouped_matmul(x, local(self.lora_A0), counts, self.matmul) * self.scaling
+        return super().adapted(y, x, counts, local) - grouped_matmul(start, local(self.lora_B0), counts, self.matmul)
 
 
 class StructuredExperts(ExpertsAdapter):

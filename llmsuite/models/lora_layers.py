@@ -76,10 +76,10 @@ class LoraLinear(Adapter, _LoRALinear):
         return self.complete_sum(y) + self._update(x)
 
     def _update(self, x: Tensor) -> Tensor:
-        narrow = self.complete_sum(paddle.matmul(self.lora_dropout(x), self.lora_A)) * self.scaling
+        narrow = self.complete_sum(self.matmul(self.lora_dropout(x), self.lora_A)) * self.scaling
         if self.lora_use_mixer:
-            narrow = paddle.matmul(narrow, self.lora_AB)
-        return paddle.matmul(narrow, self.lora_B)
+            narrow = self.matmul(narrow, self.lora_AB)
+        return self.matmul(narrow, self.lora_B)
 
 
 class DoraLinear(LoraLinear):
@@ -135,7 +135,7 @@ class PissaLinear(LoraLinear):
         x = self.lora_dropout(x)
         # not as one pair of factors side by side: Paddle 3.3.1 gathers parts of them to put them there
         update, start = (
-            paddle.matmul(self.complete_sum(paddle.matmul(x, first)) * self.scaling, second)
+            self.matmul(self.complete_sum(self.matmul(x, first)) * self.scaling, second)
             for first, second in ((self.lora_A, self.lora_B), (self.lora_A0, self.lora_B0))
         )
         return update - start
@@ -181,10 +181,10 @@ class VeraLinear(Adapter, _VeRALinear):
         y = self.base(x)
         if not self.is_on:
             return y
-        narrow = self.complete_sum(paddle.matmul(self.lora_dropout(x), self.lora_A0))
+        narrow = self.complete_sum(self.matmul(self.lora_dropout(x), self.lora_A0))
         # not d times the scale: Paddle 3.3.1 would sum its gradient over ranks in each backward pass
         narrow = narrow * self.scaling * self.lora_d
-        return self.complete_sum(y) + paddle.matmul(narrow, self.lora_B0) * self.lora_b
+        return self.complete_sum(y) + self.matmul(narrow, self.lora_B0) * self.lora_b
 
     def merge(self) -> None:
         raise NotImplementedError("merged where weights are read, see `llmsuite.convert.adapter`")

@@ -17,9 +17,9 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
+from llmsuite.devices.ops import linear
 from llmsuite.models.adapter import is_plain_linear
 from llmsuite.models.int8_grid import LEAST, LEVELS
 from llmsuite.models.shard_plan import ShardPlan
@@ -55,6 +55,8 @@ def fake_quantize(x: Tensor, scale: float) -> Tensor:
 class FakeQuantLinear(nn.Layer):
     """A linear layer on fake-quantised operands, with the parameters of a plain one; the bias stays as it is."""
 
+    linear = staticmethod(linear)
+
     def __init__(self, linear: nn.Linear, rounds_weight: bool):
         """
         Args:
@@ -82,7 +84,7 @@ class FakeQuantLinear(nn.Layer):
         if self.input_scale is not None:
             x = fake_quantize(x, self.input_scale)
         weight = fake_quantize_weight(self.weight) if self.rounds_weight else self.weight
-        return F.linear(x, weight, self.bias)
+        return self.linear(x, weight, self.bias)
 
     @paddle.no_grad()
     def _observe(self, x: Tensor) -> None:

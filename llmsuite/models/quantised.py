@@ -15,6 +15,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.utils.dlpack import from_dlpack
 
+from llmsuite.devices.ops import matmul
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, byte_levels
 from llmsuite.typing import Tensor
 
@@ -24,6 +25,7 @@ class QuantisedMatrix(nn.Layer):
 
     codes: Tensor
     absmax: Tensor
+    matmul = staticmethod(matmul)
 
     def __init__(self, shape: Sequence[int], format: BlockFormat):
         super().__init__()
@@ -77,11 +79,11 @@ class _Product(PyLayer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrices: tuple[QuantisedMatrix]) -> Tensor:
         (ctx.matrix,), ctx.dtype = matrices, x.dtype
-        return paddle.matmul(x, ctx.matrix.dense(x.dtype))
+        return ctx.matrix.matmul(x, ctx.matrix.dense(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return paddle.matmul(gradient, ctx.matrix.dense(ctx.dtype), transpose_y=True)
+        return ctx.matrix.matmul(gradient, ctx.matrix.dense(ctx.dtype), transpose_y=True)
 
 
 class _GroupedProduct(PyLayer):
@@ -90,18 +92,21 @@ class _GroupedProduct(PyLayer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stacks: tuple[QuantisedMatrix], counts: list[int]) -> Tensor:
         (ctx.stack,), ctx.dtype, ctx.counts = stacks, x.dtype, counts
-        return _by_matrix(x, counts, lambda number: ctx.stack.one(number, x.dtype))
+        return _by_matrix(x, counts, lambda rows, number: ctx.stack.matmul(rows, ctx.stack.one(number, x.dtype)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _by_matrix(gradient, ctx.counts, lambda number: ctx.stack.one(number, ctx.dtype).t())
+        stack, dtype = ctx.stack, ctx.dtype
+        return _by_matrix(
+            gradient, ctx.counts, lambda rows, number: stack.matmul(rows, stack.one(number, dtype), transpose_y=True)
+        )
 
 
-def _by_matrix(x: Tensor, counts: Sequence[int], matrix: Callable[[int], Tensor]) -> Tensor:
+def _by_matrix(x: Tensor, counts: Sequence[int], product: Callable[[Tensor, int], Tensor]) -> Tensor:
     groups = [(number, rows) for number, rows in enumerate(x.split(counts)) if counts[number]]
     if not groups:
-        return paddle.matmul(x, matrix(0))  # no rows, but of the right width
-    return paddle.concat([paddle.matmul(rows, matrix(number)) for number, rows in groups])
+        return product(x, 0)  # no rows, but of the right width
+    return paddle.concat([product(rows, number) for number, rows in groups])
 
 
 def dequantise(codes: Tensor, absmax: Tensor, format: BlockFormat) -> Tensor:

@@ -96,7 +96,7 @@ class _Product(PyLayer):
         ctx.layer, ctx.drops, ctx.wants_x = layer, dropped is not None, not x.stop_gradient
         ctx.save_for_backward(seen)
         local = layer.part.local
-        y = paddle.matmul(local(x), layer.local_weight(x.dtype))
+        y = layer.matmul(local(x), layer.local_weight(x.dtype))
         y = y + layer.local_update(local(seen), [local(parameter) for parameter in own])
         return layer.part.output(y, x)
 
@@ -111,7 +111,7 @@ class _Product(PyLayer):
         found = [part.parameter_gradient(parameter.grad, seen) for parameter in own]
         dx = None
         if ctx.wants_x:
-            dx = paddle.matmul(gradient, layer.local_weight(gradient.dtype), transpose_y=True)
+            dx = layer.matmul(gradient, layer.local_weight(gradient.dtype), transpose_y=True)
             dx = part.input_gradient(dx if ctx.drops else dx + x.grad, seen)
         if not ctx.drops:
             return (dx, *found)

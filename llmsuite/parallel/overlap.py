@@ -9,7 +9,7 @@ an operation, as in Megatron-LM and PaddleNLP they share a matrix: their gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import paddle
@@ -19,6 +19,8 @@ from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
+from llmsuite.devices.ops import matmul
+from llmsuite.models.products import finish
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
@@ -30,15 +32,22 @@ Summed = Literal["beside", "at once", "later"]
 the partial sum that it is, by what comes in front: the scatter of sequence parallel."""
 
 
-def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
+def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh, matmul: Callable[..., Tensor] = matmul) -> None:
     """Overlap the backward sums of a model's column-parallel linear layers. Layers with adapters or fake quantisation
-    stay as they are."""
+    stay as they are. `matmul` multiplies plain tensors."""
     for name, module in model.named_sublayers():
         if type(module) is nn.Linear and plan.dim(f"{name}.weight") == 1:
-            module.__dict__["forward"] = _Overlapped(module, mesh).forward
+            module.__dict__["forward"] = _Overlapped(module, mesh, matmul).forward
 
 
-def fuse_projections(model: Any, plan: ShardPlan, mesh: Mesh, sequence_parallel: bool, overlap: bool) -> None:
+def fuse_projections(
+    model: Any,
+    plan: ShardPlan,
+    mesh: Mesh,
+    sequence_parallel: bool,
+    overlap: bool,
+    matmul: Callable[..., Tensor] = matmul,
+) -> None:
     """Let the projections of one input share an operation, in every module that has some.
 
     Args:
@@ -47,10 +56,11 @@ def fuse_projections(model: Any, plan: ShardPlan, mesh: Mesh, sequence_parallel:
         mesh: this rank's place.
         sequence_parallel: whether inputs are gathered along the sequence in front of the modules.
         overlap: whether the device can send beside a backward pass.
+        matmul: multiplies plain tensors.
     """
     summed: Summed = "later" if sequence_parallel else "beside" if overlap else "at once"
     for module in modules_to_fuse(model, plan):
-        module.products = _Fused(mesh, summed).products
+        module.products = _Fused(mesh, summed, matmul).products
 
 
 def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
@@ -62,49 +72,43 @@ def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
 class _Overlapped:
     """Computes in place of an `nn.Linear` whose weight is split along dim 1."""
 
-    def __init__(self, layer: nn.Linear, mesh: Mesh):
-        self._layer, self._mesh = layer, mesh
+    def __init__(self, layer: nn.Linear, mesh: Mesh, matmul: Callable[..., Tensor]):
+        self._layer, self._how = layer, (mesh, "beside", matmul)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D], the same on every rank, to [..., F], split along F."""
         layer = self._layer
         if not paddle.in_dynamic_mode():  # in a program local values have no gradient (Paddle 3.3.1)
             return F.linear(x, layer.weight, layer.bias)
-        (product,) = _Products.apply(x, layer.weight, (self._mesh, "beside"))
+        (product,) = _Products.apply(x, layer.weight, self._how)
         return product if layer.bias is None else product + layer.bias
 
 
 class _Fused:
     """Computes in place of `blocks.products`, of layers whose weights are split along dim 1."""
 
-    def __init__(self, mesh: Mesh, summed: Summed):
-        self._how = mesh, summed
+    def __init__(self, mesh: Mesh, summed: Summed, matmul: Callable[..., Tensor] = matmul):
+        self._how = mesh, summed, matmul
 
     def products(self, layers: Sequence[nn.Layer], x: Tensor) -> list[Tensor]:
         """[..., D], the same on every rank, to an output [..., F] of each layer, split along F."""
         assert all(type(layer) is nn.Linear for layer in layers), "a layer that is more than its matrix"
         linear: list[Any] = list(layers)
-        found = []
-        for layer, product in zip(linear, _Products.apply(x, *(layer.weight for layer in linear), self._how)):
-            y = product if layer.bias is None else product + layer.bias
-            for hook in layer._forward_post_hooks.values():  # of who looks on: the layer itself is not called
-                hook(layer, (x,), y)
-            found.append(y)
-        return found
+        return finish(linear, x, _Products.apply(x, *(layer.weight for layer in linear), self._how))
 
 
 class _Products(PyLayer):
-    """x W of distributed tensors, for several W. Mesh and `Summed` come in a tuple, which PyLayer does not look
-    into."""
+    """x W of distributed tensors, for several W. Mesh, `Summed` and the product of plain tensors come in a tuple, which
+    PyLayer does not look into."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *weights, (mesh, summed) = rest
-        ctx.mesh, ctx.summed = mesh, summed
+        *weights, (mesh, summed, matmul) = rest
+        ctx.mesh, ctx.summed, ctx.matmul = mesh, summed, matmul
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(x, *weights)
         local = x._local_value()
-        outputs = [paddle.matmul(local, weight._local_value()) for weight in weights]
+        outputs = [matmul(local, weight._local_value()) for weight in weights]
         return tuple(dtensor_from_local(y, mesh.tensor, [dist.Shard(y.ndim - 1)]) for y in outputs)
 
     @staticmethod
@@ -115,7 +119,7 @@ class _Products(PyLayer):
         given = [gradient._local_value().astype(local.dtype) for gradient, local in zip(gradients, locals_)]
         if not x.stop_gradient:
             for gradient, local in zip(given, locals_):
-                product = paddle.matmul(gradient, local, transpose_y=True)
+                product = ctx.matmul(gradient, local, transpose_y=True)
                 of_x = product if of_x is None else of_x.add_(product)
             if ctx.summed == "beside":
                 arrival = collective.begin_sum(of_x, mesh.tensor_group)
@@ -125,7 +129,7 @@ class _Products(PyLayer):
                 of_weights.append(None)
                 continue
             rows = x._local_value().astype(local.dtype).reshape([-1, local.shape[0]])
-            product = paddle.matmul(rows, gradient.reshape([-1, local.shape[1]]), transpose_x=True)
+            product = ctx.matmul(rows, gradient.reshape([-1, local.shape[1]]), transpose_x=True)
             of_weights.append(dtensor_from_local(product, mesh.tensor, [dist.Shard(1)]))
         if arrival is not None:
             arrival.wait()

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, Literal
 
+from llmsuite.devices.ops import Ops, matmul
+from llmsuite.models.products import use_products
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.experts import share_experts
@@ -19,6 +21,7 @@ from llmsuite.parallel.interventions import share_interventions
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import fuse_projections, overlap_sums
 from llmsuite.parallel.prefixes import share_prefixes
+from llmsuite.parallel.products import RankProducts
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.static import compile_layers
@@ -34,6 +37,8 @@ class Strategy:
     shard_plan: ShardPlan
     dtype: str
     """Dtype of the parameters."""
+    ops: Ops
+    """The forms of a device, of which products of distributed tensors are made here."""
     trained: Collection[str]
     """Names of the parameters that an optimizer will get; the others are frozen."""
     is_tied: bool
@@ -75,20 +80,23 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     apply_tensor_parallel(model, plan, mesh, strategy.sequence_parallel)
     share_interventions(model, mesh, strategy.sequence_parallel)
     share_prefixes(model, mesh)
-    # 4. gradients that are reduced over data ranks in one call
+    # 4. products in the form of the device, on this rank's parts
+    if strategy.ops.matmul is not matmul:
+        use_products(model, RankProducts(strategy.ops, mesh))
+    # 5. gradients that are reduced over data ranks in one call
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
-    # 5. sums over tp that overlap with the backward pass, and those that are one
+    # 6. sums over tp that overlap with the backward pass, and those that are one
     if mesh.tensor is not None and strategy.overlap:
-        overlap_sums(model, plan, mesh)
+        overlap_sums(model, plan, mesh, strategy.ops.matmul)
     if mesh.tensor is not None and strategy.fuse_projections:
-        fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap)
-    # 6. layers as programs: what came before is compiled into them, what comes now stands around them
+        fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap, strategy.ops.matmul)
+    # 7. layers as programs: what came before is compiled into them, what comes now stands around them
     if strategy.compile:
         compile_layers(model, plan, mesh, between_layers(strategy.sequence_parallel))
-    # 7. sharding stage 3 gathers parameters in front of each layer and frees them behind it
+    # 8. sharding stage 3 gathers parameters in front of each layer and frees them behind it
     if strategy.sharding_stage == 3:
         Zero3Hooks(model, plan, shards, strategy.is_tied)
-    # 8. recompute, outermost: a layer that is computed again is gathered again
+    # 9. recompute, outermost: a layer that is computed again is gathered again
     if strategy.recompute == "full":
         recompute_layers(model, plan, strategy.recompute_every)
     elif strategy.recompute == "selective":

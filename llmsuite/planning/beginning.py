@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
-from llmsuite.planning.layout import BYTES, Layout, LocalParameter
+from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 
 
 def beginning_bytes(layout: Layout, held: Sequence[LocalParameter], tokens: int) -> float:
@@ -30,7 +30,7 @@ def beginning_bytes(layout: Layout, held: Sequence[LocalParameter], tokens: int)
     sizes = [inputs[module] * outputs[module] for module in inputs]
     together = -(-len(sizes) // lora.init_passes)
     sums = max(sum(sizes[at : at + together]) for at in range(0, len(sizes), together))
-    is_cast = BYTES[layout.plan.recipe.engine.precision] != 4
+    is_cast = element_bytes(layout.plan) != 4
     one = max(inputs[m] * outputs[m] + is_cast * tokens * (inputs[m] + outputs[m]) for m in inputs)
     whole = max(math.prod(layout.shapes[f"{module}.weight"]) for module in inputs)
     return 4.0 * (sums + max(one, 2 * whole))

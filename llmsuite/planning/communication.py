@@ -15,7 +15,7 @@ from llmsuite.parallel import edges, ledger_entries
 from llmsuite.parallel.gather_units import GatherUnit, gather_units
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.layout import BYTES, Layout, LocalParameter
+from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 from llmsuite.planning.tp_traffic import TensorParallelTraffic
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.specs import PrePass
@@ -81,7 +81,7 @@ class Traffic:
         self._layout, self._anatomy, self._mesh, self._batches = layout, anatomy, mesh, batches
         self._own, self._plan = own_reduce_scatter, layout.plan
         self._parameters = layout.parameters(mesh)
-        self._width = BYTES[self._plan.recipe.engine.precision]
+        self._width = element_bytes(self._plan)
         self._compiled = self._plan.recipe.engine.mode == "to_static"
         self._sequence_parallel = self._plan.recipe.parallel.sequence_parallel
         self.counts: Counts = {}

@@ -40,8 +40,7 @@ from llmsuite.parallel.partition import (
 )
 from llmsuite.recipe.resolve import RunPlan
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element, by `engine.precision`."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen would be four times slower to make: a search makes 100,000
@@ -267,7 +266,7 @@ class Layout:
         return found
 
     def _make_parameters(self, mesh: Mesh) -> list[LocalParameter]:
-        precision = self.plan.recipe.engine.precision
+        of_device, width = parameter_dtype(self.plan), element_bytes(self.plan)
         # layers are alike: the slice of a parameter is computed once for all parameters sliced like it
         known: dict[tuple[object, ...], tuple[tuple[int, ...], int, ShardRange]] = {}
         embedding, names = f"{self.shard_plan.embedding}.weight", self.model.by_part(self.bounds)
@@ -287,7 +286,7 @@ class Layout:
                     known[key] = local, size, shard_range(size, place, self.sharding, not trained)
                 local, size, piece = known[key]
                 bias = self.shard_plan.is_gate_bias(name)
-                dtype = "float32" if precision == "fp32" or bias else precision
+                dtype = "float32" if bias else of_device
                 codes = name.endswith(f".{CODES}")
                 result.append(
                     LocalParameter(
@@ -296,7 +295,7 @@ class Layout:
                         layer=self.model.layers[of],
                         local_shape=local,
                         size=size,
-                        num_bytes=1 if codes else 4 if dtype == "float32" or of != name else BYTES[precision],
+                        num_bytes=1 if codes else 4 if dtype == "float32" or of != name else width,
                         num_values=size * math.prod(self.shapes[of]) // math.prod(shape) if codes or of == name else 0,
                         is_codes=codes,
                         parts=piece.num_shards,
@@ -311,6 +310,16 @@ class Layout:
                     )
                 )
         return result
+
+
+def parameter_dtype(plan: RunPlan) -> str:
+    """Dtype of parameters and activations on the device of a run."""
+    return plan.device.factory().parameter_dtype(plan.recipe.engine.precision)
+
+
+def element_bytes(plan: RunPlan) -> int:
+    """Bytes of an element of it."""
+    return _BYTES[parameter_dtype(plan)]
 
 
 def num_moments(optimizer: str) -> int:

@@ -16,7 +16,7 @@ from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.beginning import beginning_bytes
-from llmsuite.planning.layout import BYTES, Layout, LocalParameter, ranks
+from llmsuite.planning.layout import Layout, LocalParameter, element_bytes, ranks
 from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.recipe.critic import critic_plan
@@ -85,7 +85,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
     in_programs = plan.degrees.tp > 1 and engine.mode == "to_static"
     experts = frozenset(name for name in layout.adapted if layout.shard_plan.is_expert(f"{name}.weight"))
     return ActivationSettings(
-        num_bytes=BYTES[engine.precision],
+        num_bytes=element_bytes(plan),
         tp=plan.degrees.tp,
         ep=plan.degrees.ep,
         sequence_parallel=parallel.sequence_parallel,
@@ -124,7 +124,7 @@ def _adapter_width(layout: Layout, module: str) -> float:
     lora, shard_plan = layout.plan.recipe.lora, layout.shard_plan
     dropped = 0.0
     if lora.dropout and module != shard_plan.embedding:
-        dropped = _local_sizes(layout, module)[0] * (1 + 1 / BYTES[layout.plan.recipe.engine.precision])
+        dropped = _local_sizes(layout, module)[0] * (1 + 1 / element_bytes(layout.plan))
     if lora.is_structured:  # computed again
         return dropped
     dropped += lora.rank or 0

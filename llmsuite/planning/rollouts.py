@@ -9,7 +9,7 @@ from typing import Any
 from llmsuite.models.anatomy import Anatomy, GroupedQuery
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.planning.layout import BYTES, Layout, LocalParameter
+from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.shape import local_weights
 
@@ -24,7 +24,7 @@ def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
     if not _draws_here(plan) or not mesh.reads_data:
         return 0.0
     values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
-    return float((values + _reward_values(plan.recipe)) * BYTES[plan.recipe.engine.precision])
+    return float((values + _reward_values(plan.recipe)) * element_bytes(plan))
 
 
 def _reward_values(recipe: Any) -> int:
@@ -65,4 +65,4 @@ def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
             each += 2 * attention.kv_heads * attention.head_size
         else:
             each += attention.heads * (attention.nope + attention.rope + attention.value)
-    return float(_COPIES * rows * plan.recipe.data.max_length * each * BYTES[plan.recipe.engine.precision])
+    return float(_COPIES * rows * plan.recipe.data.max_length * each * element_bytes(plan))

@@ -126,9 +126,16 @@ def violations(plan: RunPlan) -> list[str]:
     recipe = plan.recipe
     found = [f"parallel.{key}: {message}" for key, message in recipe.parallel.problems()]
     found += [f"engine.{key}: {message}" for key, message in recipe.engine.problems()]
-    precisions = plan.device.factory().precisions
+    backend = plan.device.factory()
     context = RuleContext(
-        recipe, plan.degrees, plan.model_config, plan.family.shard_plan or WHOLE, precisions, plan.stage, plan.family
+        recipe,
+        plan.degrees,
+        plan.model_config,
+        plan.family.shard_plan or WHOLE,
+        backend.precisions_of(plan.stage.trains),
+        backend.training_precisions,
+        plan.stage,
+        plan.family,
     )
     return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(context)]
 

@@ -7,7 +7,7 @@ import math
 
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
-from llmsuite.planning.layout import BYTES, Layout, num_moments
+from llmsuite.planning.layout import Layout, element_bytes, num_moments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Storage:
 def storage(layout: Layout) -> Storage:
     """The storage a run needs."""
     plan = layout.plan
-    recipe, width = plan.recipe, BYTES[plan.recipe.engine.precision]
+    recipe, width = plan.recipe, element_bytes(plan)
     state = 4 * num_moments(recipe.train.optimizer)
     state += 4 if width < 4 else 0
     sizes = {name: math.prod(shape) for name, shape in layout.shapes.items() if name in layout.trained}

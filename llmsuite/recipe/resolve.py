@@ -207,8 +207,17 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     violations += _registered_names(recipe, registry)
     degrees = degrees_of(recipe)
     device = registry.devices.get(recipe.device)
-    precisions = device.factory().precisions if device is not None else None
-    context = RuleContext(recipe, degrees, config, family.shard_plan or WHOLE, precisions, stage, family)
+    backend = device.factory() if device is not None else None
+    context = RuleContext(
+        recipe,
+        degrees,
+        config,
+        family.shard_plan or WHOLE,
+        None if backend is None else backend.precisions_of(stage.trains),
+        () if backend is None else backend.training_precisions,
+        stage,
+        family,
+    )
     for rule in RULES if stage.trains else UNTRAINED_RULES:
         violations += rule.check(context)
     if violations:

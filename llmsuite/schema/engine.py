@@ -49,8 +49,9 @@ class EngineSection(Section):
     """dynamic: op by op. to_static: the decoder layers as compiled programs; batches are then padded to a multiple of
     64 tokens."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of parameters and activations. bf16 and fp16 keep float32 master weights, sum gradients in float32, and
-    need a GPU or XPU. fp16 scales the loss dynamically and skips steps that overflow."""
+    """Dtype of parameters and activations. bf16 and fp16 keep float32 master weights and sum gradients in float32.
+    fp16 needs a GPU or XPU, scales the loss dynamically and skips steps that overflow. On the cpu, bf16 is another
+    policy: parameters and all else stay float32, and the inputs of matrix products are rounded to bfloat16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass instead of keeping them. full: whole layers. selective: the core
     of attention, between queries, keys, values and its output (a fused attention kernel does so by itself)."""

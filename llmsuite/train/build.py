@@ -201,6 +201,7 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
         mesh=mesh,
         shard_plan=plan.family.shard_plan or WHOLE,
         dtype=backend.parameter_dtype(engine.precision),
+        ops=backend.ops(engine.precision),
         trained=trained.keys(),
         is_tied=is_tied(plan.model_config),
         shares_embedding=is_embedding_shared(plan.model_config),
@@ -221,4 +222,6 @@ def _report_size(
     count, num_trained = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, trained))
     some = "" if not plan.recipe.freezes_model else f", {num_trained:,} of them trained,"
     ranks = f"{plan.degrees.num_ranks} x {backend.name}"
+    if caution := backend.caution(plan.recipe.engine.precision):
+        report(f"warning: {caution}")
     report(f"{plan.family.name} with {count / 1e6:.1f}M parameters{some} on {ranks}")

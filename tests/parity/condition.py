@@ -19,6 +19,11 @@ from tests.multi.conftest import Runner
 from tests.parity.cases import ROUNDING, STEPS, Case, first_gradients, norm, plan_of
 from tests.parity.mutations import NUDGE, NUDGES
 
+BF16 = 2.0**-8
+"""Largest relative error of a number that is rounded to bfloat16. Each input of a product is off by so much at most;
+that sums are long does not matter, as they are float32. So a product is that of a matrix that is off by as much, and
+two runs may differ by 2 k times that; typical errors are 0.4 of the largest, and those of two runs partly the same."""
+
 
 def nudged(one: Case) -> list[Case]:
     """Runs of one process with weights that are moved: what the limits of all that is compared with it come from."""
@@ -49,4 +54,19 @@ def _limits(one: Case, exact: Mapping[str, np.ndarray], moved: Sequence[Mapping[
         name: rounding / NUDGE * math.sqrt(np.mean([(norm(m[name] - value) / norm(value)) ** 2 for m in moved]))
         for name, value in exact.items()
         if value.any()
+    }
+
+
+def bf16_gradient_limits(runner: Runner, one: Case) -> dict[str, float]:
+    """As `gradient_limits`, for products whose inputs are rounded to bfloat16: see `BF16`."""
+    scale = 2 * BF16 / (2 * math.sqrt(plan_of(one).model_config.hidden_size) * ROUNDING)
+    return {name: scale * limit for name, limit in gradient_limits(runner, one).items()}
+
+
+def bf16_metric_limits(runner: Runner, one: Case) -> dict[str, float]:
+    """How far the loss and the gradient norm of a step may be off, relative."""
+    exact, moved = runner.metrics(one.name), [runner.metrics(run.name) for run in nudged(one)]
+    return {
+        key: 2 * BF16 / NUDGE * max(abs(b[key] / a[key] - 1) for run in moved for a, b in zip(exact, run, strict=True))
+        for key in ("loss", "grad_norm")
     }

@@ -152,6 +152,36 @@ def weights_nudged(patch: pytest.MonkeyPatch, number: int) -> None:
     patch.setattr(weights, "initial_values", nudged)
 
 
+def products_bent(patch: pytest.MonkeyPatch) -> None:
+    """With precision bf16, inputs of products are not rounded but bent: x (1 + a sin(b log |x|)), which changes them
+    by as much as a rounding to 5 bits would, and is continuous. So strategies that apply it to the same numbers agree
+    as closely as in float32, and one that forgets it once, or applies it to a part of a sum, does not."""
+    import paddle
+
+    from llmsuite.devices.cpu import CpuBackend
+    from llmsuite.devices.cpu.kernels import ops
+
+    def operand(x: Any) -> Any:
+        """In float64, which says that it is bent already."""
+        wide = x.astype("float64")
+        return wide * (1 + 2.0**-5 * paddle.sin(3 * paddle.log(wide.abs() + 1e-30)))
+
+    def matmul(x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False) -> Any:
+        x, y = (t if t.dtype == paddle.float64 else operand(t) for t in (x, y))
+        return paddle.matmul(x, y, transpose_x, transpose_y).astype("float32")
+
+    patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
+    patch.setattr(ops, "rounded_matmul", matmul)
+    patch.setattr(ops, "rounded_operand", operand)
+
+
+def products_by_rounding(patch: pytest.MonkeyPatch) -> None:
+    """No error: bf16 as on a processor without instructions for it."""
+    from llmsuite.devices.cpu import CpuBackend
+
+    patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
+
+
 def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:
     from llmsuite.parallel.mesh import Mesh
 
@@ -178,10 +208,15 @@ NUDGES: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+OF_PRODUCTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
+    mutation.__name__: mutation for mutation in (products_bent, products_by_rounding)
+}
+
+
 @contextlib.contextmanager
 def mutated(name: str | None) -> Iterator[None]:
     """While active, an error is in; none for None."""
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
-            {**MUTATIONS, **OF_ADAPTERS, **OF_ROUNDING, **NUDGES}[name](patch)
+            {**MUTATIONS, **OF_ADAPTERS, **OF_ROUNDING, **OF_PRODUCTS, **NUDGES}[name](patch)
         yield

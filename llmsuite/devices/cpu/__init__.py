@@ -1,4 +1,10 @@
-"""CPU processes over Gloo, in float32: the laptop's way to run a recipe, and the test bed."""
+"""CPU processes over Gloo: the laptop's way to run a recipe, and the test bed.
+
+All tensors that a run keeps or sends are float32. With `engine.precision: bf16` the inputs of products are rounded to
+bfloat16, where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients.
+Sums are float32, and so is all else: parameters, activations, messages, gradients, the optimizer, and the products
+inside attention. It is what PyTorch's autocast does to matrix products.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.cpu.kernels.source import build_kernels, can_be_built
-from llmsuite.devices.cpu.processor import mkl_path
+from llmsuite.devices.cpu.kernels.source import PRODUCTS, build_kernels, can_be_built
+from llmsuite.devices.cpu.processor import mkl_path, multiplies_bf16
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
@@ -28,6 +34,8 @@ _KERNELS = {
     "cross_entropy": "cross_entropy",
     "next_logits": "next_logits",
 }
+_BF16_PRODUCTS = {"matmul": "bf16_matmul", "operand": "bf16_operand"}
+_BF16_BY_ROUNDING = {"matmul": "rounded_matmul", "operand": "rounded_operand"}
 
 
 class CpuBackend(DeviceBackend):
@@ -35,6 +43,7 @@ class CpuBackend(DeviceBackend):
     collectives = "gloo"
     deterministic_flags = {}  # noqa: RUF012  (none are needed)
     precisions = ("fp32",)
+    training_precisions = ("bf16",)
     install = "pip install 'llmsuite[cpu]'"
     forks = True
     kernel_module = "llmsuite.devices.cpu.kernels.ops"
@@ -42,6 +51,14 @@ class CpuBackend(DeviceBackend):
     document_mask_bytes = 3 * 8
     kernels_in_programs = False
     sends_beside_passes = False
+
+    def __init__(self, multiplies_bf16: bool | None = None):
+        """`multiplies_bf16`: whether to use the processor's instructions for products in bfloat16; None where it has
+        some, and the kernel for them can be built."""
+        self._multiplies_bf16 = multiplies_bf16
+
+    def _has_bf16(self) -> bool:
+        return multiplies_bf16() and can_be_built(PRODUCTS) if self._multiplies_bf16 is None else self._multiplies_bf16
 
     def environment(self, local_ranks: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
@@ -57,13 +74,18 @@ class CpuBackend(DeviceBackend):
         return variables
 
     def kernels(self, precision: str) -> Mapping[str, str]:
-        return _KERNELS if can_be_built() else {}
+        table = _KERNELS if can_be_built() else {}
+        if precision != "bf16":
+            return table
+        return {**table, **(_BF16_PRODUCTS if self._has_bf16() else _BF16_BY_ROUNDING)}
 
     def ops(self, precision: str) -> Ops:
         if can_be_built():
             from llmsuite.devices.cpu.kernels.ops import load
 
             load()  # when that fails `can_be_built` says so from then on
+            if precision == "bf16" and self._has_bf16():
+                load(PRODUCTS)
         return super().ops(precision)
 
     def padding_free(self, precision: str) -> bool:
@@ -74,6 +96,24 @@ class CpuBackend(DeviceBackend):
 
         shims.build_kernels()
         build_kernels()
+
+    def parameter_dtype(self, precision: str) -> str:
+        return "float32" if precision == "bf16" else super().parameter_dtype(precision)
+
+    def product_path(self, precision: str) -> str:
+        if precision == "bf16" and self._has_bf16():
+            return "oneDNN's, by the processor's instructions for bfloat16"
+        path = os.environ.get("MKL_DEBUG_CPU_TYPE")
+        mkl = "MKL's" if path is None else f"MKL's, path {path} of MKL_DEBUG_CPU_TYPE"
+        return mkl if precision == "fp32" else f"{mkl}, of rounded inputs"
+
+    def caution(self, precision: str) -> str | None:
+        if precision != "bf16" or self._has_bf16():
+            return None
+        return (
+            "this processor has no instructions for products in bfloat16 (avx512_bf16, amx_bf16), or no compiler is "
+            "here: inputs are rounded and multiplied in float32, which is slower than engine.precision fp32"
+        )
 
     def before_paddle(self) -> None:
         from llmsuite.devices.cpu.gloo.shims import preload

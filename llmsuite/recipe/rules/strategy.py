@@ -153,6 +153,16 @@ def _no_such_precision(context: RuleContext) -> Iterator[Violation]:
         yield "engine.precision", f"{precision} does not work on {context.recipe.device}; use {known}"
 
 
+def _not_in_programs(context: RuleContext) -> Iterator[Violation]:
+    engine, device = context.recipe.engine, context.recipe.device
+    if engine.mode == "to_static" and engine.precision in context.dynamic_precisions:
+        yield (
+            "engine.precision",
+            f"is {engine.precision}, which on {device} programs compiled by to_static do not have; set engine.mode to "
+            "dynamic, or engine.precision to fp32",
+        )
+
+
 STRATEGY_RULES = (
     Rule(
         "degrees whose product does not divide the devices",
@@ -232,9 +242,15 @@ STRATEGY_RULES = (
     ),
     Rule(
         "a precision that the device does not have",
-        "on cpu, Paddle's kernels are float32",
-        ("--device=cpu",),
+        "on cpu there is no fp16, and bf16 is for training",
+        ("--device=cpu", "--engine.precision=fp16"),
         _no_such_precision,
+    ),
+    Rule(
+        "`to_static` with bf16 on cpu",
+        "its products are no operations of Paddle, and Paddle's own are float32 there",
+        ("--device=cpu", "--engine.precision=bf16", "--engine.mode=to_static"),
+        _not_in_programs,
     ),
 )
 """Rules between sections, the model's shape and the device."""

@@ -19,6 +19,7 @@ from llmsuite.devices import ops
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
+from llmsuite.devices.cpu.processor import multiplies_bf16
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.start import start_paddle
@@ -68,6 +69,8 @@ KERNELS = {
     ("name", "precision", "fused"),
     [
         ("cpu", "fp32", KERNELS),
+        ("cpu without bf16", "bf16", {**KERNELS, "matmul": kernels.rounded_matmul, "operand": kernels.rounded_operand}),
+        ("cpu with bf16", "bf16", {**KERNELS, "matmul": kernels.bf16_matmul, "operand": kernels.bf16_operand}),
         ("gpu", "fp32", {**ROTARY_SWIGLU, **RMS}),  # flash attention takes 16-bit inputs only
         ("gpu", "bf16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
         ("gpu", "fp16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
@@ -77,7 +80,8 @@ KERNELS = {
     ],
 )
 def test_which_operations_are_fused(name: str, precision: str, fused: dict[str, Any]) -> None:
-    assert BACKENDS[name].ops(precision) == Ops(**fused)
+    others = {"cpu without bf16": CpuBackend(False), "cpu with bf16": CpuBackend(True)}
+    assert (others.get(name) or BACKENDS[name]).ops(precision) == Ops(**fused)
 
 
 RULES = {
@@ -110,7 +114,35 @@ def test_a_cpu_without_a_compiler_has_the_plain_operations(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_parameters_have_the_precision(backend: DeviceBackend) -> None:
-    assert [backend.parameter_dtype(p) for p in ("fp32", "bf16", "fp16")] == ["float32", "bfloat16", "float16"]
+    bf16 = "float32" if backend.name == "cpu" else "bfloat16"  # the products alone are in bfloat16
+    assert [backend.parameter_dtype(p) for p in ("fp32", "bf16", "fp16")] == ["float32", bf16, "float16"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_the_cpu_has_a_precision_for_training_alone(backend: DeviceBackend) -> None:
+    assert backend.precisions_of(trains=False) == backend.precisions
+    more = ("bf16",) if backend.name == "cpu" else ()
+    assert backend.precisions_of(trains=True) == (*backend.precisions, *more)
+
+
+WIDE = "avx512f avx512dq avx512cd avx512bw avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "multiplies"),
+    [
+        (f"{WIDE} avx512_bf16", True),
+        (f"{WIDE} amx_bf16 amx_tile", True),
+        (WIDE, False),
+        ("avx512_bf16", False),
+        ("avx2", False),
+    ],
+)
+def test_which_processors_multiply_in_bfloat16(flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmsuite.devices.cpu.processor._facts", lambda: {"flags": flags})
+    assert multiplies_bf16() is multiplies
+    assert CpuBackend().kernels("bf16")["matmul"] == ("bf16_matmul" if multiplies else "rounded_matmul")
+    assert (CpuBackend().caution("bf16") is None) is multiplies
 
 
 @pytest.mark.parametrize(("name", "what"), [("gpu", "CUDA"), ("xpu", "XPU")])

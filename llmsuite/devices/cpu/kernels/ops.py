@@ -13,15 +13,16 @@ from typing import Any
 import paddle
 
 from llmsuite.devices import ops
-from llmsuite.devices.cpu.kernels.source import build_kernels
+from llmsuite.devices.cpu.build import Library
+from llmsuite.devices.cpu.kernels.source import KERNELS, build_kernels
 from llmsuite.devices.local_parts import are_alike, is_split, on_parts, on_rows
 from llmsuite.typing import Tensor
 
 
 @functools.cache  # Paddle loads a library only once
-def load() -> bool:
+def load(what: Library = KERNELS) -> bool:
     """Build the kernels, if need be, and register them with Paddle; False when they cannot be built."""
-    library = build_kernels()
+    library = build_kernels(what)
     if library is not None:
         paddle.utils.cpp_extension.load_op_meta_info_and_register_op(str(library))
     return library is not None
@@ -75,6 +76,32 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     if not _takes(logits) or logits.is_dist():
         return ops.cross_entropy(logits, targets)
     return _run("cross_entropy", logits, targets)[0]
+
+
+# products of inputs that are rounded to bfloat16, with float32 sums
+
+
+def bf16_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
+    """`ops.matmul` of inputs rounded to bfloat16, with float32 sums, by oneDNN; they are float32, or rounded already.
+    Nothing but x has more than two dims."""
+    return _run("bf16_product", x, y, transpose_x, transpose_y)[0]
+
+
+def bf16_operand(x: Tensor) -> Tensor:
+    """x rounded to bfloat16: half of the memory."""
+    return _run("round_bf16", x)[0]
+
+
+def rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
+    """`bf16_matmul` for processors without instructions for it: a float32 product of rounded inputs, by MKL. It is
+    slower than the product of the inputs themselves."""
+    x, y = (t.astype("bfloat16").astype("float32") for t in (x, y))
+    return paddle.matmul(x, y, transpose_x, transpose_y)
+
+
+def rounded_operand(x: Tensor) -> Tensor:
+    """`bf16_operand` by Paddle's cast."""
+    return x.astype("bfloat16")
 
 
 def next_logits(

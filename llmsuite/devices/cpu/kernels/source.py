@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import shutil
 import sys
@@ -22,25 +23,34 @@ KERNELS = Library(
 )
 
 
-def can_be_built() -> bool:
+PRODUCTS = dataclasses.replace(
+    KERNELS,
+    name="products",
+    sources=tuple(_HERE / name for name in ("products.cc", "onednn.h")),
+    links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libdnnl.so.3"),
+    without=("products in bfloat16 need", "do without their instructions"),
+)
+
+
+def can_be_built(what: Library = KERNELS) -> bool:
     """Whether this machine has a compiler, and a Paddle with Intel's MKL. That the compiler fails to build the kernels
     is known once `build_kernels` has tried."""
     is_there = platform.machine() == "x86_64" and platform.system() == "Linux" and shutil.which("g++") is not None
-    return is_there and not _FAILED
+    return is_there and what.name not in _FAILED
 
 
-def build_kernels() -> Path | None:
+def build_kernels(what: Library = KERNELS) -> Path | None:
     """The kernels for the installed Paddle. None when they cannot be built: plain operations do the same, slower, so
     that is a warning and no error."""
-    if not can_be_built():
+    if not can_be_built(what):
         return None
     try:
-        return library(KERNELS)
+        return library(what)
     except UserError as error:
-        _FAILED.append(str(error))
+        _FAILED[what.name] = str(error)
         print(f"warning: {error}; going on with plain operations, which are slower", file=sys.stderr, flush=True)
         return None
 
 
-_FAILED: list[str] = []
-"""Why they could not be built, in this process or the one it is a fork of."""
+_FAILED: dict[str, str] = {}
+"""Why libraries could not be built, in this process or the one it is a fork of."""

@@ -1,0 +1,179 @@
+// Products of float32 matrices with bfloat16 inputs and float32 sums, by the oneDNN in Paddle's wheel:
+//   llmsuite_round_bf16    float32 -> bfloat16, to nearest even
+//   llmsuite_bf16_product  two matrices, each float32 (rounded here) or bfloat16 -> float32
+// Neither has a gradient of its own: see `llmsuite.models.products`.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <list>
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "onednn.h"
+#include "paddle/phi/api/ext/op_meta_info.h"
+#include "paddle/phi/api/include/api.h"
+#include "paddle/phi/api/include/tensor.h"
+
+using Tensor = paddle::Tensor;
+using Type = paddle::DataType;
+using Dims = std::vector<int64_t>;
+
+namespace {
+
+void Check(dnnl_status_t status, const char* what) {
+  PD_CHECK(status == dnnl_success, "oneDNN cannot ", what, " (status ", int(status), ")");
+}
+
+Tensor New(const Dims& shape, Type type, const Tensor& like) {
+  return paddle::experimental::empty(shape, type, like.place());
+}
+
+uint16_t Half(float value) {  // a loop over it is vectorised
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  return (bits & 0x7FFFFFFF) > 0x7F800000 ? uint16_t(bits >> 16 | 0x40) : uint16_t(rounded);  // NaN stays NaN
+}
+
+Tensor Rounded(const Tensor& x) {
+  if (x.dtype() == Type::BFLOAT16) return x;
+  PD_CHECK(x.dtype() == Type::FLOAT32 && x.is_contiguous(), "float32 or bfloat16 without gaps is needed");
+  Tensor y = New(x.shape(), Type::BFLOAT16, x);
+  const float* from = x.data<float>();
+  uint16_t* to = static_cast<uint16_t*>(y.data());
+  const int64_t count = x.numel(), chunk = 1 << 14;
+#pragma omp parallel for if (count > 4 * chunk)
+  for (int64_t begin = 0; begin < count; begin += chunk) {
+    const int64_t end = std::min(begin + chunk, count);
+    for (int64_t i = begin; i < end; ++i) to[i] = Half(from[i]);
+  }
+  return y;
+}
+
+struct Matmul {
+  dnnl_memory_t a, b, c;
+  dnnl_primitive_t primitive;
+};
+
+class Matmuls {  // by shape; a primitive takes 0.4 ms to make and 260 KB
+ public:
+  // c [m, n] = a [m, k] b [k, n], where what is stored of a and b may be the transpose
+  void Run(int64_t m, int64_t k, int64_t n, bool ta, bool tb, const void* a, const void* b, void* c) {
+    std::lock_guard<std::mutex> hold(lock_);
+    Matmul& found = Find({m, k, n, ta, tb});
+    Check(dnnl_memory_set_data_handle(found.a, const_cast<void*>(a)), "take a matrix");
+    Check(dnnl_memory_set_data_handle(found.b, const_cast<void*>(b)), "take a matrix");
+    Check(dnnl_memory_set_data_handle(found.c, c), "take a matrix");
+    const dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, found.a}, {DNNL_ARG_WEIGHTS, found.b}, {DNNL_ARG_DST, found.c}};
+    Check(dnnl_primitive_execute(found.primitive, stream_, 3, args), "multiply");
+    Check(dnnl_stream_wait(stream_), "multiply");
+  }
+
+ private:
+  using Key = std::tuple<int64_t, int64_t, int64_t, bool, bool>;
+  // The number of rows differs from batch to batch, and each brings some 15 shapes: 6 ms. Of the shapes of the last
+  // steps most come again. So the oldest are forgotten: 128 take 33 MB.
+  static constexpr size_t kMost = 128;
+
+  Matmul& Find(const Key& key) {
+    if (engine_ == nullptr) Start();
+    auto at = places_.find(key);
+    if (at != places_.end()) {
+      order_.splice(order_.begin(), order_, at->second);
+      return order_.front().second;
+    }
+    if (order_.size() == kMost) {
+      Matmul& oldest = order_.back().second;
+      dnnl_primitive_destroy(oldest.primitive);
+      for (dnnl_memory_t memory : {oldest.a, oldest.b, oldest.c}) dnnl_memory_destroy(memory);
+      places_.erase(order_.back().first);
+      order_.pop_back();
+    }
+    order_.emplace_front(key, Make(key));
+    places_[key] = order_.begin();
+    return order_.front().second;
+  }
+
+  void Start() {
+    const dnnl_version_t* version = dnnl_version();
+    PD_CHECK(version->major == 3, "the oneDNN of this Paddle is ", version->major, ".", version->minor, ", not 3");
+    Check(dnnl_set_primitive_cache_capacity(1), "forget");  // it has one of its own, of 1024
+    Check(dnnl_engine_create(&engine_, dnnl_cpu, 0), "start");
+    Check(dnnl_stream_create(&stream_, engine_, dnnl_stream_in_order), "start");
+  }
+
+  Matmul Make(const Key& key) {
+    auto [m, k, n, ta, tb] = key;
+    dnnl_memory_desc_t a = Describe(m, k, dnnl_bf16, ta), b = Describe(k, n, dnnl_bf16, tb);
+    dnnl_memory_desc_t c = Describe(m, n, dnnl_f32, false);  // its transpose would fall to a reference loop
+    dnnl_primitive_desc_t description = nullptr;
+    Matmul made;
+    Check(dnnl_matmul_primitive_desc_create(&description, engine_, a, b, nullptr, c, nullptr),
+          "multiply in bfloat16 on this processor");
+    Check(dnnl_primitive_create(&made.primitive, description), "generate the code of a product");
+    Check(dnnl_memory_create(&made.a, a, engine_, nullptr), "describe a matrix");
+    Check(dnnl_memory_create(&made.b, b, engine_, nullptr), "describe a matrix");
+    Check(dnnl_memory_create(&made.c, c, engine_, nullptr), "describe a matrix");
+    dnnl_primitive_desc_destroy(description);
+    for (dnnl_memory_desc_t one : {a, b, c}) dnnl_memory_desc_destroy(one);
+    return made;
+  }
+
+  static dnnl_memory_desc_t Describe(int64_t rows, int64_t columns, dnnl_data_type_t type, bool is_transposed) {
+    const dnnl_dims_t dims = {rows, columns}, plain = {columns, 1}, transposed = {1, rows};
+    dnnl_memory_desc_t found = nullptr;
+    Check(dnnl_memory_desc_create_with_strides(&found, 2, dims, type, is_transposed ? transposed : plain),
+          "describe a matrix");
+    return found;
+  }
+
+  std::mutex lock_;
+  dnnl_engine_t engine_ = nullptr;
+  dnnl_stream_t stream_ = nullptr;
+  std::list<std::pair<Key, Matmul>> order_;  // the one used last in front
+  std::map<Key, std::list<std::pair<Key, Matmul>>::iterator> places_;
+};
+
+Dims Shape(const Dims& a, const Dims& b, bool ta, bool tb) {
+  Dims shape = ta ? Dims{a.back(), 0} : a;
+  shape.back() = tb ? b.front() : b.back();
+  return shape;
+}
+
+// Leading dims are rows. a [..., K], or with ta [..., M] of as many rows as b has; b [K, N], with tb [N, K].
+std::vector<Tensor> Product(const Tensor& a, const Tensor& b, bool ta, bool tb) {
+  const int64_t wide = a.shape().back(), rows = wide ? a.numel() / wide : 0;
+  const int64_t n = tb ? b.shape().front() : b.shape().back(), others = n ? b.numel() / n : 0;
+  const int64_t m = ta ? wide : rows, k = ta ? rows : wide;
+  PD_CHECK(k == others, "matrices that do not fit: ", k, " and ", others);
+  Tensor c = New(Shape(a.shape(), b.shape(), ta, tb), Type::FLOAT32, a);
+  if (c.numel() == 0) return {c};
+  if (k == 0) {
+    std::fill_n(c.data<float>(), c.numel(), 0.f);
+    return {c};
+  }
+  const Tensor left = Rounded(a), right = Rounded(b);
+  PD_CHECK(left.is_contiguous() && right.is_contiguous(), "matrices without gaps are needed");
+  static auto* matmuls = new Matmuls;
+  matmuls->Run(m, k, n, ta, tb, left.data(), right.data(), c.data());
+  return {c};
+}
+
+std::vector<Dims> ProductShapes(const Dims& a, const Dims& b, bool ta, bool tb) { return {Shape(a, b, ta, tb)}; }
+std::vector<Type> ProductTypes(const Type&, const Type&) { return {Type::FLOAT32}; }
+std::vector<Tensor> Round(const Tensor& x) { return {Rounded(x)}; }
+std::vector<Dims> RoundShapes(const Dims& x) { return {x}; }
+std::vector<Type> RoundTypes(const Type&) { return {Type::BFLOAT16}; }
+
+}  // namespace
+
+PD_BUILD_OP(llmsuite_bf16_product)
+    .Inputs({"a", "b"}).Outputs({"c"}).Attrs({"transpose_a: bool", "transpose_b: bool"})
+    .SetKernelFn(PD_KERNEL(Product)).SetInferShapeFn(PD_INFER_SHAPE(ProductShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(ProductTypes));
+PD_BUILD_OP(llmsuite_round_bf16)
+    .Inputs({"x"}).Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(Round)).SetInferShapeFn(PD_INFER_SHAPE(RoundShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(RoundTypes));

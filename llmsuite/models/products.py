@@ -1,0 +1,159 @@
+"""Products of activations with matrices in the form that a device has for them, where that is not Paddle's own.
+
+Layers multiply by their attributes `matmul` and `linear`, which are those of `llmsuite.devices.ops` until
+`use_products` puts others there.
+
+Shapes: I inputs and O outputs of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.autograd import PyLayer
+
+from llmsuite.devices.ops import Ops
+from llmsuite.typing import Tensor
+
+
+class Place:
+    """Where a product is computed, and what it takes and gives there: whole tensors, on one card."""
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a matrix."""
+        return tensor
+
+    def input(self, x: Tensor) -> Tensor:
+        """This rank's part of x, as the product needs it."""
+        return x
+
+    def output(self, y: Tensor) -> Tensor:
+        """The output, of this rank's part of it."""
+        return y
+
+    def output_gradient(self, gradient: Tensor) -> Tensor:
+        """This rank's part of the gradient of the output."""
+        return gradient
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient of x, of what this rank adds to it."""
+        return gradient
+
+    def matrix_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient of the matrix, of what this rank adds to it."""
+        return gradient
+
+
+class Products:
+    """Multiplies in the place of `paddle.matmul`, by `Ops.matmul` and `Ops.operand`."""
+
+    def __init__(self, ops: Ops):
+        self.ops = ops
+
+    def place(self, x: Tensor, matrix: Tensor, transpose_y: bool) -> Place:
+        """Where x and a matrix are multiplied; those are all alike that have the same inputs."""
+        return Place()
+
+    def __call__(self, x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
+        """x [..., I] times a matrix y [I, O], or with `transpose_y` [O, I], to [..., O].
+
+        With `transpose_x`, the sum over the rows of both, x [N, I] and y [N, O] to [I, O], as for a gradient: of plain
+        tensors, and without a gradient itself.
+        """
+        if transpose_x:
+            return self.ops.matmul(x, y, True, transpose_y)
+        return self.several(x, [y], transpose_y)[0]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As `devices.ops.linear`."""
+        y = self(x, weight)
+        return y if bias is None else y + bias
+
+    def several(self, x: Tensor, matrices: Sequence[Tensor], transpose_y: bool = False) -> list[Tensor]:
+        """The products of x with several matrices; what is kept of x for their gradients is kept once."""
+        if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *matrices)):
+            place = self.place(x, matrices[0], transpose_y)
+            operand = self.ops.operand(place.input(x))
+            return [place.output(self.ops.matmul(operand, place.local(m), False, transpose_y)) for m in matrices]
+        return list(_Products.apply(x, *matrices, (self, transpose_y)))
+
+    def of_layers(self, layers: Sequence[nn.Layer], x: Tensor) -> list[Tensor]:
+        """As `blocks.products`."""
+        if not all(type(layer) is nn.Linear for layer in layers):
+            return [layer(x) for layer in layers]
+        linear: list[Any] = list(layers)
+        return finish(linear, x, self.several(x, [layer.weight for layer in linear]))
+
+
+def finish(layers: Sequence[Any], x: Tensor, products: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of linear layers that are not called themselves, of an input and its products with their matrices:
+    with biases, and seen by those who look on."""
+    found = []
+    for layer, product in zip(layers, products, strict=True):
+        y = product if layer.bias is None else product + layer.bias
+        for hook in layer._forward_post_hooks.values():
+            hook(layer, (x,), y)
+        found.append(y)
+    return found
+
+
+class _Products(PyLayer):
+    """x W for several W. What is no tensor comes in a tuple, which PyLayer does not look into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *matrices, (products, transpose_y) = rest
+        matmul, operand = products.ops.matmul, products.ops.operand
+        ctx.place = place = products.place(x, matrices[0], transpose_y)
+        ctx.matmul, ctx.operand, ctx.transpose_y = matmul, operand, transpose_y
+        ctx.wants_x, ctx.wanted = not x.stop_gradient, [not matrix.stop_gradient for matrix in matrices]
+        kept = operand(place.input(x))
+        # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
+        ctx.save_for_backward(*matrices, *([kept] if any(ctx.wanted) else []))
+        return tuple(place.output(matmul(kept, place.local(matrix), False, transpose_y)) for matrix in matrices)
+
+    @staticmethod
+    @paddle.no_grad()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        place, matmul, transpose_y = ctx.place, ctx.matmul, ctx.transpose_y
+        saved = ctx.saved_tensor()
+        matrices, kept = saved[: len(ctx.wanted)], saved[len(ctx.wanted) :]
+        of_x, of_matrices = None, []
+        for matrix, wanted, gradient in zip(matrices, ctx.wanted, gradients, strict=True):
+            given = ctx.operand(place.output_gradient(gradient))
+            if ctx.wants_x:
+                product = matmul(given, place.local(matrix), False, not transpose_y)
+                of_x = product if of_x is None else of_x.add_(product)
+            found = None
+            if wanted:
+                rows = [part.reshape([-1, part.shape[-1]]) for part in (kept[0], given)]
+                found = place.matrix_gradient(matmul(*(rows[::-1] if transpose_y else rows), True, False))
+            of_matrices.append(found)
+        return (None if of_x is None else place.input_gradient(of_x), *of_matrices)
+
+
+class _Linear:
+    """Computes in place of an `nn.Linear`."""
+
+    def __init__(self, layer: nn.Linear, products: Products):
+        self._layer, self._products = layer, products
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        return self._products.linear(x, self._layer.weight, self._layer.bias)
+
+
+def use_products(model: nn.Layer, products: Products) -> None:
+    """Let the linear layers of a model, its adapters, experts and head multiply so."""
+    for module in model.sublayers(include_self=True):
+        if type(module) is nn.Linear:
+            module.__dict__["forward"] = _Linear(module, products).forward
+        if hasattr(type(module), "matmul"):
+            module.matmul = products
+        if hasattr(type(module), "linear"):
+            module.linear = products.linear
+        if hasattr(module, "products"):
+            module.products = products.of_layers

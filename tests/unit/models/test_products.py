@@ -1,0 +1,199 @@
+"""Products whose inputs are rounded to bfloat16: values and gradients beside float64, and which layers multiply so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
+from llmsuite.devices.cpu.processor import multiplies_bf16
+from llmsuite.devices.ops import Ops
+from llmsuite.models.adapter import Adapter
+from llmsuite.models.block_quant import BlockFormat
+from llmsuite.models.experts import Stacked
+from llmsuite.models.products import Products, use_products
+from llmsuite.models.qat import FakeQuantLinear
+from llmsuite.models.quantised import QuantisedLinear
+from tests.unit import tiny_llama
+
+FORMS = {"by rounding": False, **({"by instructions": True} if multiplies_bf16() and can_be_built(PRODUCTS) else {})}
+"""Whether the processor's own instructions multiply; where it has none, there is one form."""
+LIMIT = 1e-6
+"""Limit of the largest difference, relative to the largest value: sums are float32."""
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return CpuBackend(multiplies_bf16=request.param).ops("bf16")
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(seed)).standard_normal(shape).astype("float32")
+
+
+def leaf(values: np.ndarray, wants: bool = True) -> Any:
+    return paddle.to_tensor(values, stop_gradient=not wants)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """As bfloat16, in float64."""
+    return values.astype(ml_dtypes.bfloat16).astype("float64")
+
+
+def check(found: Any, expected: np.ndarray) -> None:
+    assert found.dtype == paddle.float32
+    assert found.shape == list(expected.shape)
+    assert np.abs(found.numpy() - expected).max() <= LIMIT * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(("leading", "inputs", "outputs"), [((2, 32), 48, 80), ((3, 37), 65, 131), ((1,), 64, 7)])
+def test_inputs_are_rounded_and_sums_are_not(
+    ops: Ops, leading: tuple[int, ...], inputs: int, outputs: int, is_transposed: bool
+) -> None:
+    shape = (outputs, inputs) if is_transposed else (inputs, outputs)
+    given = random(*leading, inputs), random(*shape, seed=1), random(*leading, outputs, seed=2)
+    x, weight = leaf(given[0]), leaf(given[1])
+    y = Products(ops)(x, weight, transpose_y=is_transposed)
+    y.backward(paddle.to_tensor(given[2]))
+    rows, matrix, gradient = (rounded(values) for values in given)
+    matrix = matrix.T if is_transposed else matrix
+    check(y, rows @ matrix)
+    check(x.grad, gradient @ matrix.T)
+    of_matrix = rows.reshape(-1, inputs).T @ gradient.reshape(-1, outputs)
+    check(weight.grad, of_matrix.T if is_transposed else of_matrix)
+
+
+def test_both_forms_round_alike() -> None:
+    values = random(10_001)
+    values[:6] = [np.nan, np.inf, -np.inf, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8]  # the last two lie in the middle
+    expected = values.astype(ml_dtypes.bfloat16).astype("float32")
+    for form in FORMS.values():
+        found = CpuBackend(multiplies_bf16=form).ops("bf16").operand(paddle.to_tensor(values))
+        assert found.dtype == paddle.bfloat16
+        np.testing.assert_array_equal(found.astype("float32").numpy(), expected)
+
+
+def test_the_same_bits_each_time(ops: Ops) -> None:
+    x, y = paddle.to_tensor(random(70, 96)), paddle.to_tensor(random(96, 33, seed=1))
+    first = ops.matmul(x, y, False, False).numpy()
+    for rows in (1, 69, 70):  # another number of rows may be another program
+        ops.matmul(x[:rows], y, False, False)
+    assert ops.matmul(x, y, False, False).numpy().tobytes() == first.tobytes()
+
+
+def test_more_shapes_than_are_kept(ops: Ops) -> None:
+    y = random(8, 5, seed=1)
+    for rows in [*range(1, 140), 1, 2]:
+        x = random(rows, 8)
+        check(ops.matmul(paddle.to_tensor(x), paddle.to_tensor(y), False, False), rounded(x) @ rounded(y))
+
+
+def test_no_rows(ops: Ops) -> None:
+    x, weight = leaf(np.zeros([0, 4], "float32")), leaf(random(4, 3))
+    y = Products(ops)(x, weight)
+    assert y.shape == [0, 3]
+    assert not ops.matmul(x, y, True, False).numpy().any(), "a sum of nothing"
+
+
+def test_tensors_with_gaps(ops: Ops) -> None:
+    whole, weight = random(6, 5), random(5, 8, seed=1)
+    x = paddle.to_tensor(whole).t()[:, ::2]  # [5, 3]
+    y = Products(ops)(x, paddle.to_tensor(weight[:3]))
+    check(y, rounded(whole.T[:, ::2]) @ rounded(weight[:3]))
+
+
+def test_what_nobody_wants_is_not_computed(ops: Ops) -> None:
+    asked = list[tuple[bool, bool]]()
+
+    def counted(x: Any, y: Any, transpose_x: bool, transpose_y: bool) -> Any:
+        asked.append((transpose_x, transpose_y))
+        return ops.matmul(x, y, transpose_x, transpose_y)
+
+    products = Products(Ops(matmul=counted, operand=ops.operand))
+    for wants_x, wants_weight, made in ((True, False, [(False, True)]), (False, True, [(True, False)])):
+        x, weight = leaf(random(4, 6), wants_x), leaf(random(6, 3), wants_weight)
+        y = products(x, weight)
+        asked.clear()
+        y.sum().backward()
+        assert asked == made
+        assert (x.grad is not None, weight.grad is not None) == (wants_x, wants_weight)
+
+
+def test_several_products_keep_one_rounded_input(ops: Ops) -> None:
+    x, weights = leaf(random(2, 4, 6)), [leaf(random(6, size, seed=size)) for size in (3, 5)]
+    kept = list[Any]()
+
+    def noted(tensor: Any) -> Any:
+        kept.append(tensor)
+        return ops.operand(tensor)
+
+    ys = Products(Ops(matmul=ops.matmul, operand=noted)).several(x, weights)
+    assert len(kept) == 1
+    sum(y.sum() for y in ys).backward()
+    gradients = [rounded(np.ones(y.shape, "float32")) for y in ys]
+    check(x.grad, sum(g @ rounded(w.numpy()).T for g, w in zip(gradients, weights)))
+    for weight, gradient in zip(weights, gradients):
+        check(weight.grad, rounded(x.numpy()).reshape(-1, 6).T @ gradient.reshape(8, -1))
+
+
+class _Layers(nn.Layer):
+    """One layer of each kind that multiplies with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = nn.Linear(8, 4)
+        self.plain, self.adapter = nn.Linear(8, 4), Adapter()
+        self.adapter.take(linear)
+        self.quantised = QuantisedLinear(linear, BlockFormat("int8", 8))
+        self.rounded, self.stacked = FakeQuantLinear(linear, rounds_weight=False), Stacked(2, 8, 4)
+
+
+def test_every_kind_of_layer_multiplies_so() -> None:
+    model, made = _Layers(), list[list[int]]()
+
+    def noted(x: Any, y: Any, transpose_x: bool, transpose_y: bool) -> Any:
+        made.append(y.shape)
+        return paddle.matmul(x, y, transpose_x, transpose_y)
+
+    use_products(model, Products(Ops(matmul=noted)))
+    x, counts = leaf(random(6, 8)), [4, 2]
+    calls = {
+        "plain": lambda: model.plain(x),
+        "adapter": lambda: model.adapter.base(x),
+        "the adapter's matrix": lambda: model.adapter.weight_product(x),
+        "quantised": lambda: model.quantised(x),
+        "fake-quantised": lambda: model.rounded(x),
+        "experts": lambda: model.stacked.product(x, counts),
+    }
+    for name, call in calls.items():
+        made.clear()
+        y = call()
+        assert made, name
+        made.clear()
+        y.sum().backward()
+        assert made, f"gradients of {name}"
+
+
+def test_a_model_is_the_same_but_for_rounding(ops: Ops) -> None:
+    ids = paddle.to_tensor(np.arange(20).reshape(2, 10) % 7)
+    losses = {}
+    for name, form in {"float32": None, "bf16": ops}.items():
+        model = tiny_llama.model()
+        if form is not None:
+            use_products(model, Products(form))
+        hidden, _ = model.hidden_states(ids)
+        losses[name] = float(model.token_nll(hidden.flatten(0, 1), ids.flatten()).mean())
+    assert 0 < abs(losses["bf16"] / losses["float32"] - 1) < 2e-3
+
+
+def test_a_processor_without_the_instructions_is_named() -> None:
+    assert CpuBackend(multiplies_bf16=True).caution("bf16") is None
+    assert CpuBackend(multiplies_bf16=False).caution("fp32") is None
+    assert "slower than engine.precision fp32" in str(CpuBackend(multiplies_bf16=False).caution("bf16"))
