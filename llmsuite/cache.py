@@ -15,10 +15,40 @@ BUILT = "built"
 
 
 def cache_root() -> Path:
-    """`$LLMSUITE_CACHE`, else llmsuite's directory below `$XDG_CACHE_HOME` or `~/.cache`."""
-    if "LLMSUITE_CACHE" in os.environ:
-        return Path(os.environ["LLMSUITE_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llmsuite"
+    """`$LLMSUITE_CACHE`, else llmsuite's directory below `$XDG_CACHE_HOME` or `~/.cache`; an empty one is unset."""
+    if given := os.environ.get("LLMSUITE_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmsuite"
+
+
+def own_directory(directory: Path) -> Path:
+    """Make a directory of the cache whose files are code: nobody else may put any there, nor in the directory above.
+
+    Raises:
+        UserError: somebody else owns one of them, or it cannot be made.
+    """
+    try:
+        for place in (directory.parent, directory):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = place.stat()
+            if found.st_uid != os.getuid():
+                raise UserError(
+                    f"{place}: belongs to another user, who could put code there; set LLMSUITE_CACHE to a directory of "
+                    "your own"
+                )
+            if found.st_mode & 0o022:
+                place.chmod(found.st_mode & 0o755)
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror}; set LLMSUITE_CACHE to a directory to write in") from error
+    return directory
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether a file is there, and nobody else can have written it."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def private_cache(directory: Path) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from llmsuite import cache
 from llmsuite.cache import BUILT, cache_root, private_cache
+from llmsuite.errors import UserError
 
 
 def test_a_private_cache_shares_what_was_compiled_and_nothing_else(
@@ -21,3 +24,31 @@ def test_a_private_cache_shares_what_was_compiled_and_nothing_else(
         (cache_root() / BUILT / f"{name}.so").touch()
     assert sorted(path.name for path in (tmp_path / "common" / BUILT).iterdir()) == ["one.so", "two.so"]
     assert private_cache(tmp_path / "two") == tmp_path / "two", "another rank may make it too"
+
+
+def test_an_empty_variable_is_unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for empty in ("LLMSUITE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(empty, "")
+    assert cache.cache_root() == tmp_path / ".cache" / "llmsuite"
+
+
+def test_nobody_else_can_put_code_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "built" / "kernels"
+    assert cache.own_directory(place).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "built").chmod(0o777)
+    cache.own_directory(place)
+    assert (tmp_path / "built").stat().st_mode & 0o022 == 0
+    file, link = place / "a.so", place / "b.so"
+    file.touch(0o700)
+    link.symlink_to(file)
+    assert cache.is_own_file(file)
+    assert not cache.is_own_file(link)
+    file.chmod(0o720)
+    assert not cache.is_own_file(file)
+    with pytest.raises(UserError, match="Not a directory; set LLMSUITE_CACHE"):
+        cache.own_directory(file / "built" / "kernels")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert not cache.is_own_file(file)
+    with pytest.raises(UserError, match="belongs to another user"):
+        cache.own_directory(place)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -14,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmsuite.cache import BUILT, cache_root
+from llmsuite.cache import BUILT, cache_root, is_own_file, locked, own_directory
 from llmsuite.errors import UserError
 
 
@@ -46,15 +45,13 @@ def library(what: Library) -> Path:
     # the library is linked to this very installation, so its place is part of the name
     content = b"".join(source.read_bytes() for source in what.sources) + str(paddle).encode()
     content += _processor() if what.is_for_this_cpu else b""
-    directory = cache_root() / BUILT / what.name
+    directory = own_directory(cache_root() / BUILT / what.name)
     version = importlib.metadata.version("paddlepaddle")
     target = directory / f"{what.sources[0].stem}-{version}-{hashlib.sha256(content).hexdigest()[:16]}.so"
-    if target.is_file():
+    if is_own_file(target):
         return target
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "build.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may start at once
-        if not target.is_file():
+    with locked(directory / "build.lock"):  # two runs may start at once
+        if not is_own_file(target):
             _build(what, target, paddle)
     return target
 
@@ -96,4 +93,5 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
             log = target.with_suffix(".log")
             log.write_text(" ".join(command) + "\n" + result.stdout + result.stderr)
             raise UserError(f"building the CPU kernels failed; the compiler's messages are in {log}")
+        output.chmod(0o700)
         os.replace(output, target)
