@@ -1,9 +1,12 @@
-"""Tokens a second of generation: a live model, its exported program, the one with the decoding loop, and HF
-transformers, on the same weights.
+"""Tokens a second of generation: a live model in several precisions, its exported program, the one with the decoding
+loop, llama.cpp, and HF transformers in bf16 and float32, on the same weights.
 
     python benchmarks/generate.py models/smollm2-135m-instruct --transformers /path/to/python
+    python benchmarks/generate.py models/smollm2-135m-instruct --llama_cpp /path/to/python --gguf f16.gguf q8_0.gguf
 
-with the path of a Python that has torch and transformers; without it that engine is left out. Each engine runs in a
+with the path of a Python that has torch and transformers, or llama-cpp-python; without it that engine is left out.
+llama.cpp reads GGUF files, which have to be of the same model, and answers one prompt at a time: it is asked for
+batches of one only. Each engine runs in a
 process of its own with the same number of threads. It reads prompts of `--prompt_tokens` random tokens and makes
 `--new_tokens` greedily without an end. After one round to warm up the engines take turns for `--rounds` rounds, so that
 what else the machine does meets all of them; the median of tokens a second counts, and the median over rounds of each
@@ -28,7 +31,7 @@ import torch
 from transformers import AutoModelForCausalLM
 asked = json.load(open(sys.argv[1]))
 torch.set_num_threads(asked["threads"])
-model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
+model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=getattr(torch, sys.argv[2])).eval()
 for line in sys.stdin:
     ids = torch.tensor(asked["batches"][int(line)])
     begun = time.perf_counter()
@@ -37,6 +40,21 @@ for line in sys.stdin:
                              min_new_tokens=asked["new_tokens"], do_sample=False, pad_token_id=0)
     seconds = time.perf_counter() - begun
     print("RESULT " + json.dumps({"seconds": seconds, "tokens": out[:, ids.shape[1]:].tolist()}), flush=True)
+"""
+
+_LLAMA_CPP = """
+import itertools, json, sys, time
+from llama_cpp import Llama
+asked = json.load(open(sys.argv[1]))
+room = asked["prompt_tokens"] + asked["new_tokens"]
+threads = {"n_threads": asked["threads"], "n_threads_batch": asked["threads"]}
+model = Llama(sys.argv[2], n_ctx=room + 8, n_batch=room, verbose=False, **threads)
+for line in sys.stdin:
+    (prompt,) = asked["batches"][int(line)]
+    model.reset()  # else it remembers the prompt of the round before
+    begun = time.perf_counter()
+    tokens = list(itertools.islice(model.generate(prompt, temp=0.0, repeat_penalty=1.0), asked["new_tokens"]))
+    print("RESULT " + json.dumps({"seconds": time.perf_counter() - begun, "tokens": [tokens]}), flush=True)
 """
 
 
@@ -63,7 +81,8 @@ def run_llmsuite(path: str, engine: str) -> None:
     if engine in ("static", "loop"):
         decoder: Decoder = Predictor(Path(asked["static"]), num_threads=asked["threads"])
     else:
-        model = load_model(open_any(Path(asked["model"]), registry.models), backend)
+        stored = None if engine == "dynamic" else engine
+        model = load_model(open_any(Path(asked["model"]), registry.models), backend, stored=stored)
         fuse(model, backend.ops("fp32"))
         decoder = ModelDecoder(model)
     sampling = Sampling(max_new_tokens=asked["new_tokens"])
@@ -109,7 +128,10 @@ class Engine:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("model", help="model directory in the HF layout")
+    parser.add_argument("--precisions", nargs="*", default=["bf16", "int8", "nf4"], help="beside fp32")
     parser.add_argument("--transformers", help="a Python that has torch and transformers")
+    parser.add_argument("--llama_cpp", help="a Python that has llama-cpp-python")
+    parser.add_argument("--gguf", nargs="*", default=[], help="files for it, each an engine of its own")
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt_tokens", type=int, default=64)
     parser.add_argument("--new_tokens", type=int, default=64)
@@ -130,21 +152,27 @@ def main() -> int:
         ]
         content: dict[str, Any] = {**vars(arguments), "model": model, "static": str(static), "batches": batches}
         asked.write_text(json.dumps(content))
-        commands = {
-            name: [sys.executable, __file__, "--run", str(asked), name] for name in ("dynamic", "static", "loop")
-        }
+        ours = ("dynamic", *arguments.precisions, "static", "loop")
+        commands = {name: [sys.executable, __file__, "--run", str(asked), name] for name in ours}
+        if arguments.llama_cpp:
+            for file in arguments.gguf:
+                commands[f"llama.cpp {Path(file).stem}"] = [arguments.llama_cpp, "-c", _LLAMA_CPP, str(asked), file]
         if arguments.transformers:
-            commands["transformers"] = [arguments.transformers, "-c", _TRANSFORMERS, str(asked)]
+            python = [arguments.transformers, "-c", _TRANSFORMERS, str(asked)]
+            commands["transformers bf16"] = [*python, "bfloat16"]
+            commands["transformers"] = [*python, "float32"]
         threads = {"OMP_NUM_THREADS": str(arguments.threads), "MKL_NUM_THREADS": str(arguments.threads)}
         engines = {name: Engine(command, {**os.environ, **threads}) for name, command in commands.items()}
-        last = list(engines)[-1]
+        last = next(name for name in reversed(engines) if not name.startswith("llama.cpp"))
         print(f"| batch | engine | tokens/s | against {last}, median (lowest to highest) | same tokens |")
         print("|---|---|---|---|---|")
         for number, size in enumerate(arguments.batch_sizes):
+            asked_now = {n: e for n, e in engines.items() if size == 1 or not n.startswith("llama.cpp")}
             rounds = [
-                {name: engine.generate(number) for name, engine in engines.items()} for _ in range(arguments.rounds + 1)
+                {name: engine.generate(number) for name, engine in asked_now.items()}
+                for _ in range(arguments.rounds + 1)
             ]
-            for name in engines:
+            for name in asked_now:
                 speed = size * arguments.new_tokens / statistics.median(r[name]["seconds"] for r in rounds[1:])
                 ratios = sorted(r[last]["seconds"] / r[name]["seconds"] for r in rounds[1:])
                 same = sum(a == b for a, b in zip(rounds[0][name]["tokens"], rounds[0][last]["tokens"]))

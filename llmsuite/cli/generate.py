@@ -51,7 +51,13 @@ def add_model_arguments(parser: Any) -> None:
     parser.add_argument(
         "--num_devices", type=PositiveInt, default=1, help="shard the model over this many devices (tensor parallel)"
     )
-    parser.add_argument("--precision", type=Literal["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument(
+        "--precision",
+        type=Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4"],
+        default="fp32",
+        help="of the model. On cpu, of its matrices, which are multiplied with as they are stored: bf16, int8, nf4 or "
+        "fp4 (with embedding and head in int8); all else is float32",
+    )
     parser.add_argument(
         "--engine", type=_ENGINES, default="dynamic", help="static: Paddle Inference, on what `llmsuite export` wrote"
     )
@@ -218,8 +224,10 @@ def _launch(args: Any, registry: Registry) -> int:
     if args.device not in registry.devices:
         raise UserError(registry.unknown("device", args.device))
     backend = registry.devices[args.device].factory()
+    from llmsuite.cli.model import stored_precision
     from llmsuite.launch.launch import launch
 
+    stored_precision(args, backend)
     backend.prepare_ranks()
 
     def environment(local_rank: int) -> dict[str, str]:

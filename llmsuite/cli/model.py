@@ -10,6 +10,7 @@ from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 
 if TYPE_CHECKING:
+    from llmsuite.devices.base import DeviceBackend
     from llmsuite.inference.generate import Generator
 
 
@@ -43,6 +44,8 @@ def open_generator(args: Any, registry: Registry, cached: bool = True, refreshab
     if args.device not in registry.devices:
         raise UserError(registry.unknown("device", args.device))
     backend = registry.devices[args.device].factory()
+    stored = stored_precision(args, backend, refreshable)
+    precision = "fp32" if stored else args.precision
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
 
@@ -75,11 +78,11 @@ def open_generator(args: Any, registry: Registry, cached: bool = True, refreshab
         where = find_weights(Path(args.model))
         source = open_any(where, registry.models, base, config, args.allow_pickle, runs=True)
         directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
-        model = load_model(source, backend, args.precision, mesh)
+        model = load_model(source, backend, precision, mesh, stored)
         if refreshable:
-            taking = RefreshableModel(model, backend.ops(args.precision))
+            taking = RefreshableModel(model, backend.ops(precision))
         elif args.num_devices == 1:
-            fuse(model, backend.ops(args.precision))
+            fuse(model, backend.ops(precision))
         decoder = ModelDecoder(model, mesh)
     if not cached:
         decoder = Uncached(decoder)
@@ -87,3 +90,25 @@ def open_generator(args: Any, registry: Registry, cached: bool = True, refreshab
     tokenizer = TextTokenizer(directory)
     generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), as_first_rank)
     return OpenedModel(generator, collective.rank() == 0, where, model, taking)
+
+
+def stored_precision(args: Any, backend: DeviceBackend, refreshable: bool = False) -> str | None:
+    """What the matrices of the model are to be stored in; None for a model of one precision. Imports no Paddle.
+
+    Raises:
+        UserError: the device does not have the precision, or not for such a command.
+    """
+    if args.engine == "static":
+        if args.precision != "fp32":
+            raise UserError("--precision: an exported program has its own, given to `llmsuite export`; leave it out")
+        return None
+    known = (*backend.precisions, *(p for p in backend.stored_precisions if p not in backend.precisions))
+    if args.precision not in known:
+        raise UserError(f"--precision {args.precision}: {backend.name} has {', '.join(known)}")
+    if args.precision not in backend.stored_precisions:
+        return None
+    if args.num_devices > 1:
+        raise UserError(f"--precision {args.precision}: on {backend.name} for one device; leave out --num_devices")
+    if refreshable:
+        raise UserError(f"--precision {args.precision}: weights that are replaced (--rl) are float32; leave it out")
+    return str(args.precision)

@@ -41,6 +41,9 @@ class DeviceBackend(abc.ABC):
     """The values of `engine.precision` and `--precision` it has."""
     training_precisions: ClassVar[tuple[str, ...]] = ()
     """Those it has beside `precisions` for stages that train, op by op: neither in programs nor for generation."""
+    stored_precisions: ClassVar[tuple[str, ...]] = ()
+    """What the matrices of a model that answers on one device may be stored in, beside that: `Ops.stored_product`
+    multiplies with them, and all else is float32."""
     install: ClassVar[str]
     """How to get a Paddle for it."""
     visible_devices: ClassVar[tuple[str, ...]] = ()

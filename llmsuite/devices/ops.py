@@ -130,6 +130,29 @@ def entropy_of_sums(total: Tensor, weighted: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Codes:
+    """How the numbers of a stored matrix are written."""
+
+    bits: int
+    """32: float32, as it is; 16: bf16; 8: steps of a block's scale; 4: levels of it."""
+    levels: tuple[float, ...] = ()
+    """The value of each of 16 codes of 4 bits, before it is scaled."""
+
+
+FLOATS = Codes(32)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix [I, O] in the bytes that a device multiplies with."""
+
+    bytes: Tensor
+    codes: Codes
+    num_inputs: int
+    num_outputs: int
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderWeights:
     """All parameters of a decoder with grouped-query attention and gated MLPs, in the form of
     `llmsuite.inference.fused`."""
@@ -137,15 +160,22 @@ class DecoderWeights:
     layers: list[Tensor]
     """Layer by layer: first norm [D]; queries, keys and values [D, (H + 2 J) K], and with `has_bias` their bias; with
     `has_head_norms` the norms of a query and of a key [K]; output [H K, D], second norm [D], gate and up [D, 2 F], down
-    [F, D]."""
+    [F, D]. Of stored matrices, their bytes."""
     norm: Tensor
     """The last norm, [D]."""
     head: Tensor
-    """[V, D] with `is_tied`, else [D, V]."""
+    """[V, D] with `is_tied`, else [D, V]; the bytes of a stored one are of [D, V]."""
     eps: float
     """Epsilon of every norm."""
     num_queries: int
     """Query heads."""
+    intermediate_size: int
+    """F."""
+    vocab_size: int
+    """V."""
+    codes: Codes
+    """Those of the matrices of all layers."""
+    head_codes: Codes
     has_bias: bool
     has_head_norms: bool
     is_tied: bool
@@ -172,6 +202,10 @@ class Ops:
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, each tensor [B, J, S, K], and how many columns are filled, to logits
     [B, V]; keys and values are written in place. None: layer by layer, by the operations above."""
+    stored_product: Callable[[Tensor, StoredMatrix], Tensor] | None = None
+    """x [N, I] times a stored matrix, [N, O] in float32. None: the device has no such matrices."""
+    stored_outputs: Callable[[Tensor, StoredMatrix], Tensor] | None = None
+    """Outputs, by number [N], of a stored matrix, [N, I] in float32: embeddings of words. None as `stored_product`."""
     heads_first: bool = False
     """Whether `attention` and the cache have keys and values as [B, J, S, K]: for generation, where transposing the
     whole cache in every pass would take longer than all else."""

@@ -69,7 +69,11 @@ def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
 
 
 def load_model(
-    source: ModelDirectory, backend: DeviceBackend, precision: str = "fp32", mesh: Mesh | None = None
+    source: ModelDirectory,
+    backend: DeviceBackend,
+    precision: str = "fp32",
+    mesh: Mesh | None = None,
+    stored: str | None = None,
 ) -> Any:
     """Build the model on the current device, in evaluation mode.
 
@@ -78,6 +82,7 @@ def load_model(
         backend: of the device.
         precision: of parameters and activations.
         mesh: this rank's place, for a model that is sharded over ranks (`llmsuite.parallel.mesh.Mesh`).
+        stored: what matrices are stored in, one of `backend.stored_precisions`; None for the precision. For one rank.
 
     Raises:
         UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
@@ -107,7 +112,7 @@ def load_model(
 
     beside = source.beside
     told = None if beside is None else beside.told
-    return build_model(source.family, source.config, backend, precision, mesh, values, told)
+    return build_model(source.family, source.config, backend, precision, mesh, values, told, stored)
 
 
 def build_model(
@@ -118,6 +123,7 @@ def build_model(
     mesh: Mesh | None,
     values: Callable[[Any], ReadSlice],
     beside: Any = None,
+    stored: str | None = None,
 ) -> Any:
     """Build a model on the current device, in evaluation mode.
 
@@ -129,9 +135,10 @@ def build_model(
         mesh: this rank's place, for a model that is sharded over ranks.
         values: called with the model, which has no memory yet; returns a function that reads slices of parameters.
         beside: what runs beside it (`reft_dir.Interventions` or `prefix_dir.Prefixes` of `llmsuite.checkpoint`).
+        stored: as for `load_model`.
 
     Raises:
-        UserError: the shape cannot be cut so.
+        UserError: the shape cannot be cut so, or the model not be stored so.
     """
     import paddle
 
@@ -139,6 +146,8 @@ def build_model(
     from llmsuite.checkpoint.reft_dir import Interventions
     from llmsuite.devices.ops import Ops, causal_mask, rotary
     from llmsuite.inference.attention import grouped_attention
+    from llmsuite.inference.next_logits import uncovered
+    from llmsuite.inference.stored import store
     from llmsuite.models.prefix import add_prefixes
     from llmsuite.models.reft import add_interventions
     from llmsuite.models.shard_plan import WHOLE
@@ -168,6 +177,16 @@ def build_model(
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))
+    if stored is not None:
+        ops = backend.ops(precision)
+        if ops.stored_product is None:
+            raise UserError(f"--precision {stored}: needs kernels that are built by g++; install it, or use fp32")
+        if reason := uncovered(model):
+            raise UserError(
+                f"--precision {stored}: on {backend.name} for models that one kernel decodes, and not for this one "
+                f"({family.name}): {reason}; use fp32"
+            )
+        store(model, read, stored, ops)
     parallelize_inference(model, plan, mesh, read, backend.parameter_dtype(precision))
     model.eval()
     return model

@@ -13,8 +13,8 @@ import paddle
 from paddle import nn
 
 from llmsuite.devices.ops import Ops
-from llmsuite.inference.fused import TiedLogits, fuse, halves_first
-from llmsuite.models.blocks import Attention, GatedMLP
+from llmsuite.inference.fused import TiedLogits, fuse
+from llmsuite.models.blocks import Attention, GatedMLP, halves_first
 from llmsuite.typing import Tensor
 
 

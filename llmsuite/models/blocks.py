@@ -109,6 +109,12 @@ def halves(x: Tensor) -> Tensor:
     return pairs.transpose([0, 1, 2, 4, 3]).reshape([0, 0, 0, x.shape[-1]])
 
 
+def halves_first(num_rotated: int, num_values: int, size: int) -> Tensor:
+    """Places of columns of interleaved heads, in the order of `halves`; behind them values stay as they are."""
+    rotated = paddle.arange(num_rotated * size).reshape([num_rotated, size // 2, 2]).transpose([0, 2, 1]).flatten()
+    return paddle.concat([rotated, paddle.arange(num_rotated * size, (num_rotated + num_values) * size)])
+
+
 class GatedMLP(nn.Layer):
     """Gated MLP with SwiGLU."""
 

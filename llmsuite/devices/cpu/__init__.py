@@ -33,6 +33,8 @@ _KERNELS = {
     "swiglu": "swiglu",
     "cross_entropy": "cross_entropy",
     "next_logits": "next_logits",
+    "stored_product": "stored_product",
+    "stored_outputs": "stored_outputs",
 }
 _BF16_PRODUCTS = {"matmul": "bf16_matmul", "operand": "bf16_operand"}
 _BF16_BY_ROUNDING = {"matmul": "rounded_matmul", "operand": "rounded_operand"}
@@ -44,6 +46,7 @@ class CpuBackend(DeviceBackend):
     deterministic_flags = {}  # noqa: RUF012  (none are needed)
     precisions = ("fp32",)
     training_precisions = ("bf16",)
+    stored_precisions = ("bf16", "int8", "nf4", "fp4")
     install = "pip install 'llmsuite[cpu]'"
     forks = True
     kernel_module = "llmsuite.devices.cpu.kernels.ops"

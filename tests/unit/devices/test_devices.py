@@ -58,7 +58,10 @@ RMS = {"rms_norm": ops.fused_rms_norm}
 KERNELS = {
     **{
         name: getattr(kernels, name)
-        for name in ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits")
+        for name in (
+            *("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits"),
+            *("stored_product", "stored_outputs"),
+        )
     },
     "causal_mask": kernels.no_mask,
     "document_mask": kernels.spans,

@@ -13,22 +13,9 @@
 #include <atomic>
 #include <cmath>
 
-#include "common.h"
+#include "stored.h"
 
 namespace {
-
-#ifdef __AVX512F__
-constexpr int kWidth = 16;
-#else
-constexpr int kWidth = 8;
-#endif
-typedef float Vector __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
-
-constexpr int kRows = 8;   // rows that share one read of a matrix
-constexpr int kDepth = 8;  // rows of a matrix accumulated in registers
-
-inline const Vector& Load(const float* p) { return *reinterpret_cast<const Vector*>(p); }
-inline Vector& Load(float* p) { return *reinterpret_cast<Vector*>(p); }
 
 // A barrier that spins before it sleeps.
 class Team {
@@ -58,99 +45,6 @@ class Team {
   std::atomic<int> arrived_{0}, asleep_{0};
   std::atomic<uint32_t> round_{0};
 };
-
-struct Share {
-  int64_t from, to;
-  Share(int64_t count, int64_t unit, int thread, int threads) {
-    const int64_t units = (count + unit - 1) / unit;
-    from = std::min(count, units * thread / threads * unit), to = std::min(count, units * (thread + 1) / threads * unit);
-  }
-};
-
-// y[r, n] += sum over q < Q of x[r, q] w[q, n], for R rows and columns [from, to)
-template <int R, int Q>
-void AddRows(const float* x, int64_t x_step, const float* w, int64_t w_step, int64_t from, int64_t to, float* y,
-             int64_t y_step) {
-  int64_t n = from;
-  for (; n + kWidth <= to; n += kWidth) {
-    Vector sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = Load(y + r * y_step + n);
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-      const Vector weight = Load(w + q * w_step + n);
-      __builtin_prefetch(w + (q + Q) * w_step + n);
-      for (int r = 0; r < R; ++r) sums[r] += weight * x[r * x_step + q];
-    }
-    for (int r = 0; r < R; ++r) Load(y + r * y_step + n) = sums[r];
-  }
-  for (; n < to; ++n)
-    for (int r = 0; r < R; ++r) {
-      float sum = y[r * y_step + n];
-      for (int q = 0; q < Q; ++q) sum += x[r * x_step + q] * w[q * w_step + n];
-      y[r * y_step + n] = sum;
-    }
-}
-
-// y[r, n] = sum over d < size of x[r, d] w[n, d], for R rows and n in [from, to)
-template <int R>
-void Dots(const float* x, int64_t size, const float* w, int64_t from, int64_t to, float* y, int64_t y_step) {
-  for (int64_t n = from; n < to; ++n) {
-    const float* row = w + n * size;
-    Vector sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = Vector{};
-    int64_t d = 0;
-    for (; d + kWidth <= size; d += kWidth) {
-      const Vector weight = Load(row + d);
-      __builtin_prefetch(row + d + 2 * size);
-      for (int r = 0; r < R; ++r) sums[r] += weight * Load(x + r * size + d);
-    }
-    for (int r = 0; r < R; ++r) {
-      float sum = 0.f;
-      for (int i = 0; i < kWidth; ++i) sum += sums[r][i];
-      for (int64_t rest = d; rest < size; ++rest) sum += x[r * size + rest] * row[rest];
-      y[r * y_step + n] = sum;
-    }
-  }
-}
-
-// Calls f with the number of rows as a compile-time constant.
-template <typename F>
-void WithRows(int64_t rows, F f) {
-  switch (rows) {
-    case 1: return f(std::integral_constant<int, 1>{});
-    case 2: return f(std::integral_constant<int, 2>{});
-    case 3: return f(std::integral_constant<int, 3>{});
-    case 4: return f(std::integral_constant<int, 4>{});
-    case 5: return f(std::integral_constant<int, 5>{});
-    case 6: return f(std::integral_constant<int, 6>{});
-    case 7: return f(std::integral_constant<int, 7>{});
-    default: return f(std::integral_constant<int, 8>{});
-  }
-}
-
-// columns [from, to) of y [B, N] = x [B, D] w [D, N]; rows of x begin `x_step` apart
-[[gnu::noinline]] void Product(int64_t B, const float* x, int64_t x_step, int64_t D, const float* w, int64_t N,
-                               int64_t from, int64_t to, float* y) {
-  for (int64_t b = 0; b < B; ++b) std::fill(y + b * N + from, y + b * N + to, 0.f);
-  for (int64_t d = 0; d < D; d += kDepth)
-    for (int64_t b = 0; b < B; b += kRows)
-      WithRows(B - b, [&](auto rows) {
-        const float* given = x + b * x_step;
-        if (d + kDepth <= D) return AddRows<rows(), kDepth>(given + d, x_step, w + d * N, N, from, to, y + b * N, N);
-        for (int64_t rest = d; rest < D; ++rest)
-          for (int64_t r = 0; r < rows(); ++r)
-            AddRows<1, 1>(given + r * x_step + rest, x_step, w + rest * N, N, from, to, y + (b + r) * N, N);
-      });
-}
-
-// n in [from, to) of y [B, N] = x [B, D] w^T, w [N, D]
-void TurnedProduct(int64_t B, const float* x, int64_t D, const float* w, int64_t N, int64_t from, int64_t to,
-                   float* y) {
-  constexpr int64_t kBlock = 16;  // rows of w kept in cache for several rows of x
-  for (int64_t n = from; n < to; n += kBlock)
-    for (int64_t b = 0; b < B; b += kRows)
-      WithRows(B - b, [&](auto rows) { Dots<rows()>(x + b * D, D, w, n, std::min(n + kBlock, to), y + b * N, N); });
-}
 
 // x / rms(x) * weight of rows of `size`
 void Norm(int64_t rows, int64_t size, const float* x, const float* weight, float eps, float* y) {
@@ -198,9 +92,15 @@ void Attend(int64_t K, const float* q, const float* k, const float* v, int64_t f
   for (int64_t i = 0; i < K; ++i) out[i] *= inverse;
 }
 
+// A matrix of the decoder: float32 [I, N], or stored.
+struct Matrix {
+  const float* floats;
+  Stored stored;
+};
+
 struct Layer {
-  const float *first_norm, *qkv, *bias = nullptr, *q_norm = nullptr, *k_norm = nullptr, *output, *second_norm, *gate_up,
-                           *down;
+  const float *first_norm, *bias = nullptr, *q_norm = nullptr, *k_norm = nullptr, *second_norm;
+  Matrix qkv, output, gate_up, down;
   float *keys, *values;
 };
 
@@ -212,6 +112,7 @@ struct Shape {
 // State shared by the threads.
 struct Work {
   Shape s;
+  Form form;  // of the matrices of layers; 32 bits: as they are
   float eps;
   int64_t filled;
   const float *cos, *sin;
@@ -236,6 +137,16 @@ void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float*
            w.attended + (b * s.H + j * group + g) * s.K);
 }
 
+// columns [from, to) of y [B, N] = x [B, I] times a matrix; rows of x begin `x_step` apart
+void Times(const Form& form, const Matrix& w, int64_t B, const float* x, int64_t x_step, int64_t from, int64_t to,
+           float* y) {
+  if (form.bits == 32) return Product(B, x, x_step, w.stored.I, w.floats, w.stored.N, from, to, y);
+  WithForm(form, [&](auto way) { StoredProduct(way, w.stored, B, x, x_step, from, to, y); });
+}
+
+// What is shared out among the threads whole: a vector of outputs, or a tile.
+int64_t Unit(const Form& form) { return form.bits == 32 ? kWidth : kTile; }
+
 // x += this thread's part of a product
 void Add(const Work& w, const Share& mine) {
   for (int64_t b = 0; b < w.s.B; ++b)
@@ -247,8 +158,9 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
   const Shape& s = w.s;
   const int64_t width = s.heads() * s.K;
   Norm(s.B, s.D, w.x, layer.first_norm, w.eps, normed);
-  const Share heads(width, kWidth, thread, threads);
-  Product(s.B, normed, s.D, s.D, layer.qkv, width, heads.from, heads.to, w.qkv);
+  const int64_t unit = Unit(w.form);
+  const Share heads(width, unit, thread, threads);
+  Times(w.form, layer.qkv, s.B, normed, s.D, heads.from, heads.to, w.qkv);
   if (layer.bias)
     for (int64_t b = 0; b < s.B; ++b)
       for (int64_t n = heads.from; n < heads.to; ++n) w.qkv[b * width + n] += layer.bias[n];
@@ -256,59 +168,75 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
   const Share groups(s.B * s.J, 1, thread, threads);
   for (int64_t i = groups.from; i < groups.to; ++i) AttendGroup(w, layer, i / s.J, i % s.J, scores);
   team.Wait(threads);
-  const Share states(s.D, kWidth, thread, threads);
-  Product(s.B, w.attended, s.H * s.K, s.H * s.K, layer.output, s.D, states.from, states.to, w.added);
+  const Share states(s.D, unit, thread, threads);
+  Times(w.form, layer.output, s.B, w.attended, s.H * s.K, states.from, states.to, w.added);
   Add(w, states);
   team.Wait(threads);
   Norm(s.B, s.D, w.x, layer.second_norm, w.eps, normed);
-  const Share inner(s.F, kWidth, thread, threads);
+  const Share inner(s.F, unit, thread, threads);
   // gate and up are adjacent, and so are their products; silu(gate) * up overwrites the gate's
-  Product(s.B, normed, s.D, s.D, layer.gate_up, 2 * s.F, inner.from, inner.to, w.inner);
-  Product(s.B, normed, s.D, s.D, layer.gate_up, 2 * s.F, s.F + inner.from, s.F + inner.to, w.inner);
+  Times(w.form, layer.gate_up, s.B, normed, s.D, inner.from, inner.to, w.inner);
+  Times(w.form, layer.gate_up, s.B, normed, s.D, s.F + inner.from, s.F + inner.to, w.inner);
   for (int64_t b = 0; b < s.B; ++b) {
     float* row = w.inner + b * 2 * s.F;
 #pragma omp simd
     for (int64_t n = inner.from; n < inner.to; ++n) row[n] = row[n] / (1.f + Exp(-row[n])) * row[s.F + n];
   }
   team.Wait(threads);
-  Product(s.B, w.inner, 2 * s.F, s.F, layer.down, s.D, states.from, states.to, w.added);
+  Times(w.form, layer.down, s.B, w.inner, 2 * s.F, states.from, states.to, w.added);
   Add(w, states);
   team.Wait(threads);
+}
+
+Matrix ReadMatrix(const Tensor& tensor, const Form& form, int64_t I, int64_t N, const char* name) {
+  if (form.bits != 32) return {nullptr, ReadStored(tensor, form, I, N, name)};
+  Check(tensor, name);
+  PD_CHECK(tensor.numel() == I * N, name, " has another size");
+  return {tensor.data<float>(), {nullptr, I, N}};
+}
+
+std::vector<Layer> ReadLayers(const std::vector<Tensor>& layers, const std::vector<Tensor>& cache, const Shape& s,
+                              const Form& form, bool has_bias, bool has_head_norms) {
+  const int64_t parts = 6 + has_bias + 2 * has_head_norms, num_layers = cache.size() / 2;
+  PD_CHECK(static_cast<int64_t>(layers.size()) == parts * num_layers && num_layers > 0, "layers do not fit the cache");
+  for (const Tensor& tensor : cache) Check(tensor, "the cache");
+  std::vector<Layer> read(num_layers);
+  const Tensor* next = layers.data();
+  const auto floats = [&] { return Check(*next, "a weight"), (next++)->data<float>(); };
+  const auto matrix = [&](int64_t I, int64_t N) { return ReadMatrix(*next++, form, I, N, "a matrix"); };
+  for (int64_t i = 0; i < num_layers; ++i) {
+    Layer& layer = read[i];
+    layer.first_norm = floats(), layer.qkv = matrix(s.D, s.heads() * s.K);
+    if (has_bias) layer.bias = floats();
+    if (has_head_norms) layer.q_norm = floats(), layer.k_norm = floats();
+    layer.output = matrix(s.H * s.K, s.D), layer.second_norm = floats();
+    layer.gate_up = matrix(s.D, 2 * s.F), layer.down = matrix(s.F, s.D);
+    layer.keys = const_cast<float*>(cache[2 * i].data<float>());
+    layer.values = const_cast<float*>(cache[2 * i + 1].data<float>());
+  }
+  return read;
 }
 
 // Returns logits [B, V]; writes the new keys and values into column `filled` of the cache, in place.
 std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& padding,
                             const std::vector<Tensor>& layers, const Tensor& norm, const Tensor& head,
-                            const std::vector<Tensor>& cache, float eps, int64_t num_queries, bool has_bias,
-                            bool has_head_norms, bool is_tied, int64_t filled) {
-  const int64_t parts = 6 + has_bias + 2 * has_head_norms, num_layers = cache.size() / 2;
-  PD_CHECK(static_cast<int64_t>(layers.size()) == parts * num_layers && num_layers > 0, "layers do not fit the cache");
-  Check(x, "x"), Check(cos, "cos"), Check(sin, "sin"), Check(norm, "norm"), Check(head, "head");
-  for (const Tensor& tensor : layers) Check(tensor, "a weight");
-  for (const Tensor& tensor : cache) Check(tensor, "the cache");
-  const auto& columns = cache[0].shape();
-  Shape s{x.shape()[0], x.shape()[1], num_queries, columns[1], columns[3], layers.back().shape()[0], columns[2],
-          head.shape()[is_tied ? 0 : 1]};
+                            const std::vector<Tensor>& cache, float eps, int64_t num_queries, int64_t num_inner,
+                            int64_t num_words, bool has_bias, bool has_head_norms, bool is_tied, int64_t bits,
+                            int64_t head_bits, std::vector<float> levels, int64_t filled) {
+  Check(x, "x"), Check(cos, "cos"), Check(sin, "sin"), Check(norm, "norm");
+  const auto& columns = cache.at(0).shape();
+  const Form form(bits, levels), head_form(head_bits, levels);
+  const Shape s{x.shape()[0], x.shape()[1], num_queries, columns[1], columns[3], num_inner, columns[2], num_words};
   PD_CHECK(filled < s.S && columns[0] == s.B && cos.numel() == s.B * s.K / 2, "the cache has no room");
   PD_CHECK(padding.dtype() == paddle::DataType::INT64 && padding.numel() == s.B, "padding: int64 [B]");
-  std::vector<Layer> read(num_layers);
-  for (int64_t i = 0; i < num_layers; ++i) {
-    const Tensor* next = &layers[i * parts];
-    const auto take = [&] { return (next++)->data<float>(); };
-    Layer& layer = read[i];
-    layer.first_norm = take(), layer.qkv = take();
-    if (has_bias) layer.bias = take();
-    if (has_head_norms) layer.q_norm = take(), layer.k_norm = take();
-    layer.output = take(), layer.second_norm = take(), layer.gate_up = take(), layer.down = take();
-    layer.keys = const_cast<float*>(cache[2 * i].data<float>());
-    layer.values = const_cast<float*>(cache[2 * i + 1].data<float>());
-  }
+  const std::vector<Layer> read = ReadLayers(layers, cache, s, form, has_bias, has_head_norms);
+  const Matrix words = ReadMatrix(head, head_form, s.D, s.V, "head");
   Tensor logits = Floats({s.B, s.V}, x);
   std::vector<float> states(x.data<float>(), x.data<float>() + x.numel()), qkv(s.B * s.heads() * s.K),
       attended(s.B * s.H * s.K), inner(s.B * 2 * s.F), added(x.numel());
-  const Work work{s, eps, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
+  const Work work{s, form, eps, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
                   states.data(), qkv.data(), attended.data(), inner.data(), added.data()};
-  const float *last = norm.data<float>(), *words = head.data<float>();
+  const float* last = norm.data<float>();
   float* out = logits.data<float>();
   Team team;
 #pragma omp parallel
@@ -317,20 +245,21 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
     std::vector<float> normed(s.B * s.D), scores(s.S);
     for (const Layer& layer : read) Pass(work, layer, team, thread, threads, normed.data(), scores.data());
     Norm(s.B, s.D, work.x, last, eps, normed.data());
-    const Share mine(s.V, kWidth, thread, threads);
-    if (is_tied)
-      TurnedProduct(s.B, normed.data(), s.D, words, s.V, mine.from, mine.to, out);
+    const Share mine(s.V, Unit(head_form), thread, threads);
+    if (is_tied && head_bits == 32)
+      TurnedProduct(s.B, normed.data(), s.D, words.floats, s.V, mine.from, mine.to, out);
     else
-      Product(s.B, normed.data(), s.D, s.D, words, s.V, mine.from, mine.to, out);
+      Times(head_form, words, s.B, normed.data(), s.D, mine.from, mine.to, out);
   }
   return {logits};
 }
 
 using Dims = std::vector<int64_t>;
 using ManyDims = std::vector<Dims>;
-ManyDims Shapes(const Dims& x, const Dims&, const Dims&, const Dims&, const ManyDims&, const Dims&, const Dims& head,
-                const ManyDims&, float, int64_t, bool, bool, bool is_tied, int64_t) {
-  return {{x[0], head[is_tied ? 0 : 1]}};
+ManyDims Shapes(const Dims& x, const Dims&, const Dims&, const Dims&, const ManyDims&, const Dims&, const Dims&,
+                const ManyDims&, float, int64_t, int64_t, int64_t num_words, bool, bool, bool, int64_t, int64_t,
+                std::vector<float>, int64_t) {
+  return {{x[0], num_words}};
 }
 using Type = paddle::DataType;
 using Types = std::vector<Type>;
@@ -344,8 +273,9 @@ Types TypeOf(const Type& x, const Type&, const Type&, const Type&, const Types&,
 PD_BUILD_OP(llmsuite_next_logits)
     .Inputs({"x", "cos", "sin", "padding", paddle::Vec("layers"), "norm", "head", paddle::Vec("cache")})
     .Outputs({"logits"})
-    .Attrs({"eps: float", "num_queries: int64_t", "has_bias: bool", "has_head_norms: bool", "is_tied: bool",
-            "filled: int64_t"})
+    .Attrs({"eps: float", "num_queries: int64_t", "num_inner: int64_t", "num_words: int64_t", "has_bias: bool",
+            "has_head_norms: bool", "is_tied: bool", "bits: int64_t", "head_bits: int64_t",
+            "levels: std::vector<float>", "filled: int64_t"})
     .SetKernelFn(PD_KERNEL(Forward))
     .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(TypeOf));

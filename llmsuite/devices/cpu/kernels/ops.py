@@ -115,8 +115,23 @@ def next_logits(
 ) -> Tensor:
     """One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
     inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
-    kind = (weights.num_queries, weights.has_bias, weights.has_head_norms, weights.is_tied, filled)
-    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *kind)[0]
+    sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
+    has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
+    levels = list(weights.codes.levels)
+    codes = (weights.codes.bits, weights.head_codes.bits, levels)
+    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, filled)[0]
+
+
+def stored_product(x: Tensor, matrix: ops.StoredMatrix) -> Tensor:
+    """x [N, I] times a stored matrix, [N, O]: for a few rows weights are widened in registers, for more in parts that
+    stay in the cache."""
+    return _run("stored_product", x, matrix.bytes, matrix.codes.bits, list(matrix.codes.levels), matrix.num_outputs)[0]
+
+
+def stored_outputs(numbers: Tensor, matrix: ops.StoredMatrix) -> Tensor:
+    """Outputs of a stored matrix by their numbers [N], [N, I]."""
+    codes = (matrix.codes.bits, list(matrix.codes.levels))
+    return _run("stored_outputs", numbers, matrix.bytes, *codes, matrix.num_inputs, matrix.num_outputs)[0]
 
 
 def _takes(*tensors: Tensor) -> bool:

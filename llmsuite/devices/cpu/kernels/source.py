@@ -12,9 +12,10 @@ from llmsuite.devices.cpu.build import Library, library
 from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
+_HEADERS = ("common.h", "products.h", "stored.h")
 KERNELS = Library(
     name="kernels",
-    sources=tuple(_HERE / name for name in ("attention.cc", "rows.cc", "decode.cc", "common.h")),
+    sources=tuple(_HERE / name for name in ("attention.cc", "rows.cc", "decode.cc", "stored.cc", *_HEADERS)),
     # OpenMP's runtime is Paddle's own libiomp5: with a second one beside it each thread would do all the work
     options=("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wl,--as-needed"),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libmklml_intel.so"),

@@ -1,0 +1,105 @@
+"""Matrices as the kernels of generation read them: in bf16, or in blocks of int8, nf4 or fp4 (`models.block_quant`).
+
+The outputs of a matrix [I, O] lie in tiles of 32, the last one filled up with zeros; in a tile lies one block of inputs
+behind the other. A block is the scale of each output, float32 (none in bf16), then the codes, input by input; in 4 bits
+two inputs share a byte. So a product of a few rows reads the bytes of its outputs in the order in which they lie.
+
+`devices/cpu/kernels/stored.h` reads this layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import ml_dtypes
+import numpy as np
+from paddle.utils.dlpack import from_dlpack
+
+from llmsuite.devices.ops import Codes, StoredMatrix
+from llmsuite.models.block_quant import LEVELS, BlockFormat
+
+TILE = 32
+"""Outputs of a tile."""
+_MAX_BLOCK = 64
+"""Inputs of a block."""
+_CHUNK_BYTES = 32 << 20
+"""Size in float32 of what is read at once."""
+
+_CODES = {"bf16": Codes(16), "int8": Codes(8), **{name: Codes(4, levels) for name, levels in LEVELS.items()}}
+
+
+def codes_of(precision: str) -> Codes:
+    """How the numbers of a matrix are stored in a precision."""
+    return _CODES[precision]
+
+
+def block_format(precision: str, num_inputs: int) -> BlockFormat:
+    """The blocks of a matrix: the largest power of two of inputs that divides their number, up to 64."""
+    return BlockFormat(precision, min(_MAX_BLOCK, num_inputs & -num_inputs))
+
+
+def rounded(values: np.ndarray, precision: str) -> np.ndarray:
+    """A matrix [I, O] as it is after it was stored, in float32."""
+    if precision == "bf16":
+        return values.astype(ml_dtypes.bfloat16).astype("float32")
+    return block_format(precision, len(values)).rounded(values)
+
+
+def pack(values: np.ndarray, precision: str) -> np.ndarray:
+    """The bytes of some outputs of a matrix, [tiles, bytes of a tile].
+
+    Args:
+        values: [I, n].
+        precision: bf16, int8, nf4 or fp4.
+    """
+    missing = -values.shape[1] % TILE
+    if missing:
+        values = np.pad(values, [(0, 0), (0, missing)])
+    num_inputs, num_tiles = len(values), values.shape[1] // TILE
+    if precision == "bf16":
+        narrow = values.astype(ml_dtypes.bfloat16).view("uint16").reshape(num_inputs, num_tiles, TILE)
+        return np.ascontiguousarray(narrow.transpose([1, 0, 2])).reshape(num_tiles, -1).view("uint8")
+    blocks = block_format(precision, num_inputs)
+    codes, scales = blocks.quantise(values)
+    if precision == "int8":
+        scales = scales * np.float32(1 / 127)
+    by_tile = scales.reshape(-1, num_tiles, TILE).transpose([1, 0, 2])
+    of_scales = np.ascontiguousarray(by_tile).view("uint8")
+    by_tile = codes.reshape(len(scales), -1, num_tiles, TILE).transpose([2, 0, 1, 3])
+    of_codes = np.ascontiguousarray(by_tile).view("uint8").reshape(num_tiles, len(scales), -1)
+    return np.concatenate([of_scales, of_codes], 2).reshape(num_tiles, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Outputs of a matrix that have a parameter of their own."""
+
+    num_outputs: int
+    read: Callable[[int, int], np.ndarray]
+    """First output and the one behind the last to their values, [I, n] float32."""
+
+
+def pack_parts(parts: Sequence[Part], num_inputs: int, precision: str) -> StoredMatrix:
+    """The outputs of several parameters as one stored matrix. Of their values only some are in memory at a time."""
+    num_outputs = sum(part.num_outputs for part in parts)
+    at_once = max(1, _CHUNK_BYTES // (4 * num_inputs * TILE)) * TILE
+    packed: np.ndarray | None = None
+    for first in range(0, num_outputs, at_once):
+        values = np.concatenate(list(_outputs(parts, first, min(num_outputs, first + at_once))), 1)
+        tiles = pack(values, precision)
+        if packed is None:
+            packed = np.empty([-(-num_outputs // TILE), tiles.shape[1]], "uint8")
+        packed[first // TILE : first // TILE + len(tiles)] = tiles
+    assert packed is not None, "a matrix without outputs"
+    return StoredMatrix(from_dlpack(packed), codes_of(precision), num_inputs, num_outputs)
+
+
+def _outputs(parts: Sequence[Part], first: int, end: int) -> Iterator[np.ndarray]:
+    """The values of outputs from `first` up to, but without, `end`."""
+    begin = 0
+    for part in parts:
+        start, stop = max(first - begin, 0), min(end - begin, part.num_outputs)
+        if start < stop:
+            yield part.read(start, stop)
+        begin += part.num_outputs

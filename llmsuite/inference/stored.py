@@ -1,0 +1,166 @@
+"""A model that answers with matrices in 16, 8 or 4 bits: kernels widen them in registers, all sums are float32.
+
+Stored so are the matrices of the decoder layers, the embedding and the head. Norms, biases, activations and the cache
+are float32. Where layers are in 4 bits, the embedding and the head are in int8: with them the model chooses words.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from llmsuite.devices.ops import Ops, StoredMatrix
+from llmsuite.errors import UserError
+from llmsuite.inference.packing import Part, codes_of, pack_parts
+from llmsuite.models.blocks import Attention, CausalLM, GatedMLP, halves_first
+from llmsuite.typing import Tensor
+
+ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
+"""As `llmsuite.parallel.fill.ReadSlice`."""
+
+
+class StoredLinear(nn.Layer):
+    """A linear layer whose matrix is stored."""
+
+    def __init__(self, matrix: StoredMatrix, bias: Tensor | None, product: Callable[[Tensor, StoredMatrix], Tensor]):
+        super().__init__()
+        self.matrix, self.bias, self._product = matrix, bias, product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        y = self._product(x.reshape([-1, x.shape[-1]]), self.matrix).reshape([*x.shape[:-1], self.matrix.num_outputs])
+        return y if self.bias is None else y + self.bias
+
+
+class StoredEmbedding(nn.Layer):
+    """An embedding whose words are the outputs of a stored matrix [D, V]."""
+
+    def __init__(self, matrix: StoredMatrix, outputs: Callable[[Tensor, StoredMatrix], Tensor]):
+        super().__init__()
+        self.matrix, self._outputs = matrix, outputs
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids [...] to [..., D]."""
+        return self._outputs(ids.flatten(), self.matrix).reshape([*ids.shape, self.matrix.num_inputs])
+
+
+def head_precision(precision: str) -> str:
+    """What the embedding and the head are stored in."""
+    return "int8" if codes_of(precision).bits == 4 else precision
+
+
+@paddle.no_grad()
+def store(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) -> None:
+    """Replace the matrices of a lazily built model by stored ones; other parameters are left as they are.
+
+    Queries, keys and values become one matrix, and so do gate and up, as in `llmsuite.inference.fused`.
+
+    Args:
+        model: one that `fused.uncovered` finds nothing in.
+        read: gives the values; only a part of a matrix is in memory in float32.
+        precision: bf16, int8, nf4 or fp4.
+        ops: the device's operations.
+
+    Raises:
+        UserError: a matrix cannot be stored so.
+    """
+    assert ops.stored_product is not None, "the device has no kernel for stored matrices"
+    assert ops.stored_outputs is not None
+    own = _Store(read, precision, ops.stored_product)
+    for prefix, module in list(model.named_sublayers()):
+        if isinstance(module, Attention):
+            own.attention(prefix, module)
+        elif isinstance(module, GatedMLP):
+            own.mlp(prefix, module)
+    of_words, embedding = head_precision(precision), model.model.embed_tokens
+    words = own.matrix(("model.embed_tokens",), (embedding.weight.shape[::-1],), of_words, turned=True)
+    model.model.embed_tokens = StoredEmbedding(words, ops.stored_outputs)
+    if model.lm_head is None:
+        model.__dict__["logits"] = StoredLinear(words, None, ops.stored_product)
+    else:
+        head = own.matrix(("lm_head",), (model.lm_head.weight.shape,), of_words)
+        model.lm_head = StoredLinear(head, None, ops.stored_product)
+
+
+class _Store:
+    """Reads matrices and stores them."""
+
+    def __init__(self, read: ReadSlice, precision: str, product: Callable[[Tensor, StoredMatrix], Tensor]):
+        self._read, self._precision, self._product = read, precision, product
+
+    def attention(self, prefix: str, module: Attention) -> None:
+        """Store the projections of an attention; what is rotated together comes to lie in two halves."""
+        projections = [module.q_proj, module.k_proj, module.v_proj]
+        module.num_heads = tuple(p.weight.shape[1] // module.head_size for p in projections[:2])
+        orders: list[np.ndarray | None] = [None] * 3
+        if module.interleaved:
+            orders = [*(halves_first(heads, 0, module.head_size).numpy() for heads in module.num_heads), None]
+        module.qkv_proj = self._linear([f"{prefix}.{part}_proj" for part in "qkv"], projections, orders)
+        module.q_proj = module.k_proj = module.v_proj = None
+        module.o_proj = self._linear([f"{prefix}.o_proj"], [module.o_proj])
+
+    def mlp(self, prefix: str, module: GatedMLP) -> None:
+        """Store the matrices of an MLP."""
+        names, layers = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [module.gate_proj, module.up_proj]
+        module.gate_up_proj = self._linear(names, layers)
+        module.gate_proj = module.up_proj = None
+        module.down_proj = self._linear([f"{prefix}.down_proj"], [module.down_proj])
+
+    def _linear(
+        self, names: Sequence[str], layers: Sequence[nn.Linear], orders: Sequence[np.ndarray | None] = (None, None)
+    ) -> StoredLinear:
+        """The outputs of several linear layers as one."""
+        shapes = [layer.weight.shape for layer in layers]
+        matrix, bias = self.matrix(names, shapes, self._precision, orders), None
+        if layers[0].bias is not None:
+            values = [self._read(f"{n}.bias", s[1:], [slice(0, s[1])]) for n, s in zip(names, shapes)]
+            values = [value if order is None else value[order] for value, order in zip(values, orders)]
+            bias = paddle.to_tensor(np.concatenate(values).astype("float32"))
+        return StoredLinear(matrix, bias, self._product)
+
+    def matrix(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        precision: str,
+        orders: Sequence[np.ndarray | None] = (None, None),
+        turned: bool = False,
+    ) -> StoredMatrix:
+        """The outputs of several parameters as one matrix.
+
+        Args:
+            names: of the layers.
+            shapes: of their matrices, [I, O] each.
+            precision: to store them in.
+            orders: the outputs of each in the order in which they are to lie; None for their own.
+            turned: whether the parameters are [O, I].
+        """
+        num_inputs = int(shapes[0][0])
+        if precision != "bf16" and num_inputs % 2:
+            raise UserError(
+                f"--precision {precision}: {names[0]} has {num_inputs} inputs, an odd number, which are no blocks; "
+                "use fp32 or bf16"
+            )
+        parts = []
+        for name, (_, num_outputs), order in zip(names, shapes, orders):
+            some = functools.partial(self._outputs, f"{name}.weight", [num_inputs, num_outputs], turned)
+            if order is not None:
+                some = functools.partial(_reordered, functools.cache(some), order)
+            parts.append(Part(num_outputs, some))
+        return pack_parts(parts, num_inputs, precision)
+
+    def _outputs(self, name: str, shape: Sequence[int], turned: bool, first: int, end: int) -> np.ndarray:
+        """Outputs of a parameter, [I, end - first] in float32."""
+        index = [slice(0, shape[0]), slice(first, end)]
+        if turned:
+            return np.asarray(self._read(name, shape[::-1], index[::-1]), "float32").T
+        return np.asarray(self._read(name, shape, index), "float32")
+
+
+def _reordered(some: Callable[[int, int], np.ndarray], order: np.ndarray, first: int, end: int) -> np.ndarray:
+    """Some outputs of a parameter in another order; it is read whole, once."""
+    return some(0, len(order))[:, order[first:end]]

@@ -1,0 +1,272 @@
+"""Matrices in 16, 8 and 4 bits: numbers are those of a float32 model with the values that are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.cli.main import main
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.build import library
+from llmsuite.devices.cpu.kernels import ops as kernels
+from llmsuite.devices.cpu.kernels import source as of_kernels
+from llmsuite.inference import packing
+from llmsuite.inference.batch import Batch, Line
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.evaluate import scorer
+from llmsuite.inference.fused import fuse
+from llmsuite.inference.load import load_model, open_any
+from llmsuite.inference.packing import Part, block_format, pack_parts, rounded
+from llmsuite.inference.sampling import Sampling
+from llmsuite.inference.stored import head_precision
+from tests.paths import REFERENCE, ROOT
+from tests.unit.families import CASES, FAMILIES, read_config, reference
+from tests.unit.inference.test_export import write_family
+from tests.unit.models.test_adapters import adapted, section, write
+
+PRECISIONS = ("bf16", "int8", "nf4", "fp4")
+COVERED = [case for case in CASES if case.startswith(("llama/", "qwen/", "ernie/")) and "bias" not in case]
+LIMIT = 1e-5
+"""Limit of the largest difference, relative to the largest value."""
+
+
+def near(found: Any, wanted: np.ndarray) -> None:
+    assert np.abs(np.asarray(found) - wanted).max() <= LIMIT * np.abs(wanted).max()
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def packed(values: np.ndarray, precision: str) -> Any:
+    """A matrix as the kernels read it."""
+    part = Part(values.shape[1], lambda first, end: values[:, first:end])
+    return pack_parts([part], len(values), precision)
+
+
+def stored(path: Path, precision: str, base: Path | None = None) -> Any:
+    """A model as `generate --precision` has it."""
+    model = load_model(open_any(path, FAMILIES, base, runs=True), CpuBackend(), stored=precision)
+    fuse(model, CpuBackend().ops("fp32"))
+    assert "next_logits" in model.__dict__
+    return model
+
+
+def dequantised(path: Path, precision: str, base: Path | None = None) -> Any:
+    """A plain float32 model of the values that are stored, which NumPy has rounded."""
+    model = load_model(open_any(path, FAMILIES, base, runs=True), CpuBackend())
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            is_embedding = "embed_tokens" in name
+            kind = head_precision(precision) if is_embedding or "lm_head" in name else precision
+            values = parameter.numpy()
+            parameter.set_value(rounded(values.T, kind).T if is_embedding else rounded(values, kind))
+    return model
+
+
+def check_products(marker: str = "") -> None:
+    """Products with few and many rows, and single outputs, of matrices of all kinds of sizes."""
+    for num_inputs, num_outputs in ((28, 40), (64, 32), (576, 300), (1152, 33)):
+        values = random(num_inputs, num_outputs, seed=1)
+        for precision in PRECISIONS:
+            matrix, dense = packed(values, precision), rounded(values, precision).astype("float64")
+            assert 0 < np.abs(dense - values).max() < 1, "storing changes something, and not too much"
+            for rows in (1, 3, 8, 9, 16, 17, 70):
+                x = random(rows, num_inputs, seed=2)
+                near(kernels.stored_product(paddle.to_tensor(x), matrix).numpy(), x @ dense)
+            some = np.array([0, 31, num_outputs - 1, 5])
+            found = kernels.stored_outputs(paddle.to_tensor(some), matrix).numpy()
+            assert np.array_equal(found, rounded(values, precision)[:, some].T)
+    print(marker)
+
+
+def test_products_are_those_of_the_rounded_matrix() -> None:
+    kernels.load()
+    check_products()
+
+
+_FLAGS = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [pytest.param("x86-64-v3", marks=pytest.mark.skipif("avx2" not in _FLAGS, reason="it has no AVX2")), "x86-64"],
+)
+def test_products_on_processors_with_less(processor: str) -> None:
+    """The kernels are built for the processor at hand; here for one without AVX-512, and for one without AVX2."""
+    whole = of_kernels.KERNELS
+    sources = tuple(path for path in whole.sources if path.suffix == ".h" or path.name == "stored.cc")
+    less = dataclasses.replace(
+        whole,
+        name=f"stored-{processor}",
+        sources=tuple(sorted(sources, key=lambda path: path.suffix == ".h")),
+        options=(*whole.options, f"-march={processor}"),
+        is_for_this_cpu=False,
+    )
+    program = (
+        "import paddle\n"
+        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(less))!r})\n"
+        "from tests.unit.inference.test_stored import check_products\n"
+        "check_products('all are equal')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "all are equal" in found.stdout, found.stderr
+
+
+def test_blocks_are_whole() -> None:
+    assert [block_format("int8", size).block for size in (28, 24, 576, 4096, 96)] == [4, 8, 64, 64, 32]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_matrix_is_read_a_part_at_a_time(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of several parameters, whose outputs end within a tile."""
+    values, read = random(64, 300), list[int]()
+    whole = packed(values, precision).bytes.numpy()
+    monkeypatch.setattr(packing, "_CHUNK_BYTES", 64 * 64 * 4)
+
+    def part(begin: int, size: int) -> Part:
+        def some(first: int, end: int) -> np.ndarray:
+            read.append(end - first)
+            return values[:, begin + first : begin + end]
+
+        return Part(size, some)
+
+    found = pack_parts([part(0, 100), part(100, 150), part(250, 50)], 64, precision)
+    assert np.array_equal(found.bytes.numpy(), whole)
+    assert sum(read) == 300
+    assert max(read) <= 64
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", COVERED)
+def test_every_shape_has_the_logits_of_the_values_it_stores(case: str, precision: str) -> None:
+    ids, plain = reference(case)
+    wanted = dequantised(REFERENCE / case, precision)(paddle.to_tensor(ids)).numpy()
+    assert np.abs(wanted - plain).max() > 100 * LIMIT * np.abs(plain).max(), "storing changes something"
+    model = stored(REFERENCE / case, precision)
+    near(model(paddle.to_tensor(ids)).numpy(), wanted)
+    assert not [name for name, parameter in model.named_parameters() if parameter.ndim > 1], "stored, and not kept too"
+    decoder, padding = ModelDecoder(model), np.zeros(len(ids), "int64")
+    logits, cache = decoder.forward(ids[:, :3], padding, None)
+    for i in range(3, ids.shape[1]):
+        near(logits, wanted[:, i - 1])
+        logits, cache = decoder.forward(ids[:, i : i + 1], padding, cache)
+    near(logits, wanted[:, -1])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", ["llama", "qwen", "ernie"])
+def test_greedy_tokens_are_those_of_the_dequantised_model(family: str, precision: str, tmp_path: Path) -> None:
+    place = write_family(tmp_path / "model", family)
+    found, models = [], (stored(place, precision), dequantised(place, precision))
+    for model in models:
+        lines = [Line(prompt, Sampling(max_new_tokens=20), set()) for prompt in ([3], [7, 300, 12, 9], [5] * 20)]
+        batch = Batch(ModelDecoder(model))
+        batch.advance(lines[:2])
+        batch.advance(lines[2:])
+        while batch.lines:
+            batch.advance()
+        found.append([line.ids for line in lines])
+    assert found[0] == found[1]
+    text = [[int(token) for token in np.random.default_rng(0).integers(0, 512, 40)], [1, 2, 3]]
+    scores = [scorer(model, 2)(text) for model in models]
+    for mine, wanted in zip(*scores):
+        near(mine, wanted)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(precision: str) -> None:
+    decoder, draw, rows = ModelDecoder(stored(REFERENCE / "qwen/qwen3", precision)), np.random.default_rng(0), 11
+    padding = draw.integers(0, 6, [rows])
+    _, start = decoder.forward(draw.integers(0, 32, [rows, 6]), padding, None)
+    new = draw.integers(0, 32, [rows, 1])
+    together, _ = decoder.forward(new, padding, start)
+    assert len(np.unique(together, axis=0)) == rows
+    for some in (slice(0, 1), slice(4, 7), slice(2, 11)):
+        logits, _ = decoder.forward(new[some], padding[some], [tensor[some].clone() for tensor in start])
+        assert np.array_equal(logits, together[some])
+
+
+def test_adapters_are_merged_before_they_are_stored(tmp_path: Path) -> None:
+    base, adapter = write_family(tmp_path / "base", "llama"), tmp_path / "adapter"
+    model, modules = adapted("llama", base, section())
+    write(adapter, model, modules, section(), base)
+    ids = np.array([[7, 300, 12, 9]])
+    logits, _ = ModelDecoder(stored(adapter, "int8")).forward(ids, np.zeros(1, "int64"), None)
+    near(logits, dequantised(adapter, "int8")(paddle.to_tensor(ids)).numpy()[:, -1])
+    without, _ = ModelDecoder(stored(base, "int8")).forward(ids, np.zeros(1, "int64"), None)
+    assert np.abs(logits - without).max() > 0.01 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("case", ["llama-grouped_query", "ernie-tied"])
+def test_prefixes_stand_in_front_of_stored_matrices(case: str, tmp_path: Path) -> None:
+    shutil.copytree(REFERENCE / "peft" / "prefix" / case, tmp_path / "adapter")
+    base = REFERENCE / case.replace("-", "/", 1)
+    ids, _ = reference(case.replace("-", "/", 1))
+    decoders = [ModelDecoder(form(tmp_path / "adapter", "int8", base)) for form in (stored, dequantised)]
+    padding = np.arange(len(ids))
+    for passes in zip(*(_passes(decoder, ids, padding) for decoder in decoders)):
+        near(*passes)
+
+
+def _passes(decoder: ModelDecoder, ids: np.ndarray, padding: np.ndarray) -> list[np.ndarray]:
+    logits, cache = decoder.forward(ids[:, :-1], padding, None)
+    return [logits, decoder.forward(ids[:, -1:], padding, cache)[0]]
+
+
+def test_the_commands_take_it(tmp_path: Path, capsys: Any) -> None:
+    model, prompts, chances = str(write_family(tmp_path / "model", "llama")), tmp_path / "prompts.jsonl", list[float]()
+    prompts.write_text('{"prompt": "Hello"}\n')
+    for precision in ("fp32", *PRECISIONS):
+        answers = tmp_path / f"{precision}.jsonl"
+        words = ["--precision", precision, "--logprobs", "1", "--max_new_tokens", "4", "--output", str(answers)]
+        assert main(["generate", model, "--input", str(prompts), *words]) == 0
+        chances.append(json.loads(answers.read_text())["answers"][0]["logprobs"][0]["logprob"])
+    assert len(set(chances)) == 5
+    assert np.abs(np.array(chances) - chances[0]).max() < 1
+    capsys.readouterr()
+    (tmp_path / "text.txt").write_text("one two three " * 20)
+    assert main(["eval", model, "--perplexity", str(tmp_path / "text.txt"), "--precision", "bf16"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "why"),
+    [
+        ("gpt", ["--precision", "int8"], "not for this one (gpt): it embeds or decodes in a way of its own; use fp32"),
+        ("deepseek", ["--precision", "bf16"], "(deepseek): it"),
+        ("qwen_moe", ["--precision", "nf4"], "(qwen_moe): it has layers with experts"),
+        ("llama", ["--precision", "fp16"], "--precision fp16: cpu has fp32, bf16, int8, nf4, fp4"),
+        ("llama", ["--precision", "int8", "--num_devices", "2"], "for one device; leave out --num_devices"),
+        ("llama", ["--precision", "int8", "--engine", "static"], "an exported program has its own"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_name(
+    family: str, words: list[str], why: str, tmp_path: Path, capsys: Any
+) -> None:
+    model = write_family(tmp_path / "model", family)
+    assert main(["generate", str(model), "--prompt", "Hi", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_biases_are_refused_by_name(capsys: Any) -> None:
+    case = next(case for case in CASES if "biases" in case and not read_config(case).get("tie_word_embeddings"))
+    from llmsuite.errors import UserError
+
+    with pytest.raises(UserError, match="biases of outputs or of MLPs"):
+        stored(REFERENCE / case, "int8")
+
+
+def test_weights_that_are_replaced_are_float32(tmp_path: Path, capsys: Any) -> None:
+    model = write_family(tmp_path / "model", "llama")
+    assert main(["serve", str(model), "--rl", "--precision", "int8"]) == 2
+    assert "weights that are replaced (--rl) are float32" in capsys.readouterr().err
