@@ -319,8 +319,8 @@ class Reply:
 
 
 class Environment(Protocol):
-    """One episode. It is pickled between its turns, each of which may be answered by another process: what it knows is
-    in its attributes."""
+    """One episode. It is pickled between its turns, which any process may answer: what it knows is in its attributes.
+    If it has an attribute `tools` once it has begun, functions as OpenAI describes them, chat templates get these."""
 
     def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, str]]:
         """The prompt, as messages with "role" and "content". All completions of a prompt go on from this one state.

@@ -142,11 +142,7 @@ class ChatTemplate:
         """
         messages, tools = conversation.messages, conversation.tools
         whole = self._marked(messages, tools=tools)
-        names = [*(tool["function"]["name"] for tool in json.loads(tools or "[]"))]
-        names += [call.name for message in messages for call in message.tool_calls]
-        for name in names:
-            if name not in whole.text:
-                raise self._unfit(f"leaves out the tool {name!r}", _WITH_TOOLS)
+        self.check_tools(whole.text, tools, [call.name for message in messages for call in message.tool_calls])
         indices = [i for i in range(len(messages)) if conversation.supervised[i]]
         if not self._has_marks:
             return [self._supervised(messages[: i + 1], tools, whole.text) for i in indices]
@@ -154,6 +150,13 @@ class ChatTemplate:
         if indices and not turns:
             raise self._unfit("has {% generation %} around no turn of it")
         return turns
+
+    def check_tools(self, text: str, tools: str, called: Sequence[str] = ()) -> None:
+        """Raises UserError unless a text that was rendered has the names of all `tools`, as in `Conversation`, and of
+        those that are `called` in it."""
+        for name in [*(tool["function"]["name"] for tool in json.loads(tools or "[]")), *called]:
+            if name not in text:
+                raise self._unfit(f"leaves out the tool {name!r}", _WITH_TOOLS)
 
     def _supervised(self, messages: Sequence[Message], tools: str, whole: str) -> tuple[str, str]:
         """The pair of the last turn, in a conversation that is rendered as `whole`."""

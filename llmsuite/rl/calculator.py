@@ -1,33 +1,39 @@
-"""The environment `calculator`, and the value of an expression."""
+"""The environment `calculator`."""
 
 from __future__ import annotations
 
-import ast
-import operator
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmsuite.rl.arithmetic import shown, value
 from llmsuite.rl.environment_sections import CalculatorSection
 from llmsuite.specs import Reply, Turn
 
-_LONGEST = 200
-"""Characters of an expression, and digits of a number in it."""
-_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+TOOL_CALL = "<tool_call>(.*?)</tool_call>"
+CALCULATE: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Compute the value of numbers with + - * / and brackets.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "such as 12*(3+4)"}},
+            "required": ["expression"],
+        },
+    },
 }
+"""The function that a chat template is given."""
 
 
 class Calculator:
     """See `CalculatorSection`."""
 
     def __init__(self, section: CalculatorSection):
-        self._pattern, self._column = section.pattern, section.column
+        self._pattern, self._column = TOOL_CALL if section.as_tool else section.pattern, section.column
         self._answer = ""
+        self.tools = [CALCULATE] if section.as_tool else []
 
     def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, str]]:
         if row.get(self._column) is None:
@@ -42,34 +48,22 @@ class Calculator:
             right = turn.finish_reason == "stop" and turn.text.strip() == self._answer
             return Reply(done=True, reward={"score": float(right), "calls": 0.0})
         try:
-            content = shown(value(call[1]))
+            content = shown(value(_expression(call[1]) if self.tools else call[1]))
         except ValueError as error:
             content = f"error: {error}"
         return Reply(messages=[{"role": "tool", "content": content}], reward={"score": 0.0, "calls": 1.0})
 
 
-def value(expression: str) -> Fraction:
-    """The value of numbers with + - * / and brackets, exactly. Raises ValueError when it is none."""
-    if len(expression) > _LONGEST:
-        raise ValueError("too long")
+def _expression(call: str) -> str:
+    """The argument of a call, written as JSON. Raises ValueError when it is none of `calculate`."""
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError("no expression") from None
-    except ZeroDivisionError:
-        raise ValueError("division by zero") from None
-
-
-def _value(node: ast.expr) -> Fraction:
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return Fraction(str(node.value))
-    raise ValueError("only numbers, + - * / and brackets")
-
-
-def shown(number: Fraction) -> str:
-    """A number in decimals, to twelve digits if it has more."""
-    return str(number.numerator) if number.denominator == 1 else f"{float(number):.12g}"
+        found = json.loads(call)
+    except (ValueError, RecursionError):
+        raise ValueError("the call is no JSON") from None
+    if not isinstance(found, dict) or found.get("name") != "calculate":
+        raise ValueError("there is one function: calculate")
+    arguments = found.get("arguments")
+    expression = arguments.get("expression") if isinstance(arguments, dict) else None
+    if not isinstance(expression, str):
+        raise ValueError("arguments: expression is missing")
+    return expression

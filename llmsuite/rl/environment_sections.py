@@ -35,10 +35,16 @@ class CalculatorSection(Section):
 
     pattern: str = "<calc>(.*?)</calc>"
     """A regular expression of Python for a call, with one group: the expression. Of several calls the first counts."""
+    as_tool: bool = False
+    """Offer the chat template a function `calculate` with the parameter `expression`, and read calls as Qwen's and
+    other templates ask for them: <tool_call>{"name": "calculate", "arguments": {"expression": "12*7"}}</tool_call>. The
+    key pattern counts for nothing then."""
     column: str = "answer"
     """The column with the answer."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        if self.as_tool and self.pattern != type(self).__dataclass_fields__["pattern"].default:
+            yield "pattern", "has no effect with as_tool; remove one of them"
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from llmsuite.data.conversations import tools_at
 from llmsuite.data.rows import ROLES, Message
 from llmsuite.errors import UserError
 from llmsuite.rl.worker import describe, from_file
@@ -44,6 +45,8 @@ class Answer:
     state: bytes
     """The environment, pickled; empty when the episode is done."""
     messages: tuple[Message, ...]
+    tools: str = ""
+    """The functions that it offers when an episode begins, as in `llmsuite.data.rows.Conversation`."""
     done: bool = False
     scores: tuple[float, ...] = ()
     """The reward of the turn, and its parts."""
@@ -112,7 +115,7 @@ def answered(make: Callable[[], Environment], parts: Sequence[str], call: Begin 
         if isinstance(call, Begin):
             environment = make()
             messages = _messages(environment.begin(call.row, call.seed))
-            return Answer(_pickled(environment), messages), ""
+            return Answer(_pickled(environment), messages, _tools(environment)), ""
         environment = pickle.loads(call.state)
         return _answer(environment, environment.step(call.turn), parts), ""
     except Exception as error:  # it is somebody else's code
@@ -124,8 +127,8 @@ def _answer(environment: Environment, reply: Any, parts: Sequence[str]) -> Answe
         raise TypeError(f"step returned {reply!r:.200}, which is no llmsuite.plugins.hookspecs.Reply")
     scores = _scores(reply.reward, parts)
     if reply.done:
-        return Answer(b"", (), True, scores)
-    return Answer(_pickled(environment), _messages(reply.messages), False, scores)
+        return Answer(b"", (), done=True, scores=scores)
+    return Answer(_pickled(environment), _messages(reply.messages), scores=scores)
 
 
 def _pickled(environment: Environment) -> bytes:
@@ -133,6 +136,13 @@ def _pickled(environment: Environment) -> bytes:
         return pickle.dumps(environment)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"it cannot be pickled between its turns: {error}") from error
+
+
+def _tools(environment: Environment) -> str:
+    given = getattr(environment, "tools", ())
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+        raise TypeError(f"its tools are {given!r:.200}, not a list of functions")
+    return tools_at({"tools": list(given)})
 
 
 def _messages(given: Any) -> tuple[Message, ...]:

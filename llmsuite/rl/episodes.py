@@ -139,7 +139,8 @@ class Episodes:
             decode: token ids to text.
 
         Raises:
-            UserError: the environment cannot be loaded, or the template does not keep what was written.
+            UserError: the environment cannot be loaded, or the template does not keep what was written, or leaves out
+                a tool.
         """
         begun = self._begun(requests, prompts, drawing)
         playing = [[e for e in group if not e.done] for group in begun]
@@ -176,10 +177,13 @@ class Episodes:
         for number, outcome in self._pool.run(calls):
             answers[number], whys[number] = outcome.values, outcome.why
         given = [tuple(prompt.messages) if a is None else a.messages for a, prompt in zip(answers, prompts)]
+        tools = [prompt.tools if a is None else a.tools or prompt.tools for a, prompt in zip(answers, prompts)]
         texts = [
-            self._template.render(messages, add_generation_prompt=True, tools=prompt.tools)
-            for messages, prompt in zip(given, prompts)
+            self._template.render(messages, add_generation_prompt=True, tools=offered)
+            for messages, offered in zip(given, tools)
         ]
+        for text, offered in zip(texts, tools):
+            self._template.check_tools(text, offered)
         groups = []
         for i, ids in enumerate(self._encode(texts)):
             answer, request, text = answers[i], requests[i], texts[i]
@@ -193,7 +197,7 @@ class Episodes:
             base = dataclasses.replace(request, prompt_ids=tuple(ids))
             groups.append([
                 Episode(
-                    base, number, text, prompts[i].tools, list(given[i]), room, uniforms(request.key, number, room),
+                    base, number, text, tools[i], list(given[i]), room, uniforms(request.key, number, room),
                     b"" if answer is None else answer.state, np.zeros(1 + len(self.parts)), whys[i],
                 )
                 for number in range(drawing.num_generations)

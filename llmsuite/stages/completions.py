@@ -63,7 +63,9 @@ class CompletionStage(Stage[Any]):
         texts, kept = [], []
         for number, row in enumerate(rows):
             try:
-                texts.append(self._template.render(row.messages, add_generation_prompt=True, tools=row.tools))
+                text = self._template.render(row.messages, add_generation_prompt=True, tools=row.tools)
+                self._template.check_tools(text, row.tools)
+                texts.append(text)
                 kept.append(row)
             except UserError as error:
                 counts.bad(number, str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import re
@@ -186,6 +187,34 @@ def test_what_the_model_wrote_is_never_made_of_text_again(table: Table) -> None:
         assert [part.tolist() for part in heard] == encode(said)
 
 
+OFFERED = (
+    "def begin(self, row, seed):\n    self.turns, self.tools = 0, [{'name': row['answer']}]\n"
+    "    return row['messages']\n\n"
+    "def step(self, turn):\n    self.turns += 1\n"
+    "    return Reply(messages=[{'role': 'tool', 'content': 'h'}], done=self.turns == 2, reward=1)"
+)
+TOOLS = "{% for t in tools or [] %}{{ t.function.name }}${% endfor %}"
+
+
+@pytest.mark.parametrize("own", ["", '[{"type": "function", "function": {"name": "gg"}}]'])
+def test_the_template_gets_the_tools_of_the_environment_in_every_turn(table: Table, tmp_path: Path, own: str) -> None:
+    """In place of those of the row, if it has some."""
+    episodes = table.sit(file(tmp_path, OFFERED))
+    episodes._template = ChatTemplate(TOOLS + TEMPLATE, {}, "toy")
+    request, prompt = row(1)
+    prompt = dataclasses.replace(prompt, columns={"answer": "fe"}, tools=own)
+    fill = functools.partial(fill_groups, table.decoder, drawing=DRAWING, stop_ids={0})
+    found = episodes.play([request], [prompt], [0], DRAWING, fill, {0}, decode)
+    assert [decode(c.prompt_ids) for c in found] == ["feuda"] * 3  # decode leaves out ends of turns
+    assert {c.prompt for c in found} == {"fe$ud$a"}
+    assert all(c.turns[1::2] == (Message("tool", "h"),) for c in found)
+
+
+def test_a_template_that_leaves_out_tools_ends_the_run(table: Table, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"chat template of toy leaves out the tool 'x'.*data.chat_template \(chatml"):
+        table.play(table.sit(file(tmp_path, OFFERED)))
+
+
 def test_long_turns_are_truncated_and_answered(table: Table) -> None:
     found = table.play(table.sit(max_turn_length=2))
     turns = [turn.content for c in found for turn in c.turns if turn.role == "assistant"]
@@ -228,6 +257,11 @@ def test_its_reward_and_parts_are_those_of_the_environment(table: Table) -> None
             "def begin(self, row, seed):\n    raise ValueError('no game today')\n\n"
             "def step(self, turn):\n    return Reply(done=True)",
             "no game today",
+        ),
+        (
+            "def begin(self, row, seed):\n    self.tools = [{}]\n    return row['messages']\n\n"
+            "def step(self, turn):\n    return Reply(done=True)",
+            r"'tools\[0\]' is not a function with a name",
         ),
         (
             "def begin(self, row, seed):\n    return [{'role': 'user', 'content': 'abc' * 20}]\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from fractions import Fraction
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.rl.calculator import Calculator, shown, value
+from llmsuite.data.conversations import tools_at
+from llmsuite.rl.arithmetic import numbers_in, shown, value
+from llmsuite.rl.calculator import Calculator
 from llmsuite.rl.environment_sections import BUILTIN, CalculatorSection, GuessSection
 from llmsuite.rl.games import Guess
 from llmsuite.specs import Environment, Reply, Turn
@@ -69,6 +72,27 @@ def test_a_tool_answers_calls_and_the_rest_is_the_answer() -> None:
         Calculator(CalculatorSection()).begin({"messages": MESSAGES}, 0)
 
 
+def test_the_tool_is_a_function_that_templates_are_given() -> None:
+    tool = begun(Calculator(CalculatorSection(as_tool=True)), answer=42)
+    (function,) = json.loads(tools_at({"tools": tool.tools}))
+    assert function["function"]["name"] == "calculate"
+
+    def told(text: str) -> str:
+        (message,) = tool.step(said(text)).messages
+        assert message["role"] == "tool"
+        return str(message["content"])
+
+    call = {"name": "calculate", "arguments": {"expression": "6*7"}}
+    assert told(f"<tool_call>\n{json.dumps(call)}\n</tool_call>") == "42"
+    assert told("<tool_call>6*7</tool_call>") == "error: the call is no JSON"
+    assert told("<tool_call>[]</tool_call>") == "error: there is one function: calculate"
+    for arguments in ("{}", "[]", '{"expression": 42}'):
+        found = told(f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call>')
+        assert found == "error: arguments: expression is missing"
+    assert tool.step(said("<calc>6*7</calc>")).done
+    assert tool.step(said("42")) == Reply(done=True, reward={"score": 1.0, "calls": 0.0})
+
+
 @given(st.recursive(st.integers(0, 99), lambda part: st.tuples(part, st.sampled_from("+-*"), part), max_leaves=8))
 def test_values_are_those_of_python(tree: Any) -> None:
     def written(tree: Any) -> str:
@@ -85,10 +109,19 @@ def test_values_are_exact_and_nothing_else_runs() -> None:
             value(text)
 
 
+def test_the_numbers_of_an_expression() -> None:
+    assert numbers_in(" (12+3)*-4/12 ") == [-4, 3, 12, 12]
+    assert numbers_in("-(1.5-2)") == [Fraction(3, 2), 2]
+    for text in ("2**9", "a+1", "f(1)", "1;2", ""):
+        with pytest.raises(ValueError, match=r"."):
+            numbers_in(text)
+
+
 def test_their_keys_are_checked() -> None:
     problems = {spec.name: spec.config_cls for spec in BUILTIN}
     assert problems == {"guess": GuessSection, "calculator": CalculatorSection}
     assert [key for key, _ in GuessSection(lowest=3, highest=2).problems()] == ["lowest"]
+    assert [key for key, _ in CalculatorSection(as_tool=True, pattern="(a)").problems()] == ["pattern"]
     for pattern in ("(", "a", "(a)(b)"):
         assert [key for key, _ in CalculatorSection(pattern=pattern).problems()] == ["pattern"]
     for spec, options in zip(BUILTIN, (GuessSection(), CalculatorSection())):

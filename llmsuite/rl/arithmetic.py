@@ -1,0 +1,71 @@
+"""Arithmetic that a model has written: the value of an expression, exactly, and without running it."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+_LONGEST = 200
+"""Characters of an expression, and digits of a number in it."""
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def value(expression: str) -> Fraction:
+    """The value of numbers with + - * / and brackets, exactly. Raises ValueError when it is none."""
+    try:
+        return _value(_parsed(expression))
+    except RecursionError:
+        raise ValueError("no expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+
+
+def numbers_in(expression: str) -> list[Fraction]:
+    """The numbers that stand in an expression, ascending; a sign in front of a number belongs to it. Raises ValueError
+    when it is none."""
+    try:
+        return sorted(_numbers(_parsed(expression)))
+    except RecursionError:
+        raise ValueError("no expression") from None
+
+
+def _numbers(node: ast.expr) -> list[Fraction]:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _numbers(node.left) + _numbers(node.right)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.BinOp):
+        return _numbers(node.operand)
+    return [_value(node)]
+
+
+def _parsed(expression: str) -> ast.expr:
+    if len(expression) > _LONGEST:
+        raise ValueError("too long")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is nearly no expression, such as "2if"
+            return ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("no expression") from None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    raise ValueError("only numbers, + - * / and brackets")
+
+
+def shown(number: Fraction) -> str:
+    """A number in decimals, to twelve digits if it has more."""
+    return str(number.numerator) if number.denominator == 1 else f"{float(number):.12g}"
