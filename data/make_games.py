@@ -1,8 +1,8 @@
-"""Write the rows under data/games: a game of several turns that a tiny model learns from rewards on a laptop.
+"""Write the rows under data/games: three games that a tiny model learns from rewards on a laptop.
 
-guess: the model guesses a digit and is told higher or lower. The conversations under sft show how turns look, not how
-to be right: guesses are random there. They have two games more, a tool and a puzzle, so that a model which has seen
-nothing else tells games apart by their prompts; numbers, answers and operators in these are random too.
+guess: the model guesses a digit and is told higher or lower. calculator: it is asked for a product and has a tool that
+computes. countdown: it reaches a number from two others by one operation. The conversations under sft show how turns
+look, not how to be right: guesses, numbers, answers and operators are random there.
 
 Usage:
 
@@ -122,7 +122,8 @@ def files() -> dict[Path, bytes]:
     """What belongs on disk."""
     contents = {}
     for split in COUNTS:
-        for name, rows in (("sft", conversations(split)), ("guess", prompts("guess", split))):
+        played = {game: prompts(game, split) for game in ("guess", "calculator", "countdown")}
+        for name, rows in {"sft": conversations(split), **played}.items():
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             contents[HERE / "games" / name / f"{split}.jsonl"] = lines.encode("ascii")
     return contents

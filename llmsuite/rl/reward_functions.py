@@ -6,20 +6,22 @@ import importlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.rl.arithmetic import numbers_in, value
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.reward_sections import ExactSection, FormatSection, LengthSection, MathSection
+from llmsuite.rl.reward_sections import CountdownSection, ExactSection, FormatSection, LengthSection, MathSection
 from llmsuite.specs import Score
 
 
-def answer_of(completion: Completion, reward: str, column: str) -> Any:
-    """The answer in a row. Raises ValueError without one."""
+def answer_of(completion: Completion, reward: str, column: str, key: str = "column") -> Any:
+    """What a row has in the column that `reward.REWARD.KEY` names. Raises ValueError without one."""
     answer = completion.columns.get(column)
     if answer is None:
         known = ", ".join(sorted(completion.columns)) or "none"
-        raise ValueError(f"the row has no {column!r} (reward.{reward}.column); its other columns: {known}")
+        raise ValueError(f"the row has no {column!r} (reward.{reward}.{key}); its other columns: {known}")
     return answer
 
 
@@ -59,6 +61,27 @@ def length(section: LengthSection) -> Score:
         return [-min(1.0, (max(o, 0) if only_longer else abs(o)) / target) for o in over]
 
     return score
+
+
+def countdown(section: CountdownSection) -> Score:
+    """1 where the row's numbers are combined to its target."""
+    columns, pattern = (section.numbers, section.target), section.pattern
+
+    def score_one(completion: Completion) -> float:
+        numbers = answer_of(completion, "countdown", columns[0], "numbers")
+        target = Fraction(str(answer_of(completion, "countdown", columns[1], "target")))
+        if not isinstance(numbers, list) or not numbers:
+            raise ValueError(f"{columns[0]!r} is {numbers!r:.100}, not a list of numbers (reward.countdown.numbers)")
+        given = sorted(Fraction(str(number)) for number in numbers)
+        found = [completion.text] if pattern is None else re.findall(pattern, completion.text, re.DOTALL)
+        if completion.truncated or not found:
+            return 0.0
+        try:
+            return float(numbers_in(found[-1]) == given and value(found[-1]) == target)
+        except ValueError:  # no expression
+            return 0.0
+
+    return lambda completions: [score_one(c) for c in completions]
 
 
 def environment(section: None) -> Score:

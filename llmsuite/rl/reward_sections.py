@@ -61,6 +61,29 @@ class MathSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
+class CountdownSection(Section):
+    """1 for an expression of + - * / and brackets that has each number of the row once, and the row's target as its
+    exact value, else 0 (the game Countdown, after Pan's TinyZero, https://github.com/Jiayi-Pan/TinyZero)."""
+
+    numbers: str = "numbers"
+    """The column with the numbers, a list."""
+    target: str = "target"
+    """The column with the number to reach."""
+    pattern: str | None = None
+    """A regular expression of Python with one group, the expression, such as "<answer>(.*?)</answer>"; the last match
+    counts. null: the whole completion is the expression."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        try:
+            groups = re.compile(self.pattern or "()").groups
+        except re.error as error:
+            yield "pattern", f"is no regular expression: {error}"
+        else:
+            if groups != 1:
+                yield "pattern", f"has {groups} groups; it needs one, around the expression"
+
+
+@dataclasses.dataclass(kw_only=True)
 class HttpSection(Section):
     """Scores by a server, such as a reward model or a sandbox that runs code; one request for each prompt."""
 
@@ -112,6 +135,7 @@ BUILTIN = [
     _spec("exact", "1 for the answer of the row", ExactSection, "reward_functions:exact"),
     _spec("format", "1 for a form that a regular expression gives", FormatSection, "reward_functions:form"),
     _spec("length", "minus the distance from a number of tokens", LengthSection, "reward_functions:length"),
+    _spec("countdown", "1 for numbers combined to a target", CountdownSection, "reward_functions:countdown"),
     _spec("math", "1 for what equals the answer as mathematics", MathSection, "reward_functions:mathematical"),
     _spec(
         "environment", "what the environment of the episode gives", None, "reward_functions:environment", runs="main"

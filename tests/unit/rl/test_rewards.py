@@ -123,6 +123,37 @@ def test_a_row_without_the_column_names_its_others(make: Making) -> None:
     assert "the row has no 'gold' (reward.exact.column); its other columns: answer, task" in rewards.first_failure
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("8*(3-8/8)", 0.0),  # 16, with one 8 too many
+        ("8+8", 0.0),  # 16, without the 3
+        ("8+3+8", 0.0),  # each number, another value
+        ("8*3-8", 1.0),
+        (" -(8-(8*3)) ", 1.0),
+        ("8*3+-8", 0.0),  # -8 is no number of the row
+        ("8*3-8=16", 0.0),
+        ("8*3-8 or so", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_countdown_takes_each_number_once_and_the_exact_value(make: Making, text: str, score: float) -> None:
+    row = {"columns": {"numbers": [8, 3, "8"], "target": 16}}
+    rewards = make({"countdown": 1.0}, {"countdown": reward_sections.CountdownSection()})
+    cut = completion(text, 1, **row, finish_reason="length")
+    np.testing.assert_array_equal(rewards.score([completion(text, **row), cut], 2), [[score], [0.0]])
+
+
+def test_countdown_reads_the_last_match_of_a_pattern_and_needs_its_columns(make: Making) -> None:
+    own = reward_sections.CountdownSection(numbers="nums", pattern="<answer>(.*?)</answer>")
+    rewards = make({"countdown": 1.0}, {"countdown": own})
+    row = {"columns": {"nums": [1, 2], "target": "0.5"}}
+    texts = ["<answer>2/1</answer>, no: <answer>1/2</answer>", "1/2", "<answer>1/2</answer> <answer>2/1</answer>"]
+    told = [completion(text, number, **row) for number, text in enumerate(texts)]
+    np.testing.assert_array_equal(rewards.score([*told, completion("1/2", 3)], 4), [[1], [0], [0], [np.nan]])
+    assert "the row has no 'nums' (reward.countdown.numbers)" in rewards.first_failure
+
+
 @pytest.mark.parametrize(("name", "key"), [("format", "pattern"), ("length", "target"), ("http", "url")])
 def test_keys_that_a_reward_cannot_do_without(make: Making, name: str, key: str) -> None:
     with pytest.raises(UserError, match=rf"reward\.{name}\.{key}: is required"):
@@ -133,7 +164,7 @@ def test_keys_are_read_of_rewards_that_are_named_only() -> None:
     found = section({"exact": 1.0})
     Rewards(found, KNOWN)
     idle = {key[0] for key in unread(found)}
-    assert idle == {"format", "length", "math", "http", "model"}
+    assert idle == {"countdown", "format", "length", "math", "http", "model"}
 
 
 # functions in files
