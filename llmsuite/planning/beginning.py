@@ -1,4 +1,4 @@
-"""What `lora.init: lora_ga` takes on a rank before the first step, beside the passes of a step."""
+"""What `lora.init: lora_ga` takes before the first step: memory of a rank beside the passes of a step, and work."""
 
 from __future__ import annotations
 
@@ -34,3 +34,23 @@ def beginning_bytes(layout: Layout, held: Sequence[LocalParameter], tokens: int)
     one = max(inputs[m] * outputs[m] + is_cast * tokens * (inputs[m] + outputs[m]) for m in inputs)
     whole = max(math.prod(layout.shapes[f"{module}.weight"]) for module in inputs)
     return 4.0 * (sums + max(one, 2 * whole))
+
+
+def num_beginning_steps(layout: Layout) -> int:
+    """Steps whose passes are done before the first one, without an update; 0 for other adapters."""
+    lora = layout.plan.recipe.lora
+    return 0 if lora.rank is None or lora.init != "lora_ga" else lora.init_batches * lora.init_passes
+
+
+def gradient_flops(layout: Layout, tokens: int) -> float:
+    """FLOPs of the gradients of all adapted matrices, over all ranks, which the backward passes of a step do not
+    compute: each once for each batch, whatever part of them a pass takes. 0 for other adapters.
+
+    Args:
+        layout: of the run.
+        tokens: of a step, over all ranks.
+    """
+    if not num_beginning_steps(layout):
+        return 0.0
+    values = sum(math.prod(layout.shapes[f"{module}.weight"]) for module in layout.adapted)
+    return 2.0 * values * tokens * layout.plan.recipe.lora.init_batches

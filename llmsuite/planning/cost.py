@@ -72,9 +72,10 @@ def hardware(name: str | None, **given: float | None) -> Hardware | None:
     return Hardware(**{"memory": math.inf, "local": own["network"], **own})
 
 
-def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch) -> float:
+def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch, prefix: int = 0) -> float:
     """FLOPs of a layer's forward pass, over all ranks: 2 for each weight a token is multiplied with, and attention,
-    of which a causal kernel computes half of the pairs of tokens."""
+    of which a causal kernel computes half of the pairs of tokens. It computes with `prefix` further tokens (prefix
+    tuning), which no matrix is multiplied with."""
     what, mlp = layer.attention, layer.mlp
     if isinstance(what, Latent):
         queries = what.heads * (what.nope + what.rope)
@@ -92,7 +93,7 @@ def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch) -> float:
         weights += hidden * mlp.width * (2 if isinstance(mlp, GeluMLP) else 3)
     if layer.predicts_further:
         weights += 2 * hidden * hidden
-    return 2.0 * weights * batch.tokens + each * batch.rows * float(batch.length) ** 2
+    return 2.0 * weights * batch.tokens + each * batch.rows * float(batch.length + prefix) ** 2
 
 
 def head_flops(anatomy: Anatomy, batch: MicroBatch) -> float:
@@ -112,10 +113,11 @@ def part_costs(layout: Layout, anatomy: Anatomy, batch: MicroBatch) -> list[Part
     """FLOPs of each part. A backward pass costs two forward passes (one if only adapters are trained), plus the
     recomputed layers."""
     engine, last = layout.plan.recipe.engine, len(layout.bounds) - 2
+    prefix = layout.plan.recipe.prefix.tokens or 0
     times = 1 if layout.plan.recipe.freezes_model else 2
     costs = []
     for part in range(last + 1):
-        each = {i: layer_flops(anatomy.layers[i], anatomy.hidden, batch) for i in layout.layers_of(part)}
+        each = {i: layer_flops(anatomy.layers[i], anatomy.hidden, batch, prefix) for i in layout.layers_of(part)}
         again = sum(f for i, f in each.items() if engine.computes_again(i))
         head = head_flops(anatomy, batch) if part == last and layout.plan.stage.head != "score" else 0.0
         forward = sum(each.values()) + head

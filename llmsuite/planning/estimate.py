@@ -12,6 +12,7 @@ from llmsuite.models.anatomy import Anatomy
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Kind
 from llmsuite.planning.activations import MicroBatch
+from llmsuite.planning.beginning import gradient_flops, num_beginning_steps
 from llmsuite.planning.communication import Counts, Traffic, model_prepasses
 from llmsuite.planning.cost import FAST, SLOW, Efficiency, Hardware, PartCost, communication_time, part_costs
 from llmsuite.planning.layout import Layout, ranks
@@ -67,6 +68,21 @@ class Estimate:
         """FLOPs of a step, over all ranks, including recompute and pre-passes."""
         each = sum((1 + self._prepass_rows) * cost.forward + cost.backward for cost in self.costs)
         return each * self.num_micro_batches * self.plan.degrees.num_data_ranks
+
+    @property
+    def beginning_flops(self) -> float:
+        """FLOPs before the first step, over all ranks: passes of steps that leave gradients of adapted matrices."""
+        return num_beginning_steps(self.layout) * self.flops + gradient_flops(self.layout, self.tokens)
+
+    def beginning_seconds(self, device: Hardware) -> tuple[float, float]:
+        """The shortest and the longest time they are likely to take, taking each as a step with its messages."""
+        products = gradient_flops(self.layout, self.tokens) / (device.flops * self.plan.degrees.num_ranks)
+        count = num_beginning_steps(self.layout)
+        fast, slow = (
+            count * seconds + products / efficiency.flops
+            for seconds, efficiency in zip(self.step_seconds(device), (FAST, SLOW))
+        )
+        return fast, slow
 
     def step_seconds(self, device: Hardware) -> tuple[float, float]:
         """The shortest and the longest time a step is likely to take."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from llmsuite.models.anatomy import MoE
+from llmsuite.planning.beginning import num_beginning_steps
 from llmsuite.planning.cost import FAST, SLOW, Hardware, axis_size, total_bytes
 from llmsuite.planning.estimate import Estimate
 from llmsuite.planning.memory import NOT_COUNTED, StageMemory
@@ -58,7 +59,7 @@ def inexact(found: Estimate) -> Iterator[str]:
     if found.plan.profile.critic is not None:
         yield "the critic: its memory is counted, its messages and the time of its passes are not"
     if any(stage.beginning for stage in found.stages):
-        yield "lora.init: its memory is counted, its passes and messages before the first step are not"
+        yield "lora.init: its passes are taken as steps; gathering gradients and singular vectors are not counted"
     if found.plan.device.name != "cpu":
         yield "buffers and fused kernels of this device: not measured on such a device"
     yield "times: they assume " + " to ".join(
@@ -134,6 +135,11 @@ def _schedule(found: Estimate) -> Iterator[str]:
 
 def _work(found: Estimate, device: Hardware | None) -> Iterator[str]:
     yield f"a step: {found.tokens:,} tokens, {found.flops:.3g} FLOPs over all ranks"
+    if count := num_beginning_steps(found.layout):
+        fast, slow = (0.0, 0.0) if device is None else found.beginning_seconds(device)
+        time = "" if device is None else f", {fast:.3g} to {slow:.3g} s"
+        work = f"{found.beginning_flops:.3g} FLOPs{time}"
+        yield f"  before the first one, for lora.init: the passes of {count} steps, with gradients of matrices: {work}"
     if device is None:
         yield "  no time without --hardware, or --flops and --bandwidth"
         return

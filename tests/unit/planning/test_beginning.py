@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmsuite.planning.cost import HARDWARE, SLOW
 from llmsuite.planning.estimate import estimate
 from llmsuite.planning.show import show_plan, size
 from llmsuite.plugins.manager import Registry
@@ -53,3 +54,22 @@ def test_it_is_part_of_the_peak_and_told(registry: Registry) -> None:
         f"before the first step only: {size(stage.beginning)} of gradients" in line
         for line in show_plan(found, None, None)
     )
+
+
+def test_its_passes_are_those_of_steps_and_products_for_gradients(registry: Registry) -> None:
+    """Each matrix has a product for its gradient in each batch, in whichever pass: 2 for each element and token."""
+    plain = estimate(plan_run(RECIPE, ["--lora.init=pissa", *ONE_DEVICE], registry))
+    assert plain.beginning_flops == 0
+    assert not any("before the first one" in line for line in show_plan(plain, None, None))
+    for batches, passes in ((1, 1), (3, 1), (2, 4)):
+        words = (f"--lora.init_batches={batches}", f"--lora.init_passes={passes}")
+        found = estimate(plan_run(RECIPE, [GA, *ONE_DEVICE, *words], registry))
+        products = 2.0 * 32 * LAYER * found.tokens * batches
+        assert found.flops == plain.flops
+        assert found.beginning_flops == batches * passes * plain.flops + products
+        device = HARDWARE["h100"]
+        _, slow = found.beginning_seconds(device)
+        wanted = batches * passes * found.step_seconds(device)[1] + products / (device.flops * SLOW.flops)
+        assert abs(slow / wanted - 1) < 1e-12
+        told = f"the passes of {batches * passes} steps, with gradients of matrices: {found.beginning_flops:.3g} FLOPs"
+        assert any(told in line for line in show_plan(found, None, device))

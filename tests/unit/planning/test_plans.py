@@ -117,6 +117,17 @@ def test_flops_are_six_for_each_weight_and_token() -> None:
     assert more.backward - cost.backward == cost.forward - head
 
 
+def test_attention_computes_with_a_prefix_too() -> None:
+    words = ("--parallel={}", "--launch.num_devices=1", "--engine.recompute=none")
+    name = str(RECIPE).replace("pretrain", "sft")
+    plain, behind = (run_plan(type(RECIPE)(name), *words, *more) for more in ((), ("--prefix.tokens=24",)))
+    batch, anatomy = MicroBatch(2, 40, 1), anatomy_of(plain)
+    (alone,), (cost,) = (part_costs(Layout(plan), anatomy, batch) for plan in (plain, behind))
+    each = 2 * 32 * 128 * 32  # queries and values of all heads of all layers
+    assert cost.forward - alone.forward == 2 * each * (64**2 - 40**2)
+    assert cost.backward == cost.forward, "the model is frozen"
+
+
 def test_a_search_says_what_fits_and_why_others_do_not() -> None:
     plan = run_plan(RECIPE)
     fitting, rejected = search(plan, 30 * 2.0**30, HARDWARE["a100"])
