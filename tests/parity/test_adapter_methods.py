@@ -8,11 +8,13 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.test_lora import ADAMW, PP, RECOMPUTE, SP, STATIC, STEM, TP
-from tests.parity.cases import GRADIENT_LIMIT, STEPS, Case, compare, run_cases
+from tests.parity import page
+from tests.parity.cases import GRADIENT_LIMIT, STEPS, Case, Comparison, compare, run_cases
 from tests.parity.condition import change_limits, gradient_limits, nudged
 from tests.parity.lora import case, compare_updates
 
 METHODS: dict[str, tuple[str, ...]] = {
+    "lora": (),
     "mixer": ("--lora.method=mixer",),
     "dora": ("--lora.method=dora",),
     "pissa": ("--lora.init=pissa",),
@@ -46,7 +48,7 @@ FAMILIES = {"gpt tp2": ("gpt", 2, TP), "deepseek tp2 stage3": ("deepseek", 4, {*
 
 def _run(method: str, family: str = "llama") -> dict[str, object]:
     # see test_lora; vectors, and a mixer, whose first factor is a product of two, learn less in a step
-    slow = {("dora", "deepseek"): 0.05, ("vera", "gpt"): 0.05, ("vera", "llama"): 0.05}
+    slow = {("lora", "deepseek"): 0.05, ("dora", "deepseek"): 0.05, ("vera", "gpt"): 0.05, ("vera", "llama"): 0.05}
     rate = (f"--train.learning_rate={slow[method, family]}",) if (method, family) in slow else ()
     # moments magnify what singular vectors are off by
     optimizer = ADAMW if (family == "llama" and method != "lora_ga") or (method, family) == ("vera", "gpt") else {}
@@ -69,6 +71,9 @@ TABLE: dict[str, tuple[Case, Case]] = {
     for method in METHODS
     for name, (family, num_ranks, parallel) in FAMILIES.items()
 }
+
+
+results: dict[str, Comparison] = {}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +105,7 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], name:
     if name.startswith("lora_ga"):
         found = compare_updates(runner, one.name, many.name)
         print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, updates {found.change:.1e}")
+        results[name] = found
         assert found.problems == []
         return
     of_change: float | dict[str, float] = GRADIENT_LIMIT
@@ -114,7 +120,21 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], name:
         f"{max([GRADIENT_LIMIT, *of_gradients.values()]):.1e}, change {found.change:.1e} of at most "
         f"{max(of_change.values()) if isinstance(of_change, dict) else of_change:.1e}"
     )
+    results[name] = found
     assert found.problems == []
+
+
+def test_write_table(request: pytest.FixtureRequest) -> None:
+    """With `--write-parity-table`: put what was measured into docs/notes/parity.md."""
+    if not request.config.getoption("--write-parity-table"):
+        return
+    assert len(results) == len(TABLE), "only a whole run is worth writing down"
+    columns = [*MESHES, *FAMILIES]
+    rows = [
+        [method, *(f"{results[name].metrics:.1e}" if (name := f"{method} {c}") in results else "" for c in columns)]
+        for method in METHODS
+    ]
+    page.write("adapters", ["adapter", *columns], rows)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,13 +10,12 @@ from llmsuite.plugins.manager import PluginInfo
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import registry_with
 from tests.multi.conftest import Runner
-from tests.parity import token_stage
+from tests.parity import page, token_stage
 from tests.parity.cases import Comparison, compare, many_processes, one_process, plan_of, run_points
 from tests.parity.planned import check_truth
 from tests.parity.points import DIMENSIONS, Point, covering, legal, short
 from tests.paths import ROOT
 
-BEGIN, END = "<!-- generated: parity -->", "<!-- end of generated: parity -->"
 results: dict[Point, Comparison] = {}
 
 
@@ -48,24 +47,13 @@ def test_write_table(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--write-parity-table"):
         return
     assert len(results) == len(covering()), "only a whole run is worth writing down"
-    page = ROOT / "docs" / "notes" / "parity.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(before + _table() + rest.partition(END)[2], encoding="utf-8")
-
-
-def _table() -> str:
     names = [dimension.name for dimension in DIMENSIONS]
-    lines = [
-        BEGIN,
-        "",
-        "| " + " | ".join(["ranks", *(name.replace("_", " ") for name in names), "metrics", "gradients"]) + " |",
-        "|---" * (len(names) + 3) + "|",
+    columns = ["ranks", *(name.replace("_", " ") for name in names), "metrics", "gradients"]
+    rows = [
+        [point.num_ranks, *(_cell(point[name]) for name in names), f"{found.metrics:.1e}", f"{found.gradients:.1e}"]
+        for point, found in sorted(results.items(), key=lambda item: (item[0].num_ranks, item[0].values))
     ]
-    for point, found in sorted(results.items(), key=lambda item: (item[0].num_ranks, item[0].values)):
-        cells = [_cell(point[name]) for name in names]
-        numbers = [f"{found.metrics:.1e}", f"{found.gradients:.1e}"]
-        lines.append("| " + " | ".join(map(str, [point.num_ranks, *cells, *numbers])) + " |")
-    return "\n".join([*lines, "", END])
+    page.write("parity", columns, rows)
 
 
 def _cell(value: Any) -> str:
