@@ -62,9 +62,9 @@ TASKS = {
     task.name: task
     for task in (
         Task("pretrain", "pretraining", "pretrain", 4, 1e-4, ("transformers", "paddlenlp", "paddlenlp-as-is")),
-        Task("sft", "SFT", "sft", 4, 1e-5, ("trl", "paddlenlp"), ALPACA),
-        Task("lora", "LoRA", "lora", 4, 1e-4, ("trl", "paddlenlp"), ALPACA, has_adapter=True),
-        Task("dpo", "DPO", "dpo", 2, 1e-5, ("trl", "trl-precomputed", "paddlenlp"), PAIRS),
+        Task("sft", "SFT", "sft", 4, 1e-5, (*TRL, "paddlenlp"), ALPACA),
+        Task("lora", "LoRA", "lora", 4, 1e-4, (*TRL, "paddlenlp"), ALPACA, has_adapter=True),
+        Task("dpo", "DPO", "dpo", 2, 1e-5, (*TRL, "trl-precomputed", "paddlenlp"), PAIRS),
         Task("grpo", "GRPO", "grpo", 4, 1e-6, TRL, ALPACA, group=4, drawn=64),
         Task("grpo-lora", "GRPO, LoRA", "grpo", 4, 1e-5, TRL, ALPACA, True, group=4, drawn=64),
         Task("grpo-digits", "GRPO, digits", "grpo", 64, 2e-4, TRL, DIGITS, group=8, drawn=12, length=128),
@@ -81,7 +81,7 @@ class Prepared:
     """The same for the peers."""
 
 
-def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, threads: int) -> Prepared:
+def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, threads: int, precision: str) -> Prepared:
     """Write the files of a task into a directory.
 
     Args:
@@ -90,6 +90,7 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         data: directory with the files of `ROWS`.
         steps: that may be asked for.
         threads: of each engine.
+        precision: `engine.precision`.
     """
     from llmsuite import builtin
     from llmsuite.cli import commands
@@ -118,6 +119,7 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         **({"lora": LORA} if task.has_adapter else {}),
         **({"dpo": {"loss": "sigmoid", "beta": BETA}} if task.stage == "dpo" else {}),
         **(_grpo_sections(task) if task.draws else {}),
+        "engine": {"precision": precision},
         "device": "cpu",
         "seed": SEED,
         "output_dir": str(place / "run"),
@@ -130,7 +132,7 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         "kind": task.stage, "model": str(model), "eos": tokenizer.special_tokens["eos_token"],
         "rows": str(rows), "batch": task.batch, "steps": steps,
         "learning_rate": task.learning_rate, "max_length": task.length, "beta": BETA, "threads": threads,
-        **LORA, "has_adapter": task.has_adapter, "num_generations": task.group, "max_completion_length": task.drawn,
+        "precision": precision, **LORA, "has_adapter": task.has_adapter, "num_generations": task.group, "max_completion_length": task.drawn,
         "scratch": str(place / "peers"),
     }  # fmt: skip
     (place / "asked.json").write_text(json.dumps(asked))

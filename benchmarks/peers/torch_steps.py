@@ -49,7 +49,7 @@ def main() -> None:
         "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 0,
     }  # fmt: skip
     if peer != "trl-as-is":  # whose defaults both are
-        arguments |= {"bf16": False, "gradient_checkpointing": False}
+        arguments |= {"bf16": task["precision"] == "bf16", "gradient_checkpointing": False}
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
     kind = task["kind"]
     common: dict[str, Any] = {"callbacks": [Callback()]}
