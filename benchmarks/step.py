@@ -228,8 +228,8 @@ def conditions(arguments: argparse.Namespace, peers: Sequence[str]) -> str:
     theirs = [f"{name} {version}" for peer in peers for name, version in versions(peer).items()]
     return (
         f"{page.processor()}, {os.cpu_count()} cores, {arguments.threads} threads each, {arguments.precision}, "
-        f"{arguments.rounds} rounds of {arguments.steps} step{'s' if arguments.steps > 1 else ''}. Python {platform.python_version()}; llmsuite on "
-        f"{mine}; peers: {', '.join(theirs)}."
+        f"{arguments.rounds} rounds of {arguments.steps} step{'s' if arguments.steps > 1 else ''}. "
+        f"Python {platform.python_version()}; llmsuite on {mine}; peers: {', '.join(theirs)}."
     )
 
 

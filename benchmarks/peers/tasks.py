@@ -132,7 +132,8 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         "kind": task.stage, "model": str(model), "eos": tokenizer.special_tokens["eos_token"],
         "rows": str(rows), "batch": task.batch, "steps": steps,
         "learning_rate": task.learning_rate, "max_length": task.length, "beta": BETA, "threads": threads,
-        "precision": precision, **LORA, "has_adapter": task.has_adapter, "num_generations": task.group, "max_completion_length": task.drawn,
+        "precision": precision, **LORA, "has_adapter": task.has_adapter,
+        "num_generations": task.group, "max_completion_length": task.drawn,
         "scratch": str(place / "peers"),
     }  # fmt: skip
     (place / "asked.json").write_text(json.dumps(asked))
