@@ -242,7 +242,7 @@ def test_accumulate_steps(plan: Plan) -> None:
         ),
         ({"launch.master": "host"}, "launch.master", "is 'host'; it has to be host:port"),
         ({"device": "cup"}, "device", "no device is called 'cup'; did you mean 'cpu'? registered: cpu, gpu, xpu"),
-        ({"engine.precision": "bf16"}, "engine.precision", "bf16 does not work on cpu; use fp32"),
+        ({"engine.precision": "fp16"}, "engine.precision", "fp16 does not work on cpu; use fp32, bf16"),
         ({"data.format": "trl"}, "data.format", "no data format is called 'trl'"),
         ({"loggers": ["visualdl", "visaldl"]}, "loggers", "no logger is called 'visaldl'; did you mean 'visualdl'?"),
     ],
