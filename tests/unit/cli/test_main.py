@@ -204,7 +204,7 @@ def test_schema(run: Run, write_recipe: Callable[..., Path]) -> None:
 
 
 def test_run_stops_before_anything_starts(run: Run, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
-    wrong = {"launch.nodes": 2, "data.eval": "nothing.jsonl", "seed": "1", "engine.precision": "bf16"}
+    wrong = {"launch.nodes": 2, "data.eval": "nothing.jsonl", "seed": "1", "engine.precision": "fp16"}
     for key, value in wrong.items():
         path = write_recipe({key: value, "output_dir": str(tmp_path / "run")})
         code, out, err = run("run", path)

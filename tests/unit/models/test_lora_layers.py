@@ -13,7 +13,7 @@ import pytest
 from paddle import nn
 
 from llmsuite.errors import UserError
-from llmsuite.inference.fused import _is_plain
+from llmsuite.inference.next_logits import is_plain
 from llmsuite.models.adapter import is_plain_linear
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.lora_layers import LoraLinear
@@ -110,7 +110,7 @@ def test_a_layer_with_an_adapter_is_no_plain_linear_layer() -> None:
     add_adapters(model, modules, lora_config(r=2))
     found = dict(model.named_sublayers())
     assert all(isinstance(found[name], nn.Linear) for name in modules)
-    assert not any(is_plain_linear(found[name]) or _is_plain(found[name]) for name in modules)
+    assert not any(is_plain_linear(found[name]) or is_plain(found[name]) for name in modules)
     with pytest.raises(UserError, match="'q_proj' matches no matrix"):
         adapted_modules(model, WHOLE, ["q_proj"])
 
