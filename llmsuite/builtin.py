@@ -73,6 +73,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             predicts_further=True,
             tells_prompts=True,
             takes_prefix=True,
+            compares_answers=True,
             smoke=CONVERSATIONS,
         ),
         StageSpec(
@@ -86,6 +87,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             predicts_further=True,
             tells_prompts=True,
             takes_prefix=True,
+            compares_answers=True,
         ),
         StageSpec(
             name="pretrain",

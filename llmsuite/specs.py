@@ -112,19 +112,19 @@ class StageSpec:
     adapters: bool = False
     """Whether it is for adapters only: a recipe has to set `lora.rank`, `reft.rank` or `prefix.tokens` then."""
     quantises: bool = False
-    """Whether it works with quantisation-aware training (the section `qat`): its loss needs the model being trained
-    only, in one forward pass."""
+    """Whether it works with the section `qat`: its loss needs the model being trained only, in one forward pass."""
     rows_per_sample: int = 1
     """Sequences that a sample has in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
     profile: Callable[[Any], StageProfile] = lambda section: StageProfile()
     """The metrics of its loss and its pre-passes, by its section: best a method of that class."""
     predicts_further: bool = False
-    """Whether its loss can have the term of `train.mtp_loss_weight`: it calls `model.mtp_hidden_states`, and has the
-    metric `mtp_loss` then."""
+    """Whether its loss has the term of `train.mtp_loss_weight`, by `mtp_hidden_states`, and the metric `mtp_loss`."""
     tells_prompts: bool = False
     """Whether its batches have "prompt_lengths" where the recipe sets `reft.rank`; see `language_model.collate`."""
     takes_prefix: bool = False
     """Whether it works with prefix tuning (the section `prefix`): its loss needs the model being trained only."""
+    compares_answers: bool = False
+    """Whether it has `Stage.questions`, which `generation.max_new_tokens` needs."""
     takes_all: bool = False
     """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
     draws_ahead: bool = False

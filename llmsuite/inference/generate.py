@@ -69,6 +69,7 @@ class Generator:
         sampling: Sampling,
         num_return_sequences: int = 1,
         batch_size: int = 8,
+        max_length: int | None = None,
     ) -> Iterator[list[Answer]]:
         """The answers to each prompt, in the order of the prompts, which join the batch as there is room.
 
@@ -77,16 +78,22 @@ class Generator:
             sampling: how to choose; every answer is the same whatever else is in the batch.
             num_return_sequences: answers to each prompt.
             batch_size: answers that are decoded together.
+            max_length: of a prompt and its answer together, where that leaves less than `sampling.max_new_tokens`.
 
         Raises:
             UserError: there is no room for an answer.
         """
+
+        def limited(prompt: Sequence[int]) -> Sampling:
+            room = sampling.max_new_tokens if max_length is None else max_length - len(prompt)
+            return dataclasses.replace(sampling, max_new_tokens=max(0, min(room, sampling.max_new_tokens)))
+
         batch, coming = Batch(self.decoder, self._agree), iter(prompts)
         waiting: list[Line] = []
         begun: list[list[Line]] = []  # prompts whose answers have not been returned yet
         while True:
             while len(batch.lines) + len(waiting) < batch_size and (prompt := next(coming, None)) is not None:
-                begun.append([self.line(prompt, sampling, number) for number in range(num_return_sequences)])
+                begun.append([self.line(prompt, limited(prompt), number) for number in range(num_return_sequences)])
                 waiting += [line for line in begun[-1] if not line.finished]
             if not begun:
                 return

@@ -1,4 +1,5 @@
-"""What rollouts take on a rank beside training: a whole model for generation, its cache, and a reference."""
+"""What generation takes on a rank beside training, in rollouts and evaluations: a whole model for it, its cache; and a
+reference."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ _COPIES = 2
 
 def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
     """The weights for generation, whole on each rank that reads data, and those of a reward model; 0 for a stage
-    without rollouts, or where servers draw."""
+    that generates nothing, or where servers draw."""
     plan = layout.plan
-    if not _draws_here(plan) or not mesh.reads_data:
+    if not mesh.reads_data or not (_draws_here(plan) or _answers(plan)):
         return 0.0
     values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
-    return float((values + _reward_values(plan.recipe)) * element_bytes(plan))
+    values += _reward_values(plan.recipe) if _draws_here(plan) else 0
+    return float(values * element_bytes(plan))
 
 
 def _reward_values(recipe: Any) -> int:
@@ -42,6 +44,10 @@ def _draws_here(plan: RunPlan) -> bool:
     return plan.rollout_engine is not None and not plan.rollout_engine.remote
 
 
+def _answers(plan: RunPlan) -> bool:
+    return plan.recipe.generation.max_new_tokens is not None
+
+
 def reference_bytes(plan: RunPlan, held: Sequence[LocalParameter]) -> float:
     """The weights of the reference of a stage that keeps some, sharded as those that are trained."""
     if all(prepass.kind != "reference" for prepass in plan.profile.prepasses):
@@ -50,14 +56,11 @@ def reference_bytes(plan: RunPlan, held: Sequence[LocalParameter]) -> float:
 
 
 def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
-    """The keys and values of the completions that a rank draws at once, all as long as can be."""
+    """The keys and values of the completions or answers that a rank draws at once, all as long as can be."""
     plan = layout.plan
-    if not _draws_here(plan) or not mesh.reads_data:
+    if not mesh.reads_data or not (_draws_here(plan) or _answers(plan)):
         return 0.0
-    recipe: Any = plan.recipe  # whose section `rollout` only such stages have
-    rollout = recipe.rollout
-    prompts = -(-plan.recipe.train.global_batch_size * plan.profile.updates // len(mesh.readers))
-    rows = min(max(rollout.batch_size, rollout.num_generations), prompts * rollout.num_generations)
+    rows = plan.recipe.generation.batch_size if _answers(plan) else _drawn_at_once(plan, mesh)
     each = 0
     for layer in anatomy.layers:
         attention = layer.attention
@@ -66,3 +69,10 @@ def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
         else:
             each += attention.heads * (attention.nope + attention.rope + attention.value)
     return float(_COPIES * rows * plan.recipe.data.max_length * each * element_bytes(plan))
+
+
+def _drawn_at_once(plan: RunPlan, mesh: Mesh) -> int:
+    recipe: Any = plan.recipe  # whose section `rollout` only such stages have
+    rollout = recipe.rollout
+    prompts = -(-plan.recipe.train.global_batch_size * plan.profile.updates // len(mesh.readers))
+    return min(max(rollout.batch_size, rollout.num_generations), prompts * rollout.num_generations)

@@ -91,7 +91,8 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
         yield f"in host memory, a rank: {size(max(stage.host for stage in found.stages))} of optimizer state"
     if any(stage.decoder for stage in found.stages):
         weights, cache = (max(getattr(stage, name) for stage in found.stages) for name in ("decoder", "cache"))
-        yield f"of it for rollouts: {size(weights)} of weights, whole; before a step up to {size(cache)} of cache"
+        what, when = ("rollouts", "before a step") if found.plan.profile.updates else ("generation", "in evaluations")
+        yield f"of it for {what}: {size(weights)} of weights, whole; {when} up to {size(cache)} of cache"
     if any(stage.reference for stage in found.stages):
         yield f"of it for the reference: {size(max(stage.reference for stage in found.stages))} of frozen weights"
     if any(stage.critic for stage in found.stages):

@@ -59,6 +59,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.global_batch_size": 8 * micro,  # the same on any mesh, so that meshes can be compared
         "train.learning_rate": 1e-3,
         **_warmup(recipe),
+        **({} if recipe.generation.max_new_tokens is None else _ANSWERS),
         **({} if recipe.lora.base_dtype is None else {"lora.base_block": _SMALL_BLOCK}),
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
@@ -66,6 +67,9 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         **copy.deepcopy(dict(stage.smoke)),  # overrides are written into it
     }
 
+
+_ANSWERS = {"generation.max_new_tokens": 16, "generation.max_samples": 8}
+"""Few and short answers at evaluations."""
 
 _SMALL_BLOCK = 8
 """Inputs that share a scale in a quantised base: the tiny shapes are whole blocks of it, cut eightfold too."""

@@ -6,19 +6,20 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from llmsuite.devices.base import DeviceBackend
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.load import build_model
 from llmsuite.inference.refresh import RefreshableModel
+from llmsuite.recipe.resolve import RunPlan
 from llmsuite.rl.drawing import Drawing, Drawn, Request, draw_groups, fill_groups
 from llmsuite.rl.engine import EngineContext, Pending
 from llmsuite.typing import Tensor
 
 
-class LocalEngine:
+class LocalModel:
     """A whole model in this process, in the form for generation. It has no values until `refresh`."""
 
-    def __init__(self, context: EngineContext):
-        plan, backend = context.plan, context.backend
+    def __init__(self, plan: RunPlan, backend: DeviceBackend):
         precision = plan.recipe.engine.precision
         model = build_model(
             plan.family,
@@ -29,7 +30,19 @@ class LocalEngine:
             lambda model: lambda name, shape, index: np.zeros([part.stop - part.start for part in index], "float32"),
         )
         self._model = RefreshableModel(model, backend.ops(precision))
-        self._decoder = ModelDecoder(model)
+        self.decoder = ModelDecoder(model)
+
+    def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """New values: every parameter by its name, whole, adapters merged."""
+        self._model.refresh(weights)
+
+
+class LocalEngine:
+    """Draws with a model beside the one that is trained."""
+
+    def __init__(self, context: EngineContext):
+        self._model = LocalModel(context.plan, context.backend)
+        self._decoder = self._model.decoder
 
     def refresh(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `Engine`."""

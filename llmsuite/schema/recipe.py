@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from llmsuite.schema.engine import EngineSection
+from llmsuite.schema.generation import GenerationSection
 from llmsuite.schema.lora import LoraSection
 from llmsuite.schema.numbers import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.parallel import ParallelSection
@@ -295,6 +296,7 @@ class Recipe(Section):
     lora: LoraSection = dataclasses.field(default_factory=LoraSection)
     reft: ReftSection = dataclasses.field(default_factory=ReftSection)
     prefix: PrefixSection = dataclasses.field(default_factory=PrefixSection)
+    generation: GenerationSection = dataclasses.field(default_factory=GenerationSection)
     qat: QatSection = dataclasses.field(default_factory=QatSection)
     checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
     launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)

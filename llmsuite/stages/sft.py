@@ -5,6 +5,7 @@ rows -> text before and after each supervised turn -> token ids with a loss mask
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from llmsuite.errors import UserError
 from llmsuite.stages import language_model
 from llmsuite.stages.language_model import WeightedTokens
 from llmsuite.stages.sections import SftSection
-from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
+from llmsuite.train.stage import Batch, DropCounts, LossTerms, Question, Stage, StageContext
 
 
 class Unusable(Exception):
@@ -134,6 +135,16 @@ class SftStage(Stage[WeightedTokens]):
         samples = [language_model.join(samples)] if self.context.padding_free else samples
         pad_id, multiple = self.context.tokenizer.pad_id, self.context.length_multiple
         return language_model.collate(samples, pad_id, multiple, self._mtp_weight > 0, self._tells_prompts)
+
+    def questions(self, sample: WeightedTokens) -> Sequence[Question]:
+        """The last answer of each conversation in a sample, and everything before it."""
+        found = []
+        for begin, end in itertools.pairwise([*sample.begins, len(sample.ids)]):
+            ids, (supervised,) = sample.ids[begin:end].tolist(), np.nonzero(sample.weights[begin:end])
+            breaks = np.flatnonzero(np.diff(supervised) > 1)
+            first = int(supervised[breaks[-1] + 1 if len(breaks) else 0])
+            found.append(Question(tuple(ids[:first]), tuple(ids[first : supervised[-1] + 1])))
+        return found
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the supervised tokens; every one weighs 1."""

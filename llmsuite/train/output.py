@@ -18,7 +18,7 @@ from llmsuite.shown import redacted, redacted_data
 from llmsuite.specs import RunView
 
 _SHOWN = (
-    *("loss", "reward", "pass@1", "completions/length", "learning_rate", "grad_norm"),
+    *("loss", "bleu4", "rougel", "reward", "pass@1", "completions/length", "learning_rate", "grad_norm"),
     *("rewards/margin", "rewards/accuracy"),
 )
 

@@ -135,6 +135,14 @@ class RolledOut:
     """Rows of `completions.jsonl`, see `llmsuite.rl.table`; of rank 0 they are written."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A prompt and the answer that its row has, as tokens."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
 _RENAMED = {
     "looks": "list the pre-passes in `StageSpec.profile`, as `StageProfile.prepasses`",
     "prepasses": "list the pre-passes in `StageSpec.profile`, as `StageProfile.prepasses`",
@@ -227,6 +235,11 @@ class Stage(abc.ABC, Generic[S]):
     def evaluate_rollouts(self, samples: Sequence[S], rollouts: Rollouts) -> Mapping[str, float]:
         """Metrics of completions that are drawn for the samples of the evaluation; called as `roll_out`."""
         raise AssertionError(f"{type(self).__name__} has `updates` in its profile and no method `evaluate_rollouts`")
+
+    def questions(self, sample: S) -> Sequence[Question]:
+        """The prompts in a sample of the evaluation with their answers, which those that the model generates are
+        compared with. Called where the recipe sets `generation.max_new_tokens`."""
+        raise AssertionError(f"{type(self).__name__} has `compares_answers` in its spec and no method `questions`")
 
     def maxima(self) -> Mapping[str, float]:
         """The metrics `StageProfile.maxima` of this rank's micro-batches since it was called last; a rank without a

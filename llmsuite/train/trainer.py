@@ -35,6 +35,7 @@ from llmsuite.train.data import read_data, tokenizer_to_save
 from llmsuite.train.evaluate import evaluate
 from llmsuite.train.fetching import fetch_parts, reading
 from llmsuite.train.frozen_copy import frozen_reference
+from llmsuite.train.generation import AnswerEvaluation
 from llmsuite.train.guard import Guard
 from llmsuite.train.lora_ga import GradientStart, begin_with_gradients
 from llmsuite.train.loss_scale import LossScale, NoLossScale
@@ -112,6 +113,9 @@ class Trainer:
         beside = contextlib.nullcontext if reference is None else reference.active
         self.passes = Passes(data.stage, built.part, plan.schedule, prepasses, beside)
         self.rollouts = rollout_engine(plan, backend, mesh, built, data.stage) if plan.profile.updates else None
+        self.answers: AnswerEvaluation | None = None
+        if recipe.generation.max_new_tokens is not None:
+            self.answers = AnswerEvaluation(plan, backend, mesh, built, data)
 
         # optimizer
         host = backend if recipe.engine.offload_optimizer else None
@@ -292,6 +296,8 @@ class Trainer:
             metrics = evaluate(micro_batches, self.passes, num_counted)
         else:
             metrics = self.rollouts.evaluate(self.data, self.step)
+        if self.answers is not None:
+            metrics = {**metrics, **self.answers.evaluate(self.step)}
         self.output.evaluated(self.step, metrics)
         self.saver.evaluated(self.snapshot_state(), metrics)
 

@@ -20,6 +20,8 @@ _SIMPO_GAMMA = 0.5
 """`simpo_gamma`, `split`, `max_length` (by stage) where they are not given, as in PaddleNLP's scripts."""
 _SPLIT = "949,50,1"
 _LENGTHS = {"pretrain": 1024, "sft": 2048, "dpo": 4096, "kto": 4096, "rm": 4096}
+_COMPARISONS = ("bleu4", "rouge1", "rouge2", "rougel")
+"""Metrics of generated answers, which have the same names here."""
 _EVAL_ITERS, _EVAL_BATCH = 10, 8
 """run_pretrain.py evaluates on so many batches; and the samples of a batch, where they are not given."""
 
@@ -279,7 +281,32 @@ def prefix(run: Conversion, uses_lora: bool) -> dict[str, Any]:
     return {"tokens": run.number("num_prefix_tokens", 128)}
 
 
-def checkpoint(run: Conversion, data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def generation(run: Conversion, data: Mapping[str, Any]) -> dict[str, Any]:
+    """`GenerateArgument` and the flags of run_finetune.py that go with it."""
+    if run.section != "sft" or "eval" not in data or not is_true(run.left.get("eval_with_do_generation")):
+        return {}
+    if is_true(run.left.get("prefix_tuning")):
+        run.flag("eval_with_do_generation")
+        run.left_out("eval_with_do_generation", True, "evaluations have no answers behind a prefix: llmsuite eval")
+        return {}
+    run.flag("eval_with_do_generation")
+    top_k, top_p = run.number("top_k", 1), run.number("top_p", 1.0)
+    found: dict[str, Any] = {"max_new_tokens": max(1, data["max_length"] - 1)}
+    if top_k != 1:  # the most likely one is drawn in any case
+        found |= {"temperature": 1.0, "top_k": top_k}
+        found |= {"top_p": float(top_p)} if top_p != 1 else {}
+    if run.flag("save_generation_output"):
+        found["save"] = True
+    run.note(
+        "generation: answers go on to the end of data.max_length, as there; where the tokenizer has a chat template "
+        "PaddleNLP generates none"
+    )
+    return found
+
+
+def checkpoint(
+    run: Conversion, data: Mapping[str, Any], own: Mapping[str, Any], generates: bool = False
+) -> dict[str, Any]:
     strategy, every = str(run.take("save_strategy") or "steps"), run.number("save_steps", 500)
     checkpoint: dict[str, Any] = {}
     if strategy == "epoch":
@@ -294,7 +321,10 @@ def checkpoint(run: Conversion, data: Mapping[str, Any], own: Mapping[str, Any])
     best, metric = run.flag("load_best_model_at_end"), run.take("metric_for_best_model")
     if best and ("eval" in data or (run.stage == "pretrain" and run.evaluates)):
         checkpoint["best_metric"] = "eval/loss"
-        if metric not in (None, "loss", "eval_loss"):
+        name = str(metric).removeprefix("eval_")
+        if generates and name in _COMPARISONS:
+            checkpoint |= {"best_metric": f"eval/{name}", "best_is": "highest"}
+        elif metric not in (None, "loss", "eval_loss"):
             run.note(
                 f"checkpoint.best_metric: eval/loss, for {metric}: the best checkpoint may be that of another step"
             )

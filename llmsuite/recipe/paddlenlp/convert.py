@@ -120,11 +120,13 @@ def _recipe(run: Conversion) -> dict[str, Any]:
     content.evaluation(run, own)
     if own:
         recipe[run.section] = own
+    if generation := content.generation(run, recipe["data"]):
+        recipe["generation"] = generation
     if lora := content.lora(run):
         recipe["lora"] = lora
     if prefix := content.prefix(run, bool(lora)):
         recipe["prefix"] = prefix
-    recipe["checkpoint"] = content.checkpoint(run, recipe["data"], own)
+    recipe["checkpoint"] = content.checkpoint(run, recipe["data"], own, bool(generation))
     recipe["device"] = run.take("device") or run.arguments.device or "gpu"
     told = str(run.take("report_to") or "")
     if named := [name for name in ("visualdl", "tensorboard", "wandb", "swanlab") if name in told]:

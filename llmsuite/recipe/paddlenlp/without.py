@@ -70,8 +70,11 @@ WITHOUT = {
     "context_parallel_degree": "there is no axis that cuts the context; nearest key: parallel.sequence_parallel",
     "src_length": "a prompt has no limit of its own: both parts share data.max_length",
     "max_prompt_len": "a prompt has no limit of its own: both parts share data.max_length",
-    "eval_with_do_generation": _GENERATION,
-    "save_generation_output": _GENERATION,
+    "eval_with_do_generation": "there is nothing to evaluate, or the stage is not sft; nearest key: "
+    "generation.max_new_tokens",
+    "save_generation_output": "belongs to eval_with_do_generation",
+    "top_k": "belongs to eval_with_do_generation",
+    "top_p": "belongs to eval_with_do_generation",
     "greedy_zero_padding": "nearest key: data.packing",
     "lazy": "rows are read as they are needed",
     "benchmark": "every step is timed: metrics.jsonl",

@@ -5,6 +5,7 @@
 
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.rules.critic import CRITIC_RULES
+from llmsuite.recipe.rules.generation import GENERATION_RULES
 from llmsuite.recipe.rules.prefix import PREFIX_RULES
 from llmsuite.recipe.rules.reft import REFT_RULES
 from llmsuite.recipe.rules.rollouts import ROLLOUT_RULES
@@ -13,7 +14,7 @@ from llmsuite.recipe.rules.strategy import GENERAL_RULES, STRATEGY_RULES
 
 __all__ = ["RULES", "UNTRAINED_RULES", "RuleContext"]
 
-RULES = (*STRATEGY_RULES, *STAGE_RULES, *REFT_RULES, *PREFIX_RULES, *ROLLOUT_RULES, *CRITIC_RULES)
+RULES = (*STRATEGY_RULES, *STAGE_RULES, *REFT_RULES, *PREFIX_RULES, *GENERATION_RULES, *ROLLOUT_RULES, *CRITIC_RULES)
 """Rules between sections, the model's shape and the device."""
 
 UNTRAINED_RULES = (*GENERAL_RULES, *UNTRAINED_STAGE_RULES)

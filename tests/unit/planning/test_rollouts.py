@@ -43,6 +43,13 @@ def test_a_micro_batch_has_all_completions_of_its_prompts(registry: Registry) ->
     assert full_micro_batch(plan_run(RECIPE, ["--train.micro_batch_size=2"], registry)).rows == 16
 
 
+def test_answers_at_evaluations_take_the_same(registry: Registry) -> None:
+    words = ["--generation.max_new_tokens=64", "--generation.batch_size=4"]
+    for stage in estimate(plan_run(RECIPE.with_name("sft.json"), words, registry)).stages:
+        assert stage.decoder == 2 * 8_030_261_248
+        assert stage.cache == 2 * 4 * 2048 * 32 * 2 * 8 * 128 * 2
+
+
 @pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_other_stages_have_none(registry: Registry, name: str) -> None:
     for stage in estimate(plan_run(RECIPE.with_name(f"{name}.json"), [], registry)).stages:

@@ -148,6 +148,23 @@ def test_sft(converted: Convert) -> None:
     assert "data.max_length" in left["src_length"]
 
 
+def test_generated_answers(converted: Convert) -> None:
+    asks = {**SFT, "eval_with_do_generation": True}
+    found = converted({**asks, "metric_for_best_model": "rougel"})
+    assert found.recipe["generation"] == {"max_new_tokens": 3071}  # top_k 1 takes the most likely token
+    assert found.recipe["checkpoint"]["best_metric"] == "eval/rougel"
+    assert found.recipe["checkpoint"]["best_is"] == "highest"
+    drawn = converted({**asks, "top_k": 5, "top_p": 0.7, "save_generation_output": True}).recipe
+    assert drawn["generation"] == {"max_new_tokens": 3071, "temperature": 1.0, "top_k": 5, "top_p": 0.7, "save": True}
+    assert drawn["checkpoint"]["best_metric"] == "eval/loss"
+    plain = converted({**SFT, "top_p": 0.7})
+    assert "generation" not in plain.recipe
+    assert ("top_p", 0.7, "belongs to eval_with_do_generation") in plain.left_out
+    behind = converted({**asks, "prefix_tuning": True})
+    assert "generation" not in behind.recipe
+    assert any(key == "eval_with_do_generation" and "prefix" in why for key, _, why in behind.left_out)
+
+
 def test_prefix_tuning(converted: Convert) -> None:
     found = converted({**SFT, "prefix_tuning": True, "num_prefix_tokens": 16})
     assert (found.recipe["stage"], found.recipe["prefix"]) == ("sft", {"tokens": 16})

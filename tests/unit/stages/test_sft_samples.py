@@ -22,7 +22,7 @@ from llmsuite.data.rows import Conversation, Message, ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
-from llmsuite.stages.language_model import WeightedTokens, collate, weighted_loss
+from llmsuite.stages.language_model import WeightedTokens, collate, join, weighted_loss
 from llmsuite.stages.sections import SftSection
 from llmsuite.stages.sft import SftStage
 from llmsuite.train.stage import DropCounts, StageContext
@@ -124,6 +124,16 @@ def test_a_turn_that_is_not_to_be_supervised_is_only_read(stage: SftStage) -> No
     assert supervised == "Bye.<|im_end|>"
     ((first,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", supervised=(True, False)))
     assert parts(stage, first)[1:] == ["Hello.<|im_end|>"]  # what comes later would teach nothing
+
+
+def test_the_question_is_what_comes_before_the_last_answer(stage: SftStage) -> None:
+    ((long, short), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye."), talk("Yes?", "No."))
+    ((asked,), (other,)) = (stage.questions(sample) for sample in (long, short))
+    assert text(stage, asked.answer) == "Bye.<|im_end|>"
+    assert (*asked.prompt, *asked.answer) == tuple(long.ids)
+    assert "Hello.<|im_end|>" in text(stage, asked.prompt)
+    assert text(stage, other.answer) == "No.<|im_end|>"
+    assert stage.questions(join([long, short])) == [asked, other], "packed"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Answers that are generated at an evaluation: those of the checkpoint, the same on every mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.data.rows import Message
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.generate import Generator
+from llmsuite.inference.load import load_model, open_any
+from llmsuite.inference.prompts import Prompter, stop_tokens
+from llmsuite.inference.sampling import Sampling
+from llmsuite.plugins.manager import Registry
+from llmsuite.train.generation import NAMES
+from llmsuite.train.text_scores import scores
+from tests.multi.conftest import Runner
+from tests.paths import ROOT
+
+LONGEST, ROWS, STEPS = 6, 5, 2
+DRAWS = {"temperature": 1.0, "top_k": 40, "top_p": 0.9}
+"""The most likely tokens of a model that has learnt so little are always the same."""
+RUN = (
+    "--smoke", f"--train.max_steps={STEPS}", "--train.eval_steps=1", "--train.learning_rate=1e-3",
+    "--train.global_batch_size=8", "--train.lr_schedule=constant", "--train.warmup_ratio=0", "--data.max_length=64",
+    *(f"--generation.{key}={value}" for key, value in DRAWS.items()), "--model.config.num_hidden_layers=3",
+    f"--generation.max_new_tokens={LONGEST}", f"--generation.max_samples={ROWS}", "--generation.batch_size=2",
+    "--generation.save=true", "--checkpoint.best_metric=eval/rougel", "--checkpoint.best_is=highest",
+)  # fmt: skip
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "pp3": (3, {"pipeline_parallel_degree": 3}),
+    "stage3": (2, {"sharding": "stage3"}),
+}
+
+
+def run(runner: Runner, name: str) -> Path:
+    num_ranks, parallel = MESHES[name]
+    directory = runner.directory / name
+    if not directory.exists():
+        given = [f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={num_ranks}", f"--output_dir={directory}"]
+        runner.run("run", "recipes/llama/sft.json", *RUN, *given)
+    return directory
+
+
+def rows(directory: Path, step: int) -> list[dict[str, str]]:
+    lines = (directory / f"generations/step-{step}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def all_prompts(tokenizer: TextTokenizer) -> list[list[int]]:
+    """Everything before the last answer of each row that is evaluated on."""
+    prompter = Prompter(tokenizer, "tokenizer")
+    lines = (ROOT / "data/sft/eval.jsonl").read_text(encoding="utf-8").splitlines()
+    turns = [json.loads(line)["messages"] for line in lines]
+    return [prompter.turns([Message(turn["role"], turn["content"]) for turn in row[:-1]]) for row in turns]
+
+
+def evaluations(directory: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if "eval/loss" in line}
+
+
+def test_answers_are_those_of_the_checkpoint(runner: Runner, registry: Registry) -> None:
+    directory = run(runner, "one")
+    found = rows(directory, STEPS)
+    assert len(found) == ROWS
+    assert len({row["output"] for row in found}) > 1
+    assert rows(directory, 1) != found, "the weights are those of the moment"
+    checkpoint = directory / f"checkpoints/step-{STEPS}"
+    tokenizer = TextTokenizer(checkpoint)
+    model = load_model(open_any(checkpoint, registry.models), CpuBackend())
+    generator = Generator(ModelDecoder(model), tokenizer, stop_tokens(checkpoint, tokenizer))
+    prompts = {tokenizer.decode(ids): ids for ids in all_prompts(tokenizer)}
+    chosen = [prompts[row["prompt"]] for row in found]
+    sampling = Sampling(max_new_tokens=LONGEST, seed=42, **DRAWS)  # type: ignore[arg-type]
+    for row, (answer,) in zip(found, generator.answers(chosen, sampling, max_length=64)):
+        assert row["output"] == answer.text
+    wanted = scores([row["output"] for row in found], [row["tgt"] for row in found])
+    metrics = evaluations(directory)[STEPS]
+    assert {name: metrics[f"eval/{name}"] for name in NAMES} == pytest.approx(wanted)
+
+
+def test_the_best_checkpoint_is_that_with_the_best_answers(runner: Runner) -> None:
+    directory = run(runner, "one")
+    found = {step: metrics["eval/rougel"] for step, metrics in evaluations(directory).items()}
+    best = json.loads((directory / "checkpoints/best").read_text())
+    assert best["metric"] == "eval/rougel"
+    assert best["value"] == max(found.values()) == found[best["step"]]
+
+
+@pytest.mark.parametrize("mesh", ["pp3", "stage3"])
+def test_meshes_give_the_same_answers(runner: Runner, mesh: str) -> None:
+    one, many = run(runner, "one"), run(runner, mesh)
+    for step, metrics in evaluations(one).items():
+        assert rows(one, step) == rows(many, step)
+        assert all(evaluations(many)[step][f"eval/{name}"] == metrics[f"eval/{name}"] for name in NAMES)
