@@ -164,6 +164,7 @@ def _rollout_stages() -> list[StageSpec]:
             sections={**sections, "environment": EnvironmentSection},
             profile=PpoSection.profile,
             factory=lazily("llmsuite.stages.ppo:PpoStage"),
+            draws_ahead=True,
             smoke={**ROLLOUTS, "ppo.critic.weights": None, "ppo.critic.learning_rate": 1e-3},
         ),
     ]

@@ -28,10 +28,16 @@ def is_counted(batch: Batch) -> np.ndarray:
 
 
 def rewards_by_token(batch: Batch, beta: float) -> Tokens:
-    """The rewards of the tokens of each completion: its own on the last one, and on each -beta x k1, the logarithm of
-    how much likelier it was drawn than the reference would have."""
-    kl = np.asarray(batch["drawn"], "float64") - batch["reference"] if beta else np.zeros(len(batch["drawn"]))
+    """The rewards of the tokens of each completion: its own on the last one, and on each -beta x k1."""
+    kl = divergence(batch) if beta else np.zeros(len(batch["drawn"]))
     return token_rewards(batch["rewards"], rows_of(batch, kl), beta)
+
+
+def divergence(batch: Batch) -> np.ndarray:
+    """[T], k1: the logarithm of how much likelier each token was than for the reference, by the weights before the
+    update where a pre-pass has asked these, else as it was drawn."""
+    found: np.ndarray = np.asarray(batch.get("old", batch["drawn"]), "float64") - batch["reference"]
+    return found
 
 
 def put_tokens(batches: Sequence[Batch], name: str, rows: Tokens) -> None:

@@ -16,15 +16,15 @@ import paddle
 
 from llmsuite.rl.advantages import Tokens, generalised, whitened
 from llmsuite.stages import rl_losses
-from llmsuite.stages.by_token import Total, is_counted, put_tokens, rewards_by_token, rows_of
+from llmsuite.stages.by_token import Total, divergence, is_counted, put_tokens, rewards_by_token, rows_of
 from llmsuite.stages.grpo import GrpoStage
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.ppo_section import PpoSection
 from llmsuite.train.stage import Batch, LossTerms, StageContext
 from llmsuite.typing import Tensor
 
-KL_RATE, KL_BOUND = 0.1, 0.2
-"""How fast the weight of the divergence follows its target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
+KL_BOUND = 0.2
+"""Further than this from its target the divergence counts no more (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2)."""
 
 
 class PpoStage(GrpoStage):
@@ -33,7 +33,8 @@ class PpoStage(GrpoStage):
     def __init__(self, section: PpoSection, context: StageContext):
         super().__init__(section, context)
         self._gamma, self._lambda, self._whitens = section.gamma, section.gae_lambda, section.whiten_advantages
-        self._kl_target, self._value_clip = section.kl_target, section.critic.value_clip
+        self._kl_target, self._kl_rate = section.kl_target, section.kl_rate
+        self._value_clip = section.critic.value_clip
 
     def values(self, model: Any, batch: Batch) -> Tensor:
         """[T]: what the critic expects in front of each token, from the hidden state that predicts it."""
@@ -67,11 +68,11 @@ class PpoStage(GrpoStage):
         """The divergence of a completion, and the weight it had; the next weight comes closer to the target."""
         if not self._beta:
             return {}
-        rows = [r for batch in batches for r in rows_of(batch, batch["drawn"] - np.asarray(batch["reference"]))]
+        rows = [row for batch in batches for row in rows_of(batch, divergence(batch))]
         summed, count = total([float(sum(row.sum() for row in rows)), float(len(rows))])
         kl, beta = summed / max(count, 1.0), self._beta
         if self._kl_target is not None:
-            self._beta *= 1 + KL_RATE * float(np.clip(kl / self._kl_target - 1, -KL_BOUND, KL_BOUND))
+            self._beta *= 1 + self._kl_rate * float(np.clip(kl / self._kl_target - 1, -KL_BOUND, KL_BOUND))
         return {"kl/completion": kl, "beta": beta}
 
     def state(self) -> dict[str, Any]:

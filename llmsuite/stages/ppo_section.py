@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 from llmsuite.schema.numbers import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
@@ -49,11 +49,24 @@ class PpoSection(ClippedPolicy, Section):
     updates: PositiveInt = 1
     """Optimizer steps for each rollout: so many global batches of prompts are drawn at once, and each step learns from
     one. 1: every step draws with the weights it updates, and all ratios are 1."""
+    rollout_correction: Literal["none", "tis", "mis"] = "none"
+    """As `grpo.rollout_correction`: weigh each token in the loss of the policy by how likely it was for the model that
+    is trained, over how likely it was for the server or the older weights that have drawn it. Rewards, values and the
+    loss of the critic are not weighed."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """sequence: the weight of a completion is the geometric mean of those of its tokens."""
+    correction_cap: Annotated[float, Gt(1)] = 2.0
+    """Bound of the weights of rollout_correction."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the divergence from the reference model, which is taken off the reward of each token (k1)."""
+    """Weight of the divergence from the reference model, which is taken off the reward of each token (k1): of what has
+    drawn, or with `updates` or a rollout_correction of the weights before the first update."""
     kl_target: PositiveFloat | None = None
-    """Divergence in nats, summed over a completion, that beta is adapted to: after each rollout beta grows or shrinks
-    by up to 2% (Ziegler et al. 2019, arXiv 1909.08593, section 2.2). null: beta stays as it is."""
+    """Divergence in nats, summed over a completion, that beta is adapted to: after each rollout beta is multiplied by
+    1 + kl_rate x (divergence / target - 1), of which the bracket is at most 0.2 either way (Ziegler et al. 2019,
+    arXiv 1909.08593, section 2.2). null: beta stays as it is."""
+    kl_rate: Annotated[float, Gt(0), Le(1)] = 0.1
+    """How fast beta follows kl_target: with 0.1 by 2% a rollout at most, with 1 by 20%. It is what others write as
+    completions of a rollout over a horizon, such as 1024 over 10000."""
     reference: str = "none"
     """The reference model: none; the initial one, as adapter_off (the model without its adapters, which takes
     `lora.rank`) or as copy (a second copy of the weights, sharded as they are); or the directory of a run or of another
@@ -80,9 +93,6 @@ class PpoSection(ClippedPolicy, Section):
     scale_rewards: ClassVar[Literal["none"]] = "none"
     kl: ClassVar[Literal["k3"]] = "k3"
     kl_in: ClassVar[Literal["reward"]] = "reward"
-    rollout_correction: ClassVar[Literal["none"]] = "none"
-    correction_level: ClassVar[Literal["token"]] = "token"
-    correction_cap: ClassVar[float] = 2.0
 
     def profile(self) -> StageProfile:
         critic = CriticProfile(
@@ -91,11 +101,14 @@ class PpoSection(ClippedPolicy, Section):
             learning_rate=self.critic.learning_rate,
             sums=("critic/error", "critic/clip_ratio"),
         )
-        return dataclasses.replace(self.policy_profile(), critic=critic)
+        return dataclasses.replace(self.policy_profile(self.kl_in), critic=critic)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.reference_problems()
+        yield from self.correction_problems()
         if self.beta == 0 and self.kl_target is not None:
             yield "kl_target", "adapts beta, which is 0; set that to where it begins, such as 0.05, or remove this key"
+        if self.kl_target is None and self.kl_rate != type(self).__dataclass_fields__["kl_rate"].default:
+            yield "kl_rate", "has no effect while kl_target is null; set that too, or remove it"
         if self.dual_clip is not None and self.dual_clip <= 1 + self.upper:
             yield "dual_clip", f"is {self.dual_clip}; it has to be above 1 + epsilon_high = {1 + self.upper}"

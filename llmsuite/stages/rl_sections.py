@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
@@ -96,13 +96,19 @@ class ClippedPolicy:
     beta: float
     reference: str
     entropy_coef: float
+    rollout_correction: Literal["none", "tis", "mis"]
+    correction_level: Literal["token", "sequence"]
+    correction_cap: float
 
-    def policy_profile(self, more: Sequence[str] = ()) -> StageProfile:
-        """Pre-passes: log-probabilities before the first of several updates, and those of the reference. `more` are
-        further sums of the loss."""
-        sums = ["ratio", "clip_ratio/low", "clip_ratio/high", "logprob_gap", *more]
+    def policy_profile(self, kl_in: str) -> StageProfile:
+        """Pre-passes: log-probabilities before the first of several updates, or for the divergence in the reward where
+        others have drawn, and those of the reference. `kl_in` as `GrpoSection.kl_in`."""
+        sums = ["ratio", "clip_ratio/low", "clip_ratio/high", "logprob_gap"]
+        corrects = self.rollout_correction != "none"
+        if corrects:
+            sums += ["correction", "correction/bounded"]
         prepasses: list[PrePass] = []
-        if self.updates > 1:
+        if self.updates > 1 or (corrects and kl_in == "reward" and self.beta > 0):
             prepasses.append(PrePass(kind="model"))
         if self.reference != "none":
             sums.append("kl")
@@ -122,6 +128,12 @@ class ClippedPolicy:
     def upper(self) -> float:
         """`epsilon_high`, with its default."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def correction_problems(self) -> Iterator[tuple[str, str]]:
+        """Keys of a correction that there is not."""
+        for key in ("correction_level", "correction_cap") if self.rollout_correction == "none" else ():
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default:  # type: ignore[attr-defined]
+                yield key, "has no effect while rollout_correction is none; set that too, or remove it"
 
     def reference_problems(self) -> Iterator[tuple[str, str]]:
         """A divergence without a reference, or the reverse."""
@@ -177,8 +189,9 @@ class GrpoSection(ClippedPolicy, Section):
     of the divergence."""
     kl_in: Literal["loss", "reward"] = "loss"
     """reward: take beta times the divergence off the reward of each token, estimated by k1 of the tokens as they were
-    drawn; a token's advantage is the sum of the rewards from it on (REINFORCE++, Hu 2025, arXiv 2501.03262). With
-    advantage reinforce or reinforce_baseline; scale_rewards batch normalises over all tokens of the rollout."""
+    drawn, or with `updates` or a rollout_correction of the weights before the first update; a token's advantage is the
+    sum of the rewards from it on (REINFORCE++, Hu 2025, arXiv 2501.03262). With advantage reinforce or
+    reinforce_baseline; scale_rewards batch normalises over all tokens of the rollout."""
     reference: str = "none"
     """The reference model: none; the initial one, as adapter_off (the model without its adapters, which takes
     `lora.rank`) or as copy (a second copy of the weights, sharded as they are); or the directory of a run or of another
@@ -196,7 +209,7 @@ class GrpoSection(ClippedPolicy, Section):
     there is nothing to learn. null: never."""
 
     def profile(self) -> StageProfile:
-        return self.policy_profile(("correction", "correction/bounded") if self.rollout_correction != "none" else ())
+        return self.policy_profile(self.kl_in)
 
     @property
     def normaliser(self) -> Normaliser:
@@ -207,9 +220,7 @@ class GrpoSection(ClippedPolicy, Section):
         yield from self.reference_problems()
         if self.beta == 0 and self.kl != "k3":
             yield "kl", "has no effect while beta is 0; set that too, or remove it"
-        for key in ("correction_level", "correction_cap") if self.rollout_correction == "none" else ():
-            if getattr(self, key) != type(self).__dataclass_fields__[key].default:
-                yield key, "has no effect while rollout_correction is none; set that too, or remove it"
+        yield from self.correction_problems()
         for key in ("epsilon", "dual_clip") if self.loss in ("cispo", "sapo") else ():
             if getattr(self, key) != type(self).__dataclass_fields__[key].default:
                 yield key, f"has no effect with loss {self.loss}; remove it"

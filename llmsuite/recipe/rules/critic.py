@@ -62,16 +62,12 @@ def _plain(config: Any, kept: Any) -> dict[str, Any]:
     return plain
 
 
-def _other_drawing(context: RuleContext) -> Iterator[Violation]:
+def _chosen_prompts(context: RuleContext) -> Iterator[Violation]:
     rollout, stage = getattr(context.recipe, "rollout", None), context.recipe.stage
-    if rollout is None or _critic(context) is None:
-        return
-    if rollout.engine != "local":
-        message = f"is {rollout.engine}, and stage {stage} with its critic learns from what the run itself draws"
-        yield "rollout.engine", f"{message}; set it to local"
-    if rollout.dynamic_sampling:
+    if _critic(context) is not None and getattr(rollout, "dynamic_sampling", False):
         message = (
-            f"leaves out prompts whose completions have equal rewards, from which the critic of stage {stage} learns"
+            f"leaves out prompts whose completions have equal rewards: the critic of stage {stage} would never see "
+            "what is always right or always wrong, and expect too little or too much of it"
         )
         yield "rollout.dynamic_sampling", f"{message}; set it to false"
 
@@ -81,10 +77,10 @@ CRITIC_RULES = (
     Rule("a critic of another shape", "it is cut over ranks as the model is", (), _other_shape),
     Rule("a critic with `fp16`", "there is one loss scale, for one model", (), _one_loss_scale),
     Rule(
-        "a critic with another `rollout.engine` than local, or with `rollout.dynamic_sampling`",
-        "it learns from all that the run itself has drawn",
+        "a critic with `rollout.dynamic_sampling`",
+        "it would never see prompts that are always right or always wrong",
         (),
-        _other_drawing,
+        _chosen_prompts,
     ),
 )
 """Rules between sections, for stages with a critic."""

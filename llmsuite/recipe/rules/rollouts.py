@@ -110,8 +110,6 @@ def _stale(context: RuleContext) -> Iterator[Violation]:
         yield key, f"{message}; set {name}.rollout_correction to tis or mis, or it to 0"
     if _updates(context) > 1:
         yield key, f"is {lag}, and {name}.updates {_updates(context)}: choose one of them, and set the other to 0 or 1"
-    if getattr(section, "kl_in", "loss") == "reward":
-        yield key, f"is {lag}, and {name}.kl_in takes the divergence of what has drawn; set that to loss, or it to 0"
     if getattr(rollout, "dynamic_sampling", False):
         yield (
             key,
@@ -161,7 +159,7 @@ ROLLOUT_RULES = (
         _drawn_by_another,
     ),
     Rule(
-        "`rollout.max_staleness` without a correction, or with `updates`, `kl_in: reward` or `dynamic_sampling`",
+        "`rollout.max_staleness` without a correction, or with `updates` or `dynamic_sampling`",
         "what is learnt would not belong to what was drawn",
         (),
         _stale,

@@ -27,6 +27,7 @@ from tests.unit.stages.test_grpo import groups
 
 RECIPE = ROOT / "recipes" / "llama" / "ppo.json"
 BETA = 0.05
+SERVED = ("--rollout.engine=openai", '--rollout.openai.urls=["http://127.0.0.1:8000"]')
 
 
 def planned(registry: Registry, *words: str) -> RunPlan:
@@ -170,11 +171,14 @@ def test_the_loss_of_the_critic(registry: Registry) -> None:
     assert not critic.values.grad.numpy()[~counted].any()
 
 
-def test_the_weight_of_the_divergence_follows_its_target(registry: Registry) -> None:
-    made = stage(registry, "--ppo.kl_target=1.0")
+@pytest.mark.parametrize(("rate", "words"), [(0.1, ()), (0.7, ("--ppo.kl_rate=0.7",))])
+def test_the_weight_of_the_divergence_follows_its_target(
+    registry: Registry, rate: float, words: tuple[str, ...]
+) -> None:
+    made = stage(registry, "--ppo.kl_target=1.0", *words)
     batches = judged(made, (3,))
     found = made.finish_rollout(batches, list)
-    change = 1 + 0.1 * np.clip(found["kl/completion"] / 1.0 - 1, -0.2, 0.2)
+    change = 1 + rate * np.clip(found["kl/completion"] / 1.0 - 1, -0.2, 0.2)
     assert found["beta"] == BETA
     again = stage(registry, "--ppo.kl_target=1.0")
     again.load_state(json.loads(json.dumps(made.state())))
@@ -201,6 +205,7 @@ def test_the_critic_is_a_run_with_other_weights_head_and_rate(registry: Registry
         ("ppo.beta", ["--ppo.reference=none"]),
         ("ppo.reference", ["--ppo.beta=0"]),
         ("ppo.kl_target", ["--ppo.beta=0", "--ppo.reference=none", "--ppo.kl_target=1"]),
+        ("ppo.kl_rate", ["--ppo.kl_rate=0.5"]),
         ("ppo.dual_clip", ["--ppo.dual_clip=1.1"]),
         ("ppo.gamma", ["--ppo.gamma=1.1"]),
         ("ppo.advantage", ["--ppo.advantage=group"]),
@@ -208,7 +213,8 @@ def test_the_critic_is_a_run_with_other_weights_head_and_rate(registry: Registry
         ("checkpoint.save_steps", ["--ppo.updates=4", "--checkpoint.save_steps=2"]),
         ("ppo.reference", ["--lora.rank=8"]),
         ("rollout.max_staleness", ["--rollout.max_staleness=1"]),
-        ("rollout.engine", ["--rollout.engine=openai", '--rollout.openai.urls=["http://127.0.0.1:8000"]']),
+        ("rollout.max_staleness", [*SERVED, "--rollout.max_staleness=1"]),
+        ("ppo.correction_cap", ["--ppo.correction_cap=3"]),
         ("rollout.dynamic_sampling", ["--rollout.dynamic_sampling=true", "--rollout.num_generations=4"]),
     ],
 )
