@@ -30,6 +30,36 @@ from llmsuite.train.stage import Stage
 from llmsuite.train.step import forward_backward
 
 
+def critic_of(
+    plan: RunPlan,
+    registry: Registry,
+    backend: DeviceBackend,
+    mesh: Mesh,
+    stage: Stage[Any] | None,
+    total_steps: int,
+    first: PipelineStage,
+) -> Critic | NoCritic:
+    """The critic of a run; arguments as of `Critic`."""
+    if plan.profile.critic is None:
+        return NoCritic()
+    return Critic(plan, registry, backend, mesh, stage, total_steps, first)
+
+
+class NoCritic(StepPart):
+    """In place of a critic, in runs without."""
+
+    digest = ""
+    """It adds nothing to that of the model."""
+    whole = None
+    """Nor to a checkpoint."""
+
+    def judge(self, batches: Sequence[Any]) -> None:
+        """Says nothing of a rollout."""
+
+    def restore(self, path: Path) -> None:
+        """A checkpoint has nothing of it."""
+
+
 class Critic(StepPart):
     """Learns in each step from the batches of the step, after the passes of the first model and before any update."""
 
@@ -41,6 +71,7 @@ class Critic(StepPart):
         mesh: Mesh,
         stage: Stage[Any] | None,
         total_steps: int,
+        first: PipelineStage,
     ):
         """
         Args:
@@ -50,11 +81,13 @@ class Critic(StepPart):
             mesh: this rank's place.
             stage: of the run; None on ranks that read no data.
             total_steps: of the run.
+            first: the model that is trained beside it, which knows the step.
         """
         self._plan, self._mesh = critic_plan(plan), mesh
         recipe = self._plan.recipe
         train, precision = recipe.train, recipe.engine.precision
         self.built = build_model(self._plan, registry, backend, mesh)
+        self._first, self.digest = first, f" {self.built.digest}"  # stands behind that of the model
         objective = None if stage is None else _Judgement(stage)
         part, schedule = self.built.part, plan.schedule
         self._passes = Passes(objective, part, schedule, ("model",))
@@ -66,8 +99,6 @@ class Critic(StepPart):
         self._guard = Guard(train.on_nonfinite, max_bad_steps=train.max_bad_steps)
         self._batches, self._scale, self._is_accepted = list[Any](), 1.0, False
         self._metrics = dict[str, float]()
-        self.first: PipelineStage | None = None
-        """The model that is trained beside it, which knows the step."""
 
     def judge(self, batches: Sequence[Any]) -> None:
         """Put into the batches of a rollout, of which every rank has as many, what it says of their tokens."""
@@ -125,8 +156,7 @@ class Critic(StepPart):
 
     @property
     def _step(self) -> int:
-        assert self.first is not None
-        return self.first.step
+        return self._first.step
 
     # in a checkpoint
 

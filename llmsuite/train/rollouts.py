@@ -27,7 +27,7 @@ from llmsuite.rl.engine import Engine, EngineContext
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.specs import PrePassKind
 from llmsuite.train.build import BuiltModel
-from llmsuite.train.critic import Critic
+from llmsuite.train.critic import Critic, NoCritic
 from llmsuite.train.data import TrainingData, length_multiple
 from llmsuite.train.objective import Batch
 from llmsuite.train.passes import BatchReader, Passes, run_prepasses
@@ -117,7 +117,7 @@ class RolloutReader:
         at: tuple[int, int],
         last_step: int,
         drew: Callable[[int, Sequence[Mapping[str, Any]]], None],
-        critic: Critic | None = None,
+        critic: Critic | NoCritic,
     ):
         """
         Args:
@@ -128,7 +128,7 @@ class RolloutReader:
             at: steps done, and the position in the stream of samples where the first step begins.
             last_step: of the run.
             drew: is told of the completions of a rollout, and the first step that learns from them.
-            critic: of the run, where there is one; it judges a rollout after the pre-passes.
+            critic: of the run; it judges a rollout after the pre-passes.
         """
         self._data, self._plan, self._mesh, self._engine = data, plan, collective.mesh(), engine
         (self._step, self._position), self._last_step, self._drew = at, last_step, drew
@@ -252,8 +252,7 @@ class RolloutReader:
             for batch in step if reader.prepass_stats is not None else ():
                 batch["prepass_stats"] = reader.prepass_stats
         batches = [batch for step in self._waiting for batch in step]
-        if self._critic is not None:
-            self._critic.judge(batches)
+        self._critic.judge(batches)
         if stage is not None:
             self._metrics |= stage.finish_rollout(batches, collective.sum_over_data)
 

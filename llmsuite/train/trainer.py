@@ -30,7 +30,7 @@ from llmsuite.shown import redacted_data
 from llmsuite.specs import RunView
 from llmsuite.train.build import build_model
 from llmsuite.train.cadence import Cadence
-from llmsuite.train.critic import Critic
+from llmsuite.train.critic import critic_of
 from llmsuite.train.data import read_data, tokenizer_to_save
 from llmsuite.train.evaluate import evaluate
 from llmsuite.train.fetching import fetch_parts, reading
@@ -101,12 +101,9 @@ class Trainer:
 
         # model
         self.built = built = build_model(plan, registry, backend, mesh)
-        self.critic: Critic | None = None
-        if plan.profile.critic is not None:
-            self.critic = Critic(plan, registry, backend, mesh, data.stage, self.cadence.total_steps)
-            self.critic.first = built.part
+        self.critic = critic_of(plan, registry, backend, mesh, data.stage, self.cadence.total_steps, built.part)
         self._start = GradientStart.of(recipe.lora)
-        self._digest = built.digest if self.critic is None else f"{built.digest} {self.critic.built.digest}"
+        self._digest = built.digest + self.critic.digest
         digests["model"] = built.digest
         prepasses = [prepass.kind for prepass in plan.profile.prepasses]
         reference = frozen_reference(plan, registry, built, mesh)
@@ -137,7 +134,7 @@ class Trainer:
             tokenizer_to_save(plan),
             whole_model,
             built.adapters,
-            None if self.critic is None else self.critic.whole,
+            self.critic.whole,
         )
         self.saver = Saver(plan.output_dir, recipe.checkpoint, contents, recipe.launch.nnodes, self.disk)
         self.output: Silence = Silence()
@@ -157,7 +154,7 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the newest whole checkpoint; from step 0 when there is none. Every rank calls it."""
         root, built = self.saver.root, self.built
-        others = [] if self.critic is None else [self.critic.restore]
+        others = [self.critic.restore]  # nothing, without one
         state = resume_from(self.plan, self.state, root, self.registry, built, self.optimizer, self.disk, others)
         self.state, self.step, self.samples = state, state.step, state.samples
         self.saver.resume(state.step)
