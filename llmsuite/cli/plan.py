@@ -25,6 +25,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--flops", type=str, default=None, help="peak of a device, such as 989TFLOPS")
     parser.add_argument("--bandwidth", type=str, default=None, help="between machines, a device, such as 50GB/s")
     parser.add_argument("--local_bandwidth", type=str, default=None, help="between devices of a machine")
+    parser.add_argument("--memory_bandwidth", type=str, default=None, help="of a device's memory, for rollouts")
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -42,6 +43,7 @@ def run(args: Any, registry: Registry) -> int:
         "flops": _amount("--flops", args.flops, "FLOPS"),
         "network": _amount("--bandwidth", args.bandwidth, "bytes/s"),
         "local": _amount("--local_bandwidth", args.local_bandwidth, "bytes/s"),
+        "memory_bandwidth": _amount("--memory_bandwidth", args.memory_bandwidth, "bytes/s"),
     }
     device = hardware(args.hardware, **amounts)
     memory = amounts["memory"] or (device.memory if device is not None and args.hardware else None)

@@ -31,15 +31,17 @@ class Hardware:
     """Bytes/s from one device to another of the same machine, one way."""
     network: float
     """Bytes/s from a device to a device of another machine, one way."""
+    memory_bandwidth: float | None = None
+    """Bytes/s from device memory."""
 
 
 HARDWARE = {
-    # NVIDIA's data sheets: dense bf16, NVLink one way; one 400 Gb/s (H) or 200 Gb/s (A) port a device
-    "h100": Hardware(989e12, 80e9, 450e9, 50e9),
-    "h800": Hardware(989e12, 80e9, 200e9, 50e9),
-    "h200": Hardware(989e12, 141e9, 450e9, 50e9),
-    "a100": Hardware(312e12, 80e9, 300e9, 25e9),
-    "a800": Hardware(312e12, 80e9, 200e9, 25e9),
+    # NVIDIA's data sheets: dense bf16, NVLink one way, memory; one 400 Gb/s (H) or 200 Gb/s (A) port a device
+    "h100": Hardware(989e12, 80e9, 450e9, 50e9, 3.35e12),
+    "h800": Hardware(989e12, 80e9, 200e9, 50e9, 3.35e12),
+    "h200": Hardware(989e12, 141e9, 450e9, 50e9, 4.8e12),
+    "a100": Hardware(312e12, 80e9, 300e9, 25e9, 2.039e12),
+    "a800": Hardware(312e12, 80e9, 200e9, 25e9, 2.039e12),
 }
 
 

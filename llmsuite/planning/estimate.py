@@ -17,8 +17,10 @@ from llmsuite.planning.communication import Counts, Traffic, model_prepasses
 from llmsuite.planning.cost import FAST, SLOW, Efficiency, Hardware, PartCost, communication_time, part_costs
 from llmsuite.planning.layout import Layout, ranks
 from llmsuite.planning.memory import StageMemory, full_micro_batch, memory
+from llmsuite.planning.rollouts import rollout_seconds
 from llmsuite.planning.schedule import Timeline, length, orders, simulate, turns_of
 from llmsuite.planning.storage import Storage, storage
+from llmsuite.recipe.critic import critic_plan
 from llmsuite.recipe.resolve import RunPlan
 
 
@@ -38,6 +40,8 @@ class Estimate:
     """Messages in a step, of one rank of each pipeline stage."""
     costs: list[PartCost]
     """FLOPs of each part of the model."""
+    critic: Estimate | None = None
+    """Messages and FLOPs of the critic, whose passes follow on those of the model; None without one."""
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -67,7 +71,8 @@ class Estimate:
     def flops(self) -> float:
         """FLOPs of a step, over all ranks, including recompute and pre-passes."""
         each = sum((1 + self._prepass_rows) * cost.forward + cost.backward for cost in self.costs)
-        return each * self.num_micro_batches * self.plan.degrees.num_data_ranks
+        own = each * self.num_micro_batches * self.plan.degrees.num_data_ranks
+        return own if self.critic is None else own + self.critic.flops
 
     @property
     def beginning_flops(self) -> float:
@@ -104,7 +109,14 @@ class Estimate:
         # pre-passes go forward only: each micro-batch takes as long as on the busiest rank, once the first got there
         busiest = max(sum(forward[stage::pp]) for stage in range(pp))
         prepasses = self._prepass_rows * ((self.num_micro_batches - 1) * busiest + sum(forward))
-        return self._length(played, forward, backward) + prepasses + max(time.at_the_end for time in times)
+        own = self._length(played, forward, backward) + prepasses + max(time.at_the_end for time in times)
+        return own if self.critic is None else own + self.critic._seconds(device, efficiency)
+
+    def rollout_seconds(self, device: Hardware) -> tuple[float, float] | None:
+        """The shortest and the longest time that drawing for a step is likely to take, with completions as long as can
+        be. None where others draw, or the speed of the device's memory is not known."""
+        fast, slow = (rollout_seconds(self.layout, self.anatomy, device, by) for by in (FAST, SLOW))
+        return None if fast is None or slow is None else (fast, slow)
 
     @property
     def _prepass_rows(self) -> int:
@@ -162,7 +174,11 @@ def estimate_of(
     count = micro_batches(plan, batch)
     own = plan.device.name != "cpu"
     traffic = [Traffic(layout, anatomy, mesh, [batch] * count, own).counts for mesh in meshes]
-    return Estimate(plan, layout, anatomy, batch, count, stages, traffic, part_costs(layout, anatomy, batch))
+    critic = None
+    if plan.profile.critic is not None:
+        other = critic_plan(plan)
+        critic = estimate_of(other, Layout(other), anatomy, meshes, [])
+    return Estimate(plan, layout, anatomy, batch, count, stages, traffic, part_costs(layout, anatomy, batch), critic)
 
 
 def busiest(plan: RunPlan) -> list[Mesh]:

@@ -10,6 +10,8 @@ from typing import Any
 from llmsuite.models.anatomy import Anatomy, GroupedQuery
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.planning.activations import MicroBatch
+from llmsuite.planning.cost import Efficiency, Hardware, layer_flops
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.shape import local_weights
@@ -24,9 +26,13 @@ def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
     plan = layout.plan
     if not mesh.reads_data or not (_draws_here(plan) or _answers(plan)):
         return 0.0
+    of_reward = _reward_values(plan.recipe) * element_bytes(plan) if _draws_here(plan) else 0
+    return _weight_bytes(layout) + float(of_reward)
+
+
+def _weight_bytes(layout: Layout) -> float:
     values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
-    values += _reward_values(plan.recipe) if _draws_here(plan) else 0
-    return float(values * element_bytes(plan))
+    return float(values * element_bytes(layout.plan))
 
 
 def _reward_values(recipe: Any) -> int:
@@ -60,7 +66,20 @@ def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
     plan = layout.plan
     if not mesh.reads_data or not (_draws_here(plan) or _answers(plan)):
         return 0.0
-    rows = plan.recipe.generation.batch_size if _answers(plan) else _drawn_at_once(plan, mesh)
+    rows = plan.recipe.generation.batch_size if _answers(plan) else _share(plan, mesh)[1]
+    return float(_COPIES * rows * plan.recipe.data.max_length * _token_bytes(plan, anatomy))
+
+
+def _share(plan: RunPlan, mesh: Mesh) -> tuple[int, int]:
+    """Prompts that a rank draws for in a rollout, and completions that it draws at once."""
+    recipe: Any = plan.recipe  # whose section `rollout` only such stages have
+    rollout = recipe.rollout
+    prompts = -(-plan.recipe.train.global_batch_size * plan.profile.updates // len(mesh.readers))
+    return prompts, min(max(rollout.batch_size, rollout.num_generations), prompts * rollout.num_generations)
+
+
+def _token_bytes(plan: RunPlan, anatomy: Anatomy) -> int:
+    """Bytes that a token has in the cache."""
     each = 0
     for layer in anatomy.layers:
         attention = layer.attention
@@ -68,11 +87,34 @@ def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
             each += 2 * attention.kv_heads * attention.head_size
         else:
             each += attention.heads * (attention.nope + attention.rope + attention.value)
-    return float(_COPIES * rows * plan.recipe.data.max_length * each * element_bytes(plan))
+    return each * element_bytes(plan)
 
 
-def _drawn_at_once(plan: RunPlan, mesh: Mesh) -> int:
-    recipe: Any = plan.recipe  # whose section `rollout` only such stages have
-    rollout = recipe.rollout
-    prompts = -(-plan.recipe.train.global_batch_size * plan.profile.updates // len(mesh.readers))
-    return min(max(rollout.batch_size, rollout.num_generations), prompts * rollout.num_generations)
+def rollout_seconds(layout: Layout, anatomy: Anatomy, device: Hardware, by: Efficiency) -> float | None:
+    """Time a step that a rank draws, when its prompts and completions are as long as can be. None where it does not
+    draw, or the speed of its memory is not known.
+
+    Prompts are read as a training pass reads them. A token of all completions in the batch takes as long as its
+    products, or as reading weights and cache from memory: the longer of both.
+    """
+    plan = layout.plan
+    if not _draws_here(plan) or device.memory_bandwidth is None:
+        return None
+    recipe: Any = plan.recipe
+    num, longest = recipe.rollout.num_generations, recipe.rollout.max_completion_length
+    mesh = Mesh(plan.degrees, 0)
+    prompts, rows = _share(plan, mesh)
+    before = recipe.data.max_length - longest
+    read, whole = (_row_flops(anatomy, length) for length in (before, recipe.data.max_length))
+    drawn = num * (whole - read + longest * 2.0 * anatomy.hidden * anatomy.vocabulary)
+    times = prompts * num * longest / rows
+    cached = rows * (before + longest / 2) * _token_bytes(plan, anatomy)
+    fetched = times * (_weight_bytes(layout) + cached) / (device.memory_bandwidth * by.bandwidth)
+    speed = device.flops * by.flops
+    return float(prompts * read / speed + max(prompts * drawn / speed, fetched)) / plan.profile.updates
+
+
+def _row_flops(anatomy: Anatomy, length: int) -> float:
+    """FLOPs to read one row of so many tokens, without logits."""
+    row = MicroBatch(1, length, 0)
+    return sum(layer_flops(layer, anatomy.hidden, row) for layer in anatomy.layers if not layer.predicts_further)

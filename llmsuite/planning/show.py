@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -55,9 +56,9 @@ def inexact(found: Estimate) -> Iterator[str]:
     if found.plan.degrees.ep > 1:
         yield "bytes to and from experts: taken as evenly loaded; calls, and all other bytes, are exact"
     if found.plan.profile.updates:
-        yield "rollouts: the time they take, and the messages that gather weights and completions, are not counted"
+        yield "rollouts: the messages that gather weights and completions are not counted, nor the time of rewards"
     if found.plan.profile.critic is not None:
-        yield "the critic: its memory is counted, its messages and the time of its passes are not"
+        yield "the critic: its messages are counted as those of a model, but not compared with runs"
     if any(stage.beginning for stage in found.stages):
         yield "lora.init: its passes are taken as steps; gathering gradients and singular vectors are not counted"
     if found.plan.device.name != "cpu":
@@ -108,7 +109,10 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
 def _traffic(found: Estimate) -> Iterator[str]:
     yield "messages of a rank in a step, on the pipeline stage that sends most"
     totals = [total_bytes(counts) for counts in found.traffic]
-    counts = found.traffic[totals.index(max(totals))]
+    at = totals.index(max(totals))
+    counts = dict(found.traffic[at])
+    for message, count in found.critic.traffic[at].items() if found.critic is not None else ():
+        counts[dataclasses.replace(message, why=f"critic: {message.why}")] = count
     rows = [["axis", "ranks", "operation", "calls", "bytes", "why"]]
     merged: dict[tuple[str, int, str, str], list[int]] = {}
     for message, count in counts.items():
@@ -149,6 +153,10 @@ def _work(found: Estimate, device: Hardware | None) -> Iterator[str]:
     yield f"  {fast:.3g} to {slow:.3g} s; {a_day[0]:.3g} to {a_day[1]:.3g} tokens a day"
     part = [found.flops / (found.plan.degrees.num_ranks * device.flops * s) for s in (slow, fast)]
     yield f"  {part[0]:.0%} to {part[1]:.0%} of the devices' peak, including recompute"
+    if (drawing := found.rollout_seconds(device)) is not None:
+        yield f"  {drawing[0]:.3g} to {drawing[1]:.3g} s more to draw completions, if all are as long as can be"
+    elif found.layout.plan.rollout_engine is not None and not found.layout.plan.rollout_engine.remote:
+        yield "  no time to draw completions without --hardware, or --memory_bandwidth"
 
 
 def _storage(found: Estimate) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.shape import local_weights
 from llmsuite.schema.lora import LoraSection
 from llmsuite.schema.section import Section
+from llmsuite.specs import PrePass, StageProfile
 
 
 def critic_weights(plan: RunPlan) -> Path | None:
@@ -35,10 +37,17 @@ def critic_plan(plan: RunPlan) -> RunPlan:
     return dataclasses.replace(
         plan,
         loaded=dataclasses.replace(plan.loaded, recipe=changed),
-        stage=dataclasses.replace(plan.stage, head="score"),
+        stage=dataclasses.replace(plan.stage, head="score", profile=functools.partial(_profile, plan.profile)),
         model_config=dataclasses.replace(plan.model_config, head="score"),
         weights=critic_weights(plan),
     )
+
+
+def _profile(of_run: StageProfile, section: Any) -> StageProfile:
+    """What a critic sums up, and the one pre-pass in which it judges a rollout."""
+    assert of_run.critic is not None
+    prepasses = (PrePass(kind="model"),)
+    return StageProfile(sums=of_run.critic.sums, prepasses=prepasses, updates=of_run.updates)
 
 
 def _changed(section: Any, **values: Any) -> Any:

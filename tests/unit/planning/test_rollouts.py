@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from llmsuite.planning.communication import TENSOR
+from llmsuite.planning.cost import FAST, HARDWARE, Hardware, total_bytes
 from llmsuite.planning.estimate import estimate
 from llmsuite.planning.memory import full_micro_batch
 from llmsuite.plugins.manager import Registry
@@ -71,3 +73,57 @@ def test_a_critic_has_weights_moments_and_gradients_of_its_own(registry: Registr
     assert stage.beside_critic >= stage.gradients + 4 * each
     assert stage.peak >= stage.between_steps + stage.beside_critic
     assert stage.between_steps >= 4 * 3 * (8_030_261_248 + each)
+
+
+def test_a_step_has_the_passes_of_the_critic_too(registry: Registry) -> None:
+    """One pass more than a step of a reward model, to judge the rollout."""
+    words = ["--ppo.reference=none", "--ppo.beta=0", "--parallel={}", "--launch.num_devices=2"]
+    found = estimate(plan_run(RECIPE.with_name("ppo.json"), words, registry))
+    critic, (cost,) = found.critic, found.costs
+    assert critic is not None
+    head = 2 * 4096 * 128256 * found.batch.supervised
+    each = cost.forward - head
+    passes = found.num_micro_batches * 2  # of both ranks
+    recomputed = 1
+    assert critic.flops == pytest.approx((1 + 1 + 2 + recomputed) * each * passes)
+    assert found.flops == pytest.approx((3 * cost.forward + recomputed * each) * passes + critic.flops)
+    device = HARDWARE["h100"]
+    alone = [seconds - of_critic for seconds, of_critic in zip(found.step_seconds(device), critic.step_seconds(device))]
+    assert all(0 < of_critic < own * 2 for of_critic, own in zip(critic.step_seconds(device), alone))
+    values = 8_030_261_248 - 128256 * 4096 + 4096
+    (counts,) = critic.traffic
+    assert total_bytes(counts) == pytest.approx(4 * values, rel=1e-3)  # gradients, in float32
+
+
+def test_the_critic_sends_what_its_passes_send(registry: Registry) -> None:
+    """Inside of tensor parallel groups, as often as the model does in as many passes through its layers."""
+    words = ['--parallel={"tensor_parallel_degree": 2}', "--launch.num_devices=2", "--engine.recompute=none"]
+    found = estimate(plan_run(RECIPE.with_name("ppo.json"), words, registry))
+    assert found.critic is not None
+    calls = [
+        sum(count for m, count in counts.items() if m.axis == TENSOR and "MLP" in m.why.upper())
+        for counts in (found.traffic[0], found.critic.traffic[0])
+    ]
+    assert calls[0] == calls[1]  # one pre-pass each: of the reference, and of the critic
+
+
+def test_the_time_of_a_rollout(registry: Registry) -> None:
+    words = ["--rollout.batch_size=64", "--parallel={}", "--launch.num_devices=8"]
+    plan = plan_run(RECIPE, words, registry)
+    recipe = plan.recipe
+    device = HARDWARE["h100"]
+    times = estimate(plan).rollout_seconds(device)
+    assert times is not None
+    weights, a_token = 2 * 8_030_261_248, 32 * 2 * 8 * 128 * 2
+    rows, drawn, before = 64, 1024, 1024
+    steps = recipe.train.global_batch_size / 8 * 8 * drawn / rows
+    fetched = steps * (weights + rows * (before + drawn / 2) * a_token) / (device.memory_bandwidth * FAST.bandwidth)
+    assert fetched < times[0] < 1.1 * fetched  # reading from memory takes longest, and prompts a little
+    assert times[1] > 1.5 * times[0]
+
+
+def test_no_time_where_others_draw_or_nothing_is_known(registry: Registry) -> None:
+    served = ["--rollout.engine=openai", '--rollout.openai.urls=["http://a"]']
+    assert estimate(plan_run(RECIPE, served, registry)).rollout_seconds(HARDWARE["h100"]) is None
+    assert estimate(plan_run(RECIPE, [], registry)).rollout_seconds(Hardware(1e12, 1e9, 1e9, 1e9)) is None
+    assert estimate(plan_run(RECIPE.with_name("sft.json"), [], registry)).rollout_seconds(HARDWARE["h100"]) is None
