@@ -1,8 +1,9 @@
 """Write the rows under data/digits: four things to say of a number, small enough to be learnt whole on a laptop.
 
 Of a number of four digits one can ask for the first digit, the last, the largest, or the number backwards. The text
-says it in sentences, the conversations ask for it, the preference rows part good answers from bad ones. A tenth of all
-numbers is kept for evaluation and stands in no training row, so right answers about them are learnt, not remembered.
+says it in sentences, the conversations ask for it, the preference and reward rows part good answers from bad ones. A
+tenth of all numbers is kept for evaluation and stands in no training row, so right answers about them are learnt, not
+remembered.
 
 Usage:
 
@@ -24,8 +25,8 @@ import generated
 HERE = Path(__file__).resolve().parent
 SEED = 20240915
 COUNTS = {
-    "train": {"pretrain": 6000, "sft": 1600, "preference": 480},
-    "eval": {"pretrain": 200, "sft": 200, "preference": 200},
+    "train": {"pretrain": 6000, "sft": 1600, "preference": 480, "reward": 1600},
+    "eval": {"pretrain": 200, "sft": 200, "preference": 200, "reward": 200},
 }
 
 
@@ -99,6 +100,18 @@ def preference(rng: random.Random, pool: Sequence[str]) -> dict[str, Any]:
     asked = question(rng, pool)
     right, wrong = asked["answer"], asked["wrong"]
     rejected = rng.choice((wrong, *(rng.choice(TALK).format(value=value) for value in (right, wrong))))
+    return pair(asked, rejected)
+
+
+def judgement(rng: random.Random, pool: Sequence[str]) -> dict[str, Any]:
+    """A pair for a reward model. What is rejected is a wrong number, of which nothing but the question tells that."""
+    asked = question(rng, pool)
+    return pair(asked, asked["wrong"])
+
+
+def pair(asked: dict[str, str], rejected: str) -> dict[str, Any]:
+    """The right answer to a question and another one."""
+    right = asked["answer"]
     return {
         "prompt": [{"role": "user", "content": asked["question"]}],
         "chosen": [{"role": "assistant", "content": right}],
@@ -115,7 +128,7 @@ def files() -> dict[Path, bytes]:
         pool, rng = numbers(split), random.Random(f"{SEED} {split}")
         text = "\n\n".join(document(rng, pool) for _ in range(counts["pretrain"])) + "\n"
         contents[HERE / "digits" / "pretrain" / f"{split}.txt"] = text
-        for kind, make in (("sft", conversation), ("preference", preference)):
+        for kind, make in (("sft", conversation), ("preference", preference), ("reward", judgement)):
             rows = (json.dumps(make(rng, pool)) + "\n" for _ in range(counts[kind]))
             contents[HERE / "digits" / kind / f"{split}.jsonl"] = "".join(rows)
     return {path: text.encode("ascii") for path, text in contents.items()}
