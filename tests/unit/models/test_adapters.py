@@ -417,7 +417,7 @@ def test_any_stage_takes_adapters(plan: Callable[..., RunPlan], stage: str) -> N
         ),
         ({"rank": 4, "method": "mora", "target_modules": ["lm_head"]}, "lora.target_modules", "matches lm_head"),
         ({"rank": 20000, "method": "mora", "target_modules": ["up_proj"]}, "lora.rank", "more than twice its inputs"),
-        ({"rank": 0}, "lora.rank", "expected integer > 0 or null, found 0"),
+        ({"rank": 0}, "lora.rank", "expected integer > 0 and <= 65536 or null, found 0"),
     ],
 )
 def test_what_is_refused(problems: Callable[..., list[Problem]], keys: Any, key: str, message: str) -> None:

@@ -157,7 +157,7 @@ def test_rules_of_a_section(section: Callable[..., Any]) -> None:
         ("train.max_step", "unknown key; did you mean 'max_steps'?"),
         ("data.max_lenght", "unknown key; did you mean 'max_length'?"),
         ("trian", "unknown key; did you mean 'train'?"),
-        ("batch_size", "unknown key; known keys here: checkpoint, data, device, dpo, engine,"),
+        ("nothing_like_it", "unknown key; known keys here: checkpoint, data, device, dpo, engine,"),
         ("learning_rate", "unknown key; did you mean 'train.learning_rate'?"),
         ("engine.learning_rate", "unknown key; did you mean 'train.learning_rate'?"),
         ("launch.qqq", "unknown key; known keys here: devices, log_dir, master, nnodes, node_rank, num_devices"),
