@@ -109,7 +109,7 @@ class DoraLinear(LoraLinear):
         return y if self.bias is None else y + self.bias
 
     def merge(self) -> None:
-        raise NotImplementedError("merged where weights are read, see `llmsuite.convert.adapter`")
+        raise AssertionError("merged where weights are read, see `llmsuite.convert.adapter`")
 
 
 class PissaLinear(LoraLinear):
@@ -187,7 +187,7 @@ class VeraLinear(Adapter, _VeRALinear):
         return self.complete_sum(y) + self.matmul(narrow, self.lora_B0) * self.lora_b
 
     def merge(self) -> None:
-        raise NotImplementedError("merged where weights are read, see `llmsuite.convert.adapter`")
+        raise AssertionError("merged where weights are read, see `llmsuite.convert.adapter`")
 
 
 class MoraLinear(StructuredLinear, _LoRALinear):

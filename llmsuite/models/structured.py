@@ -69,7 +69,7 @@ class StructuredLinear(Adapter):
         return self.complete_sum(y if self.bias is None else y + self.bias)
 
     def merge(self) -> None:
-        raise NotImplementedError("merged where weights are read, see `llmsuite.convert.adapter`")
+        raise AssertionError("merged where weights are read, see `llmsuite.convert.adapter`")
 
     def local_weight(self, dtype: Any) -> Tensor:
         """This rank's part of W."""

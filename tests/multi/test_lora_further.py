@@ -10,9 +10,9 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.test_lora import ADAMW, EP, INTERLEAVED, PP, RECOMPUTE, SP, STATIC, STEM, TP
-from tests.parity.cases import GRADIENT_LIMIT, STEPS, Case, compare, few, run_cases
+from tests.parity.cases import GRADIENT_LIMIT, Case, compare, few, run_cases
 from tests.parity.condition import change_limits, nudged
-from tests.parity.lora import case
+from tests.parity.lora import case, check_continued
 
 EXPERTS = '--lora.target_modules=["experts.*", "o_proj", "down_proj"]'
 ENDS = '--lora.target_modules=["embed_tokens", "lm_head", "layers.2.*"]'
@@ -108,10 +108,4 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], name:
 def test_every_kind_is_continued_bit_by_bit(runner: Runner, failed: dict[str, str], run: str) -> None:
     names = f"one {run}", f"again {run}"
     assert not {*names} & failed.keys(), failed
-    for stem in (STEM, "optimizer"):
-        whole, again = (runner.weights(name, STEPS, stem) for name in names)
-        assert whole.keys() == again.keys()
-        for name, value in whole.items():
-            assert value.tobytes() == again[name].tobytes(), name
-    before = runner.weights(names[0], 1, STEM)
-    assert any((value != before[name]).any() for name, value in runner.weights(names[0], STEPS, STEM).items())
+    check_continued(runner, *names, stems=(STEM, "optimizer"))

@@ -84,3 +84,21 @@ def _updates(runner: Runner, name: str) -> dict[str, np.ndarray]:
     first = ".lora_A.weight"
     modules = [key.removesuffix(first) for key in values if key.endswith(first)]
     return {module: values[f"{module}.lora_B.weight"] @ values[f"{module}{first}"] for module in modules}
+
+
+def check_continued(runner: Runner, whole: str, again: str, stems: Sequence[str]) -> None:
+    """Assert that a run which went on from the first step of another has what that has, bit for bit.
+
+    Args:
+        runner: that ran both.
+        whole: name of the run that was not stopped.
+        again: name of the one that went on.
+        stems: of the files to compare, the parameters' first; these have to have changed since the first step.
+    """
+    for stem in stems:
+        ours, theirs = (runner.weights(name, STEPS, stem) for name in (whole, again))
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            assert value.tobytes() == theirs[name].tobytes(), name
+    before, after = (runner.weights(whole, step, stems[0]) for step in (1, STEPS))
+    assert any((value != before[name]).any() for name, value in after.items())

@@ -9,9 +9,9 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.multi.test_lora import ADAMW, PP, RECOMPUTE, SP, STATIC, STEM, TP
 from tests.parity import page
-from tests.parity.cases import GRADIENT_LIMIT, STEPS, Case, Comparison, compare, run_cases
+from tests.parity.cases import GRADIENT_LIMIT, Case, Comparison, compare, run_cases
 from tests.parity.condition import change_limits, gradient_limits, nudged
-from tests.parity.lora import case, compare_updates
+from tests.parity.lora import case, check_continued, compare_updates
 
 METHODS: dict[str, tuple[str, ...]] = {
     "lora": (),
@@ -141,10 +141,4 @@ def test_write_table(request: pytest.FixtureRequest) -> None:
 def test_every_kind_is_continued_bit_by_bit(runner: Runner, failed: dict[str, str], method: str) -> None:
     names = (_one(method).name, _again(method))
     assert not {*names} & failed.keys(), failed
-    for stem in (STEM, "adapter_state", "optimizer"):
-        whole, again = (runner.weights(name, STEPS, stem) for name in names)
-        assert whole.keys() == again.keys()
-        for name, value in whole.items():
-            assert value.tobytes() == again[name].tobytes(), name
-    before = runner.weights(names[0], 1, STEM)
-    assert any((value != before[name]).any() for name, value in runner.weights(names[0], STEPS, STEM).items())
+    check_continued(runner, *names, stems=(STEM, "adapter_state", "optimizer"))
