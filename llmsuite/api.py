@@ -25,7 +25,8 @@ from llmsuite.cli import commands
 from llmsuite.cli import run as run_command
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
-from llmsuite.launch.launch import INTERRUPTED, is_worker
+from llmsuite.launch.ends import INTERRUPTED
+from llmsuite.launch.launch import is_worker
 from llmsuite.locks import scratch_directory
 from llmsuite.plugins.given import add_files, load_file, plugin_files, plugin_of
 from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
@@ -97,9 +98,9 @@ def train(
 ) -> Run:
     """Train as a recipe says, to its end, and return what there is to read of the run.
 
-    A run of one rank is in this process. For several, `llmsuite run` is started with what this process can hand on:
-    plugins that are files. In a program that has been started once for each rank (by paddle.distributed.launch, say)
-    every rank is in its own process, with all plugins.
+    A run of one rank is in this process. For several, and with `launch.max_restarts`, `llmsuite run` is started with
+    what this process can hand on: plugins that are files. In a program that has been started once for each rank (by
+    paddle.distributed.launch, say) every rank is in its own process, with all plugins.
 
     Args:
         recipe, overrides, smoke, plugins: as of `load_recipe`.
@@ -114,7 +115,7 @@ def train(
     with _file_of(recipe) as path:
         plan = plan_run(path, _words(overrides), registry, smoke)
         plan.check_trains("train")
-        if is_worker() or plan.degrees.num_ranks == 1:
+        if is_worker() or (plan.degrees.num_ranks == 1 and not plan.recipe.launch.max_restarts):
             args = types.SimpleNamespace(recipe=str(path), overrides=_words(overrides), smoke=smoke, resume=resume)
             code, said = run_command.run(args, registry), ""
         else:

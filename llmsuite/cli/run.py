@@ -21,6 +21,7 @@ from llmsuite.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.launch.machines import Machines
+    from llmsuite.launch.restarts import Restarts
 
 
 def add_arguments(parser: Any) -> None:
@@ -42,6 +43,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
     from llmsuite.launch.machines import Machines
+    from llmsuite.launch.restarts import is_restarted
     from llmsuite.recipe.fetch import fetch_names
     from llmsuite.recipe.notes import few_rows
 
@@ -49,13 +51,14 @@ def run(args: Any, registry: Registry) -> int:
     _check(args, plan, machine)
     where = plan.recipe.launch
     # read in every rank, or they would be keys without effect
+    max_restarts = where.max_restarts
     stall_seconds, logs = where.stall_seconds, Path(where.log_dir) if where.log_dir else plan.output_dir / "logs"
     backend = plan.device.factory()
     if (numbers := where.device_numbers) is not None:
         os.environ.update(backend.select(numbers))
     if plan.recipe.engine.deterministic:
         os.environ.update(backend.deterministic_flags or {})
-    starts_ranks = plan.degrees.num_ranks > 1 and not is_worker()
+    starts_ranks = (plan.degrees.num_ranks > 1 or max_restarts > 0) and not is_worker()
     if starts_ranks:
         if plan.stage.trains:
             from llmsuite.planning.order import check_order
@@ -65,7 +68,7 @@ def run(args: Any, registry: Registry) -> int:
     local_ranks = where.num_devices
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
     if is_worker():
-        return _work(plan, registry, args.resume)
+        return _work(plan, registry, args.resume or is_restarted())
 
     for info in registry.plugins:
         if info.error:
@@ -135,6 +138,7 @@ def _launch(
     """Start the ranks of this machine and wait for them; `logs` is where their output goes."""
     from llmsuite.launch.launch import launch
     from llmsuite.launch.ranks import can_fork
+    from llmsuite.launch.restarts import is_restarted
 
     backend, where = plan.device.factory(), plan.recipe.launch
 
@@ -143,20 +147,42 @@ def _launch(
 
     def forked() -> int:
         backend.after_paddle()
-        return exit_code(lambda: _work(plan, registry, resume))
+        return exit_code(lambda: _work(plan, registry, resume or is_restarted()))
 
     if backend.forks:
         _import_ahead(plan)
     work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
-    code = launch(work, where.num_devices, logs, environment, _write, machines, stall_seconds)
+    restarts = _restarts(plan)
+    code = launch(work, where.num_devices, logs, environment, _write, machines, stall_seconds, restarts)
     _note_end(plan.output_dir, code)
     return code
 
 
+def _restarts(plan: RunPlan) -> Restarts:
+    """When the ranks of this run are started again, and what they then go on from."""
+    from llmsuite.checkpoint.directory import list_steps
+    from llmsuite.launch.restarts import Decision, Restarts
+    from llmsuite.observe.events import add_event
+
+    run, most = plan.output_dir, plan.recipe.launch.max_restarts
+    answers = run / plan.stage.result if not plan.stage.trains and plan.stage.result else None
+
+    def begins_at() -> int:
+        if answers is not None:
+            return len(answers.read_bytes().splitlines()) if answers.is_file() else 0
+        return max((step for step, _ in list_steps(run / "checkpoints")), default=0)
+
+    def note(decision: Decision) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        add_event(run, "restarting", step=decision.begins_at, restart=decision.count, of=most, why=decision.why)
+
+    return Restarts(most, begins_at, note, "step" if answers is None else "answer")
+
+
 def _note_end(run: Path, code: int) -> None:
     """Record an end that rank 0 could not record itself: another rank has failed, or the run hung."""
+    from llmsuite.launch.ends import INTERRUPTED
     from llmsuite.launch.hang import STALLED
-    from llmsuite.launch.launch import INTERRUPTED
     from llmsuite.observe.events import add_event, read_events
 
     events = read_events(run)

@@ -60,6 +60,11 @@ class Watch:
         """The last calls of each rank here."""
         return {rank: read(self._directory / f"{rank}.calls") for rank in self._ranks}
 
+    @property
+    def step(self) -> int:
+        """The training step that the ranks here are in, the furthest; 0 before the first."""
+        return max(progress(self._directory / f"{rank}.calls")[1] for rank in self._ranks)
+
     def begun(self, rank: int) -> bool:
         """Whether a rank is recording; then it prints its stacks when asked to."""
         return progress(self._directory / f"{rank}.calls") != (0, 0)

@@ -9,10 +9,10 @@ notices a dead rank only every five seconds.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,19 +21,18 @@ from types import FrameType
 from llmsuite.errors import UserError
 from llmsuite.launch import hang
 from llmsuite.launch.calls import ENVIRONMENT as CALLS
-from llmsuite.launch.machines import End, Machines
-from llmsuite.launch.ranks import FORWARDED, Rank, start_rank
+from llmsuite.launch.ends import INTERRUPTED, REFUSED, End
+from llmsuite.launch.machines import Machines
+from llmsuite.launch.ranks import FORWARDED, GRACE_SECONDS, Rank, start_rank, stop, wait
+from llmsuite.launch.restarts import ENVIRONMENT as RESTART
+from llmsuite.launch.restarts import Restarts
 from llmsuite.locks import scratch_directory
 
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 5.0
 _TAIL_LINES = 40
 _MOST_EXPLAINED = 4
 _MACHINES_SECONDS = 60.0
 _SETTLE_SECONDS = 1.0
-INTERRUPTED = 130
-REFUSED = 2
-"""Exit code of an error in the user's input, which has been explained."""
 
 
 def is_worker() -> bool:
@@ -54,8 +53,9 @@ def launch(
     write: Callable[[str], None],
     machines: Machines | None = None,
     stall_seconds: float | None = None,
+    restarts: Restarts | None = None,
 ) -> int:
-    """Run some work once per rank and wait.
+    """Run some work once per rank and wait; again, from where it can be resumed, when ranks are lost.
 
     Args:
         work: the command line of each rank; or a function that forks of this process call and whose result is their
@@ -66,6 +66,7 @@ def launch(
         write: receives the output of this machine's first rank, as it comes, and the end of the log of failed ranks.
         machines: all machines of the run; None for this one alone.
         stall_seconds: end the run when nothing has happened in any rank here for this long; see `hang.Watch`.
+        restarts: decides whether ranks that were lost are started again; None for never.
 
     Returns:
         0 when every rank succeeded, `hang.STALLED` when the run hung, else the exit code of the first rank that failed.
@@ -74,11 +75,64 @@ def launch(
         UserError: the machines do not find each other.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    machines = machines or Machines()
-    store, *endpoints = machines.meet(_free_ports, num_ranks)
-    first = machines.index * num_ranks
+    machines, restarts = machines or Machines(), restarts or Restarts()
+    job, lost = _Job(work, num_ranks, log_dir, environment, write, stall_seconds), None
+    while True:
+        try:
+            endpoints = machines.meet(num_ranks)
+        except UserError as error:
+            if lost is None:
+                raise
+            write(f"{error}\n")
+            return lost.code
+        interrupted: list[int] = []
+        try:
+            end, step = _run_once(job, machines, endpoints, interrupted)
+            decision = restarts.after(end, step, machines.restarts)
+            if interrupted:
+                return end.code
+            if restarts.most:
+                decision = machines.agree(decision)
+        finally:
+            machines.close()
+        if decision.said:
+            write(f"{decision.said}\n")
+        if decision.end is not None:
+            return decision.end.code
+        lost, machines.restarts = end, decision.count
+        if machines.index == 0:
+            restarts.note(decision)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What the ranks of this machine do, and what their launcher needs for it; see `launch`."""
+
+    work: Sequence[str] | Callable[[], int]
+    num_ranks: int
+    log_dir: Path
+    environment: Callable[[int], Mapping[str, str]]
+    write: Callable[[str], None]
+    stall_seconds: float | None
+
+
+def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupted: list[int]) -> tuple[End, int]:
+    """Start the ranks of this machine and wait for the end of all ranks of the run.
+
+    Args:
+        job: see there.
+        machines: which have met.
+        endpoints: what `Machines.meet` has returned.
+        interrupted: receives the signals by which somebody stops the run.
+
+    Returns:
+        How they ended, and the training step that those of this machine were in.
+    """
+    store, *endpoints = endpoints
+    first, log_dir = machines.index * job.num_ranks, job.log_dir
     ranks: list[Rank] = []
-    interrupted: list[int] = []
+    first_log = log_dir / f"workerlog.{first}"
+    seen = first_log.stat().st_size if machines.restarts and first_log.exists() else 0
 
     def forward(number: int, frame: FrameType | None) -> None:
         interrupted.append(number)
@@ -88,32 +142,32 @@ def launch(
     previous = {number: signal.signal(number, forward) for number in FORWARDED}
     scratch = contextlib.ExitStack()
     calls = scratch.enter_context(scratch_directory())
-    watch = hang.Watch(calls, range(first, first + num_ranks), stall_seconds)
+    watch = hang.Watch(calls, range(first, first + job.num_ranks), job.stall_seconds)
     gc.freeze()  # a collection in a fork would write to every object, and so copy the memory it shares with this one
     try:
-        for local in range(num_ranks):
+        for local in range(job.num_ranks):
             rank = first + local
             variables = {
                 **os.environ,
-                **environment(local),
+                **job.environment(local),
                 "PADDLE_TRAINER_ID": str(rank),
-                "PADDLE_TRAINERS_NUM": str(machines.count * num_ranks),
+                "PADDLE_TRAINERS_NUM": str(machines.count * job.num_ranks),
                 "PADDLE_LOCAL_RANK": str(local),
                 "PADDLE_MASTER": store,
                 "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
                 "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
                 "PYTHONUNBUFFERED": "1",
                 CALLS: str(calls),
+                RESTART: str(machines.restarts),
             }
-            with open(log_dir / f"workerlog.{rank}", "wb") as log:
-                ranks.append(start_rank(work, variables, log, machines.close))
-        end = _watch(ranks, first, log_dir, interrupted, write, machines, watch)
+            with open(log_dir / f"workerlog.{rank}", "ab" if machines.restarts else "wb") as log:
+                ranks.append(start_rank(job.work, variables, log, machines.close))
+        end = _watch(ranks, first, log_dir, interrupted, job.write, machines, watch, seen)
         machines.announce(end)
-        return end.code
+        return end, watch.step
     finally:
         gc.unfreeze()
-        _stop(ranks)
-        machines.close()
+        stop(ranks)
         scratch.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -127,9 +181,12 @@ def _watch(
     write: Callable[[str], None],
     machines: Machines,
     watch: hang.Watch,
+    seen: int = 0,
 ) -> End:
+    """Wait for the end; `seen` bytes of the first log are of ranks before these."""
     stopped, is_settled = _Stopped(ranks, first), False
     with open(log_dir / f"workerlog.{first}", encoding="utf-8", errors="replace") as first_log:
+        first_log.seek(seen)
         while True:
             codes = [process.poll() for process in ranks]
             elsewhere = machines.poll()
@@ -141,7 +198,7 @@ def _watch(
             failed = _by_cause(codes)
             code = (codes[failed[0]] or 0) if failed else 0
             if INTERRUPTED in (code, elsewhere.code if elsewhere else 0) or (code and -code in interrupted):
-                _wait(ranks, _GRACE_SECONDS)  # the others are ending too; the first rank prints last
+                wait(ranks, GRACE_SECONDS)  # the others are ending too; the first rank prints last
                 write(first_log.read())
                 return End(INTERRUPTED, "was interrupted")
             if code > 0 and elsewhere is None:
@@ -154,7 +211,7 @@ def _watch(
                 return End(elsewhere.code, elsewhere.why)
             if code > 0 and code != REFUSED and not is_settled:
                 is_settled = True  # the rank that refused may be about to end
-                _wait(ranks, _SETTLE_SECONDS)
+                wait(ranks, _SETTLE_SECONDS)
                 continue
             if code:
                 write(first_log.read())
@@ -202,7 +259,7 @@ class _Stopped:
     @property
     def stay(self) -> bool:
         """Whether they have not gone on since."""
-        return self._since is not None and time.monotonic() - self._since > _GRACE_SECONDS and bool(self._found())
+        return self._since is not None and time.monotonic() - self._since > GRACE_SECONDS and bool(self._found())
 
     def _found(self) -> list[int]:
         return [local for local, rank in enumerate(self._ranks) if rank.poll() is None and _is_stopped(rank.pid)]
@@ -218,7 +275,7 @@ def _is_stopped(pid: int) -> bool:
 
 def _await_news(machines: Machines) -> End | None:
     """Give other machines a moment to report that a rank of theirs was killed."""
-    deadline = time.monotonic() + (_GRACE_SECONDS if machines.count > 1 else 0)
+    deadline = time.monotonic() + (GRACE_SECONDS if machines.count > 1 else 0)
     while time.monotonic() < deadline:
         if (elsewhere := machines.poll()) is not None:
             return elsewhere
@@ -228,6 +285,7 @@ def _await_news(machines: Machines) -> End | None:
 
 def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
     """Wait for the other machines, once all ranks of this one have succeeded."""
+    machines.announce(End(0, ""))  # machine 0 waits for it, the others for machine 0
     while not machines.all_ended:
         time.sleep(_POLL_SECONDS)
         if (elsewhere := machines.poll()) is not None:
@@ -275,7 +333,7 @@ def _explain_stall(
     hang.write_calls(calls, log_dir)
     recording = {first + local: process for local, process in enumerate(ranks) if watch.begun(first + local)}
     found = hang.stacks(recording, log_dir)
-    deadline = time.monotonic() + (_GRACE_SECONDS if machines.count > 1 else 0)
+    deadline = time.monotonic() + (GRACE_SECONDS if machines.count > 1 else 0)
     while len(calls) < machines.count * len(ranks) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         machines.poll()  # so that the others know of this one
@@ -288,31 +346,3 @@ def _explain_stall(
     where = f"the last calls and the output of every rank: {log_dir}/calls.N.jsonl and workerlog.N"
     write("\n".join([why, *lines, where]) + "\n")
     return End(hang.STALLED, why)
-
-
-def _stop(ranks: Sequence[Rank]) -> None:
-    """Kill the remaining ranks: they wait for one that is gone, so they would not end by themselves."""
-    for process in ranks:
-        if process.poll() is None:
-            process.kill()
-    for process in ranks:
-        process.wait(_GRACE_SECONDS)
-
-
-def _wait(ranks: Sequence[Rank], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
-        time.sleep(_POLL_SECONDS)
-
-
-def _free_ports(address: str, count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind((address, 0))
-        return [s.getsockname()[1] for s in sockets]
-    except OSError as error:
-        raise UserError(f"no {count} free ports on {address}: {error}") from error
-    finally:
-        for s in sockets:
-            s.close()

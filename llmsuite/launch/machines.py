@@ -9,26 +9,17 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.launch import meeting
+from llmsuite.launch.ends import End, end_from
 from llmsuite.launch.meeting import Meeting, Peer, join
+from llmsuite.launch.restarts import Decision
 
 _BEAT_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class End:
-    """How the ranks of a machine ended."""
-
-    code: int
-    """Exit code of the run."""
-    why: str
-    """The reason in words; empty when all is well."""
-    killed: bool = False
-    """Whether a rank was killed or the machine is gone: then that is why the others fail."""
+_LOOK_SECONDS = 0.05
 
 
 class Machines:
@@ -45,13 +36,15 @@ class Machines:
         self.index, self.count, self._master, self._run = index, count, master, run
         self._peers: dict[int, Peer] = {}
         self._ends: dict[int, End] = {}
+        self._decision: Decision | None = None
         self._last_beat = 0.0
+        self.restarts = 0
+        """How often the ranks of the run have been started again, as far as any launcher knows."""
 
-    def meet(self, free_ports: Callable[[str, int], list[int]], num_ranks: int) -> list[str]:
-        """Wait for the other launchers.
+    def meet(self, num_ranks: int) -> list[str]:
+        """Wait for the other launchers. May be called again, after `close`.
 
         Args:
-            free_ports: finds free ports at an address of this machine.
             num_ranks: ranks that this machine will start.
 
         Returns:
@@ -62,7 +55,8 @@ class Machines:
         """
         if self.count == 1:
             return [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", num_ranks + 1)]
-        return self._gather(free_ports, num_ranks) if self.index == 0 else self._join(free_ports, num_ranks)
+        self._peers, self._ends, self._decision = {}, {}, None
+        return self._gather(num_ranks) if self.index == 0 else self._join(num_ranks)
 
     def announce(self, end: End) -> None:
         """Tell the other machines how this machine's ranks ended."""
@@ -75,7 +69,9 @@ class Machines:
             self._send(list(self._peers), {})
         for number, peer in self._peers.items():
             for message in peer.receive():
-                if "end" in message and (end := _end(message["end"])) is not None:
+                if number == 0 and "decision" in message:
+                    self._decision = Decision.from_message(message["decision"])
+                elif "end" in message and (end := end_from(message["end"])) is not None:
                     self._ends.setdefault(int(message["of"]), end)
                     self._send([n for n in self._peers if n != number], message)
             silent = time.monotonic() - peer.last_heard > meeting.SILENT_SECONDS
@@ -88,15 +84,26 @@ class Machines:
 
     @property
     def all_ended(self) -> bool:
-        """Whether every other machine has announced its end. Only machine 0 has to wait for the others."""
-        return self.index != 0 or len(self._ends) == self.count - 1
+        """Whether every other machine has announced its end; to the others than machine 0 its end stands for all."""
+        return len(self._ends) == self.count - 1 if self.index == 0 else 0 in self._ends
+
+    def agree(self, decision: Decision) -> Decision:
+        """What machine 0 decides after the end of all ranks; what is decided here where machine 0 is gone."""
+        if self.index == 0:
+            self._send(list(self._peers), {"decision": decision.as_message()})
+            return decision
+        deadline = time.monotonic() + meeting.SILENT_SECONDS
+        while self._decision is None and not self._peers[0].gone and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(_LOOK_SECONDS)
+        return self._decision or decision
 
     def close(self) -> None:
         """Close the connections to the other machines."""
         for peer in self._peers.values():
             peer.socket.close()
 
-    def _gather(self, free_ports: Callable[[str, int], list[int]], num_ranks: int) -> list[str]:
+    def _gather(self, num_ranks: int) -> list[str]:
         host, port = _address(self._master)
         try:
             listener = socket.create_server((_listening_address(host), port), backlog=self.count)
@@ -104,6 +111,7 @@ class Machines:
             raise UserError(f"launch.master: machine 0 cannot listen at {self._master}: {error}") from error
         with listener:
             known = Meeting(listener, self.count, self._master, self._run, num_ranks).gather()
+        self.restarts = max(self.restarts, *(found.restarts for found in known.values()))
         self._peers = {number: found.peer for number, found in known.items()}
         addresses = [peer.socket.getsockname()[0] for peer in self._peers.values()]
         # where the others have reached this machine; not by what name it calls itself
@@ -111,27 +119,20 @@ class Machines:
         own = [f"{address}:{p}" for p in free_ports(address, num_ranks + 1)]
         whole = [*own, *(endpoint for number in sorted(known) for endpoint in known[number].endpoints)]
         for found in known.values():
-            found.answer({"endpoints": whole})
+            found.answer({"endpoints": whole, "restarts": self.restarts})
         return whole
 
-    def _join(self, free_ports: Callable[[str, int], list[int]], num_ranks: int) -> list[str]:
+    def _join(self, num_ranks: int) -> list[str]:
         def endpoints(address: str) -> list[str]:
             return [f"{address}:{port}" for port in free_ports(address, num_ranks)]
 
-        self._peers[0], found = join(_address(self._master), self.index, self._run, endpoints)
+        hello = {"machine": self.index, "run": self._run, "restarts": self.restarts}
+        self._peers[0], found, self.restarts = join(_address(self._master), hello, endpoints)
         return found
 
     def _send(self, numbers: Sequence[int], message: Any) -> None:
         for number in numbers:
             self._peers[number].send(message)
-
-
-def _end(said: Any) -> End | None:
-    """The end that another launcher tells of; None for anything else."""
-    try:
-        return End(int(said["code"]), str(said["why"]), bool(said["killed"]))
-    except (TypeError, KeyError, ValueError):
-        return None
 
 
 def _listening_address(host: str) -> str:
@@ -151,3 +152,17 @@ def _is_loopback(address: str) -> bool:
 def _address(master: str) -> tuple[str, int]:
     host, _, port = master.rpartition(":")
     return host, int(port)
+
+
+def free_ports(address: str, count: int) -> list[int]:
+    """Ports that are free at an address of this machine. Raises UserError when there are not so many."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind((address, 0))
+        return [s.getsockname()[1] for s in sockets]
+    except OSError as error:
+        raise UserError(f"no {count} free ports on {address}: {error}") from error
+    finally:
+        for s in sockets:
+            s.close()

@@ -127,6 +127,8 @@ class Known:
     peer: Peer
     endpoints: list[str]
     nonce: str
+    restarts: int
+    """How often the ranks of the run have been started again, as far as it knows."""
 
     def answer(self, message: Mapping[str, Any]) -> None:
         """Send it something, with a proof."""
@@ -209,9 +211,10 @@ class Meeting:
 
     def _take(self, peer: Peer, nonce: str, hello: Mapping[str, Any]) -> bool:
         """Let a machine take part, if it is one; whether it does."""
-        number, endpoints = hello.get("machine"), hello.get("endpoints")
+        number, endpoints, restarts = hello.get("machine"), hello.get("endpoints"), hello.get("restarts", 0)
         if (
             type(number) is not int
+            or type(restarts) is not int
             or not isinstance(endpoints, list)
             or not all(isinstance(e, str) and _ENDPOINT.fullmatch(e) for e in endpoints)
             or not isinstance(hello.get("run"), str)
@@ -221,7 +224,7 @@ class Meeting:
         is_proven = _is_proven(nonce, hello)
         refusal = self._refusal(number, str(hello["run"]), len(endpoints)) if is_proven else _OTHER_KEY
         if not refusal:
-            self._known[number] = Known(peer, endpoints, hello["nonce"])
+            self._known[number] = Known(peer, endpoints, hello["nonce"], restarts)
             return True
         peer.send({"refused": refusal})
         if is_proven and os.environ.get(KEY):
@@ -250,14 +253,14 @@ _OTHER_KEY = f"a machine was given another {KEY} than machine 0"
 
 
 def join(
-    address: tuple[str, int], number: int, run: str, endpoints: Callable[[str], list[str]]
-) -> tuple[Peer, list[str]]:
-    """Take part as a machine other than 0. Returns the connection to machine 0, and the endpoints of all ranks.
+    address: tuple[str, int], hello: Mapping[str, Any], endpoints: Callable[[str], list[str]]
+) -> tuple[Peer, list[str], int]:
+    """Take part as a machine other than 0. Returns the connection to machine 0, the endpoints of all ranks, and how
+    often they have been started again.
 
     Args:
         address: of machine 0, which may start later.
-        number: of this machine.
-        run: identifies the run.
+        hello: "machine", the number of this one; "run", which identifies the run; "restarts", as far as it knows.
         endpoints: the endpoints of this machine's ranks, at the address that others can reach.
 
     Raises:
@@ -268,7 +271,7 @@ def join(
     with _saying(lambda: f"waiting for machine 0 at {where}{reason[0]}"):
         while True:
             try:
-                answered = _knock(address, number, run, endpoints, deadline)
+                answered = _knock(address, hello, endpoints, deadline)
                 if answered is not None:
                     return answered
                 reason[0] = ": who answers there is not machine 0 of this run"
@@ -280,8 +283,8 @@ def join(
 
 
 def _knock(
-    address: tuple[str, int], number: int, run: str, endpoints: Callable[[str], list[str]], deadline: float
-) -> tuple[Peer, list[str]] | None:
+    address: tuple[str, int], hello: Mapping[str, Any], endpoints: Callable[[str], list[str]], deadline: float
+) -> tuple[Peer, list[str], int] | None:
     """One try of `join`; None where another program answers. Raises OSError without an answer."""
     peer = Peer(socket.create_connection(address, timeout=HELLO_SECONDS))
     is_kept = False
@@ -291,7 +294,7 @@ def _knock(
             return None
         own = secrets.token_hex(16)
         here = endpoints(peer.socket.getsockname()[0])
-        hello = {"machine": number, "run": run, "endpoints": here, "nonce": own}
+        hello = {**hello, "endpoints": here, "nonce": own}
         peer.send({**hello, "proof": _proof(greeting["llmsuite"], hello)})
         answer = peer.wait(deadline - time.monotonic())
         if answer is None:
@@ -301,7 +304,7 @@ def _knock(
         if not _is_proven(own, answer):
             raise UserError(f"machine 0 at {address[0]}:{address[1]} was given another {KEY} than this machine")
         is_kept = True
-        return peer, [str(endpoint) for endpoint in answer["endpoints"]]
+        return peer, [str(endpoint) for endpoint in answer["endpoints"]], int(answer["restarts"])
     finally:
         if not is_kept:
             peer.socket.close()

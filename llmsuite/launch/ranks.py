@@ -12,11 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, Protocol
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 """Signals that the launcher forwards to its ranks."""
+GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
 
 
@@ -110,3 +113,19 @@ def die_with_parent() -> None:
     """Ask Linux to kill this process when the launcher dies, even by SIGKILL. Called in a rank before it starts."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stop(ranks: Sequence[Rank]) -> None:
+    """Kill the remaining ranks: they wait for one that is gone, so they would not end by themselves."""
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+    for process in ranks:
+        process.wait(GRACE_SECONDS)
+
+
+def wait(ranks: Sequence[Rank], seconds: float) -> None:
+    """Wait for the end of ranks, for some seconds at most."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+        time.sleep(_POLL_SECONDS)

@@ -241,6 +241,9 @@ class LaunchSection(Section):
     stall_seconds: PositiveFloat | None = 600.0
     """End the run (exit code 3) and report which ranks wait for which, once nothing has happened on any rank for this
     long; three times as long until each rank is in its second step. null: never."""
+    max_restarts: NonNegativeInt = 0
+    """How often all ranks are started again, from the newest checkpoint, when a rank or a machine is lost: killed,
+    crashed, or hanging. Not after an error of yours, Ctrl-C, or a second loss at the same place."""
     log_dir: str | None = None
     """Directory for what each rank prints, `workerlog.N`, when there are several. Default: `logs` in output_dir."""
 

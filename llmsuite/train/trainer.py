@@ -15,7 +15,7 @@ from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.errors import RecipeError
 from llmsuite.launch import calls
-from llmsuite.launch.launch import INTERRUPTED
+from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.locks import lock_directory
 from llmsuite.observe.events import read_events
 from llmsuite.observe.metrics import Window, is_evaluated_at, place
@@ -171,18 +171,18 @@ class Trainer:
         """Train to the last step, or until a signal. Returns the exit code."""
         total_steps = self.cadence.total_steps
         lacks_evaluation, lacks_end = self._unfinished()
-        if self.step == total_steps and not lacks_end:
+        if self.step == total_steps and not lacks_evaluation and not lacks_end:
             report(f"nothing to do: step {self.step} of {total_steps} is done")
             return 0
         if collective.rank() == 0:
             self.output = self._open_output()
             self.saver.on_saved = self.output.saved
         try:
+            if lacks_evaluation:  # it ended behind its last checkpoint
+                self.evaluate()
             if self.step < total_steps:
                 self._run_steps()
-            elif lacks_evaluation:  # it ended behind its last checkpoint
-                self.evaluate()
-                self.saver.finish()
+            self.saver.finish()
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):  # the second one: at once
                 self.saver.abort(error)
@@ -192,15 +192,17 @@ class Trainer:
         return 0 if self.step == total_steps else INTERRUPTED
 
     def _unfinished(self) -> tuple[bool, bool]:
-        """Whether a run whose steps are all done has not been evaluated behind the last one, and has not ended."""
-        lacks = [False, False]
-        if self.step < self.cadence.total_steps:
+        """Whether a run that goes on lacks the evaluation behind the step of its checkpoint, and its end where that was
+        the last step."""
+        if self.step == 0:
             return False, False
+        lacks = [False, False]
         if collective.rank() == 0:
             directory = self.plan.output_dir
-            is_evaluated = not len(self.data.eval) or is_evaluated_at(directory, self.step)
+            is_due = len(self.data.eval) > 0 and self.cadence.evaluates(self.step)
             events = read_events(directory)
-            lacks = [not is_evaluated, not is_evaluated or not events or events[-1]["event"] != "ended"]
+            is_ended = bool(events) and events[-1]["event"] == "ended"
+            lacks = [is_due and not is_evaluated_at(directory, self.step), not is_ended]
         lacks_evaluation, lacks_end = collective.from_first_rank([float(value) for value in lacks])
         return lacks_evaluation > 0, lacks_end > 0
 
@@ -256,7 +258,7 @@ class Trainer:
                 if cadence.evaluates(self.step):
                     self.evaluate()
                 self.window.leave_out(time.perf_counter() - paused)
-            self.saver.finish()
+            self.saver.finish()  # while another signal still ends it at once
 
     # what the loop calls
 

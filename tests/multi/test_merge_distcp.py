@@ -13,7 +13,7 @@ import pytest
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.files import broken_file
-from llmsuite.launch.launch import _free_ports
+from llmsuite.launch.machines import free_ports
 from tests.multi.conftest import Runner
 from tests.paths import ROOT
 from tests.unit.tiny_llama import FAMILIES
@@ -26,7 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directories tests.multi.paddle_saves makes."""
     directory = tmp_path_factory.mktemp("saved")
     CpuBackend().prepare_ranks()
-    master, *endpoints = [f"127.0.0.1:{port}" for port in _free_ports("127.0.0.1", NUM_RANKS + 1)]
+    master, *endpoints = [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", NUM_RANKS + 1)]
     ranks = []
     for rank in range(NUM_RANKS):
         variables = {

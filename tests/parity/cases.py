@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from llmsuite.launch.launch import INTERRUPTED
+from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.plugins.manager import PluginInfo
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests.conftest import registry_with

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.launch.launch import INTERRUPTED, _explain, launch
-from llmsuite.launch.machines import End, Machines
+from llmsuite.launch.ends import INTERRUPTED, End
+from llmsuite.launch.launch import _explain, launch
+from llmsuite.launch.machines import Machines
 
 
 def _launch(work: Callable[[], int], directory: Path, num_ranks: int = 2) -> tuple[int, str]:
@@ -128,7 +129,7 @@ def test_a_good_message_is_not_buried(tmp_path: Path) -> None:
 def test_a_stopped_rank_does_not_keep_the_run_from_ending(
     tmp_path: Path, obeys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmsuite.launch.launch._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("llmsuite.launch.launch.GRACE_SECONDS", 0.5)
     launcher = os.getpid()
 
     def work() -> int:

@@ -15,20 +15,21 @@ import pytest
 
 from llmsuite.errors import UserError
 from llmsuite.launch import machines, meeting
-from llmsuite.launch.launch import _free_ports, launch
-from llmsuite.launch.machines import End, Machines
+from llmsuite.launch.ends import End
+from llmsuite.launch.launch import launch
+from llmsuite.launch.machines import Machines, free_ports
 
 DEAD = End(1, "rank 5 on machine 2 was killed by SIGKILL; its log: workerlog.5", killed=True)
 
 
 @pytest.fixture
 def master() -> str:
-    return f"127.0.0.1:{_free_ports('127.0.0.1', 1)[0]}"
+    return f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
 
 
 def _meet(launchers: list[Machines]) -> list[list[str]]:
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return [f.result(20) for f in [pool.submit(m.meet, _free_ports, 2) for m in launchers]]
+        return [f.result(20) for f in [pool.submit(m.meet, 2) for m in launchers]]
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_they_agree_on_where_the_ranks_meet(master: str) -> None:
 
 def test_alone_there_is_nobody_to_hear_of() -> None:
     alone = Machines()
-    assert len(alone.meet(_free_ports, 4)) == 5
+    assert len(alone.meet(4)) == 5
     alone.announce(DEAD)
     assert alone.poll() is None
     assert alone.all_ended
@@ -96,7 +97,7 @@ def test_a_rank_that_fails_for_a_lost_machine_is_not_blamed(master: str, tmp_pat
     said: list[str] = []
     other = Machines(1, 2, master, "run")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        lost = pool.submit(lambda: (other.meet(_free_ports, 1), time.sleep(1), other.close()))
+        lost = pool.submit(lambda: (other.meet(1), time.sleep(1), other.close()))
         own = Machines(0, 2, master, "run")
         code = launch(["sh", "-c", "exit 7"], 1, tmp_path, lambda local: {}, said.append, own)
         lost.result(20)
@@ -130,7 +131,7 @@ def test_who_cannot_take_part_is_told(
         monkeypatch.setattr(meeting, "MEET_SECONDS", 3.0)
     pair = [Machines(0, 2, master, "run"), Machines(index, 2, master, run)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for found in [pool.submit(m.meet, _free_ports, 2) for m in pair]:
+        for found in [pool.submit(m.meet, 2) for m in pair]:
             with pytest.raises(UserError, match=message):
                 found.result(20)
 
@@ -141,17 +142,17 @@ def test_an_address_that_is_not_of_machine_0_is_named(monkeypatch: pytest.Monkey
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=f"launch.master: machine 0 cannot listen at {address}"):
-            Machines(0, 2, address, "run").meet(_free_ports, 2)
+            Machines(0, 2, address, "run").meet(2)
     monkeypatch.setattr(meeting, "MEET_SECONDS", 0.5)
     with pytest.raises(UserError, match=f"launch.master: nobody answers at {address}"):
-        Machines(1, 2, address, "run").meet(_free_ports, 2)
+        Machines(1, 2, address, "run").meet(2)
     with pytest.raises(UserError, match=r"machines \[1\] did not connect to"):
-        Machines(0, 2, address, "run").meet(_free_ports, 2)
+        Machines(0, 2, address, "run").meet(2)
 
 
 def test_a_name_that_is_machine_0s_own_loopback_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of Debian's /etc/hosts: "127.0.1.1 HOST0". The others reach machine 0 at its address in their network."""
-    port = _free_ports("127.0.0.1", 1)[0]
+    port = free_ports("127.0.0.1", 1)[0]
     monkeypatch.setattr(socket, "gethostbyname", {"HOST0": "127.0.1.1", "HOST1": "10.0.0.1"}.__getitem__)
     assert machines._listening_address("HOST0") == ""  # at all addresses
     assert machines._listening_address("HOST1") == "HOST1"
@@ -191,7 +192,7 @@ def test_strangers_block_nobody_and_end_nobody(
     host, port = machines._address(master)
     opened = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(first.meet, _free_ports, 2)
+        waiting = pool.submit(first.meet, 2)
         for said in STRANGERS:
             while True:
                 try:
@@ -202,7 +203,7 @@ def test_strangers_block_nobody_and_end_nobody(
             opened[-1].settimeout(1)
             with contextlib.suppress(OSError):  # it is closed in the middle
                 opened[-1].sendall(said)
-        found = pool.submit(second.meet, _free_ports, 2)
+        found = pool.submit(second.meet, 2)
         assert waiting.result(60) == found.result(60)
     for connection in (first, second, *opened):
         connection.close()
@@ -222,7 +223,7 @@ def test_nobody_there_is_said_at_once_and_again(
         places = [f"127.0.0.1:{silent.getsockname()[1]}", "no-such-host.invalid:29500"]
         for place in places:
             with pytest.raises(UserError, match=f"nobody answers at {place}"):
-                Machines(1, 2, place, "run").meet(_free_ports, 2)
+                Machines(1, 2, place, "run").meet(2)
             lines = capsys.readouterr().err.splitlines()
             assert lines[0] == f"waiting for machine 0 at {place}"
             assert len(lines) > 1
@@ -239,7 +240,7 @@ def test_a_secret_that_differs_is_named(master: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(meeting, "_is_proven", lambda nonce, message: message["proof"] == proof(nonce, message))
     monkeypatch.setattr(meeting, "_proof", other)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for found in [pool.submit(m.meet, _free_ports, 2) for m in (first, second)]:
+        for found in [pool.submit(m.meet, 2) for m in (first, second)]:
             with pytest.raises(UserError, match=f"a machine was given another {meeting.KEY} than machine 0"):
                 found.result(20)
 
@@ -248,7 +249,7 @@ def test_a_machine_that_was_started_again_takes_its_place(master: str) -> None:
     host, port = machines._address(master)
     first = Machines(0, 3, master, "run")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        whole = pool.submit(first.meet, _free_ports, 1)
+        whole = pool.submit(first.meet, 1)
 
         def dies() -> None:
             peer = meeting.Peer(socket.create_connection((host, port)))
@@ -266,7 +267,7 @@ def test_a_machine_that_was_started_again_takes_its_place(master: str) -> None:
             except ConnectionRefusedError:
                 time.sleep(0.01)
         others = [Machines(index, 3, master, "run") for index in (1, 2)]
-        found = [pool.submit(other.meet, _free_ports, 1) for other in others]
+        found = [pool.submit(other.meet, 1) for other in others]
         assert all(future.result(30) == whole.result(30) for future in found)
         assert "127.0.0.1:9" not in whole.result()
     for launcher in (first, *others):
