@@ -2,9 +2,10 @@
 
     adapter_config.json            peft_type PREFIX_TUNING
     adapter_model.safetensors      `prompt_embeddings` [P, layers x 2 x J x K]: key, value, key, value …
+    adapter_state.safetensors      of those that a network makes: its parameters by our names, to go on from
     base.json                      path and sha256 of the model they were trained on, see `adapter_dir.py`
 
-P prefix tokens, J key-value heads of size K.
+P prefix tokens, J key-value heads of size K, N width of the network (see `llmsuite.models.prefix`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STEMS, Base, base_keys, read_base, write_base
+from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE, STEMS, Base, base_keys, read_base, write_base
 from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, write_json
-from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE
+from llmsuite.models.prefix_shapes import INNER, INNER_BIAS, NETWORK, PREFIX_KEY, PREFIX_VALUE, TABLE
 
 KIND = "PREFIX_TUNING"
 """What PEFT's `peft_type` says of them."""
@@ -38,6 +39,8 @@ class Prefixes:
 
     tokens: int
     base: Base
+    network: int | None = None
+    """Width of the network that makes them in training; None without one."""
 
 
 def write_prefixes(
@@ -52,15 +55,26 @@ def write_prefixes(
     Args:
         directory: where to; the caller commits it.
         prefixes: which ones.
-        read: values of a parameter by our name, [P, J, K]. Each is read once, in the order of `specs`.
+        read: values of a parameter by our name, [P, J, K] without a network. Each is read once, in the order of
+            `specs`.
         specs: name, shape and dtype of every parameter, keys and values in turn, in the order of the layers.
         tokenizer: directory whose tokenizer files are copied along.
     """
+    state = ManifestPart()
+    if prefixes.network is not None:
+        values = {spec.name: read(spec.name) for spec in specs}
+        state = write_file(directory / f"{STATE}{SUFFIX}", specs, values.__getitem__, {"format": "llmsuite"})
+        made = made_prefixes(values)
+        specs, read = (
+            [TensorSpec(name, value.shape, value.dtype.name) for name, value in made.items()],
+            made.__getitem__,
+        )
     assert [spec.name.rpartition(".")[2] for spec in specs] == [*_KINDS] * (len(specs) // 2)
     tokens, heads, size = specs[0].shape
     whole = np.concatenate([read(spec.name).reshape(tokens, -1) for spec in specs], 1)
     stored = TensorSpec(TENSOR, whole.shape, specs[0].dtype)
     written = write_file(directory / f"{_STEM}{SUFFIX}", [stored], lambda name: whole, {"format": "pt"})
+    written.add(state)
     write_json(
         directory / _CONFIG,
         {
@@ -83,6 +97,29 @@ def write_prefixes(
     return written
 
 
+def made_prefixes(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The prefixes that a network makes, [P, J, K] each: keys and values in turn, in the order of the layers.
+
+    Args:
+        values: its parameters by our names.
+    """
+    table, inner, bias = (values[f"{NETWORK}.{kind}"] for kind in (TABLE, INNER, INNER_BIAS))
+    inside = np.tanh(table.astype("float32") @ inner.astype("float32") + bias.astype("float32"))
+    suffix, made = f".{PREFIX_KEY}_weight", {}
+    attentions = [name.removesuffix(suffix) for name in values if name.endswith(suffix)]
+    for attention in sorted(attentions, key=number_of_layer):
+        for kind in _KINDS:
+            weight, bias = (values[f"{attention}.{kind}_{part}"] for part in ("weight", "bias"))
+            flat = inside @ weight.reshape(len(weight), -1).astype("float32") + bias.astype("float32")
+            made[f"{attention}.{kind}"] = flat.reshape(-1, *weight.shape[1:]).astype(table.dtype)
+    return made
+
+
+def number_of_layer(module: str) -> int:
+    """Number of the layer that a module is in."""
+    return next(int(word) for word in reversed(module.split(".")) if word.isdigit())
+
+
 class PrefixTensors:
     """The prefixes in a directory, by our names."""
 
@@ -96,7 +133,7 @@ class PrefixTensors:
         Raises:
             UserError: the files are not what the configuration says.
         """
-        self._directory, self._files = directory, files
+        self.directory, self._files = directory, files
         self._tokens, self._layers = int(data["num_virtual_tokens"]), int(data["num_layers"])
         self._heads = int(data["num_attention_heads"])
         self._width = int(data["token_dim"])
@@ -108,9 +145,9 @@ class PrefixTensors:
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """The keys or values of a layer, [P, J, K], or a slice of them. Raises UserError for a layer without any."""
         module, _, kind = name.rpartition(".")
-        layer = next(int(word) for word in reversed(module.split(".")) if word.isdigit())
+        layer = number_of_layer(module)
         if layer >= self._layers:
-            raise UserError(f"{self._directory}: has prefixes of {self._layers} layers; the model has more")
+            raise UserError(f"{self.directory}: has prefixes of {self._layers} layers; the model has more")
         first = (2 * layer + _KINDS.index(kind)) * self._width
         part = self._files.read(TENSOR, [slice(0, self._tokens), slice(first, first + self._width)])
         values = part.reshape(self._tokens, self._heads, -1)
@@ -133,7 +170,7 @@ class PrefixTensors:
         found = next((shape for shape in shapes.values() if shape != own), own)
         if found != own or len(shapes) != 2 * self._layers:
             raise UserError(
-                f"{self._directory}: has keys and values of {self._layers} layers, {own[1]} heads of size "
+                f"{self.directory}: has keys and values of {self._layers} layers, {own[1]} heads of size "
                 f"{own[2]}; the model has {len(shapes) // 2} layers and {found[1]} heads of size {found[2]}: it is of "
                 "another model"
             )
@@ -145,10 +182,22 @@ class SavedPrefixes:
 
     told: Prefixes
     files: PrefixTensors
+    network: TensorSource | None = None
+    """The parameters of the network that has made them, by our names; None without one."""
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """As `PrefixTensors.check`."""
         self.files.check(shapes)
+
+    def trained(self, network: int | None) -> TensorSource | PrefixTensors:
+        """What a run with a network of this width goes on from, or one without. Raises UserError when there is another
+        one."""
+        if self.told.network != network:
+            kinds = [
+                f"that a network of width {n} makes" if n else "without a network" for n in (self.told.network, network)
+            ]
+            raise UserError(f"{self.files.directory}: has prefixes {kinds[0]}; the recipe has prefixes {kinds[1]}")
+        return self.network or self.files
 
 
 def has_prefixes(directory: Path) -> bool:
@@ -166,4 +215,9 @@ def open_prefixes(directory: Path) -> SavedPrefixes:
         files = PrefixTensors(directory, data, TensorFiles(directory, _STEM))
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{directory / _CONFIG}: does not say how many tokens, layers and heads: {error!r}") from error
-    return SavedPrefixes(Prefixes(files.tokens, base or Base(data.get("base_model_name_or_path"), "")), files)
+    base = base or Base(data.get("base_model_name_or_path"), "")
+    if not (directory / f"{STATE}{SUFFIX}").is_file():
+        return SavedPrefixes(Prefixes(files.tokens, base), files)
+    network = TensorFiles(directory, STATE)
+    width = network.spec(f"{NETWORK}.{INNER_BIAS}").shape[0]
+    return SavedPrefixes(Prefixes(files.tokens, base, width), files, network)

@@ -4,7 +4,10 @@ They are what tokens in front of the text would leave in a cache, layer by layer
 behind them; as in HF PEFT, their keys are not rotated. (In paddlenlp the text begins at position 0: the same, with keys
 turned by P positions.)
 
-Shapes: B rows, L length, P prefix tokens, H query heads, J key-value heads, K head size.
+With a network in front (the paper's reparametrisation, paddlenlp's `prefix_projection`) they are
+`tanh(E A + a) C + c`: an embedding E of the prefix and A are shared by all layers of the model, and C is of each layer.
+
+Shapes: B rows, L length, P prefix tokens, H query heads, J key-value heads, K head size, N width of the network.
 """
 
 from __future__ import annotations
@@ -13,13 +16,28 @@ from collections.abc import Callable
 from typing import Any
 
 import paddle
+from paddle import nn
 
 from llmsuite.models.blocks import LayerCache, halves
-from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE, prefix_shapes
+from llmsuite.models.prefix_shapes import NETWORK, PREFIX_KEY, PREFIX_VALUE, network_shapes, prefix_shapes
 from llmsuite.models.targets import is_trained
 from llmsuite.typing import Tensor
 
 Extend = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class PrefixNetwork(nn.Layer):
+    """Embedding and first layer of a network that makes prefixes, see `prefix_shapes.network_shapes`."""
+
+    def __init__(self, tokens: int, width: int, network: int):
+        super().__init__()
+        for kind, shape in network_shapes(tokens, width, network).items():
+            setattr(self, kind, self.create_parameter(list(shape), is_bias=len(shape) == 1))
+
+    def forward(self, local: Callable[[Tensor], Tensor]) -> Tensor:
+        """What is between the two layers, [P, N]; `local` makes of a parameter what this rank computes with."""
+        table, inner, bias = (local(part) for part in (self.prefix_table, self.prefix_inner, self.prefix_inner_bias))
+        return paddle.tanh(paddle.matmul(table, inner) + bias)
 
 
 class PrefixedCore:
@@ -30,17 +48,54 @@ class PrefixedCore:
     (`devices.ops.document_spans`).
     """
 
-    def __init__(self, attention: Any):
-        """`attention` has a `core` and the parameters of `prefix_shapes`."""
-        self._attention, self._core = attention, attention.core
+    def __init__(self, attention: Any, network: PrefixNetwork | None = None):
+        """`attention` has a `core` and the parameters of `prefix_shapes`; `network` makes prefixes of them."""
+        self._attention, self._core, self._network = attention, attention.core, network
+        self.local: Callable[[Tensor], Tensor] = _itself
+        """Makes of a parameter what this rank computes with."""
         self.extend: Extend = extended
         self.remove: Callable[[Tensor, int], Tensor] = without_prefix
 
+    def __eq__(self, other: object) -> bool:
+        """Whether another one computes the same of the parameters of its attention: layers can share a program then."""
+        return isinstance(other, PrefixedCore) and self._how == other._how
+
+    def __hash__(self) -> int:
+        return hash(self._how)
+
+    @property
+    def _how(self) -> tuple[Any, ...]:
+        return self._core, self._network, self.local, self.extend, self.remove
+
+    @property
+    def shared(self) -> PrefixNetwork | None:
+        """The module outside of the attention whose parameters it computes with."""
+        return self._network
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """As `devices.ops.attention`, with a mask for P + L tokens."""
-        keys = getattr(self._attention, PREFIX_KEY)
-        q, k, v = self.extend(q, k, v, keys, getattr(self._attention, PREFIX_VALUE), _is_interleaved(self._attention))
+        keys, values = self._prefix()
+        q, k, v = self.extend(q, k, v, keys, values, _is_interleaved(self._attention))
         return self.remove(self._core(q, k, v, mask), keys.shape[0])
+
+    def _prefix(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [P, J, K], of this rank's heads."""
+        if self._network is None:
+            keys, values = (self.local(getattr(self._attention, kind)) for kind in (PREFIX_KEY, PREFIX_VALUE))
+            return keys, values
+        # made anew in each layer: so a layer that is computed again has a graph of its own, down to the parameters
+        inside = self._network(self.local)
+        keys, values = (self._made(inside, kind) for kind in (PREFIX_KEY, PREFIX_VALUE))
+        return keys, values
+
+    def _made(self, inside: Tensor, kind: str) -> Tensor:
+        weight, bias = (self.local(getattr(self._attention, f"{kind}_{part}")) for part in ("weight", "bias"))
+        made = paddle.matmul(inside, weight.flatten(1)) + bias
+        return made.reshape([inside.shape[0], *weight.shape[1:]])
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 def extended(
@@ -71,29 +126,41 @@ def _is_interleaved(attention: Any) -> bool:
     return bool(getattr(attention, "interleaved", False))
 
 
-def add_prefixes(model: Any, tokens: int) -> None:
+def add_prefixes(
+    model: Any, tokens: int, network_size: int | None = None, network: PrefixNetwork | None = None
+) -> PrefixNetwork | None:
     """Put a prefix in front of what every decoder layer attends to, and freeze the rest.
 
     Args:
         model: with or without memory; `llmsuite.models.blocks.CausalLM`. One for generation (`Ops.heads_first`) gets
             the parameters, and begins with the cache that they are: see `prefix_cache`.
         tokens: P; kept in the attribute `num_prefix_tokens`.
+        network_size: N of a network that makes the prefixes, in training; None for none.
+        network: that of another chunk of the model, which this one uses; None to make one.
+
+    Returns:
+        The network, where there is one.
     """
     model.num_prefix_tokens = tokens
+    assert network_size is None or not model.ops.heads_first, "for generation prefixes have been made"
     for name, parameter in model.named_parameters():
         parameter.stop_gradient = parameter.stop_gradient or not is_trained(name)
     for layer in model.model.layers:
         attention = layer.self_attn
         width = attention.k_proj.weight.shape[1]
-        for kind, shape in prefix_shapes(tokens, width, attention.head_size).items():
-            setattr(attention, kind, attention.create_parameter(list(shape)))
+        if network_size is not None and network is None:
+            network = PrefixNetwork(tokens, width, network_size)
+            setattr(model, NETWORK, network)
+        for kind, shape in prefix_shapes(tokens, width, attention.head_size, network_size).items():
+            setattr(attention, kind, attention.create_parameter(list(shape), is_bias=len(shape) == 1))
         if not model.ops.heads_first:
-            attention.core = PrefixedCore(attention)
+            attention.core = PrefixedCore(attention, network)
     if model.ops.heads_first:
         model.__dict__["hidden_states"] = _behind_cache(model)
     else:
         model.__dict__["layer_inputs"] = _behind_prefix(model.layer_inputs, tokens)
         model.__dict__["embed"] = _embed_behind(model.embed, tokens)
+    return network
 
 
 def _behind_prefix(layer_inputs: Any, tokens: int) -> Any:

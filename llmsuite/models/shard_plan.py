@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llmsuite.models.block_quant import is_quantised_part
-from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE
+from llmsuite.models.prefix_shapes import INNER, INNER_BIAS, OUTER, PREFIX_KEY, PREFIX_VALUE, TABLE
 from llmsuite.models.reft_shapes import BIAS, ROTATION, SOURCE
 
 FIRST_FACTOR, SECOND_FACTOR = "lora_A", "lora_B"
@@ -38,6 +38,8 @@ FACTORS: Mapping[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(STRUCTURES, (None, None)),
     **dict.fromkeys((ROTATION, SOURCE, BIAS), (None, None)),
     **dict.fromkeys((PREFIX_KEY, PREFIX_VALUE), (None, 1)),
+    **{kind: (None, 1 if kind.endswith("weight") else 0) for kind in OUTER},
+    **dict.fromkeys((TABLE, INNER, INNER_BIAS), (None, None)),
 }
 """Every parameter of an adapter: the dim that is cut with a matrix cut along its inputs, and along its outputs."""
 
@@ -91,7 +93,7 @@ class ShardPlan:
         if is_quantised_part(parameter):
             return self.dim(module)
         if kind in FACTORS:
-            beside = ".k_proj" if kind in (PREFIX_KEY, PREFIX_VALUE) else ""
+            beside = ".k_proj" if kind in (PREFIX_KEY, PREFIX_VALUE, *OUTER) else ""
             dim = self.dim(f"{module}{beside}.weight")
             return dim if dim is None or self.is_expert(parameter) else FACTORS[kind][dim]
         return next((dim for pattern, dim in self.cut if fnmatch.fnmatchcase(parameter, pattern)), None)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import paddle
 
+from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.parallel import collective
 from llmsuite.parallel.partition import buckets
 from llmsuite.typing import Tensor
@@ -168,7 +169,8 @@ def assign_buckets(shards: Sequence[BucketMember], is_expert: Callable[[str], bo
     """
     sent = [shard for shard in shards if shard.is_sent]
     scatters = ReduceScatterQueue()
-    for chosen in buckets([(is_expert(shard.name), shard.sum_bytes) for shard in sent], limit):
+    kinds = [(is_expert(shard.name), is_in_every_part(shard.name)) for shard in sent]
+    for chosen in buckets([(kind, shard.sum_bytes) for kind, shard in zip(kinds, sent)], limit):
         bucket = Bucket([sent[i] for i in chosen], scatters)
         for i in chosen:
             sent[i].bucket = bucket

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.models.shard_plan import ShardPlan
 
 
@@ -35,7 +36,8 @@ def part_bounds(cut: str | Sequence[int], costs: Sequence[int], num_parts: int) 
 
 
 def layer_costs(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, num_layers: int, tied: bool) -> list[int]:
-    """Parameters of each layer; modules in front of the layers count for the first, those behind them for the last.
+    """Parameters of each layer; modules in front of the layers count for the first, those behind them for the last, and
+    what every part has not at all.
 
     Args:
         shapes: shape of every parameter of the whole model.
@@ -45,6 +47,8 @@ def layer_costs(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, num_layers
     """
     costs = [0] * num_layers
     for name, shape in shapes.items():
+        if is_in_every_part(name):
+            continue
         size = int(np.prod(shape, dtype="int64"))
         layer = layer_of(name, plan)
         if layer is None:
@@ -98,9 +102,22 @@ def keep_part(model: Any, plan: ShardPlan, part: int, bounds: Sequence[int], tie
             setattr(modules[owner] if owner else model, attribute, None)
 
 
-def parts_with(parameter: str, plan: ShardPlan, bounds: Sequence[int], tied: bool) -> list[int]:
-    """The parts that have a parameter, as `keep_part` leaves it: one, or of a tied embedding the first and the last."""
+def parts_with(
+    parameter: str, plan: ShardPlan, bounds: Sequence[int], tied: bool, num_stages: int | None = None
+) -> list[int]:
+    """The parts that have a parameter, as `keep_part` leaves it: one; of a tied embedding the first and the last; of
+    what all layers share, the first part of every stage.
+
+    Args:
+        parameter: its name.
+        plan: the family's shard plan.
+        bounds: see `part_bounds`.
+        tied: whether the last part needs the embedding too.
+        num_stages: of the pipeline; as many as parts if not given.
+    """
     last = len(bounds) - 2
+    if is_in_every_part(parameter):
+        return list(range(num_stages or last + 1))
     layer = layer_of(parameter, plan)
     if layer is not None:
         return [bisect.bisect_right(bounds, layer) - 1]

@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 from paddle.autograd import PyLayer
 
+from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.gather_units import gather_units
 from llmsuite.parallel.sharding import ParameterShard
@@ -42,7 +43,7 @@ class Zero3Hooks:
             elif modules.get(unit.module) is not None:  # else on another pipeline stage, or not in this model
                 self._watch(modules[unit.module], inside, [by_name[name] for name in unit.in_backward])
                 used.update(unit.parameters)
-        outside = [shard.name for shard in shards if shard.name not in used]
+        outside = [shard.name for shard in shards if shard.name not in used and not is_in_every_part(shard.name)]
         assert not outside, f"the family's shard plan has no module for {outside}"
         model.after_backward = self._backward_ended
 

@@ -140,6 +140,12 @@ class Mesh:
         lines = [[line[0], line[-1]] for line in self.pipeline_lines()]
         return _own_group(np.array(lines), self.rank) if lines else None
 
+    @functools.cached_property
+    def model_group(self) -> Any:
+        """Ranks that compute with parts of one model for the same samples; None when there is one. Made only for
+        parameters that all of them have, see `prefix_shapes.is_in_every_part`."""
+        return self._group("pp", "tp")
+
     def make_groups(self) -> None:
         """Make every group now: all ranks have to make all groups, in the same order."""
         _ = self.tensor, self.tensor_group, self.data_group, self.dp_group, self.sharding_group

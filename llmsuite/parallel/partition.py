@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 
+from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 
@@ -60,6 +61,12 @@ def shard_range(size: int, mesh: Mesh, stage: int, is_frozen: bool) -> ShardRang
     each = -(-size // num_shards)
     first = mesh.coordinate["sharding"] * each if stage else 0
     return ShardRange(num_shards, each, slice(min(first, size), min(first + each, size)))
+
+
+def sharding_stage_of(parameter: str, stage: int) -> int:
+    """The sharding stage of a parameter. What every layer computes with is never freed, and its gradient is complete
+    when the last backward pass is: nothing is gained by more than sharding the optimizer's state."""
+    return min(stage, 1) if is_in_every_part(parameter) else stage
 
 
 def has_master(dtype: str, is_frozen: bool) -> bool:

@@ -20,10 +20,21 @@ def share_prefixes(model: Any, mesh: Mesh) -> None:
     """Let attention with a prefix compute with heads that are on several ranks."""
     if mesh.tensor is None:
         return
+    local, extend, remove = (
+        _local_on(mesh),
+        _extend_on(mesh),
+        _remove_on(mesh),
+    )  # one for all: compiled layers are alike
     for module in model.sublayers():
         core = module.__dict__.get("core")
         if isinstance(core, PrefixedCore):
-            core.extend, core.remove = _extend_on(mesh), _remove_on(mesh)
+            core.local, core.extend, core.remove = local, extend, remove
+
+
+def _local_on(mesh: Mesh) -> Any:
+    """A parameter's part on this rank. The gradient of one that is whole is that of the rank's heads only, until
+    `ParameterShard` adds them up."""
+    return lambda parameter: dtensor_to_local(parameter, mesh.tensor, parameter.placements)
 
 
 def _extend_on(mesh: Mesh) -> Any:
@@ -31,7 +42,6 @@ def _extend_on(mesh: Mesh) -> Any:
         q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, interleaved: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (dtensor_to_local(tensor, mesh.tensor, _HEADS) for tensor in (q, k, v))
-        keys, values = (dtensor_to_local(tensor, mesh.tensor, [dist.Shard(1)]) for tensor in (keys, values))
         extended_q, extended_k, extended_v = (
             dtensor_from_local(part, mesh.tensor, _HEADS) for part in extended(q, k, v, keys, values, interleaved)
         )

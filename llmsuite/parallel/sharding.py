@@ -18,10 +18,11 @@ import paddle
 from paddle.base.framework import EagerParamBase
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
+from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import Bucket
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import has_master, reduce_in_backward, shard_range
+from llmsuite.parallel.partition import has_master, reduce_in_backward, shard_range, sharding_stage_of
 from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.typing import Tensor
 
@@ -49,7 +50,9 @@ class ParameterShard:
             is_tied: whether the first and the last pipeline stage both have it.
             is_frozen: whether no optimizer will get it. Only stage 3 shards such a parameter.
         """
-        self.name, self.parameter, self._mesh, self._stage = name, parameter, mesh, stage
+        self.name, self.parameter, self._mesh = name, parameter, mesh
+        self._stage = stage = sharding_stage_of(name, stage)
+        self._is_in_every_part = is_in_every_part(name)
         self._is_tied = is_tied and mesh.degrees.pp > 1
         self._tp_dim = tp_dim if mesh.degrees.tp > 1 else None
         local = local_value(parameter).detach()
@@ -187,7 +190,7 @@ class ParameterShard:
         """How many ranks of the run hold the same shard of a finished gradient."""
         degrees = self._mesh.degrees
         count = degrees.num_data_ranks // self._num_shards * (1 if self._tp_dim is not None else degrees.tp)
-        return 2 * count if self._is_tied else count
+        return count * (2 if self._is_tied else degrees.pp if self._is_in_every_part else 1)
 
     def finish_gradient(self) -> Tensor | None:
         """The gradient of the own shard, reduced over all data ranks; None when there is none.
@@ -206,6 +209,8 @@ class ParameterShard:
         if self.is_empty:
             self.drop_gradient()
             return None
+        if self._is_in_every_part:
+            collective.sum_in_group(own, self._mesh.model_group)
         return own
 
     def set_gradient(self, gradient: Tensor) -> None:
@@ -226,6 +231,8 @@ class ParameterShard:
         """
         if self._reduce_in_backward:
             self._collect()
+        if self._is_in_every_part:  # other layers or chunks may add to it
+            return
         if self.is_last_pass and not self._reduces_each_pass:  # else only the sum over dp is left
             self.bucket.add(self, self.take_gradient())
 

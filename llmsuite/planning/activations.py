@@ -71,6 +71,8 @@ class ActivationSettings:
     """Rank of the intervention behind each layer that has one, by number."""
     unreached: frozenset[int] = frozenset()
     """Numbers of the layers that no backward pass comes to: they keep nothing but for an intervention behind them."""
+    prefix_network: int = 0
+    """Width of the network that makes a prefix; 0 without one."""
     prefix: int = 0
     """Tokens of the prefix in front of every row, which attention has queries, keys and values of."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -159,7 +161,7 @@ def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationS
         keys = heads * (what.nope + what.rope + what.value)
         return norms + tokens * e * (rotated + queries + keys + heads * what.value) + (0 if again else scores)
     size, kv_heads = what.head_size, what.kv_heads / settings.tp
-    kept = 0.0
+    kept = 0.0 if again else float(settings.prefix * settings.prefix_network * e)  # what the network has inside
     if what.normed:
         kept += _normed_heads(heads * size, heads, batch, settings) + _normed_heads(
             kv_heads * size, kv_heads, batch, settings

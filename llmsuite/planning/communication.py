@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from llmsuite.models.anatomy import Anatomy, MoE
+from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.models.shard_plan import BEHIND, BETWEEN, MIXER, SECOND_FACTOR, STRUCTURES
 from llmsuite.parallel import edges, ledger_entries
 from llmsuite.parallel.gather_units import GatherUnit, gather_units
@@ -21,7 +22,15 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.specs import PrePass
 
 TENSOR, DATA, SHARDING, DP, PIPELINE, EXPERT, RUN = "tp", "data", "sharding", "dp", "pp", "ep", "run"
-GROUP_AXES = {TENSOR: ("tp",), DATA: ("dp", "sharding"), SHARDING: ("sharding",), DP: ("dp",), EXPERT: ("ep",)}
+MODEL = "model"
+GROUP_AXES = {
+    TENSOR: ("tp",),
+    DATA: ("dp", "sharding"),
+    SHARDING: ("sharding",),
+    DP: ("dp",),
+    EXPERT: ("ep",),
+    MODEL: ("pp", "tp"),
+}
 """The axes of the mesh along which the ranks of each group differ."""
 
 
@@ -231,6 +240,9 @@ class Traffic:
         if parameter.is_tied:
             own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
             self._add("tied", "all_reduce", own, "gradient of the embedding, of first and last stage", 1, width)
+        if is_in_every_part(parameter.name) and parameter.num_owned:
+            own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
+            self._add(MODEL, "all_reduce", own, "gradients of the prefix's network, of all layers and heads", 1, width)
 
     def _bucket(self, bucket: Sequence[LocalParameter]) -> None:
         """The reduction of a bucket of gradients over data ranks."""

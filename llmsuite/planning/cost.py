@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 
 from llmsuite.errors import UserError
 from llmsuite.models.anatomy import Anatomy, GeluMLP, GroupedQuery, Latent, LayerAnatomy, MoE
+from llmsuite.models.prefix_shapes import INNER, NETWORK, OUTER
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.communication import EXPERT, GROUP_AXES, PIPELINE, TENSOR, Message
+from llmsuite.planning.communication import EXPERT, GROUP_AXES, MODEL, PIPELINE, TENSOR, Message
 from llmsuite.planning.layout import Layout
 
 
@@ -116,15 +117,27 @@ def part_costs(layout: Layout, anatomy: Anatomy, batch: MicroBatch) -> list[Part
     recomputed layers."""
     engine, last = layout.plan.recipe.engine, len(layout.bounds) - 2
     prefix = layout.plan.recipe.prefix.tokens or 0
+    # what each layer has made of its prefix is a product for each of these parameters and tokens
+    shared, made = _prefix_network(layout)
     times = 1 if layout.plan.recipe.freezes_model else 2
     costs = []
     for part in range(last + 1):
-        each = {i: layer_flops(anatomy.layers[i], anatomy.hidden, batch, prefix) for i in layout.layers_of(part)}
+        each = {
+            i: layer_flops(anatomy.layers[i], anatomy.hidden, batch, prefix) + 2.0 * prefix * (shared + made)
+            for i in layout.layers_of(part)
+        }
         again = sum(f for i, f in each.items() if engine.computes_again(i))
         head = head_flops(anatomy, batch) if part == last and layout.plan.stage.head != "score" else 0.0
         forward = sum(each.values()) + head
         costs.append(PartCost(forward, times * forward + again))
     return costs
+
+
+def _prefix_network(layout: Layout) -> tuple[int, float]:
+    """Parameters of the matrix that all layers share of a network that makes prefixes, and of those of one layer."""
+    sizes = {n: math.prod(shape) for n, shape in layout.shapes.items() if n.rpartition(".")[2] in (INNER, *OUTER)}
+    shared = sizes.get(f"{NETWORK}.{INNER}", 0)
+    return shared, (sum(sizes.values()) - shared) / layout.num_layers
 
 
 def wire_bytes(message: Message, size: int) -> float:
@@ -187,6 +200,8 @@ def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
     neighbours = 1 if message.axis == TENSOR else degrees.tp  # how far apart the group's ranks are
     if message.axis in (PIPELINE, "tied"):
         neighbours = degrees.num_ranks // degrees.pp
+    elif message.axis == MODEL:
+        neighbours = degrees.num_ranks // size if degrees.pp > 1 else 1
     elif message.axis == "dp":
         neighbours *= degrees.num_data_ranks // axis_size(layout, message)
     return device.local if neighbours * size <= per_machine else device.network

@@ -15,7 +15,7 @@ from llmsuite.errors import UserError
 from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
-from llmsuite.models.prefix_shapes import with_prefixes
+from llmsuite.models.prefix_shapes import is_in_every_part, with_prefixes
 from llmsuite.models.reft_shapes import intervened_layers, with_interventions
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import (
@@ -37,6 +37,7 @@ from llmsuite.parallel.partition import (
     local_slice,
     reduce_in_backward,
     shard_range,
+    sharding_stage_of,
 )
 from llmsuite.recipe.resolve import RunPlan
 
@@ -144,8 +145,10 @@ class ModelParameters:
             self.intervened = intervened_layers(reft.layers, config.num_hidden_layers)
             size, layers = config.hidden_size, self.shard_plan.layers
             shapes = with_interventions(shapes, layers, self.intervened, size, reft.rank)
-        if plan.recipe.prefix.tokens is not None:
-            shapes = with_prefixes(shapes, self.shard_plan.layers, plan.recipe.prefix.tokens, config.head_size)
+        prefix = plan.recipe.prefix
+        if prefix.tokens is not None:
+            network, layers = prefix.network_size(config.hidden_size), self.shard_plan.layers
+            shapes = with_prefixes(shapes, layers, prefix.tokens, config.head_size, network)
         self.adapted: frozenset[str] = frozenset(adapted if lora.rank is not None else ())
         qat = plan.recipe.qat
         rounded: Sequence[str] = ()
@@ -165,6 +168,7 @@ class ModelParameters:
                 self.stored[name] = {f"{name}.{part}": shape for part, shape in parts.items()}
         self.trained = {n for n in shapes if not plan.recipe.freezes_model or is_trained(n)}
         self._parts: dict[tuple[int, ...], list[list[str]]] = {}
+        """Names by part, by the number of stages and the bounds."""
 
     @functools.cached_property
     def costs(self) -> list[int]:
@@ -176,13 +180,13 @@ class ModelParameters:
         """The layer of every parameter."""
         return {name: layer_of(name, self.shard_plan) for name in self.shapes}
 
-    def by_part(self, bounds: Sequence[int]) -> list[list[str]]:
+    def by_part(self, bounds: Sequence[int], num_stages: int) -> list[list[str]]:
         """The names of the parameters in each part of a pipeline."""
-        key = tuple(bounds)
+        key = (num_stages, *bounds)
         if key not in self._parts:
             self._parts[key] = [[] for _ in bounds[1:]]
             for name in self.shapes:
-                for part in parts_with(name, self.shard_plan, bounds, self.embedding_shared):
+                for part in parts_with(name, self.shard_plan, bounds, self.embedding_shared, num_stages):
                     self._parts[key][part].append(name)
         return self._parts[key]
 
@@ -260,7 +264,7 @@ class Layout:
             ]
             sent = [h for h in sent if (mesh.of_experts if h.is_expert else mesh).degrees.num_data_ranks > 1]
             for chosen in buckets(
-                [(parameter.is_expert, 4 * parameter.sum_size) for parameter in sent], self._bucket_bytes
+                [((h.is_expert, is_in_every_part(h.name)), 4 * h.sum_size) for h in sent], self._bucket_bytes
             ):
                 found.append([sent[i] for i in chosen])
         return found
@@ -269,7 +273,7 @@ class Layout:
         of_device, width = parameter_dtype(self.plan), element_bytes(self.plan)
         # layers are alike: the slice of a parameter is computed once for all parameters sliced like it
         known: dict[tuple[object, ...], tuple[tuple[int, ...], int, ShardRange]] = {}
-        embedding, names = f"{self.shard_plan.embedding}.weight", self.model.by_part(self.bounds)
+        embedding, names = f"{self.shard_plan.embedding}.weight", self.model.by_part(self.bounds, mesh.degrees.pp)
         result = []
         for part in self.parts_of(mesh.coordinate["pp"]):
             stored = [
@@ -277,13 +281,13 @@ class Layout:
             ]
             for name, shape, of in stored:
                 expert, dim = self.shard_plan.is_expert(name), self.shard_plan.dim(name)
-                trained = name in self.trained
-                key = shape, expert, dim, trained
+                trained, stage = name in self.trained, sharding_stage_of(name, self.sharding)
+                key = shape, expert, dim, trained, stage
                 if key not in known:
                     local = tuple(s.stop - s.start for s in local_slice(name, shape, self.shard_plan, mesh))
                     size = math.prod(local)
                     place = mesh.of_experts if expert else mesh
-                    known[key] = local, size, shard_range(size, place, self.sharding, not trained)
+                    known[key] = local, size, shard_range(size, place, stage, not trained)
                 local, size, piece = known[key]
                 bias = self.shard_plan.is_gate_bias(name)
                 dtype = "float32" if bias else of_device
@@ -301,7 +305,7 @@ class Layout:
                         parts=piece.num_shards,
                         piece=piece.size,
                         num_owned=piece.num_owned,
-                        stage=self.sharding,
+                        stage=stage,
                         is_expert=expert,
                         is_trained=trained,
                         has_gradient=trained and not bias,

@@ -104,6 +104,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         unreached=layout.unreached,
         edited=dict.fromkeys(layout.intervened, plan.recipe.reft.rank or 0),
         prefix=plan.recipe.prefix.tokens or 0,
+        prefix_network=plan.recipe.prefix.network_size(plan.model_config.hidden_size) or 0,
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llmsuite.errors import UserError
+from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.parallel import edges
 from llmsuite.parallel.mesh import AXES, Mesh
 from llmsuite.parallel.schedule import Action
-from llmsuite.planning.communication import GROUP_AXES
+from llmsuite.planning.communication import GROUP_AXES, MODEL
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Layout, LocalParameter
 from llmsuite.planning.memory import full_micro_batch, marks_padding
@@ -301,6 +302,9 @@ class _Rank:
         if parameter.is_tied:
             own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
             yield from self._call("tied", "all_reduce", own, f"{why}, of first and last stage")
+        if is_in_every_part(parameter.name) and parameter.num_owned:
+            own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
+            yield from self._call(MODEL, "all_reduce", own, f"{why}, of all layers and heads")
 
 
 def _axis(name: str, parameter: LocalParameter) -> str:

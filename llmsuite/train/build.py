@@ -18,7 +18,7 @@ from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.mtp import is_embedding_shared, num_layers
-from llmsuite.models.prefix import add_prefixes
+from llmsuite.models.prefix import PrefixNetwork, add_prefixes
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.reft import add_interventions
@@ -81,6 +81,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     lora = recipe.lora
     moving_rate = recipe.qat.moving_rate  # read by every rank, also one whose layers have no use for it
     config = None if lora.rank is None else adapter_config(lora)
+    network_size = recipe.prefix.network_size(plan.model_config.hidden_size)  # read by every rank, as the rate
     chunks, adapted, rounded = _build_chunks(plan, backend, config, mesh.degrees.tp)
     padded = is_padded(plan.model_config, mesh.degrees.tp)
     whole = _build_chunks(plan, backend, config, tp=1)[0][0] if padded else chunks[0]
@@ -102,7 +103,9 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         layers = intervened_layers(recipe.reft.layers, plan.model_config.num_hidden_layers)
         adapters = Interventions(recipe.reft.rank, tuple(layers), recipe.reft.ends, weights.base)
     if recipe.prefix.tokens is not None:
-        adapters = Prefixes(recipe.prefix.tokens, weights.base)
+        adapters = Prefixes(recipe.prefix.tokens, weights.base, network_size)
+        if network_size is not None:
+            _ = mesh.model_group  # all ranks make all groups of a mesh in the same order
     if config is not None:
         beside = [name for name in trained if not is_factor(name)]
         adapters = Adapters(adapted, config, weights.base, beside)
@@ -145,6 +148,8 @@ def _build_chunks(
     shard_plan = plan.family.shard_plan or WHOLE
     adapted: list[str] = []
     rounded: list[str] = []
+    network_size = plan.recipe.prefix.network_size(plan.model_config.hidden_size)
+    network: PrefixNetwork | None = None
     chunks = []
     for _ in range(plan.num_chunks):
         with paddle.LazyGuard():
@@ -157,7 +162,7 @@ def _build_chunks(
                 layers = intervened_layers(reft.layers, plan.model_config.num_hidden_layers)
                 add_interventions(model, layers, reft.rank, reft.ends)
             if plan.recipe.prefix.tokens is not None:
-                add_prefixes(model, plan.recipe.prefix.tokens)
+                network = add_prefixes(model, plan.recipe.prefix.tokens, network_size, network)
             if qat.weight_bits is not None:
                 rounded = rounded_modules(model, shard_plan, qat.target_modules)
                 fake_quantize_layers(model, rounded, rounds_weight=True)

@@ -158,7 +158,7 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     if isinstance(built.adapters, Interventions):
         values = read_from(open_interventions(path).files)
     elif isinstance(built.adapters, Prefixes):
-        values = read_from(open_prefixes(path).files)
+        values = read_from(open_prefixes(path).trained(built.adapters.network))
     elif built.adapters is not None:
         values = read_from(SavedAdapters(path, built.adapters, plan.family, plan.model_config))
     else:

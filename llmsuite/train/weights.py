@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.adapters import with_factors
 from llmsuite.train.initial_values import initial_values
 from llmsuite.train.interventions import with_rotations
+from llmsuite.train.prefixes import with_prefix_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,7 @@ def initial_weights(
     if plan.recipe.reft.rank is not None:
         read = with_rotations(read, plan.recipe.seed)
     if plan.recipe.prefix.tokens is not None:
-        new = {name: shape for name, shape in shapes.items() if is_factor(name)}
-        read = _either(new, _normal(plan.recipe.seed, _prefix_std(new)), read)
+        read = with_prefix_values(read, plan.recipe.seed, shapes)
     return InitialWeights(read, base, digest.hexdigest(), source)
 
 
@@ -172,18 +171,6 @@ def draw(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
 
 def _normal(seed: int, std: float) -> ReadSlice:
     return lambda name, shape, index: initial_values(seed, name, shape, std, index)
-
-
-def _prefix_std(shapes: Mapping[str, Sequence[int]]) -> float:
-    """Standard deviation of prefixes: that of Xavier (Glorot and Bengio 2010) for one table [P, elements of a token] of
-    all layers, as in PaddleNLP. PEFT's is 1, which drowns the text at first.
-
-    Args:
-        shapes: of the keys and values of every layer, [P, J, K] each.
-    """
-    tokens = next(iter(shapes.values()))[0]
-    width = sum(math.prod(shape[1:]) for shape in shapes.values())
-    return math.sqrt(2 / (tokens + width))
 
 
 def _either(names: Collection[str], some: ReadSlice, others: ReadSlice) -> ReadSlice:

@@ -25,6 +25,7 @@ TWO = ("--train.micro_batch_size=2",)
 ROUTED = '--lora.target_modules=["experts.*", "self_attn.*"]'
 ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
 REFT, PREFIX = "--reft.rank=4", "--prefix.tokens=40"
+NETWORK = (PREFIX, "--prefix.projection=true", "--prefix.projection_hidden_size=200")
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "stage 2": ("llama/sft", {"sharding": "stage2"}, ()),
     "stage 3": ("llama/sft", {"sharding": "stage3"}, ()),
@@ -91,6 +92,10 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "prefix, sequence, selective": ("qwen/sft", SP, (PREFIX, "--engine.recompute=selective")),
     "prefix, pipeline": ("llama/sft", PP, (PREFIX,)),
     "prefix, stage 3": ("llama/sft", {"sharding": "stage3"}, (PREFIX,)),
+    "prefix, compiled sequence": ("llama/sft", SP, (*STATIC, *TWO, PREFIX)),
+    "prefix network, kept": ("llama/sft", TP, (*KEPT, *NETWORK)),
+    "prefix network, pipeline": ("llama/sft", PP, NETWORK),
+    "prefix network, stage 3": ("llama/sft", {"sharding": "stage3"}, NETWORK),
 }
 ALONE = {
     "one, again": ("llama/sft", AGAIN),
@@ -101,6 +106,7 @@ ALONE = {
     "one, interventions": ("llama/sft", (*KEPT, REFT)),
     "one, prefix": ("llama/sft", (*KEPT, PREFIX)),
     "one, prefix, qwen": ("qwen/sft", (*KEPT, PREFIX)),
+    "one, prefix network": ("llama/sft", (*KEPT, *NETWORK)),
     "one, gpt, adapters": ("gpt/lora", KEPT),
     "one, ends": ("llama/lora", (*KEPT, ENDS)),
     "one, mixer, ends": ("llama/lora", (*KEPT, ENDS, "--lora.method=mixer")),

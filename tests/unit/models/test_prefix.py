@@ -267,7 +267,6 @@ def test_keys_that_lie_side_by_side_are_put_in_halves() -> None:
         ("llama/sft", ["--lora.rank=2"], "prefix.tokens: is 4, and lora.rank is 2"),
         ("llama/sft", ["--reft.rank=2"], "prefix.tokens: is 4, and reft.rank is 2"),
         ("llama/dpo", [], "prefix.tokens: is 4; stage dpo is not for prefixes"),
-        ("llama/sft", ["--engine.mode=to_static"], "prefix.tokens: is 4; programs of to_static"),
         ("llama/sft", ["--qat.weight_bits=8"], "qat.weight_bits: changes the model"),
         ("deepseek/sft", [], "prefix.tokens: is 4; attention of family deepseek has no k_proj"),
         ("llama/sft", ["--prefix.tokens=0"], "prefix.tokens"),
