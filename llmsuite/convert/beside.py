@@ -45,7 +45,7 @@ def open_any_beside(
     base = read_base(directory) or base or Base(None, "")
     if reft:
         return open_reft(directory, (family.shard_plan or WHOLE).layers, base)
-    return open_prefix(directory, config, base)
+    return open_prefix(directory, (family.shard_plan or WHOLE).layers, config, base)
 
 
 def write_beside(directory: Path, saved: Beside, family: ModelFamily, config: Any, layout: Layout) -> None:
@@ -65,7 +65,12 @@ def write_beside(directory: Path, saved: Beside, family: ModelFamily, config: An
             write_reft(directory, saved, layers, config.hidden_size)
             write_base(directory, saved.told.base)
     elif layout == "hf":
-        write_prefixes(directory, saved.told, saved.files.read, saved.files.specs)
+        of_network = saved.network
+        if of_network is None:
+            write_prefixes(directory, saved.told, saved.files.read, saved.files.specs)
+        else:
+            specs = [of_network.spec(name) for name in of_network.names]
+            write_prefixes(directory, saved.told, of_network.read, specs)
     else:
         write_prefix(directory, saved, config)
         write_base(directory, saved.told.base)

@@ -2,17 +2,19 @@
 
     prefix_config.json            tokens, layers, heads, and whether a network is in front (`prefix_projection`)
     prefix_model_state.pdparams   a pickle: `0.weight` [P, 2 x layers x J x K], keys of all layers, then values; or the
-                                  embedding and the two matrices of the network that makes them
+                                  embedding [P, J x K] and two layers of the network that makes them, the last one of
+                                  which has these outputs
     pre_caches.npy                the same as [layers, 2, J, P, K], for its inference; written and not read
 
 P prefix tokens, J key-value heads of size K. Keys are rotated neither there nor here. There the text begins at position
 0, here behind the prefix, at P: a key that is turned by P positions has the same products with all queries, so keys are
-turned by P when they are read, and back when they are written.
+turned by P when they are read, and back when they are written; those that a network makes, by what its last layer has
+for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,13 @@ import numpy as np
 
 from llmsuite.checkpoint.adapter_dir import Base
 from llmsuite.checkpoint.beside import PREFIX_OF_PADDLENLP
-from llmsuite.checkpoint.prefix_dir import TENSOR, Prefixes, PrefixTensors, SavedPrefixes
-from llmsuite.checkpoint.tensors import HeldTensors
+from llmsuite.checkpoint.prefix_dir import TENSOR, Prefixes, PrefixTensors, SavedPrefixes, number_of_layer
+from llmsuite.checkpoint.tensors import HeldTensors, TensorSource
 from llmsuite.convert.paddle_save import write_pickle
 from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, write_json
+from llmsuite.models.prefix_shapes import ATTENTION, INNER, INNER_BIAS, NETWORK, PREFIX_KEY, PREFIX_VALUE, TABLE
 
 PICKLE = "prefix_model_state.pdparams"
 _CACHES = "pre_caches.npy"
@@ -34,12 +37,13 @@ _FAMILIES = ("llama", "mistral", "qwen2")
 _TABLE, _NETWORK = "0.weight", ("0.weight", "1.weight", "1.bias", "3.weight", "3.bias")
 
 
-def open_prefix(directory: Path, config: Any, base: Base) -> SavedPrefixes:
+def open_prefix(directory: Path, list_of_layers: str, config: Any, base: Base) -> SavedPrefixes:
     """A prefix that PaddleNLP has saved.
 
     Args:
         directory: where it is.
-        config: shape of the model that it is for, whose rotations are needed.
+        list_of_layers: name of the list of layers of the model that it is for.
+        config: its shape, whose rotations are needed.
         base: that model.
 
     Raises:
@@ -60,15 +64,15 @@ def open_prefix(directory: Path, config: Any, base: Base) -> SavedPrefixes:
             f"{directory}: has no {PICKLE}"
             + f"; {of_ranks} are parts of ranks, each with other heads. Let PaddleNLP merge them" * bool(of_ranks)
         )
-    table = _table(directory / PICKLE, bool(data.get("prefix_projection")))
+    values = _values(directory / PICKLE, bool(data.get("prefix_projection")))
+    table = _table(values)
     if table.shape != (tokens, 2 * layers * heads * size):
         raise UserError(
             f"{directory / PICKLE}: makes keys and values {list(table.shape)}; by {path.name} it would be "
             f"{[tokens, 2 * layers * heads * size]}"
         )
-    parts = table.reshape(tokens, 2, layers, heads, size).transpose(0, 2, 1, 3, 4)
-    keys = turned(parts[:, :, 0], config, tokens)
-    whole: np.ndarray = np.stack([keys, parts[:, :, 1]], 2).reshape(tokens, -1)
+    by_layer = _here(table.reshape(tokens, 2, layers, heads, size), config, tokens)
+    whole: np.ndarray = by_layer.reshape(tokens, -1)
     shape = {
         "num_virtual_tokens": tokens,
         "num_layers": layers,
@@ -76,16 +80,42 @@ def open_prefix(directory: Path, config: Any, base: Base) -> SavedPrefixes:
         "token_dim": heads * size,
     }
     held = HeldTensors({TENSOR: whole.astype("float32")}, [directory / PICKLE])
-    return SavedPrefixes(Prefixes(tokens, base), PrefixTensors(directory, shape, held))
+    tensors = PrefixTensors(directory, shape, held)
+    if len(values) == 1:
+        return SavedPrefixes(Prefixes(tokens, base), tensors)
+    embedding, inner, inner_bias, outer, outer_bias = values
+    found = {TABLE: embedding, INNER: inner, INNER_BIAS: inner_bias}
+    ours = {f"{NETWORK}.{kind}": value for kind, value in found.items()}
+    weights = _here(outer.reshape(len(outer), 2, layers, heads, size), config, tokens)
+    biases = _here(outer_bias.reshape(1, 2, layers, heads, size), config, tokens)[0]
+    for layer in range(layers):
+        for number, kind in enumerate((PREFIX_KEY, PREFIX_VALUE)):
+            name = f"{list_of_layers}.{layer}.{ATTENTION}.{kind}"
+            ours[f"{name}_weight"] = weights[:, layer, number]
+            ours[f"{name}_bias"] = biases[layer, number].reshape(-1)
+    network = HeldTensors({name: value.astype("float32") for name, value in ours.items()}, [directory / PICKLE])
+    return SavedPrefixes(Prefixes(tokens, base, len(inner_bias)), tensors, network)
 
 
-def _table(path: Path, is_projected: bool) -> np.ndarray:
-    """Keys and values [P, 2 x layers x J x K], in float64."""
+def _here(parts: np.ndarray, config: Any, tokens: int) -> np.ndarray:
+    """What makes keys and values of a text that begins at 0, [..., 2, layers, J, K], for one that begins behind them:
+    [..., layers, 2, J, K]."""
+    keys, values = turned(parts[:, 0], config, tokens), parts[:, 1]
+    return np.stack([keys, values], 2)
+
+
+def _values(path: Path, is_projected: bool) -> list[np.ndarray]:
+    """The tensors of a pickle, in float64."""
     files = PickledTensors([path])
     wanted = _NETWORK if is_projected else (_TABLE,)
     if set(files.names) != set(wanted):
         raise UserError(f"{path}: has {', '.join(sorted(files.names))}, not {', '.join(wanted)}")
-    first, *network = (files.read(name).astype("float64") for name in wanted)
+    return [files.read(name).astype("float64") for name in wanted]
+
+
+def _table(values: Sequence[np.ndarray]) -> np.ndarray:
+    """Keys and values [P, 2 x layers x J x K]."""
+    first, *network = values
     if not network:
         return first
     inner, inner_bias, outer, outer_bias = network
@@ -115,14 +145,36 @@ def write_prefix(directory: Path, saved: SavedPrefixes, config: Any) -> None:
     tokens, specs = saved.told.tokens, saved.files.specs
     heads = specs[0].shape[1]
     values = [saved.files.read(spec.name).astype("float64") for spec in specs]
-    keys = np.stack([turned(value, config, -tokens) for value in values[::2]], 1)
-    whole = np.stack([keys, np.stack(values[1::2], 1)], 1).astype("float32")  # [P, 2, layers, J, K]
-    write_pickle(directory / PICKLE, {_TABLE: whole.reshape(tokens, -1)})
+    whole = _there(values[::2], values[1::2], config, tokens)
+    pickled = {_TABLE: whole.reshape(tokens, -1)}
+    if saved.network is not None:
+        pickled = _network(saved.network, config, tokens)
+    write_pickle(directory / PICKLE, pickled)
     np.save(directory / _CACHES, whole.transpose(2, 1, 3, 0, 4))
-    write_json(directory / PREFIX_OF_PADDLENLP, _settings(tokens, heads, len(specs) // 2, config))
+    settings = _settings(tokens, heads, len(specs) // 2, config, saved.told.network)
+    write_json(directory / PREFIX_OF_PADDLENLP, settings)
 
 
-def _settings(tokens: int, heads: int, layers: int, config: Any) -> Mapping[str, Any]:
+def _there(keys: Sequence[np.ndarray], values: Sequence[np.ndarray], config: Any, tokens: int) -> np.ndarray:
+    """The reverse of `_here`, of the parts of each layer: [..., 2, layers, J, K] in float32."""
+    turned_back = np.stack([turned(value, config, -tokens) for value in keys], 1)
+    return np.stack([turned_back, np.stack(values, 1)], 1).astype("float32")
+
+
+def _network(files: TensorSource, config: Any, tokens: int) -> dict[str, np.ndarray]:
+    """The parameters of a network under PaddleNLP's names."""
+    first = [files.read(f"{NETWORK}.{kind}").astype("float32") for kind in (TABLE, INNER, INNER_BIAS)]
+    weights, biases = [], []
+    for kind in (PREFIX_KEY, PREFIX_VALUE):
+        names = sorted((name for name in files.names if name.endswith(f".{kind}_weight")), key=number_of_layer)
+        weights.append([files.read(name).astype("float64") for name in names])
+        read = (files.read(name.replace(f".{kind}_weight", f".{kind}_bias")).astype("float64") for name in names)
+        biases.append([bias.reshape(1, *weights[-1][0].shape[1:]) for bias in read])
+    outer, outer_bias = (_there(of_keys, of_values, config, tokens) for of_keys, of_values in (weights, biases))
+    return dict(zip(_NETWORK, (*first, outer.reshape(len(outer), -1), outer_bias.reshape(-1))))
+
+
+def _settings(tokens: int, heads: int, layers: int, config: Any, network: int | None) -> Mapping[str, Any]:
     """The content of prefix_config.json."""
     return {
         "prefix_dropout": 0.0,
@@ -131,8 +183,8 @@ def _settings(tokens: int, heads: int, layers: int, config: Any) -> Mapping[str,
         "multi_query_group_num": None if heads == config.num_attention_heads else heads,
         "num_hidden_layers": layers,
         "hidden_size": config.hidden_size,
-        "prefix_projection": False,
-        "prefix_projection_hidden_size": None,
+        "prefix_projection": network is not None,
+        "prefix_projection_hidden_size": network,
         "tensor_parallel_degree": -1,
         "dtype": "float32",
     }

@@ -272,13 +272,16 @@ def prefix(run: Conversion, uses_lora: bool) -> dict[str, Any]:
         run.refuse("prefix_tuning", True, "is for stage sft: prefix.tokens")
     if uses_lora:
         run.refuse("prefix_tuning", True, "beside LoRA: prefix.tokens and lora.rank are not for the same run")
+    found: dict[str, Any] = {"tokens": run.number("num_prefix_tokens", 128)}
     if run.flag("prefix_projection"):
-        run.refuse("prefix_projection", True, "prefixes are trained as they are, not as outputs of a network")
+        found["projection"] = True  # as wide as the model, in every script that had it
+        width = run.number("prefix_projection_hidden_size", None)
+        found |= {} if width is None else {"projection_hidden_size": width}
     run.note(
         "prefix.tokens: the text's positions begin behind the prefix, as in HF PEFT; in PaddleNLP at 0. What can be "
         "learnt is the same, with keys that are turned by as many positions"
     )
-    return {"tokens": run.number("num_prefix_tokens", 128)}
+    return found
 
 
 def generation(run: Conversion, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -191,6 +191,12 @@ def test_prefix(base: Path, tmp_path: Path, is_projected: bool) -> None:
     )
     back.eval()
     near(prefix_logits(back), wanted)
+    assert back.prefix_config.prefix_projection == is_projected
+    before, after = (model.prefix_encoder.state_dict() for model in (theirs, back))
+    assert before.keys() == after.keys()
+    assert len(after) == (5 if is_projected else 1)
+    for name, value in after.items():
+        near(value.numpy(), before[name].numpy())
     caches = [np.load(tmp_path / name / "pre_caches.npy") for name in ("theirs", "back")]
     np.testing.assert_allclose(caches[1], caches[0], rtol=0, atol=1e-5 * np.abs(caches[0]).max())
 
