@@ -10,7 +10,7 @@ engine's in both modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.distributed as dist
@@ -65,10 +65,26 @@ def _alone(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
     return lambda x, *context: (run(x, *context), None)
 
 
-def _parameters(layer: Any) -> list[tuple[str, Tensor]]:
-    """The parameters of the compiled part of a layer."""
-    modules = tuple(f"{module}." for module in layer.attention_modules) if hasattr(layer, "attention_block") else ("",)
-    return [(name, parameter) for name, parameter in layer.named_parameters() if name.startswith(modules)]
+class _Slot(NamedTuple):
+    """Where a layer looks for a parameter."""
+
+    name: str
+    table: dict[str, Tensor]
+    attribute: str
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.table[self.attribute]
+
+
+def _slots(layer: Any) -> list[_Slot]:
+    """The parameters of the compiled part of a layer, and those that it shares with all others."""
+    inside = tuple(f"{module}." for module in layer.attention_modules) if hasattr(layer, "attention_block") else ("",)
+    modules = dict(layer.named_sublayers(include_self=True))
+    names = [name.rpartition(".") for name, _ in layer.named_parameters() if name.startswith(inside)]
+    own = [_Slot(f"{owner}.{attribute}", modules[owner]._parameters, attribute) for owner, _, attribute in names]
+    shared = [found for module in modules.values() if (found := getattr(module.__dict__.get("core"), "shared", None))]
+    return own + [_Slot(name, of._parameters, name) for of in shared for name in of._parameters]
 
 
 def _make_ring(ranks: Sequence[int]) -> None:
@@ -84,20 +100,17 @@ class LayerProgram:
     """The training pass of one layer, or of its first half, for the parameters of any layer of the same structure."""
 
     def __init__(self, layer: Any, mesh: Mesh, placements: list[Any]):
-        modules = dict(layer.named_sublayers(include_self=True))
-        parameters = _parameters(layer)
-        owners = [name.rpartition(".") for name, _ in parameters]
-        self._slots = [(modules[owner]._parameters, attribute) for owner, _, attribute in owners]
+        self._slots = _slots(layer)
         self._forward_train = layer.attention_block if hasattr(layer, "attention_block") else layer.forward_train
         self._mesh, self._placements = mesh, placements
         self._parameter_placements = [
-            parameter.placements if parameter.is_dist() else [] for _, parameter in parameters
+            slot.parameter.placements if slot.parameter.is_dist() else [] for slot in self._slots
         ]
         self.compiled = self._compile()
 
     def of(self, layer: Any) -> Callable[..., Tensor]:
         """`forward_train` of a layer, run by this program."""
-        parameters = [parameter for _, parameter in _parameters(layer)]
+        parameters = [slot.parameter for slot in _slots(layer)]
 
         def forward_train(x: Tensor, *context: Tensor | None) -> Tensor:
             if paddle.is_grad_enabled():
@@ -129,7 +142,7 @@ class LayerProgram:
                 inputs = [self._distributed(tensor, p) for tensor, p in zip(inputs, of_inputs)]
                 parameters = [self._distributed(tensor, p) for tensor, p in zip(parameters, self._parameter_placements)]
             context = iter(inputs[1:])
-            own = [table[attribute] for table, attribute in self._slots]
+            own = [slot.parameter for slot in self._slots]
             self._put(parameters)
             try:
                 y = self._forward_train(inputs[0], *(next(context) if there else None for there in present))
@@ -144,8 +157,8 @@ class LayerProgram:
         return paddle.jit.to_static(run, full_graph=True)
 
     def _put(self, values: Sequence[Tensor]) -> None:
-        for (table, attribute), value in zip(self._slots, values):
-            table[attribute] = value
+        for slot, value in zip(self._slots, values):
+            slot.table[slot.attribute] = value
 
     def _distributed(self, local: Tensor, placements: list[Any]) -> Tensor:
         return dtensor_from_local(local, self._mesh.tensor, placements)
@@ -172,4 +185,4 @@ def _structure(layer: Any) -> Hashable:
         hooks = len(module._forward_pre_hooks), len(module._forward_post_hooks)
         plain = tuple((key, value if isinstance(value, Hashable) else id(value)) for key, value in settings)
         modules.append((name, type(module), hooks, plain))
-    return tuple(modules), tuple((name, tuple(p.shape), p.dtype) for name, p in _parameters(layer))
+    return tuple(modules), tuple((s.name, tuple(s.parameter.shape), s.parameter.dtype) for s in _slots(layer))

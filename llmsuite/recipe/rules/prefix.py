@@ -26,13 +26,8 @@ def _other_stage(context: RuleContext) -> Iterator[Violation]:
 
 
 def _not_beside(context: RuleContext) -> Iterator[Violation]:
-    recipe = context.recipe
-    if recipe.prefix.tokens is None:
-        return
-    if recipe.engine.mode == "to_static":
-        told = f"is {recipe.prefix.tokens}; programs of to_static have attention without a prefix"
-        yield "prefix.tokens", f"{told}: set engine.mode to dynamic"
-    yield from what_changes_the_model(recipe, "prefix.tokens")
+    if context.recipe.prefix.tokens is not None:
+        yield from what_changes_the_model(context.recipe, "prefix.tokens")
 
 
 def _no_heads(context: RuleContext) -> Iterator[Violation]:
@@ -77,9 +72,9 @@ PREFIX_RULES = (
         _other_stage,
     ),
     Rule(
-        "`prefix.tokens` with `to_static`, `qat`, `mtp_loss_weight` or `expert_bias_rate`",
-        "compiled attention has as many keys as tokens; the others train what is frozen",
-        ("--prefix.tokens=4", "--engine.mode=to_static"),
+        "`prefix.tokens` with `qat`, `mtp_loss_weight` or `expert_bias_rate`",
+        "they train what is frozen, or round it",
+        (),
         _not_beside,
     ),
     Rule(
