@@ -114,12 +114,26 @@ def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
             return
 
 
-def _drops_in_a_program(context: RuleContext) -> Iterator[Violation]:
-    if context.recipe.lora.dropout and context.recipe.engine.mode == "to_static":
+def _nothing_to_drop(context: RuleContext) -> Iterator[Violation]:
+    lora, key = context.recipe.lora, "lora.dropout"
+    if not lora.dropout or lora.rank is None:
+        return
+    if context.recipe.engine.mode == "to_static":
         yield (
-            "lora.dropout",
-            f"is {context.recipe.lora.dropout}, but layers that are alike share one program of to_static, and each has "
-            "a mask of its own; set it to 0, or engine.mode to dynamic",
+            key,
+            f"is {lora.dropout}, but layers that are alike share one program of to_static, and each has a mask of its "
+            "own; set it to 0, or engine.mode to dynamic",
+        )
+    names = context.family.names()
+    if context.config is None or not hasattr(names, "parameter_shapes") or context.stage.head == "score":
+        return
+    has_head = "lm_head.weight" in names.parameter_shapes(context.config)  # else it is the embedding
+    if found := [pattern for pattern in lora.target_modules or () if has_head and matches("lm_head", pattern)]:
+        yield (
+            key,
+            f"is {lora.dropout}, and {found[0]!r} of lora.target_modules matches lm_head; dropout is for the decoder "
+            "layers, where it is known which tokens go in: a stage picks those that the head gets. Set it to 0, or "
+            "name others",
         )
 
 
@@ -272,10 +286,11 @@ STAGE_RULES = (
         _no_quantised_base,
     ),
     Rule(
-        "`lora.dropout` with `to_static`",
-        "the mask is a function of the layer's name, and compiled layers share their programs",
+        "`lora.dropout` with `to_static`, or with an adapter on `lm_head`",
+        "the mask is a function of the layer's name, and compiled layers share their programs; and of the tokens, of "
+        "which the head gets some",
         ("--lora.rank=8", "--lora.dropout=0.1", "--engine.mode=to_static"),
-        _drops_in_a_program,
+        _nothing_to_drop,
     ),
     Rule(
         "`lora.init` `lora_ga` with `to_static`, `fp16`, or a stage with rollouts",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.errors import UserError
 from llmsuite.models.adapter import identity
 from llmsuite.models.dropout import TokenDropout, token_keys
 from llmsuite.models.lora import add_adapters
@@ -18,7 +19,10 @@ from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.token_values import tokens
 from llmsuite.parallel.marks import marked, with_keys, without_keys
 from llmsuite.parallel.recompute import recompute_layers
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
 from llmsuite.train.initial_values import initial_values
+from tests.paths import ROOT
 from tests.unit.families import FAMILIES, tiny
 
 WHOLE = [slice(None)] * 3
@@ -161,3 +165,21 @@ def test_a_layer_that_is_computed_again_has_the_mask_of_its_own_tokens() -> None
             loss.backward()
         gradients.append(adapter.lora_A.grad.numpy())
     np.testing.assert_allclose(gradients[0], gradients[1], rtol=1e-5, atol=1e-6 * np.abs(gradients[0]).max())
+
+
+@pytest.mark.parametrize("pattern", ["lm_head", "*"])
+def test_validate_refuses_dropout_of_the_head(registry: Registry, pattern: str) -> None:
+    """The head is told no tokens; without dropout it may have an adapter."""
+    words = ["--parallel={}", "--launch.num_devices=1", f'--lora.target_modules=["q_proj", "{pattern}"]']
+    words += ["--model.config.tie_word_embeddings=false"]
+    if pattern == "lm_head":
+        plan_run(ROOT / "recipes/llama/lora.json", words, registry, smoke=True)
+    with pytest.raises(UserError, match=r"lora\.dropout: is 0\.1, and '.*' of lora\.target_modules matches lm_head"):
+        plan_run(ROOT / "recipes/llama/lora.json", [*words, "--lora.dropout=0.1"], registry, smoke=True)
+
+
+def test_a_pattern_for_all_may_drop_where_the_embedding_is_the_head(registry: Registry) -> None:
+    words = ["--parallel={}", "--launch.num_devices=1", '--lora.target_modules=["layers.*"]', "--lora.dropout=0.1"]
+    plan_run(ROOT / "recipes/llama/lora.json", words, registry, smoke=True)
+    tied = [*words[:2], '--lora.target_modules=["*"]', "--lora.dropout=0.1", "--model.config.tie_word_embeddings=true"]
+    plan_run(ROOT / "recipes/llama/lora.json", tied, registry, smoke=True)
