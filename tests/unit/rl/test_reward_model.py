@@ -25,7 +25,7 @@ from llmsuite.rl.rewards import Rewards
 from llmsuite.specs import Score
 from tests.paths import ROOT
 from tests.unit import tiny_llama
-from tests.unit.rl.test_rewards import section
+from tests.unit.reward_case import section
 
 SHAPE = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512, head="score")
 SERVICES = RewardServices(families=tiny_llama.FAMILIES, device=CpuBackend(), precision="fp32")

@@ -11,7 +11,7 @@ from llmsuite.errors import RecipeError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.grpo import Group
-from tests.unit.stages.test_grpo import RECIPE, groups, logps, model, stage
+from tests.unit.grpo_case import RECIPE, groups, logps, model, stage
 
 CAP = 1.2
 

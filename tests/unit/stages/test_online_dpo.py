@@ -19,8 +19,8 @@ from llmsuite.rl.rollouts import RolloutPrompt, Scored
 from llmsuite.stages.online_dpo import DrawnPair, OnlineDpoStage
 from llmsuite.train.data import make_stage
 from tests.paths import DATA, REFERENCE, ROOT
+from tests.unit.grpo_case import Given, Stream, completion, logps, model
 from tests.unit.models.test_llama_reference import load
-from tests.unit.stages.test_grpo import Given, Stream, completion, logps, model
 
 RECIPE = ROOT / "recipes" / "llama" / "online_dpo.json"
 

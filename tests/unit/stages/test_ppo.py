@@ -23,7 +23,7 @@ from llmsuite.stages.ppo import PpoStage
 from llmsuite.train.data import make_stage
 from llmsuite.train.stage import Batch
 from tests.paths import DATA, ROOT
-from tests.unit.stages.test_grpo import groups
+from tests.unit.grpo_case import groups
 
 RECIPE = ROOT / "recipes" / "llama" / "ppo.json"
 BETA = 0.05

@@ -1,0 +1,109 @@
+"""Rewards that come with llmsuite: what they give, and the keys they need."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmsuite.errors import UserError
+from llmsuite.rl import reward_sections
+from llmsuite.rl.rewards import Rewards
+from llmsuite.schema.section import unread
+from tests.unit.reward_case import KNOWN, Making, completion, section
+
+
+def test_exact_format_and_length(make: Making) -> None:
+    own = {
+        "exact": reward_sections.ExactSection(),
+        "format": reward_sections.FormatSection(pattern="<a>.*</a>"),
+        "length": reward_sections.LengthSection(target=4),
+    }
+    rewards = make({"exact": 1.0, "format": 0.5, "length": 0.25}, own)
+    assert rewards.names == ("exact", "format", "length")
+    texts = [" 4\n", "4", "<a>1\n2</a>", "no <a>4</a>", "1 2 3 4 5 6 7 8 9"]
+    completions = [completion(text, number) for number, text in enumerate(texts)]
+    completions[1] = dataclasses.replace(completions[1], finish_reason="length")
+    found = rewards.score(completions)
+    assert found[:, 0].tolist() == [1, 0, 0, 0, 0]
+    assert found[:, 1].tolist() == [0, 0, 1, 0, 0]
+    assert found[:, 2].tolist() == [-0.5, -0.5, -0.25, -0.25, -1.0]
+    assert rewards.total(found).tolist() == [0.875, -0.125, 0.4375, -0.0625, -0.25]
+    rewards.check(found)
+
+
+def test_only_longer_ones_are_too_long(make: Making) -> None:
+    rewards = make({"length": 1.0}, {"length": reward_sections.LengthSection(target=4, only_longer=True)})
+    assert rewards.score([completion("1"), completion("1 2 3 4 5")]).tolist() == [[0.0], [-0.5]]
+
+
+def test_math_knows_equal_from_alike(make: Making) -> None:
+    rewards = make({"math": 1.0})
+    columns = {"answer": r"$\frac{1}{2}$"}
+    texts = ["so it is $0.5$", r"\boxed{\frac{2}{4}}", "it is $0.4$", "no idea"]
+    found = rewards.score([completion(text, columns=columns) for text in texts])
+    assert found.ravel().tolist() == [1, 1, 0, 0]
+    assert rewards.score([completion("it is 4")]).tolist() == [[1.0]]
+    columns = {"answer": r"\frac{1}{3}"}
+    assert rewards.score([completion(r"$\frac{2}{6}$", columns=columns)]).tolist() == [[1.0]]
+    assert np.isnan(rewards.score([completion("4", columns={"answer": "whatever you like"})])).all()
+    assert "is no mathematical expression" in rewards.first_failure
+
+
+def test_a_missing_package_is_named(make: Making, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "math_verify.py").write_text("raise ImportError('none here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"pip install 'llmsuite\[math\]'"):
+        make({"math": 1.0}).score([completion("4")])
+
+
+def test_a_row_without_the_column_names_its_others(make: Making) -> None:
+    rewards = make({"exact": 1.0}, {"exact": reward_sections.ExactSection(column="gold")})
+    assert np.isnan(rewards.score([completion("4", columns={"task": "sum"})])).all()
+    assert "the row has no 'gold' (reward.exact.column); its other columns: answer, task" in rewards.first_failure
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("8*(3-8/8)", 0.0),  # 16, with one 8 too many
+        ("8+8", 0.0),  # 16, without the 3
+        ("8+3+8", 0.0),  # each number, another value
+        ("8*3-8", 1.0),
+        (" -(8-(8*3)) ", 1.0),
+        ("8*3+-8", 0.0),  # -8 is no number of the row
+        ("8*3-8=16", 0.0),
+        ("8*3-8 or so", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_countdown_takes_each_number_once_and_the_exact_value(make: Making, text: str, score: float) -> None:
+    row = {"columns": {"numbers": [8, 3, "8"], "target": 16}}
+    rewards = make({"countdown": 1.0}, {"countdown": reward_sections.CountdownSection()})
+    cut = completion(text, 1, **row, finish_reason="length")
+    np.testing.assert_array_equal(rewards.score([completion(text, **row), cut], 2), [[score], [0.0]])
+
+
+def test_countdown_reads_the_last_match_of_a_pattern_and_needs_its_columns(make: Making) -> None:
+    own = reward_sections.CountdownSection(numbers="nums", pattern="<answer>(.*?)</answer>")
+    rewards = make({"countdown": 1.0}, {"countdown": own})
+    row = {"columns": {"nums": [1, 2], "target": "0.5"}}
+    texts = ["<answer>2/1</answer>, no: <answer>1/2</answer>", "1/2", "<answer>1/2</answer> <answer>2/1</answer>"]
+    told = [completion(text, number, **row) for number, text in enumerate(texts)]
+    np.testing.assert_array_equal(rewards.score([*told, completion("1/2", 3)], 4), [[1], [0], [0], [np.nan]])
+    assert "the row has no 'nums' (reward.countdown.numbers)" in rewards.first_failure
+
+
+@pytest.mark.parametrize(("name", "key"), [("format", "pattern"), ("length", "target"), ("http", "url")])
+def test_keys_that_a_reward_cannot_do_without(make: Making, name: str, key: str) -> None:
+    with pytest.raises(UserError, match=rf"reward\.{name}\.{key}: is required"):
+        make({name: 1.0}).score([completion("4")])
+
+
+def test_keys_are_read_of_rewards_that_are_named_only() -> None:
+    found = section({"exact": 1.0})
+    Rewards(found, KNOWN)
+    idle = {key[0] for key in unread(found)}
+    assert idle == {"countdown", "format", "length", "math", "http", "model"}
