@@ -54,6 +54,20 @@ class CalculatorSection(Section):
                 yield "pattern", f"has {groups} groups; it needs one, around the expression"
 
 
+@dataclasses.dataclass(kw_only=True)
+class VerifiersSection(Section):
+    """An environment that is written for the package verifiers 0.1 (`pip install 'llmsuite[verifiers]'`), such as those
+    of the Environments Hub: any MultiTurnEnv, with tools too. The reward is that of its rubric."""
+
+    id: str | None = None
+    """The name of its package, as `verifiers.load_environment` has it, or a Python file with `load_environment`. Is
+    required."""
+    args: dict[str, bool | int | float | str | list[bool | int | float | str] | None] = dataclasses.field(
+        default_factory=dict
+    )
+    """What `load_environment` is called with."""
+
+
 def _made(address: str, section: Any) -> Environment:
     """A new environment of the class at an address."""
     environment: Environment = pkgutil.resolve_name(address)(section)
@@ -71,5 +85,8 @@ BUILTIN = [
     _spec("guess", "a game: guess a number, told higher or lower", GuessSection, "games:Guess"),
     _spec(
         "calculator", "a tool that computes what turns ask for", CalculatorSection, "calculator:Calculator", ("calls",)
+    ),
+    _spec(
+        "verifiers", "environments of the package verifiers", VerifiersSection, "verifiers_environment:VerifiersEpisode"
     ),
 ]
