@@ -20,6 +20,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.train.generation import NAMES
 from llmsuite.train.text_scores import scores
 from tests.multi.conftest import Runner
+from tests.parity.cases import few
 from tests.paths import ROOT
 
 LONGEST, ROWS, STEPS = 6, 5, 2
@@ -35,16 +36,27 @@ RUN = (
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "pp3": (3, {"pipeline_parallel_degree": 3}),
+    "tp2": (2, {"tensor_parallel_degree": 2}),
     "stage3": (2, {"sharding": "stage3"}),
 }
+PROGRAMS = "--engine.mode=to_static"
+AGAIN = {  # stage, mesh, words on top of those of the run on one process
+    "pp3": ("sft", "pp3", []),
+    "stage3": ("sft", "stage3", []),
+    "programs": ("sft", "one", [PROGRAMS]),
+    "programs, tp2": ("sft", "tp2", [PROGRAMS]),
+    "adapters, tp2": ("lora", "tp2", []),
+    "adapters, stage3": ("lora", "stage3", []),
+}
+AGAIN = few(AGAIN, "stage3", "programs", "adapters, stage3")
 
 
-def run(runner: Runner, name: str) -> Path:
-    num_ranks, parallel = MESHES[name]
-    directory = runner.directory / name
+def run(runner: Runner, stage: str, mesh: str = "one", *words: str) -> Path:
+    num_ranks, parallel = MESHES[mesh]
+    directory = runner.directory / " ".join([stage, mesh, *words])
     if not directory.exists():
         given = [f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={num_ranks}", f"--output_dir={directory}"]
-        runner.run("run", "recipes/llama/sft.json", *RUN, *given)
+        runner.run("run", f"recipes/llama/{stage}.json", *RUN, *given, *words)
     return directory
 
 
@@ -67,7 +79,7 @@ def evaluations(directory: Path) -> dict[int, dict[str, float]]:
 
 
 def test_answers_are_those_of_the_checkpoint(runner: Runner, registry: Registry) -> None:
-    directory = run(runner, "one")
+    directory = run(runner, "sft")
     found = rows(directory, STEPS)
     assert len(found) == ROWS
     assert len({row["output"] for row in found}) > 1
@@ -87,16 +99,18 @@ def test_answers_are_those_of_the_checkpoint(runner: Runner, registry: Registry)
 
 
 def test_the_best_checkpoint_is_that_with_the_best_answers(runner: Runner) -> None:
-    directory = run(runner, "one")
+    directory = run(runner, "sft")
     found = {step: metrics["eval/rougel"] for step, metrics in evaluations(directory).items()}
     best = json.loads((directory / "checkpoints/best").read_text())
     assert best["metric"] == "eval/rougel"
     assert best["value"] == max(found.values()) == found[best["step"]]
 
 
-@pytest.mark.parametrize("mesh", ["pp3", "stage3"])
-def test_meshes_give_the_same_answers(runner: Runner, mesh: str) -> None:
-    one, many = run(runner, "one"), run(runner, mesh)
+@pytest.mark.parametrize("name", AGAIN)
+def test_every_run_gives_the_answers_of_one_process(runner: Runner, name: str) -> None:
+    stage, mesh, words = AGAIN[name]
+    one, many = run(runner, stage), run(runner, stage, mesh, *words)
+    assert evaluations(one).keys() == {1, STEPS}
     for step, metrics in evaluations(one).items():
         assert rows(one, step) == rows(many, step)
         assert all(evaluations(many)[step][f"eval/{name}"] == metrics[f"eval/{name}"] for name in NAMES)

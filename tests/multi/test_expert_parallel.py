@@ -15,6 +15,8 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.parity.cases import COMMON, OPTIMIZERS, RECIPES, STEPS, Case, compare, few, run_cases
 
+_IN_THREES = ("--train.global_batch_size=9", "--model.config.n_routed_experts=12")
+
 # name: ranks, what is parallel, further words
 MESHES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "ep2": (2, {}, ("--train.micro_batch_size=1",)),  # micro-batches of different lengths, which travel as they are
@@ -29,14 +31,21 @@ MESHES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "ep2 pp2": (4, {"pipeline_parallel_degree": 2}, ("--train.micro_batch_size=1",)),
     "ep2 of four, stage2": (4, {"sharding": "stage2"}, ("--train.micro_batch_size=1",)),
     "ep4": (4, {"expert_parallel_degree": 4}, ()),
+    "ep3": (3, {"expert_parallel_degree": 3}, ("--train.micro_batch_size=1", *_IN_THREES)),
 }
-MESHES = few(MESHES, "ep2 of four, stage2", "ep4")
+MESHES = few(MESHES, "ep2 of four, stage2", "ep4", "ep3")
+WHOLE = {name: "one in threes" if name == "ep3" else "one" for name in MESHES}
+"""The same in one process."""
+_ONE: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "one": (1, {"expert_parallel_degree": 1}, ("--train.micro_batch_size=8",)),
+    "one in threes": (1, {"expert_parallel_degree": 1}, ("--train.micro_batch_size=9", *_IN_THREES)),
+}
 CONTINUED = {"ep2 stage1 recompute": "ep2 pp2"}
 """A checkpoint of the one, and what goes on from it."""
 
 
 def _case(name: str, mesh: str, resume: bool = False) -> Case:
-    num_ranks, parallel, more = MESHES.get(mesh, (1, {"expert_parallel_degree": 1}, ("--train.micro_batch_size=8",)))
+    num_ranks, parallel, more = (MESHES | _ONE)[mesh]
     words = [
         *COMMON, *OPTIMIZERS["adamw"], "--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}",
         f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps({'expert_parallel_degree': 2, **parallel})}",
@@ -50,7 +59,7 @@ def _case(name: str, mesh: str, resume: bool = False) -> Case:
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     """Runs everything; what was printed of the cases that did not end well."""
-    failed = run_cases(runner, [_case(name, name) for name in ("one", *MESHES)])
+    failed = run_cases(runner, [_case(name, name) for name in (*_ONE, *MESHES)])
     cases = []
     for source, target in CONTINUED.items():
         if source not in failed:
@@ -63,10 +72,10 @@ def failed(runner: Runner) -> dict[str, str]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_equal_to_one_process(runner: Runner, failed: dict[str, str], mesh: str) -> None:
-    for name in ("one", mesh):
+    for name in (WHOLE[mesh], mesh):
         assert name not in failed, failed[name]
-    assert compare(runner, "one", mesh).problems == []
-    for a, b in zip(runner.metrics("one"), runner.metrics(mesh), strict=True):
+    assert compare(runner, WHOLE[mesh], mesh).problems == []
+    for a, b in zip(runner.metrics(WHOLE[mesh]), runner.metrics(mesh), strict=True):
         for key in ("experts/max_load", "experts/balance_loss"):
             assert a[key] > 1
             assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)
