@@ -16,6 +16,7 @@ import numpy as np
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.plugins.manager import PluginInfo
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from tests import standin
 from tests.conftest import registry_with
 from tests.multi.conftest import RECIPE, Runner
 from tests.parity import token_stage
@@ -111,6 +112,7 @@ def plan_of(case: Case) -> RunPlan:
     """What a case runs."""
     registry = registry_with()
     registry.add(PluginInfo("tokens", "tests", "tokens", plugin=token_stage))
+    registry.add(PluginInfo("standin", "tests", "standin", plugin=standin))
     return plan_run(ROOT / case.recipe, case.words, registry, smoke=True)
 
 

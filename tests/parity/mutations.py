@@ -182,6 +182,42 @@ def products_by_rounding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
 
 
+def no_masters(patch: pytest.MonkeyPatch) -> None:
+    """What the optimizer updates has the 16 bits of the parameter."""
+    from llmsuite.parallel.sharding import ParameterShard
+
+    write_back = ParameterShard.write_back
+
+    def rounded(self: Any) -> None:
+        write_back(self)
+        if self.has_master and not self.is_empty:
+            master = self.master_or_shard.detach()
+            master.copy_(master.astype(self.parameter.dtype).astype("float32"), True)
+
+    patch.setattr(ParameterShard, "write_back", rounded)
+
+
+def sums_in_16_bits(patch: pytest.MonkeyPatch) -> None:
+    """Gradients of micro-batches are added up in the 16 bits of the parameter."""
+    from llmsuite.parallel.sharding import ParameterShard
+
+    add = ParameterShard.add_shard
+
+    def rounded(self: Any, own: Any) -> None:
+        add(self, own)
+        self._sum = self._sum.astype(self.parameter.dtype).astype("float32")
+
+    patch.setattr(ParameterShard, "add_shard", rounded)
+
+
+def wide_embedding(patch: pytest.MonkeyPatch) -> None:
+    """The first activations are float32, and with them all others, as autocast has it."""
+    from llmsuite.models.blocks import CausalLM
+
+    embed = CausalLM.embed
+    patch.setattr(CausalLM, "embed", lambda *args, **more: embed(*args, **more).astype("float32"))
+
+
 def _no_group(patch: pytest.MonkeyPatch, name: str) -> None:
     from llmsuite.parallel.mesh import Mesh
 
@@ -208,6 +244,9 @@ NUDGES: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+OF_16_BITS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
+    mutation.__name__: mutation for mutation in (no_masters, sums_in_16_bits, wide_embedding)
+}
 OF_PRODUCTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     mutation.__name__: mutation for mutation in (products_bent, products_by_rounding)
 }
@@ -218,5 +257,5 @@ def mutated(name: str | None) -> Iterator[None]:
     """While active, an error is in; none for None."""
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
-            {**MUTATIONS, **OF_ADAPTERS, **OF_ROUNDING, **OF_PRODUCTS, **NUDGES}[name](patch)
+            {**MUTATIONS, **OF_ADAPTERS, **OF_ROUNDING, **OF_PRODUCTS, **OF_16_BITS, **NUDGES}[name](patch)
         yield

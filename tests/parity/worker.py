@@ -26,6 +26,7 @@ from llmsuite.cli import commands
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
+from tests import standin
 from tests.parity import traffic
 from tests.tools.gloo_groups import reused
 
@@ -49,6 +50,7 @@ def main(file: str) -> int:
 
     registry = load_plugins(builtin, commands)
     registry.add(PluginInfo("tokens", "tests", "tokens", plugin=token_stage))
+    registry.add(PluginInfo("standin", "tests", "standin", plugin=standin))
     groups: dict[Any, Any] = {}
     new_group = dist.new_group
     for case in cases:

@@ -1,0 +1,70 @@
+"""A device that CPU processes stand in for: the 16-bit policy of GPUs, run for real.
+
+Parameters, activations and messages are bfloat16 or float16, as `DeviceBackend.parameter_dtype` has it. What Paddle's
+CPU wheel lacks for that is in `sixteen_bits.cc`. The GPU's fused kernels are functions that refuse what the real ones
+refuse, and then compute plainly in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import llmsuite
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.build import Library, library
+from llmsuite.devices.gpu import GpuBackend
+from llmsuite.specs import DeviceSpec
+
+_LIBRARY = Library(
+    name="standin",
+    sources=(Path(__file__).parent / "sixteen_bits.cc",),
+    options=("-O1",),
+    links=("libphi_core.so", "libcommon.so"),
+    is_for_this_cpu=False,
+    without=("the stand-in needs", "leave its tests out"),
+)
+
+
+class StandIn(CpuBackend):
+    """Processes and Gloo of the CPU; precision and kernels of a GPU."""
+
+    name = "standin"
+    precisions = GpuBackend.precisions
+    training_precisions = ()
+    stored_precisions = ()
+    kernel_module = DeviceBackend.kernel_module
+    on_parts_only = DeviceBackend.on_parts_only
+    document_mask_bytes = DeviceBackend.document_mask_bytes
+    kernels_in_programs = True
+
+    kernels = GpuBackend.kernels
+    parameter_dtype = DeviceBackend.parameter_dtype
+    product_path = DeviceBackend.product_path
+    caution = DeviceBackend.caution
+    ops = DeviceBackend.ops
+
+    def padding_free(self, precision: str) -> bool:
+        return False
+
+    def activate(self, local_rank: int) -> None:
+        super().activate(local_rank)
+        load()
+
+
+@functools.cache
+def load() -> None:
+    """Give Paddle what it lacks on the CPU, in this process."""
+    import paddle  # noqa: F401  (the library registers with it)
+
+    from tests.standin import gpu_kernels
+
+    ctypes.CDLL(str(library(_LIBRARY)))
+    gpu_kernels.install()
+
+
+@llmsuite.hookimpl
+def llmsuite_register_devices() -> list[DeviceSpec]:
+    return [DeviceSpec(name="standin", help="a GPU in tests", factory=StandIn)]
