@@ -10,7 +10,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -58,6 +58,17 @@ def remove_any(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Delete those of some files that nobody has locked, and that are not so new that somebody is about to. Writers of
+    such files lock them until they have their name."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # somebody else's, in use, or gone
+            if time.time() - path.lstat().st_mtime > _SETTLED_SECONDS:
+                with open_lock(path) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def empty_directory(directory: Path) -> None:

@@ -23,6 +23,7 @@ from llmsuite.data.read import Faults, OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of, write_text_atomic
+from llmsuite.launch.ranks import die_with_parent
 
 _BATCH_CHARS = 1 << 19
 _WORTH_A_PROCESS = 8 << 20
@@ -179,6 +180,10 @@ _here: list[tuple[TextTokenizer, str]] = []  # of a process of the pool
 
 
 def _start(directory: Path, dtype: str) -> None:
+    die_with_parent()  # it would wait for ever for work that nobody has any more
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # which has died while this process began
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
     _here.append((TextTokenizer(directory), dtype))

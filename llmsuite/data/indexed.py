@@ -8,6 +8,9 @@ offsets in bytes (i64), and the D + 1 numbers of the sequences that documents be
 from __future__ import annotations
 
 import array
+import contextlib
+import fcntl
+import glob
 import hashlib
 import os
 import struct
@@ -18,6 +21,7 @@ import numpy as np
 
 from llmsuite.errors import UserError
 from llmsuite.files import fsync
+from llmsuite.locks import remove_abandoned
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -121,7 +125,10 @@ class CorpusWriter:
         self._part = {kind: prefix.with_name(f"{prefix.name}.{os.getpid()}.{kind}.tmp") for kind in ("bin", "idx")}
         try:
             prefix.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(prefix.parent.glob(f"{glob.escape(prefix.name)}.*.tmp"))
             self._file: IO[bytes] = open(self._part["bin"], "wb")  # noqa: SIM115  (until it is committed)
+            with contextlib.suppress(OSError):  # where there are no locks, what killed processes leave is kept
+                fcntl.flock(self._file, fcntl.LOCK_EX)
         except OSError as error:
             raise self._error(error) from error
 

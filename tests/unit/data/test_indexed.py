@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, index_path, token
 from llmsuite.data.read import OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
+from llmsuite.locks import remove_abandoned
 from llmsuite.progress import track_bytes
 from tests.paths import ROOT
 
@@ -219,6 +221,50 @@ def test_a_killed_process_leaves_no_corpus(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not list(tmp_path.glob("*.idx"))
+
+
+def test_what_a_killed_process_has_begun_is_removed(tmp_path: Path) -> None:
+    """And nothing else: not what another process is writing, nor what is so new that it may be about to lock it."""
+    names = ("corpus.7.bin.tmp", "corpus.7.idx.tmp", "corpus.8.bin.tmp", "corpus-2.7.bin.tmp")
+    for name in names:
+        (tmp_path / name).touch()
+    for name in (names[0], names[1], names[3]):
+        os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+    with CorpusWriter(tmp_path / "corpus", "u2") as writer:
+        part = f"corpus.{os.getpid()}.bin.tmp"
+        assert {path.name for path in tmp_path.iterdir()} == {*names[2:], part}
+        os.utime(tmp_path / part, (time.time() - 3600,) * 2)
+        remove_abandoned(tmp_path.iterdir())
+        assert {path.name for path in tmp_path.iterdir()} == {names[2], part}
+        writer.add(np.array([1, 2], "<u2").tobytes(), np.array([2], "<i4").tobytes())
+        writer.commit()
+    assert IndexedCorpus(tmp_path / "corpus.idx")
+
+
+def test_processes_that_tokenise_end_with_their_parent(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from pathlib import Path
+from llmsuite.data.index import _tokenised
+from llmsuite.data.tokenizer import TextTokenizer
+
+def batches():
+    while True:
+        yield ["a text"], 6
+
+if __name__ == "__main__":
+    for _ in _tokenised(batches(), TextTokenizer(Path("data/tokenizer")), "<u2", 2):
+        print("begun", flush=True)
+        time.sleep(0.1)
+"""
+    (tmp_path / "program.py").write_text(program)
+    words = [sys.executable, str(tmp_path / "program.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.kill()
+        process.communicate(timeout=60)  # as long as one of them lives, it holds the other end
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
