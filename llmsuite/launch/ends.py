@@ -20,11 +20,13 @@ class End:
     """The reason in words; empty when all is well."""
     killed: bool = False
     """Whether a rank was killed or the machine is gone: then that is why the others fail."""
+    of_machine: bool = False
+    """Whether the machine is gone, as far as another one can tell."""
 
 
 def end_from(said: object) -> End | None:
     """The end that another launcher tells of; None for anything else."""
     try:
-        return End(int(said["code"]), str(said["why"]), bool(said["killed"]))  # type: ignore[index]
+        return End(int(said["code"]), str(said["why"]), bool(said["killed"]), bool(said["of_machine"]))  # type: ignore[index]
     except (TypeError, KeyError, ValueError):
         return None

@@ -285,7 +285,8 @@ def _await_news(machines: Machines) -> End | None:
 
 def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
     """Wait for the other machines, once all ranks of this one have succeeded."""
-    machines.announce(End(0, ""))  # machine 0 waits for it, the others for machine 0
+    if machines.index:
+        machines.announce(End(0, ""))  # machine 0 waits for it; its own end says that all have succeeded
     while not machines.all_ended:
         time.sleep(_POLL_SECONDS)
         if (elsewhere := machines.poll()) is not None:

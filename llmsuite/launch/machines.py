@@ -77,7 +77,7 @@ class Machines:
             silent = time.monotonic() - peer.last_heard > meeting.SILENT_SECONDS
             if (peer.gone or silent) and number not in self._ends:
                 why = f"machine {number} {'is gone' if peer.gone else 'does not answer'}"
-                self._ends[number] = End(1, why, killed=True)
+                self._ends[number] = End(1, why, killed=True, of_machine=True)
                 self._send([n for n in self._peers if n != number], {"end": vars(self._ends[number]), "of": number})
         bad = sorted((end for end in self._ends.values() if end.code), key=lambda end: not end.killed)
         return bad[0] if bad else None

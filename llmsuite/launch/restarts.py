@@ -34,7 +34,9 @@ class Loss:
 
     def is_at_same_place(self, before: Loss) -> bool:
         """Whether nothing was won since another loss: there is no new checkpoint, and it was the same step that ended
-        the ranks, or not one step was done."""
+        the ranks, or not one step was done. A machine or the network may fail at any place, at the same by accident."""
+        if self.end.of_machine or before.end.of_machine:
+            return False
         same_step, no_step = self.step == before.step, self.step <= self.begins_at + 1
         return self.begins_at == before.begins_at and (same_step or no_step)
 

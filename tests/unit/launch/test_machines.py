@@ -90,7 +90,7 @@ def test_who_was_killed_comes_before_who_failed_for_it(three: list[Machines]) ->
 
 def test_a_machine_that_is_gone_reaches_all(three: list[Machines]) -> None:
     three[1].close()
-    assert _hear([three[0], three[2]]) == [End(1, "machine 1 is gone", killed=True)] * 2
+    assert _hear([three[0], three[2]]) == [End(1, "machine 1 is gone", killed=True, of_machine=True)] * 2
 
 
 def test_a_rank_that_fails_for_a_lost_machine_is_not_blamed(master: str, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_machine_that_does_not_answer_reaches_all(three: list[Machines], monke
     while (end := three[0].poll()) is None and time.monotonic() < deadline:
         three[2].poll()  # machine 1 says nothing
         time.sleep(0.05)
-    assert end == End(1, "machine 1 does not answer", killed=True)
+    assert end == End(1, "machine 1 does not answer", killed=True, of_machine=True)
     assert _hear([three[0], three[2]]) == [end, end]
 
 

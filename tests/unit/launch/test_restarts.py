@@ -19,6 +19,7 @@ from llmsuite.launch.machines import Machines, free_ports
 from llmsuite.launch.restarts import Decision, Restarts, is_restarted
 
 KILLED = End(1, "rank 1 was killed by SIGKILL", killed=True)
+LOST = End(1, "machine 1 is gone", killed=True, of_machine=True)
 CRASHED = End(1, "rank 0 ended with exit code 1")
 
 
@@ -80,8 +81,13 @@ def test_a_loss_at_the_same_place_ends_the_run_with_the_first(
         assert "the first time: rank 0 ended with exit code 1" in found.said
 
 
+@pytest.mark.parametrize("ends", [(LOST, LOST), (LOST, KILLED), (KILLED, LOST)])
+def test_a_machine_may_be_lost_at_the_same_place_by_accident(ends: tuple[End, End]) -> None:
+    assert _decide(9, (ends[0], 4, 5), (ends[1], 4, 5))[1].end is None
+
+
 def test_a_decision_survives_its_way() -> None:
-    for sent in (Decision(None, 2, "restart", 8, "why"), Decision(KILLED, 1, "no")):
+    for sent in (Decision(None, 2, "restart", 8, "why"), Decision(LOST, 1, "no")):
         assert Decision.from_message(sent.as_message()) == sent
     for wrong in (None, [], {}, {"end": None}, {**Decision(None, 1).as_message(), "end": 5}):
         assert Decision.from_message(wrong) is None
@@ -235,6 +241,29 @@ def test_they_may_meet_again(pair: list[Machines]) -> None:
         for machine in pair:
             machine.close()
     assert found[0] != found[1]
+
+
+def test_the_end_of_machine_0_is_that_of_all(pair: list[Machines], tmp_path: Path) -> None:
+    """It is told when all have ended, not when the ranks of machine 0 have."""
+    said: list[str] = []
+
+    def other() -> bool:
+        pair[1].meet(1)
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:
+            pair[1].poll()
+            time.sleep(0.05)
+        early = pair[1].all_ended
+        pair[1].announce(End(0, ""))
+        while not pair[1].all_ended and time.monotonic() < deadline + 20:
+            pair[1].poll()
+            time.sleep(0.05)
+        return not early and pair[1].all_ended
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = pool.submit(other)
+        assert launch(["true"], 1, tmp_path, lambda local: {}, said.append, pair[0], None, Restarts(3)) == 0
+        assert found.result(30)
 
 
 def test_who_has_succeeded_waits_for_the_others(pair: list[Machines]) -> None:
