@@ -62,6 +62,8 @@ faults: $(VENV)/test
 	$(BIN)/python -m tests.tools.faults
 	$(BIN)/python -m tests.tools.kills 50
 	$(BIN)/python -m tests.tools.kills_apart 20
+	$(BIN)/python -m tests.tools.kills_anywhere --kills 200
+	$(BIN)/python -m tests.tools.flaky_network --seconds 600
 	$(BIN)/python -m tests.tools.stalls
 	$(BIN)/python -m tests.tools.merge_memory 4000
 	$(BIN)/python -m tests.tools.load

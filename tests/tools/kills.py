@@ -121,21 +121,13 @@ def _kill(run: Path, process: subprocess.Popen[str], chance: random.Random) -> s
     if victim < 0:
         process.kill()
         return "launcher"
+    # in the order in which they were started; as forks they have the environment of the launcher in /proc
     ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    by_number = {_variable(pid, "PADDLE_TRAINER_ID"): pid for pid in ranks}
-    if str(victim) not in by_number:  # it is still starting them
+    if len(ranks) < RANKS:  # it is still starting them
         process.kill()
         return "launcher"
-    os.kill(by_number[str(victim)], signal.SIGKILL)
+    os.kill(ranks[victim], signal.SIGKILL)
     return f"rank {victim}"
-
-
-def _variable(pid: int, name: str) -> str | None:
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has just ended
-        return None
-    return next((word.partition(b"=")[2].decode() for word in words if word.startswith(f"{name}=".encode())), None)
 
 
 def _left_behind(run: Path) -> str:
