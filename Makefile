@@ -56,6 +56,7 @@ parity: $(VENV)/test
 
 matrix: $(VENV)/test
 	$(BIN)/python -m tests.tools.matrix
+	$(BIN)/python -m tests.tools.sixteen_bits
 	$(BIN)/python docs/generate.py
 
 faults: $(VENV)/test

@@ -18,12 +18,12 @@ import dataclasses
 import shutil
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
 from tests.parity.cases import STEPS, Case, compare, compare_gradients, few, many_processes, one_process, run_cases
 from tests.parity.condition import bf16_gradient_limits, bf16_metric_limits, nudged
+from tests.parity.curve import CURVE, check_curve
 from tests.parity.points import point
 
 BF16 = "--engine.precision=bf16"
@@ -136,15 +136,5 @@ def test_it_is_continued_bit_by_bit(runner: Runner, failed: dict[str, str]) -> N
 
 
 def test_the_loss_falls_as_in_float32(runner: Runner) -> None:
-    """Sixty steps: the two curves lie closer together than the losses of neighbouring batches."""
-    words = ("--launch.num_devices=1", "--train.max_steps=60", "--train.global_batch_size=8", "--data.eval=null",
-             "--train.micro_batch_size=8", "--checkpoint.save_steps=null", "--train.log_steps=1")  # fmt: skip
-    wide = Case("curve", 1, words, recipe="recipes/llama/digits-pretrain.json")
-    assert run_cases(runner, [wide, of(wide, "curve, bf16")]) == {}
-    exact, found = (np.array([row["loss"] for row in runner.metrics(case)]) for case in ("curve", "curve, bf16"))
-    noise = float(np.std(np.diff(exact[20:]))) / 2**0.5
-    far = float(np.sqrt(np.mean((found - exact) ** 2)))
-    print(f"from {exact[0]:.2f} to {exact[-10:].mean():.2f}; apart by {far:.1e}, batches by {noise:.1e}")
-    assert len(found) == 60
-    assert found[-10:].mean() < 0.9 * found[0]
-    assert 0 < far < noise / 2
+    assert run_cases(runner, [CURVE, of(CURVE, "curve, bf16")]) == {}
+    check_curve(runner, "curve, bf16")

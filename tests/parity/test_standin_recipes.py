@@ -3,6 +3,7 @@ theirs has a 16-bit form, and gets what the GPU's kernels take."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.parity.cases import Case, run_cases
 from tests.parity.condition import BF16
+from tests.parity.curve import CURVE, check_curve
 
 RECIPES = (
     "llama/pretrain", "llama/sft", "llama/mistral-7b-sft", "llama/llama-biases-pretrain", "llama/lora", "llama/qlora",
@@ -57,3 +59,9 @@ def test_rollouts_are_drawn_and_learnt_from(runner: Runner, failed: dict[str, st
     steps = runner.metrics(name)
     assert len(steps) == 2
     assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps)
+
+
+def test_the_loss_falls_as_in_float32(runner: Runner) -> None:
+    case = dataclasses.replace(CURVE, name="curve, bf16", words=[*CURVE.words, *ON["bf16"]])
+    assert run_cases(runner, [CURVE, case]) == {}
+    check_curve(runner, case.name)
