@@ -232,7 +232,8 @@ class Traffic:
     def _gradient(self, parameter: LocalParameter) -> None:
         """The reductions of one gradient on its own, outside of buckets."""
         width = 4 if parameter.reduce_in_backward else parameter.num_bytes
-        if self._mesh.degrees.tp > 1 and self._is_partial(parameter):
+        degrees = self._mesh.degrees
+        if degrees.tp > 1 and self._is_partial(parameter):
             why = "gradients of norms, from each rank's tokens or heads"
             inside = self._compiled and self._is_compiled(parameter)
             times = len(self._batches) if parameter.reduce_in_backward or inside else 1
@@ -240,7 +241,7 @@ class Traffic:
         if parameter.is_tied:
             own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
             self._add("tied", "all_reduce", own, "gradient of the embedding, of first and last stage", 1, width)
-        if is_in_every_part(parameter.name) and parameter.num_owned:
+        if is_in_every_part(parameter.name) and parameter.num_owned and degrees.pp * degrees.tp > 1:
             own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
             self._add(MODEL, "all_reduce", own, "gradients of the prefix's network, of all layers and heads", 1, width)
 
