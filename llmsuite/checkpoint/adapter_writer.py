@@ -295,15 +295,19 @@ def _config(
     wide = {pair.module: len(pair.members) for pair in pairs if len(pair.members) > 1}
     grown = math.sqrt if lora.rslora else float
     embedded = {module for pair in pairs if pair.is_embedding for module, _ in pair.members}
+    # PEFT 0.21 makes one pair of those of gate and up, with twice the rank and twice alpha: that is the same scale only
+    # where it is alpha / rank
+    on_experts = any(pair.index is not None for pair in pairs)
+    rslora, alpha = (False, lora.scaling * lora.r) if on_experts else (lora.rslora, lora.lora_alpha)
     linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules if module not in embedded}
     return {
         "peft_type": "LORA",
         **common,
-        "lora_alpha": lora.lora_alpha,
-        "use_rslora": lora.rslora,
+        "lora_alpha": alpha,
+        "use_rslora": rslora,
         "use_dora": adapters.has_magnitudes,
         # PEFT refuses any on the parameters that stacks of experts are with transformers 5, even to load them
-        "lora_dropout": 0.0 if any(pair.index is not None for pair in pairs) else lora.lora_dropout,
+        "lora_dropout": 0.0 if on_experts else lora.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": linears == {False},
         "rank_pattern": {re.escape(module): count * lora.r for module, count in wide.items()},

@@ -13,9 +13,7 @@ import pytest
 import safetensors.numpy
 from paddle import nn
 
-from llmsuite.checkpoint.adapter_dir import SavedAdapters
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.convert.adapter import add_adapter
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import RecipeError
 from llmsuite.inference.load import load_model
@@ -35,8 +33,8 @@ from llmsuite.schema.lora import LoraSection
 from llmsuite.train.adapters import adapter_config, with_factors
 from tests.paths import ROOT
 from tests.unit.families import FAMILIES, tiny
-from tests.unit.models.test_adapter_methods import keys_of
-from tests.unit.models.test_adapters import IDS, adapted, base_of, factors_of, section, write
+from tests.unit.models.kinds import check_merged, check_read_again, keys_of, written
+from tests.unit.models.test_adapters import IDS, adapted, base_of, section, write
 from tests.unit.models.test_lora_layers import filled
 
 ON_EXPERTS = ("lora", "mixer", "dora", "pissa", "mora", "lokr")
@@ -55,11 +53,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Method, family, directory of base and adapter, the live model with random adapters, what is told of them."""
     method, family = request.param
     directory = tmp_path_factory.mktemp("further")
-    base_of(family, directory / "base")
-    lora = section_of(method, family)
-    model, modules = adapted(family, directory / "base", lora)
-    told = write(directory / "adapter", model, modules, lora, directory / "base")
-    return method, family, directory, model, told
+    return method, family, directory, *written(directory, family, section_of(method, family))
 
 
 def section_of(method: str, family: str) -> LoraSection:
@@ -237,26 +231,12 @@ def test_parameters_are_those_that_are_planned_and_cut(made: Any) -> None:
 
 def test_merged_and_unmerged_are_the_same(made: Any) -> None:
     _, _, directory, model, _ = made
-    base = open_model(directory / "base", FAMILIES)
-    source = add_adapter(base, directory / "adapter")
-    merged = load_model(source, CpuBackend())(paddle.to_tensor(IDS)).numpy()
-    live = model(paddle.to_tensor(IDS)).numpy()
-    np.testing.assert_allclose(merged, live, rtol=0, atol=5e-6 * np.abs(live).max())
-    assert np.abs(live - load_model(base, CpuBackend())(paddle.to_tensor(IDS)).numpy()).max() > 0.1
-    for name in source.names:  # of a slice of its rows, too
-        whole, half = source.read(name), source.spec(name).shape[0] // 2
-        index = [slice(half, None), *[slice(None)] * (whole.ndim - 1)]
-        np.testing.assert_allclose(source.read(name, index), whole[half:], rtol=1e-6, atol=1e-7)
+    check_merged(directory, model, 5e-6)
 
 
 def test_what_was_trained_is_read_again(made: Any) -> None:
     _, family, directory, model, told = made
-    saved = SavedAdapters(directory / "adapter", told, FAMILIES[family], model.config)
-    for name, value in factors_of(model).items():
-        assert saved.spec(name).shape == value.shape
-        assert saved.read(name).tobytes() == value.tobytes(), name
-        index = [slice(n // 3, n) for n in value.shape]
-        np.testing.assert_array_equal(saved.read(name, index), value[tuple(index)])
+    check_read_again(directory, family, model, told)
 
 
 def test_names_in_files_are_those_of_peft(made: Any) -> None:
@@ -287,6 +267,19 @@ def test_peft_is_told_of_no_dropout_on_experts(tmp_path: Path) -> None:
         model, modules = adapted("deepseek", tmp_path / "base", lora)
         write(tmp_path / target, model, modules, lora, tmp_path / "base")
         assert json.loads((tmp_path / target / "adapter_config.json").read_text())["lora_dropout"] == told
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_is_told_a_scale_that_stays_when_it_joins_gate_and_up(tmp_path: Path, rslora: bool) -> None:
+    """It doubles rank and alpha then, and takes the root of the rank if it is told `use_rslora`."""
+    base_of("qwen_moe", tmp_path / "base")
+    lora = section(target_modules=["experts.*", "o_proj"], rslora=rslora)
+    model, modules = adapted("qwen_moe", tmp_path / "base", lora)
+    write(tmp_path / "adapter", model, modules, lora, tmp_path / "base")
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert not told["use_rslora"]
+    assert 2 * told["lora_alpha"] / (2 * told["r"]) == pytest.approx(lora.scale)
+    check_merged(tmp_path, model, 5e-6)
 
 
 def test_training_begins_with_the_base(made: Any) -> None:
