@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.test_lora import ADAMW, EP, INTERLEAVED, PP, RECOMPUTE, SP, STATIC, STEM, TP
-from tests.parity.cases import GRADIENT_LIMIT, Case, compare, few, run_cases
+from tests.parity.cases import GRADIENT_LIMIT, Case, compare, few
 from tests.parity.condition import change_limits, nudged
-from tests.parity.lora import case, check_continued
+from tests.parity.lora import case, check_continued, run_and_continue
 
 EXPERTS = '--lora.target_modules=["experts.*", "o_proj", "down_proj"]'
 ENDS = '--lora.target_modules=["embed_tokens", "lm_head", "layers.2.*"]'
@@ -32,6 +31,8 @@ compared."""
 NF4 = "--lora.base_dtype=nf4", "--lora.base_block=8"
 RUNS: dict[str, dict[str, Any]] = {
     **{f"experts {kind}": {**ADAMW, "family": "deepseek", "run": (EXPERTS, *words)} for kind, words in KINDS.items()},
+    # Adam hides errors of scale: of an expert that another rank has, or of its share of the tokens
+    "experts sgd": {"family": "deepseek", "run": (EXPERTS,)},
     **{f"ends {kind}": {**ADAMW, "run": (ENDS, *KINDS[kind])} for kind in ("rslora", "mixer", "dora", "pissa")},
     # GPT's vocabulary of 97 is padded, and only the embedding has one: of heads nothing is dropped
     "embedding dropout": {
@@ -64,7 +65,13 @@ TABLE = {
     if not (STATIC in words and "dropout" in run)
     and not (STATIC in words and ("mora" in run or "lokr" in run or "nf4" in run))
 }
-FEW = "experts dora ep2 stage3", "experts dropout ep2 stage3", "experts pissa tp2 sp", "ends dora tp2 sp"
+FEW = (
+    "experts sgd ep2 stage3",
+    "experts dora ep2 stage3",
+    "experts dropout ep2 stage3",
+    "experts pissa tp2 sp",
+    "ends dora tp2 sp",
+)
 MANY = few(TABLE, *(name for name in TABLE if name not in FEW))
 ONES = sorted({run for run, *_ in MANY.values()})
 _MAGNIFIED = [run for run in RUNS if run.startswith("experts") and run.endswith(("mixer", "dora", "lokr"))]
@@ -83,13 +90,11 @@ def failed(runner: Runner) -> dict[str, str]:
     """Runs everything; what was printed of the cases that did not end well."""
     cases = [case(name, *how, **RUNS[run]) for name, (run, *how) in MANY.items()]
     moved = [case for run in SENSITIVE for case in nudged(_one(run))]
-    failed = run_cases(runner, [*map(_one, ONES), *moved, *cases])
-    again = []
-    for run in AGAIN:
-        checkpoint = "checkpoints/step-1"
-        shutil.copytree(runner.directory / f"one {run}" / checkpoint, runner.directory / f"again {run}" / checkpoint)
-        again.append(case(f"again {run}", words=("--train.micro_batch_size=8",), resume=True, **RUNS[run]))
-    return failed | run_cases(runner, again)
+    again = {
+        f"one {run}": case(f"again {run}", words=("--train.micro_batch_size=8",), resume=True, **RUNS[run])
+        for run in AGAIN
+    }
+    return run_and_continue(runner, [*map(_one, ONES), *moved, *cases], again)
 
 
 @pytest.mark.parametrize("name", MANY)

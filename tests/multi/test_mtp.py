@@ -12,6 +12,7 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.parity.cases import COMMON, GRADIENT_LIMIT, LIMIT, OPTIMIZERS, STEPS, Case, compare, few, plan_of, run_cases
+from tests.parity.lora import compare_updates
 from tests.parity.planned import check_truth
 
 TP, SP = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "sequence_parallel": True}
@@ -40,6 +41,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "lora": ("lora", (*ADAPTERS, "--lora.dropout=0.1")),
     "expert lora": ("lora", (*ADAPTERS, '--lora.target_modules=["*_proj*", "lm_head"]')),
+    "lora_ga": ("lora", (*ADAPTERS, "--train.learning_rate=0.2", "--lora.init=lora_ga", "--lora.rslora=true")),
     "qat": ("sft", (PACKED, "--qat.weight_bits=8", "--qat.activation_bits=8")),
 }
 ONES = [f"one {kind}" for kind in dict.fromkeys(kind for kind, *_ in MESHES.values())]
@@ -52,8 +54,9 @@ def case_of(name: str, mesh: str, resume: bool = False, meshes: Mapping[str, Any
     alone = mesh.removeprefix("one ")
     kind, num_ranks, parallel, more = meshes.get(mesh, (alone, 1, {}, ("--train.micro_batch_size=8", KEPT)))
     stage, words_of_kind = KINDS[kind]
+    optimizer = "sgd" if kind == "lora_ga" else "adamw"  # moments magnify what singular vectors are off by
     words = [
-        *COMMON, *OPTIMIZERS["adamw"], "--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}",
+        *COMMON, *OPTIMIZERS[optimizer], "--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}",
         f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps(parallel)}", "--train.micro_batch_size=2",
         "--train.mtp_loss_weight=0.3", "--train.expert_balance_loss=0.3", "--train.expert_bias_rate=0.01",
         "--model.config.num_nextn_predict_layers=1", "--data.max_length=192", *words_of_kind, *more,
@@ -89,7 +92,10 @@ def check_equal(runner: Runner, one: str, mesh: str, kind: str) -> None:
     """A run on a mesh equals that of the same kind in one process, its metrics of further tokens and experts too."""
     # a second factor begins at zero: it is nothing but a sum of gradients, and has no more digits than those
     stem, limit = ("adapter_model", GRADIENT_LIMIT) if "lora" in kind else ("model", LIMIT)
-    assert compare(runner, one, mesh, stem, limit).problems == []
+    is_ga = kind == "lora_ga"
+    found = compare_updates(runner, one, mesh) if is_ga else compare(runner, one, mesh, stem, limit)
+    print(f"{mesh}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
+    assert found.problems == []
     for a, b in zip(runner.metrics(one), runner.metrics(mesh), strict=True):
         for key in ("mtp_loss", "experts/max_load", "experts/balance_loss"):
             assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)

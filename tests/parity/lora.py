@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tests.multi.conftest import Runner
-from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, Comparison, compare, four_layers, norm, once
+from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, Comparison, compare, four_layers, norm, once, run_cases
 
 LORA = ("--lora.rank=4", "--lora.lora_plus_ratio=4")
 
@@ -84,6 +85,21 @@ def _updates(runner: Runner, name: str) -> dict[str, np.ndarray]:
     first = ".lora_A.weight"
     modules = [key.removesuffix(first) for key in values if key.endswith(first)]
     return {module: values[f"{module}.lora_B.weight"] @ values[f"{module}{first}"] for module in modules}
+
+
+def run_and_continue(runner: Runner, cases: Sequence[Case], continued: Mapping[str, Case]) -> dict[str, str]:
+    """Run cases, then others that go on from the first step of some of them. Returns what `run_cases` does.
+
+    Args:
+        runner: that runs them.
+        cases: to be run first.
+        continued: names of some of these, and the cases that go on; `check_continued` compares them.
+    """
+    failed = run_cases(runner, cases)
+    for whole, again in continued.items():
+        step = "checkpoints/step-1"
+        shutil.copytree(runner.directory / whole / step, runner.directory / again.name / step)
+    return failed | run_cases(runner, list(continued.values()))
 
 
 def check_continued(runner: Runner, whole: str, again: str, stems: Sequence[str]) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.test_lora import ADAMW, PP, RECOMPUTE, SP, STATIC, STEM, TP
 from tests.parity import page
-from tests.parity.cases import GRADIENT_LIMIT, Case, Comparison, compare, run_cases
+from tests.parity.cases import GRADIENT_LIMIT, Case, Comparison, compare
 from tests.parity.condition import change_limits, gradient_limits, nudged
-from tests.parity.lora import case, check_continued, compare_updates
+from tests.parity.lora import case, check_continued, compare_updates, run_and_continue
 
 METHODS: dict[str, tuple[str, ...]] = {
     "lora": (),
@@ -81,16 +79,12 @@ def failed(runner: Runner) -> dict[str, str]:
     """Runs everything; what was printed of the cases that did not end well."""
     ones = {one.name: one for one, _ in TABLE.values()}
     moved = [run for kind in SENSITIVE for run in nudged(_one(*kind))]
-    failed = run_cases(runner, [*ones.values(), *moved, *(many for _, many in TABLE.values())])
-    again = []
-    for method in METHODS:
-        checkpoint = "checkpoints/step-1"
-        shutil.copytree(
-            runner.directory / _one(method).name / checkpoint, runner.directory / _again(method) / checkpoint
-        )
-        words = ("--train.micro_batch_size=8",)
-        again.append(case(_again(method), words=words, resume=True, **_run(method)))  # type: ignore[arg-type]
-    return failed | run_cases(runner, again)
+    words = ("--train.micro_batch_size=8",)
+    again = {
+        _one(method).name: case(_again(method), words=words, resume=True, **_run(method))  # type: ignore[arg-type]
+        for method in METHODS
+    }
+    return run_and_continue(runner, [*ones.values(), *moved, *(many for _, many in TABLE.values())], again)
 
 
 def _again(method: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
@@ -23,6 +24,8 @@ MESHES: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "sft, tp2, static": ("sft", 2, TP, (STATIC, KEPT)),
     "sft, interleaved, static, again": ("sft", 2, INTERLEAVED, (STATIC, AGAIN)),
     "lora, stage3, static": ("expert lora", 2, {"sharding": "stage3"}, (STATIC, KEPT)),
+    "lora_ga, tp2 in sequences, again": ("lora_ga", 2, SP, (AGAIN,)),
+    "lora_ga, pp2 stage3": ("lora_ga", 4, {**PP, "sharding": "stage3"}, (KEPT,)),
     "qat, tp2 in sequences": ("qat", 2, SP, (AGAIN,)),
     "qat, pp2": ("qat", 2, PP, (KEPT,)),
 }
@@ -52,3 +55,14 @@ def test_equal_to_one_process_and_as_planned(runner: Runner, failed: dict[str, s
     found = check_truth(runner.directory / mesh, plan_of(case_of(mesh, mesh, meshes=MESHES)))
     assert abs(found.memory["between_steps"]) <= 0.01
     assert abs(found.memory["gradients"]) <= 0.01
+
+
+def test_adapters_of_the_further_layer_begin_with_its_gradient(runner: Runner, failed: dict[str, str]) -> None:
+    """Which the loss of further tokens has made: no other loss reaches that layer."""
+    assert "one lora_ga" not in failed, failed
+    state = runner.weights("one lora_ga", 1, "adapter_state")
+    layers = sorted({int(name.split(".")[2]) for name in state})
+    began = {name: value for name, value in state.items() if f".{layers[-1]}." in name and name.endswith("0")}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in began} >= {"eh_proj", "o_proj", "down_proj"}
+    for name, value in began.items():
+        assert np.linalg.matrix_rank(value) == 4, name
