@@ -19,6 +19,7 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.locks import LOCK, lock_directory, remove_any
+from llmsuite.regular import open_regular, read_regular
 from llmsuite.threads import in_threads
 
 MANIFEST = "manifest.json"
@@ -310,10 +311,10 @@ def read_json_file(path: Path) -> Any:
     """Read a JSON file that a program wrote.
 
     Raises:
-        UserError: it is missing or not JSON.
+        UserError: it is missing, no regular file, or not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path).decode())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -337,7 +338,7 @@ def sha256_of(path: Path, start: int = 0, end: int | None = None) -> str:
     """Hex digest of a file, or of the bytes of a range of it."""
     digest, left = hashlib.sha256(), math.inf if end is None else end - start
     buffer = memoryview(bytearray(int(min(_CHUNK, left))))
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         file.seek(start)
         while left and (count := file.readinto(buffer[: int(min(len(buffer), left))])):
             digest.update(buffer[:count])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
 from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, in_parts, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
-from llmsuite.files import write_json
+from llmsuite.files import read_json_file, write_json
+from llmsuite.regular import check_own, copy_regular
 from llmsuite.specs import ModelFamily
 
 Read = Callable[[str, Sequence[slice] | None], np.ndarray]
@@ -233,10 +234,34 @@ def write_model(
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files a tokenizer is made of."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    """Copy the files a tokenizer is made of. Raises UserError as `check_tokenizer`, before any is copied."""
+    for path in check_tokenizer(source):
+        copy_regular(path, target / path.name)
+
+
+def check_tokenizer(source: Path) -> list[Path]:
+    """The files a tokenizer is made of.
+
+    Raises:
+        UserError: one is not what its name says, or lies elsewhere, so that another file would be handed on with what
+            is written.
+    """
+    found = [path for name in TOKENIZER_FILES if (path := source / name).is_file()]
+    for path in found:
+        try:
+            check_own(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be copied: {error.strerror}") from error
+        if path.suffix == ".json":
+            _check_object(path, path.stat().st_mtime_ns)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _check_object(path: Path, changed: int) -> None:
+    """Raises UserError when a file is no JSON object; `changed` is when it was written."""
+    if not isinstance(read_json_file(path), dict):
+        raise UserError(f"{path}: is not a JSON object, as a tokenizer has it")
 
 
 def write_hf(model: ModelDirectory, directory: Path) -> None:

@@ -20,6 +20,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
 from llmsuite.errors import UserError
+from llmsuite.regular import open_regular
 
 INT8, FP8 = "int8", "float8_e4m3fn"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
@@ -69,7 +70,7 @@ class StoredTensor:
             UserError: the file cannot be read, or has become shorter.
         """
         buffer = memoryview(bytearray(min(_CHUNK, self.size)))
-        with _readable(self.path), open(self.path, "rb", buffering=0) as file:
+        with _readable(self.path), open_regular(self.path, buffering=0) as file:
             at, end = self.start, self.start + self.size
             while at < end:
                 part = buffer[: end - at]
@@ -83,8 +84,8 @@ class StoredTensor:
         """Its values, or those of a slice (one slice a dim, none empty). Raises as `chunks`."""
         dtype = np.dtype(self.dtype)
         if index and self.size and any(s.indices(n)[:2] != (0, n) for s, n in zip(index[1:], self.shape[1:])):
-            with _readable(self.path):
-                mapped: Any = np.memmap(self.path, "uint8", "r", self.start, (self.size,))
+            with _readable(self.path), open_regular(self.path) as file:
+                mapped: Any = np.memmap(file, "uint8", "r", self.start, (self.size,))
                 return np.array(mapped.view(dtype).reshape(self.shape)[tuple(index)])
         first, last, _ = index[0].indices(self.shape[0]) if index else (0, 0, 1)
         shape = (last - first, *self.shape[1:]) if index else self.shape
@@ -119,7 +120,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         UserError: it cannot be read, the header is invalid, or it does not fit the file.
     """
-    with _readable(path), open(path, "rb", buffering=0) as file:
+    with _readable(path), open_regular(path, buffering=0) as file:
         size, start = os.fstat(file.fileno()).st_size, file.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):

@@ -21,6 +21,7 @@ import numpy as np
 
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
+from llmsuite.regular import open_regular
 
 _LONG_TEXT = 4096  # longer ones are values of a tensor, as pickle protocol 2 writes them
 _METADATA = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
@@ -78,7 +79,7 @@ def read_pickle(path: Path) -> Any:
         UserError: it is damaged, or names something that is not data of a checkpoint.
     """
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _Machine(path, content).run()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
@@ -96,7 +97,7 @@ class _Range:
     """Whether each byte is stored as a character, in UTF-8."""
 
     def load(self, path: Path) -> bytes:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(self.start)
             content = file.read(self.size)
         return content.decode("utf-8", "surrogatepass").encode("latin1") if self.is_text else content

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmsuite.errors import UserError
+from llmsuite.regular import open_regular
 
 PACKED = (".gz", ".zst")
 _MOST_RATIO = 100
@@ -30,7 +31,7 @@ def open_bytes(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     damaged: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)  # EOFError: a .gz that is cut short
     with contextlib.ExitStack() as stack:
         try:
-            raw = stack.enter_context(open(path, "rb"))
+            raw = stack.enter_context(open_regular(path))
             plain: Any = raw
             if path.suffix == ".gz":
                 plain = stack.enter_context(gzip.GzipFile(fileobj=raw))

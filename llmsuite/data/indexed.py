@@ -22,6 +22,7 @@ import numpy as np
 from llmsuite.errors import UserError
 from llmsuite.files import fsync
 from llmsuite.locks import remove_abandoned
+from llmsuite.regular import open_regular
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -55,7 +56,7 @@ class IndexedCorpus:
         """`path` is the .idx. Raises UserError when the two files are not a corpus."""
         self.path, data = path, path.with_suffix(".bin")
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file, open_regular(data):
                 header = file.read(_HEADER.size)
             size, self.num_bytes = path.stat().st_size, data.stat().st_size
         except OSError as error:

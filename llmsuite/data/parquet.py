@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.regular import open_regular
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise UserError(f"{path}: needs the package pyarrow; install it with: pip install pyarrow") from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with open_regular(path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
             yield file
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -8,7 +8,6 @@ parameters may hold the whole decoding loop (`llmsuite.inference.loop`).
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -30,6 +29,7 @@ from llmsuite.inference.load import load_model
 from llmsuite.inference.loop import SPEC, GreedyLoop
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.adapter import is_plain_linear
+from llmsuite.regular import copy_regular
 from llmsuite.typing import Tensor
 
 FORMAT = 2
@@ -110,7 +110,7 @@ def export(
         write_json(directory / "config.json", source.config.to_hf())
         copy_tokenizer(tokenizer, directory)
         for path in sorted(source.path.glob(f"{SCALES}*")):  # for runtimes that multiply integers
-            shutil.copyfile(path, directory / path.name)
+            copy_regular(path, directory / path.name)
     return exported
 
 

@@ -50,11 +50,12 @@ def read_json(path: str | Path) -> Source:
         RecipeError: it is not strict JSON; carries every problem found, each with line and column.
     """
     try:
-        raw = find(str(path)).read_bytes()
+        with open(find(str(path)), "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
     except (OSError, RuntimeError) as error:  # RuntimeError: ~somebody who has no home here
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(raw) > MAX_BYTES:
-        raise UserError(f"{path}: is {len(raw):,} bytes; a recipe has at most {MAX_BYTES:,}")
+        raise UserError(f"{path}: is too long; a recipe has at most {MAX_BYTES:,} bytes")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.model_writer import copy_tokenizer
+from llmsuite.checkpoint.model_writer import check_tokenizer, copy_tokenizer
 from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.tokenizer import TextTokenizer
@@ -156,6 +156,8 @@ def tokenizer_to_save(plan: RunPlan) -> Path | None:
     """The tokenizer that checkpoints get: with the chat template that is trained with, or generation would ask with
     another one."""
     choice = plan.recipe.data.chat_template
+    if plan.tokenizer is not None:
+        check_tokenizer(plan.tokenizer)  # now, and not at the first checkpoint
     if plan.tokenizer is None or choice not in BUILTIN or collective.rank() != 0:
         return plan.tokenizer
     directory = plan.output_dir / "tokenizer"

@@ -22,6 +22,7 @@ LAYERS = (
         "locks",
         "cache",
         "resources",
+        "regular",
         "files",
         "python_files",
         "progress",

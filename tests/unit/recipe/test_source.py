@@ -144,7 +144,7 @@ def test_file_size(tmp_path: Path) -> None:
     path.write_text("1".ljust(MAX_BYTES))
     assert read_json(path).value == 1
     path.write_text("1".ljust(MAX_BYTES + 1))
-    with pytest.raises(UserError, match=r"r.json: is 200,001 bytes; a recipe has at most 200,000"):
+    with pytest.raises(UserError, match=r"r.json: is too long; a recipe has at most 200,000 bytes"):
         read_json(path)
 
 
