@@ -200,21 +200,25 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
         data.pop("quantization_config", None)  # the tensors are read as what they stand for
     for family in families.values():
         if model_type in family.hf_model_types:
-            try:
-                config = family.config_cls.from_hf(data)
-                shape = {key: value for key, value in dataclasses.asdict(config).items() if key not in NO_KEYS}
-                TypeAdapter(family.config_keys()).validate_python(shape)
-            except ValidationError as error:
-                wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
-                raise UserError(f"{path / 'config.json'}: {wrong}") from error
-            if problems := list(config.problems()):
-                wrong = "; ".join(f"{field} {message}" for field, message in problems)
-                raise UserError(f"{path / 'config.json'}: {wrong}")
+            config = family.config_cls.from_hf(data)
+            check_config(path / "config.json", family, config)
             return family, config
     known = sorted(t for family in families.values() for t in family.hf_model_types)
     raise UserError(
         f"{path / 'config.json'}: model_type {model_type!r} is not supported; supported: {', '.join(known)}"
     )
+
+
+def check_config(where: Path, family: ModelFamily, config: Any) -> None:
+    """Raises UserError when a shape that comes from a file cannot be that of a model."""
+    try:
+        shape = {key: value for key, value in dataclasses.asdict(config).items() if key not in NO_KEYS}
+        TypeAdapter(family.config_keys()).validate_python(shape)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{where}: {wrong}") from error
+    if problems := list(config.problems()):
+        raise UserError(f"{where}: " + "; ".join(f"{field} {message}" for field, message in problems))
 
 
 def open_model(

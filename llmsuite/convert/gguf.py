@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.model_dir import Layout
+from llmsuite.checkpoint.model_dir import Layout, check_config
 from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.convert.gguf_header import check_header
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
 from llmsuite.specs import ModelFamily
@@ -37,6 +38,7 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
         from gguf.quants import dequantize
     except ImportError as error:
         raise UserError("reading GGUF needs the package gguf; install it with: pip install 'llmsuite[demo]'") from error
+    check_header(source)
     try:
         reader = gguf.GGUFReader(source)
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -59,7 +61,11 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
                 f"{source}: {_ROPE_FACTORS} scales the rotary frequencies by numbers whose rule is not in the file; "
                 "import the model from its HF directory instead"
             )
-    config = _config(source, family, fields, tied="lm_head.weight" not in tensors)
+    try:
+        config = _config(source, family, fields, tied="lm_head.weight" not in tensors)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{source}: a field of its shape is none: {error}") from error
+    check_config(source, family, config)
     wanted = list(names.parameter_names(config))
     missing, unexpected = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or unexpected:
@@ -68,7 +74,10 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
         shape = [int(n) for n in reversed(tensor.shape)]
-        value = dequantize(tensor.data, tensor.tensor_type).astype("float32").reshape(shape)
+        try:
+            value = dequantize(tensor.data, tensor.tensor_type).astype("float32").reshape(shape)
+        except (ValueError, NotImplementedError) as error:
+            raise UserError(f"{source}: {tensor.name} cannot be read: {error}") from error
         value = names.gguf_to_hf(name, value, config)
         return value.T if names.is_linear(name) else value
 
@@ -114,19 +123,31 @@ def _field(source: Path, fields: Mapping[str, Any], name: str, default: Any = No
 
 
 def _write_tokenizer(source: Path, directory: Path, fields: Mapping[str, Any]) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or split not in _SINGLE_DIGITS:
         raise UserError(
             f"{source}: tokenizer {kind!r} with pre-tokenizer {split!r} is not supported; supported: gpt2 with "
             f"{', '.join(_SINGLE_DIGITS)}. Put the model's own tokenizer.json beside the weights instead"
         )
+    try:
+        tokenizer, config = _tokenizer(source, fields, _SINGLE_DIGITS[split])
+    except UserError:
+        raise
+    except Exception as error:  # what the library raises has no type of its own, and the fields may be of any
+        raise UserError(f"{source}: its fields of a tokenizer are none: {error}") from error
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(directory / "tokenizer_config.json", config)
+
+
+def _tokenizer(source: Path, fields: Mapping[str, Any], single_digits: bool) -> tuple[Any, dict[str, Any]]:
+    """The tokenizer and the content of its tokenizer_config.json."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
     tokens = _field(source, fields, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _field(source, fields, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if _SINGLE_DIGITS[split]:
+    if single_digits:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     else:
         tokenizer.pre_tokenizer = byte_level
@@ -136,7 +157,6 @@ def _write_tokenizer(source: Path, directory: Path, fields: Mapping[str, Any]) -
     whole = [token for token, kind in zip(tokens, kinds) if kind == _USER_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in whole])
-    tokenizer.save(str(directory / "tokenizer.json"))
 
     config: dict[str, Any] = {"tokenizer_class": "PretrainedTokenizerFast"}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -144,4 +164,4 @@ def _write_tokenizer(source: Path, directory: Path, fields: Mapping[str, Any]) -
         if token_id is not None:
             config[f"{role}_token"] = tokens[token_id]
     config["chat_template"] = fields.get("tokenizer.chat_template")
-    write_json(directory / "tokenizer_config.json", config)
+    return tokenizer, config

@@ -21,6 +21,11 @@ from llmsuite.models.rope import frequencies, magnitude, read_hf
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
 PositiveFloat = Annotated[float, Gt(0)]
+NumLayers = Annotated[int, Gt(0), Le(10_000)]
+"""Every layer has names, which are made before any of them is looked for in a file."""
+MAX_EXPERTS = 1 << 20
+"""Experts of all layers together."""
+MAX_ROTARY = 4096
 
 _Config = TypeVar("_Config", bound=type)
 
@@ -46,13 +51,16 @@ def in_written_order(cls: _Config) -> _Config:
 class DecoderConfig:
     """Shape of a decoder-only transformer."""
 
+    experts_key: ClassVar[str | None] = None
+    """The field with the number of experts of a layer."""
+
     vocab_size: PositiveInt
     """Rows of the embedding."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     intermediate_size: PositiveInt | None
     """Width of the MLP."""
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: NumLayers
     """Decoder layers."""
     num_attention_heads: PositiveInt
     """Query heads."""
@@ -75,7 +83,13 @@ class DecoderConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        yield from ()
+        experts = getattr(self, self.experts_key) if self.experts_key is not None else 0
+        if experts * self.num_hidden_layers > MAX_EXPERTS:
+            layers = f"with num_hidden_layers = {self.num_hidden_layers}"
+            yield (
+                self.experts_key or "",
+                f"is {experts}, {layers}; at most {MAX_EXPERTS:,} in all are supported",
+            )
 
 
 @in_written_order
@@ -110,6 +124,9 @@ class RotaryConfig(DecoderConfig):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
         yield from super().problems()
+        if self.rotary_size > MAX_ROTARY:
+            yield "hidden_size", f"gives heads with {self.rotary_size} rotary sizes; at most {MAX_ROTARY}"
+            return
         try:
             self.rope_frequencies()
             magnitude(self.rope_scaling)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Le
 
 from llmsuite.errors import UserError
 from llmsuite.models.decoder_config import (
     NonNegativeInt,
+    NumLayers,
     PositiveFloat,
     PositiveInt,
     RotaryConfig,
@@ -32,6 +35,7 @@ class DeepSeekConfig(RotaryConfig):
     """DeepSeek-V2 and V3. Names are those of HF's config.json."""
 
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "yarn")
+    experts_key: ClassVar[str] = "n_routed_experts"
 
     model_type: Literal["deepseek_v2", "deepseek_v3"] = "deepseek_v3"
     """deepseek_v2: experts are scored by softmax. deepseek_v3: by sigmoid, chosen with a bias for balance."""
@@ -41,7 +45,7 @@ class DeepSeekConfig(RotaryConfig):
     """Width of the MLP of layers without experts."""
     moe_intermediate_size: PositiveInt = 2048
     """Width of an expert."""
-    num_hidden_layers: PositiveInt = 61
+    num_hidden_layers: NumLayers = 61
     first_k_dense_replace: NonNegativeInt = 3
     """So many layers at the beginning have no experts."""
     moe_layer_freq: PositiveInt = 1
@@ -75,7 +79,7 @@ class DeepSeekConfig(RotaryConfig):
     v_head_dim: PositiveInt = 128
     """Size of a value head."""
     max_position_embeddings: PositiveInt = 163840
-    num_nextn_predict_layers: NonNegativeInt = 0
+    num_nextn_predict_layers: Annotated[int, Ge(0), Le(64)] = 0
     """Layers behind the others that predict further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2). One is trained
     with train.mtp_loss_weight; else they are kept as the weights have them."""
     mtp: bool = False

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 from typing_extensions import Self
 
-from llmsuite.models.decoder_config import GroupedQueryConfig, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import GroupedQueryConfig, NumLayers, PositiveFloat, PositiveInt, in_written_order
 from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
 
@@ -90,7 +90,7 @@ class ErnieConfig(ErnieShape):
     """The only one."""
     hidden_size: PositiveInt = 1024
     intermediate_size: PositiveInt = 3072
-    num_hidden_layers: PositiveInt = 18
+    num_hidden_layers: NumLayers = 18
     num_attention_heads: PositiveInt = 16
     num_key_value_heads: PositiveInt = 2
     head_dim: PositiveInt | None = 128

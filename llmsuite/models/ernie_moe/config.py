@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from llmsuite.models.decoder_config import NonNegativeInt, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import NonNegativeInt, NumLayers, PositiveFloat, PositiveInt, in_written_order
 from llmsuite.models.ernie.config import ErnieShape
 
 
@@ -18,6 +18,7 @@ class ErnieMoeConfig(ErnieShape):
     """ERNIE-4.5 with experts, for text. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "ernie_moe"
+    experts_key: ClassVar[str] = "moe_num_experts"
     architecture: ClassVar[str] = "Ernie4_5_MoeForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {
         **ErnieShape.fixed,
@@ -40,7 +41,7 @@ class ErnieMoeConfig(ErnieShape):
     """Width of the MLP of layers without experts."""
     moe_intermediate_size: PositiveInt = 1536
     """Width of an expert."""
-    num_hidden_layers: PositiveInt = 28
+    num_hidden_layers: NumLayers = 28
     moe_layer_start_index: NonNegativeInt = 1
     """The first layer, counted from 0, that can have experts."""
     moe_layer_end_index: Annotated[int, Ge(-1), Le(1 << 30)] = -1

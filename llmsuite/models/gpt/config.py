@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.models.decoder_config import DecoderConfig, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import DecoderConfig, NumLayers, PositiveFloat, PositiveInt, in_written_order
 from llmsuite.models.head import NO_KEYS, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
 
@@ -56,7 +56,7 @@ class GPTConfig(DecoderConfig):
     hidden_size: PositiveInt = 768
     intermediate_size: PositiveInt | None = None
     """Width of the MLP; null for 4 x hidden_size."""
-    num_hidden_layers: PositiveInt = 12
+    num_hidden_layers: NumLayers = 12
     num_attention_heads: PositiveInt = 12
     """Heads of queries, keys and values."""
     max_position_embeddings: PositiveInt = 1024

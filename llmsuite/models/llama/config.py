@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.models.decoder_config import GroupedQueryConfig, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import GroupedQueryConfig, NumLayers, PositiveFloat, PositiveInt, in_written_order
 from llmsuite.models.head import with_head
 
 
@@ -24,7 +24,7 @@ class LlamaConfig(GroupedQueryConfig):
     vocab_size: PositiveInt = 32000
     hidden_size: PositiveInt = 4096
     intermediate_size: PositiveInt = 11008
-    num_hidden_layers: PositiveInt = 32
+    num_hidden_layers: NumLayers = 32
     num_attention_heads: PositiveInt = 32
     num_key_value_heads: PositiveInt = 32
     max_position_embeddings: PositiveInt = 4096

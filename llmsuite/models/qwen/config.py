@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 from typing_extensions import Self
 
 from llmsuite.errors import UserError
-from llmsuite.models.decoder_config import GroupedQueryConfig, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import GroupedQueryConfig, NumLayers, PositiveInt, in_written_order
 from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
 
@@ -31,7 +31,7 @@ class QwenShape(GroupedQueryConfig):
     vocab_size: PositiveInt = 151936
     hidden_size: PositiveInt = 4096
     intermediate_size: PositiveInt = 12288
-    num_hidden_layers: PositiveInt = 36
+    num_hidden_layers: NumLayers = 36
     num_attention_heads: PositiveInt = 32
     num_key_value_heads: PositiveInt = 8
     head_dim: Annotated[int, Gt(0), Le(4096)] | None = None

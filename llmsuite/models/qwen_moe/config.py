@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from llmsuite.errors import UserError
-from llmsuite.models.decoder_config import NonNegativeInt, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import NonNegativeInt, NumLayers, PositiveInt, in_written_order
 from llmsuite.models.qwen.config import QwenShape
 
 
@@ -19,6 +19,7 @@ class QwenMoeConfig(QwenShape):
     """Qwen2-MoE and Qwen3-MoE. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "qwen_moe"
+    experts_key: ClassVar[str] = "num_experts"
 
     model_type: Literal["qwen2_moe", "qwen3_moe"] = "qwen3_moe"
     """qwen2_moe: biases on q, k and v, and a shared expert with a gate of its own. qwen3_moe: a norm on each head of q
@@ -30,7 +31,7 @@ class QwenMoeConfig(QwenShape):
     """Width of an expert."""
     shared_expert_intermediate_size: PositiveInt = 5632
     """Width of the shared expert of qwen2_moe."""
-    num_hidden_layers: PositiveInt = 48
+    num_hidden_layers: NumLayers = 48
     decoder_sparse_step: PositiveInt = 1
     """Layers whose number, counted from 1, is a multiple of this have experts."""
     mlp_only_layers: list[NonNegativeInt] = dataclasses.field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def write_gguf(
 def imported(tmp_path: Path, layout: Any = "hf", **options: Any) -> Path:
     source = write_gguf(tmp_path / "model.gguf", **options)
     directory = tmp_path / "model"
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     import_gguf(source, directory, FAMILIES, layout)
     return directory
 
@@ -249,3 +250,55 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
             import_gguf(tmp_path / "model.gguf", tmp_path / f"none{i}", FAMILIES)
     with pytest.raises(UserError, match=r"absent\.gguf: is not a readable GGUF file"):
         import_gguf(tmp_path / "absent.gguf", tmp_path, FAMILIES)
+
+
+def counts(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.gguf: is not a readable GGUF file: it ") as caught:
+        import_gguf(path, path.parent / "none", FAMILIES)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_counts_that_no_file_has(tmp_path: Path, order: str) -> None:
+    path, version = tmp_path / "model.gguf", b"GGUF" + struct.pack(order + "I", 3)
+
+    def header(num_tensors: int, num_fields: int) -> bytes:
+        return version + struct.pack(order + "QQ", num_tensors, num_fields)
+
+    def field(kind: int, more: bytes) -> bytes:
+        return header(0, 1) + struct.pack(order + "QcI", 1, b"a", kind) + more
+
+    follow = r"says that 1,099,511,627,776 values follow"
+    assert follow in counts(path, header(1 << 40, 0) + bytes(99))
+    assert follow in counts(path, header(0, 1 << 40) + bytes(99))
+    assert follow in counts(path, field(9, struct.pack(order + "IQ", 4, 1 << 40) + bytes(99)))
+    assert follow in counts(path, field(9, struct.pack(order + "IQ", 8, 1 << 40) + bytes(99)))
+    assert "ends within its header" in counts(path, field(8, struct.pack(order + "Q", 1 << 40) + bytes(99)))
+    assert "has a field of type 77" in counts(path, field(77, bytes(99)))
+    nested = struct.pack(order + "IQ", 9, 1) * 9
+    assert "has arrays in arrays in arrays" in counts(path, field(9, nested + bytes(99)))
+    assert "has more than 4,194,304" in counts(path, field(9, struct.pack(order + "IQ", 0, 5 << 20) + bytes(5 << 20)))
+    tensor = struct.pack(order + "QcI", 1, b"t", 1 << 30)
+    assert "has a tensor with 1,073,741,824 dims" in counts(path, header(1, 0) + tensor + bytes(99))
+
+
+def test_a_shape_that_no_model_has(tmp_path: Path) -> None:
+    def layers(count: Any) -> Callable[[gguf.GGUFWriter], Any]:
+        return lambda writer: writer.add_uint32("llama.block_count", count)
+
+    assert "num_hidden_layers: Input should be less than or equal to 10000" in refusal(
+        tmp_path, skip=("block_count",), more=layers(100_000_000)
+    )
+    assert "num_hidden_layers: Input should be a valid integer" in refusal(
+        tmp_path, skip=("block_count",), more=lambda writer: writer.add_string("llama.block_count", "two")
+    )
+    assert "a field of its shape is none" in refusal(
+        tmp_path, skip=("rms_epsilon",), more=lambda w: w.add_string("llama.attention.layer_norm_rms_epsilon", "x")
+    )
+    assert "its fields of a tokenizer are none" in refusal(
+        tmp_path, skip=("merges",), more=lambda writer: writer.add_array("tokenizer.ggml.merges", [1, 2])
+    )
+    assert "its fields of a tokenizer are none" in refusal(
+        tmp_path, skip=("bos",), more=lambda writer: writer.add_uint32("tokenizer.ggml.bos_token_id", 1 << 30)
+    )

@@ -14,6 +14,7 @@ import pytest
 
 from llmsuite.checkpoint.model_dir import read_config
 from llmsuite.errors import UserError
+from llmsuite.models.decoder_config import MAX_ROTARY
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
 from llmsuite.schema.degrees import Degrees
@@ -326,3 +327,23 @@ def test_slices_of_all_ranks_tile_a_parameter(model: Any, tp: int) -> None:
 @pytest.mark.parametrize("tp", [3, 128])
 def test_a_degree_that_would_cut_unevenly_is_refused(model: Any, tp: int) -> None:
     assert list(model.plan.problems(model.config, tp))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_stranger_says_how_long_names_are_made(tmp_path: Path, family: str) -> None:
+    """A config.json of few bytes is refused before a name is made for each of its layers and experts."""
+    spec = FAMILIES[family]
+    whole = spec.config_cls(**spec.smoke).to_hf()
+    layers = next(key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in whole)
+
+    def refusal(**changes: Any) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({**whole, **changes}))
+        with pytest.raises(UserError, match=r"config\.json: ") as caught:
+            read_config(tmp_path, FAMILIES)
+        return str(caught.value)
+
+    assert "num_hidden_layers: Input should be less than or equal to 10000" in refusal(**{layers: 100_000_000})
+    if (key := spec.config_cls.experts_key) is not None:
+        assert "at most 1,048,576 in all are supported" in refusal(**{layers: 9999, key: 1 << 20})
+    if family == "deepseek":
+        assert f"at most {MAX_ROTARY}" in refusal(qk_rope_head_dim=1 << 30)
