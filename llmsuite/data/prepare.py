@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
+from llmsuite.data.archives import members
 from llmsuite.data.indexed import IndexedCorpus
 from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch
@@ -21,7 +18,6 @@ from llmsuite.files import committed_directory, sha256_of
 from llmsuite.specs import DataFormat
 
 _SPLITS = {"train": "train", "dev": "eval", "eval": "eval", "test": "eval", "valid": "eval", "validation": "eval"}
-_MOST_RATIO, _ALWAYS_FINE = 100, 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,25 +103,29 @@ def prepare(
 def _convert(archive: Path, directory: Path, rename: Mapping[str, str]) -> set[str]:
     """The rows of every file of an archive that is named as a split."""
     splits: set[str] = set()
-    for member, stream in members(archive):
-        stem = PurePosixPath(member).name.partition(".")[0]
-        split = _SPLITS.get(stem.partition("_")[0].lower())
-        if split is None or not member.endswith((".json", ".jsonl")):
-            continue
+    for member, content in members(archive, lambda name: _split_of(name) is not None):
+        split = _split_of(member)
+        assert split is not None, "only such are wanted"
         if split in splits:
             raise UserError(f"{archive}: has two files for {split}, the second is {member}")
         splits.add(split)
         with open(directory / f"{split}.jsonl", "w", encoding="utf-8") as out:
-            for row in _rows(stream, f"{archive}: {member}"):
+            for row in _rows(content, f"{archive}: {member}"):
                 out.write(json.dumps({rename.get(k, k): v for k, v in row.items()}, ensure_ascii=False) + "\n")
     if "train" not in splits:
         raise UserError(f"{archive}: has no train.json or train.jsonl")
     return splits
 
 
-def _rows(stream: IO[bytes], where: str) -> Iterator[dict[str, Any]]:
+def _split_of(member: str) -> str | None:
+    """The split that a file of an archive is named as."""
+    stem = PurePosixPath(member).name.partition(".")[0]
+    split = _SPLITS.get(stem.partition("_")[0].lower())
+    return split if member.endswith((".json", ".jsonl")) else None
+
+
+def _rows(data: bytes, where: str) -> Iterator[dict[str, Any]]:
     """Rows of a JSON list or of JSON Lines, whatever the file is called."""
-    data = stream.read()
     try:
         if data.lstrip()[:1] == b"[":
             rows = json.loads(data)
@@ -137,52 +137,3 @@ def _rows(stream: IO[bytes], where: str) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise UserError(f"{where}: row {number}: is a {type(row).__name__}, not an object")
         yield row
-
-
-def members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """The regular files of a .tar, .tar.gz or .zip, each to be read before the next. Nothing is unpacked to disk.
-
-    Raises:
-        UserError: it is no archive, has a name that leads out of it, a link or a device, or unpacks to far more bytes.
-    """
-    most = max(_ALWAYS_FINE, _MOST_RATIO * archive.stat().st_size)
-    with contextlib.ExitStack() as stack:
-        try:
-            entries: list[_Entry]
-            if zipfile.is_zipfile(archive):
-                zipped = stack.enter_context(zipfile.ZipFile(archive))
-                entries = [_Entry(i.filename, i.file_size, not i.is_dir()) for i in zipped.infolist()]
-                opened: Callable[[str], Any] = zipped.open
-            else:
-                tar = stack.enter_context(tarfile.open(archive))
-                entries = []
-                for i in tar:
-                    entries.append(_Entry(i.name, i.size, i.isreg(), is_special=not (i.isreg() or i.isdir())))
-                    _check(archive, entries, most)  # a bomb is noticed before it is read through
-                opened = tar.extractfile
-            _check(archive, entries, most)
-            for entry in entries:
-                if entry.is_file:
-                    with opened(entry.name) as stream:
-                        yield entry.name, stream
-        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
-            raise UserError(f"{archive}: is no whole .tar, .tar.gz or .zip: {error}") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    name: str
-    size: int
-    is_file: bool
-    is_special: bool = False
-
-
-def _check(archive: Path, entries: Sequence[_Entry], most: int) -> None:
-    for entry in entries:
-        path = PurePosixPath(entry.name.replace("\\", "/"))
-        if path.is_absolute() or ".." in path.parts or ":" in entry.name:
-            raise UserError(f"{archive}: {entry.name!r} leads out of the archive; nothing was unpacked")
-        if entry.is_special:
-            raise UserError(f"{archive}: {entry.name!r} is a link or a device, as no set of data has")
-    if sum(entry.size for entry in entries) > most:
-        raise UserError(f"{archive}: unpacks to more than {_MOST_RATIO} times its size, as no text does")

@@ -19,9 +19,10 @@ import datasets
 import pytest
 
 from llmsuite.cli.main import main
-from llmsuite.data import prepare as preparing
+from llmsuite.data import archives
+from llmsuite.data.archives import members
 from llmsuite.data.index import build_corpus
-from llmsuite.data.prepare import members, prepare
+from llmsuite.data.prepare import prepare
 from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.data.tokenizer import TextTokenizer
@@ -240,7 +241,7 @@ def test_links_and_devices(special: bytes, tmp_path: Path) -> None:
 
 
 def test_bombs_and_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "_ALWAYS_FINE", 1 << 20)
+    monkeypatch.setattr(archives, "_ALWAYS_FINE", 1 << 20)
     tarred(tmp_path / "a.tar.gz", {"train.json": bytes(3 << 20)})
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("train.json", bytes(3 << 20))
