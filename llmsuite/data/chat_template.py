@@ -1,11 +1,13 @@
 """Chat templates: a conversation as the text that a model is trained to read.
 
 Templates are Jinja programs that come with a tokenizer, so they are not to be trusted: they run in a sandbox without
-access to attributes of Python, and cannot change their arguments.
+access to attributes of Python, cannot change their arguments, and have a process of their own with a budget, see
+`llmsuite.data.rendering`. Those that are built in run here.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,9 +18,11 @@ from typing import Any
 import jinja2
 
 from llmsuite.data.jinja import Marked, environment, has_mark, unmark
+from llmsuite.data.rendering import Refused, render
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
+from llmsuite.regular import read_regular
 
 BUILTIN = {
     "chatml": (
@@ -43,6 +47,7 @@ BUILTIN = {
 """Templates for tokenizers that bring none. `plain` is for base models: turns on lines of their own."""
 PLACEHOLDER = "<think>\nplaceholder\n</think>\n\nplaceholder"
 """Stands for a turn of the model where only the text around it is used, and has what some templates leave out later."""
+_MOST_SOURCE = 1 << 20
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
 
 
@@ -50,12 +55,14 @@ class ChatTemplate:
     """A compiled template with the special tokens it may use."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], name: str):
-        """Raises UserError when the template is not valid Jinja."""
+        """Raises UserError when the template is not valid Jinja, or takes too much to be compiled."""
         self.source, self._tokens, self._name = source, special_tokens, name
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
+        self._is_ours = source in BUILTIN.values()
         try:
-            self._template = environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+            if not self._is_ours:
+                render(source, None)
+        except Refused as error:
             raise UserError(f"chat template of {name}: {error}") from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> str:
@@ -65,11 +72,15 @@ class ChatTemplate:
     def _marked(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> Marked:
         turns = [_as_plain(message) for message in messages]
         functions = json.loads(tools) if tools else None
+        variables = {
+            "messages": turns,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": functions,
+            **self._tokens,
+        }
         try:
-            rendered = self._template.render(
-                messages=turns, add_generation_prompt=add_generation_prompt, tools=functions, **self._tokens
-            )
-        except Exception as error:  # a template is a stranger's program: it can fail in any way
+            rendered = _built_in(self.source).render(variables) if self._is_ours else render(self.source, variables)
+        except Refused as error:
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
         if not self._has_marks:
@@ -195,6 +206,11 @@ class ChatTemplate:
         )
 
 
+@functools.cache
+def _built_in(source: str) -> jinja2.Template:
+    return environment().from_string(source)
+
+
 def _as_plain(message: Message) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -222,7 +238,10 @@ def _of_tokenizer(directory: Path) -> str | None:
     """chat_template.jinja, else the entry of tokenizer_config.json (which may be a list of named ones)."""
     separate = directory / "chat_template.jinja"
     if separate.is_file():
-        return separate.read_text(encoding="utf-8")
+        try:
+            return read_regular(separate, _MOST_SOURCE).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{separate}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return None

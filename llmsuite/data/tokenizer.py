@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmsuite.data.trial import PANIC, try_out
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
+from llmsuite.regular import open_regular
 
 _FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sentencepiece", "spiece", "encoder")
 _SUFFIXES = (".model", ".tiktoken")
@@ -31,17 +34,11 @@ class TextTokenizer:
         self._fast: Any = None
         self._paddlenlp: Any = None
         if (directory / "tokenizer.json").is_file():
-            from tokenizers import Tokenizer
-
-            try:
-                self._fast = Tokenizer.from_file(str(directory / "tokenizer.json"))
-            except Exception as error:  # what it raises has no type of its own
-                raise UserError(f"{directory / 'tokenizer.json'}: is not a readable tokenizer: {error}") from error
-            self._fast.no_padding()
-            self._fast.no_truncation()
+            self._fast = _open_fast(directory / "tokenizer.json")
         elif config_path.is_file():
             from paddlenlp.transformers import AutoTokenizer
 
+            _check_regular(directory)
             try:
                 self._paddlenlp = AutoTokenizer.from_pretrained(str(directory))
             except Exception as error:  # a class it does not know, a file that is not there: it checks neither
@@ -92,29 +89,48 @@ class TextTokenizer:
         return int(found)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without adding special tokens: the chat template has written them out."""
+        """Ids of a text, without adding special tokens: the chat template has written them out.
+
+        Raises:
+            UserError: the tokenizer cannot take the text.
+        """
         if self._fast:
-            return list(self._fast.encode(text, add_special_tokens=False).ids)
+            with self._panics():
+                return list(self._fast.encode(text, add_special_tokens=False).ids)
         return list(self._paddlenlp(text, add_special_tokens=False)["input_ids"])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, in parallel where the tokenizer can."""
+        """Ids of many texts, in parallel where the tokenizer can. Raises as `encode`."""
         if self._fast:
-            return [list(e.ids) for e in self._fast.encode_batch(list(texts), add_special_tokens=False)]
+            with self._panics():
+                return [list(e.ids) for e in self._fast.encode_batch(list(texts), add_special_tokens=False)]
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens."""
         if self._fast:
-            return str(self._fast.decode(list(ids), skip_special_tokens=True))
+            with self._panics():
+                return str(self._fast.decode(list(ids), skip_special_tokens=True))
         return str(self._paddlenlp.decode(list(ids), skip_special_tokens=True))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Text of each token by itself, special ones too; tokens that are no whole character as in the vocabulary."""
         if not self._fast:
             return [str(token) for token in self._paddlenlp.convert_ids_to_tokens(list(ids))]
-        alone = [str(self._fast.decode([token], skip_special_tokens=False)) for token in ids]
+        with self._panics():
+            alone = [str(self._fast.decode([token], skip_special_tokens=False)) for token in ids]
         return [str(self._fast.id_to_token(t)) if "\ufffd" in text or not text else text for t, text in zip(ids, alone)]
+
+    @contextlib.contextmanager
+    def _panics(self) -> Iterator[None]:
+        """What the library cannot do, said as such: of the type that it raises then nothing but the name is known."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != PANIC:
+                raise
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"{self.directory}: its tokenizer cannot take a text: {reason}") from None
 
     def digest(self) -> str:
         """sha256 over the tokenizer's files."""
@@ -123,3 +139,27 @@ class TextTokenizer:
             if path.is_file() and (path.name.startswith(_FILES) or path.suffix in _SUFFIXES):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
+
+
+def _open_fast(path: Path) -> Any:
+    """A tokenizer of `tokenizers` that was tried out, without padding and truncation. Raises UserError."""
+    from tokenizers import Tokenizer
+
+    try_out(path)
+    try:
+        found = Tokenizer.from_file(str(path))
+    except Exception as error:  # what it raises has no type of its own
+        raise UserError(f"{path}: is not a readable tokenizer: {error}") from error
+    found.no_padding()
+    found.no_truncation()
+    return found
+
+
+def _check_regular(directory: Path) -> None:
+    """Refuse what paddlenlp would wait for. Raises UserError."""
+    for path in sorted(directory.iterdir()):
+        if (path.name.startswith(_FILES) or path.suffix in _SUFFIXES) and not path.is_dir():
+            try:
+                open_regular(path).close()
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}") from error

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Message, Preference
 from llmsuite.errors import UserError
 from llmsuite.stages.dpo import DpoStage
@@ -112,7 +113,7 @@ def test_reasons_to_drop_a_row(stage: DpoStage) -> None:
 
 def test_a_prompt_of_no_tokens_is_dropped(stage: DpoStage, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    monkeypatch.setattr(stage._template, "_template", stage._template._template.environment.from_string(bare))
+    monkeypatch.setattr(stage, "_template", ChatTemplate(bare, {}, "bare"))
     assert drops(stage, row(), row(prompt="")) == {"with a prompt of no tokens (nothing would predict the answer)": 1}
 
 
