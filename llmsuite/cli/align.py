@@ -185,7 +185,7 @@ def _recorded(number: int, plan: RunPlan, registry: Registry, scratch: Path, eve
 
     def environment(local_rank: int) -> dict[str, str]:
         ours = {_SIDE: str(number), _DIRECTORY: str(directory)}
-        return {**backend.variables(num_ranks, local_rank), **ours}
+        return {**backend.variables(num_ranks, local_rank), **backend.patience(where.stall_seconds), **ours}
 
     said: list[str] = []
     work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]

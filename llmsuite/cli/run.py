@@ -143,7 +143,7 @@ def _launch(
     backend, where = plan.device.factory(), plan.recipe.launch
 
     def environment(local_rank: int) -> dict[str, str]:
-        return backend.variables(where.num_devices, local_rank)
+        return {**backend.variables(where.num_devices, local_rank), **backend.patience(stall_seconds)}
 
     def forked() -> int:
         backend.after_paddle()

@@ -101,6 +101,11 @@ class DeviceBackend(abc.ABC):
         """Variables a worker needs before it imports Paddle; what the user has set wins."""
         return {}
 
+    def patience(self, stall_seconds: float | None) -> dict[str, str]:
+        """Variables that let a rank wait longer for the others than the launcher watches a run that stands still, so
+        that the launcher finds out who is to blame; `stall_seconds` is None where nobody watches for that."""
+        return {}
+
     def rank_environment(self, local_rank: int) -> dict[str, str]:
         """Variables that differ from rank to rank, for a launcher; they win over what the user has set."""
         return {}

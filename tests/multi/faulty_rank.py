@@ -7,16 +7,18 @@ starts them under the watchdog, and ends as they do.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.launch.launch import is_worker, launch
 
 FAULT_STEP, STEPS = 3, 5
-FAULTS = ("none", "skips", "swaps", "swaps groups", "shape", "raises", "sleeps")
-"""All but "raises" are those of rank 1."""
+FAULTS = ("none", "skips", "swaps", "swaps groups", "shape", "raises", "sleeps", "leaves", "impatient")
+"""All but "raises" and "impatient" are those of rank 1."""
 
 
 def main(fault: str, logs: Path, seconds: float) -> int:
@@ -25,7 +27,9 @@ def main(fault: str, logs: Path, seconds: float) -> int:
     backend = CpuBackend()
     backend.prepare_ranks()
     command = [sys.executable, "-m", "tests.multi.faulty_rank", fault, str(logs), str(seconds)]
-    environment = {**backend.environment(2), "LLMSUITE_GLOO_TIMEOUT_S": "600"}
+    # a rank that waits for 2 s only fails before anybody notices the other: so Gloo's limit is the one that was set
+    patience = {GLOO_TIMEOUT: "2"} if fault == "impatient" else backend.patience(seconds)
+    environment = {**backend.environment(2), **patience}
     return launch(command, 2, logs, lambda rank: environment, print, stall_seconds=seconds)
 
 
@@ -66,7 +70,9 @@ def work(fault: str) -> int:
                 work = [add_everywhere, add_long, add_short]
             elif fault == "shape":
                 long = paddle.ones([9])
-            elif fault == "sleeps":
+            elif fault == "leaves":
+                os._exit(0)
+            elif fault in ("sleeps", "impatient"):
                 oversleep()
         for call in work:
             call()

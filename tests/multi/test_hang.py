@@ -105,6 +105,19 @@ def test_a_sleeping_rank(ended: Ended, runner: Runner) -> None:
     assert (runner.directory / "sleeps" / "calls.0.jsonl").read_text().count("\n") == 7
 
 
+def test_a_rank_that_leaves_as_if_all_was_done(ended: Ended) -> None:
+    code, output = ended["leaves"]
+    assert code not in (0, STALLED), output
+    assert "rank 1 has left with exit code 0 before all_reduce [8] float32 (call 5 of ranks 0, 1; step 3" in output
+
+
+def test_ranks_wait_as_long_as_the_launcher_says(ended: Ended) -> None:
+    """2 s here; without being told Gloo would wait for 30 s, and the watchdog names the rank that sleeps in 10."""
+    code, output = ended["impatient"]
+    assert code == 1, output
+    assert "TIMEOUT self_rank" in output
+
+
 def test_a_run_whose_first_rank_sleeps(ended: Ended, runner: Runner) -> None:
     code, output = ended["run"]
     assert code == STALLED, output

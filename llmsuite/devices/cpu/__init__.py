@@ -9,6 +9,7 @@ inside attention. It is what PyTorch's autocast does to matrix products.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, build_kernels, can_be_built
 from llmsuite.devices.cpu.processor import mkl_path, multiplies_bf16
 
@@ -36,6 +38,8 @@ _KERNELS = {
     "stored_product": "stored_product",
     "stored_outputs": "stored_outputs",
 }
+_GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
+_BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
 _BF16_PRODUCTS = {"matmul": "bf16_matmul", "operand": "bf16_operand"}
 _BF16_BY_ROUNDING = {"matmul": "rounded_matmul", "operand": "rounded_operand"}
 
@@ -75,6 +79,10 @@ class CpuBackend(DeviceBackend):
         if path := mkl_path():
             variables["MKL_DEBUG_CPU_TYPE"] = path
         return variables
+
+    def patience(self, stall_seconds: float | None) -> dict[str, str]:
+        seconds = _A_YEAR if stall_seconds is None else max(_GLOO_SECONDS, math.ceil(_BEYOND * stall_seconds))
+        return {GLOO_TIMEOUT: os.environ.get(GLOO_TIMEOUT) or str(seconds)}
 
     def kernels(self, precision: str) -> Mapping[str, str]:
         table = _KERNELS if can_be_built() else {}

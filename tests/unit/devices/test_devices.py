@@ -18,6 +18,7 @@ from llmsuite.builtin import llmsuite_register_devices
 from llmsuite.devices import ops
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.processor import multiplies_bf16
 from llmsuite.devices.gpu import GpuBackend
@@ -341,3 +342,15 @@ def test_paddle_starts_silently_in_a_fresh_process() -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+@pytest.mark.parametrize(("stall", "least"), [(None, 10**7), (600.0, 1801), (5.0, 1800), (3600.0, 10801)])
+def test_ranks_wait_longer_than_the_launcher_watches(
+    monkeypatch: pytest.MonkeyPatch, stall: float | None, least: int
+) -> None:
+    """Or the rank that waits would fail first, and be blamed for the one it waits for. At the start of a run the
+    launcher watches for three times as long."""
+    monkeypatch.delenv(GLOO_TIMEOUT, raising=False)
+    assert int(CpuBackend().patience(stall)[GLOO_TIMEOUT]) >= least
+    monkeypatch.setenv(GLOO_TIMEOUT, "7")
+    assert CpuBackend().patience(stall) == {GLOO_TIMEOUT: "7"}

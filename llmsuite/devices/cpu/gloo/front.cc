@@ -6,6 +6,7 @@
 // neither library is global. So this file links no library of Paddle and includes none of its headers.
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -94,6 +95,19 @@ struct Returned {
 struct TwoWords {
   long words[2];
 };
+
+// Gloo gives up after 30 s by default, long before launch.stall_seconds: the rank that waits would fail, and be blamed
+// for the one it waits for. Nothing in Paddle sets another limit, so each context is made with one here. The launcher
+// says which; others get 30 minutes.
+void Context(void* self, int rank, int size, int base) asm("_ZN4gloo7ContextC2Eiii");
+void Context(void* self, int rank, int size, int base) {
+  static auto* real = Real(&Context);
+  static auto* set_timeout = reinterpret_cast<void (*)(void*, std::chrono::milliseconds)>(
+      dlsym(kernels, "_ZN4gloo7Context10setTimeoutENSt6chrono8durationIlSt5ratioILl1ELl1000EEEE"));
+  static const char* seconds = std::getenv("LLMSUITE_GLOO_TIMEOUT_S");
+  real(self, rank, size, base);
+  set_timeout(self, std::chrono::seconds(seconds ? std::atoll(seconds) : 1800));
+}
 
 TwoWords GetDefaultPlace() asm("_ZN3phi11distributed15GetDefaultPlaceEv");
 TwoWords GetDefaultPlace() {

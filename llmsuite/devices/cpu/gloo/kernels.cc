@@ -4,8 +4,6 @@
 // build.py, against the headers the wheel ships.
 #include <dlfcn.h>
 
-#include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -23,34 +21,17 @@
 #include "paddle/pir/include/core/operation.h"
 #include "paddle/utils/optional.h"
 
-namespace gloo {
-class Context {
- public:
-  void setTimeout(std::chrono::milliseconds);
-};
-}  // namespace gloo
-
 namespace phi {
 namespace distributed {
 
 // The members of the real class that are used here, declared again because its header needs Gloo's own headers,
-// which the wheel does not ship; none of these is virtual and the layout is one shared_ptr.
+// which the wheel does not ship; none of these is virtual.
 class GlooCommContext final : public CommContext {
  public:
   void AllGather(DenseTensor*, const DenseTensor&, uint32_t);
   void AllReduce(DenseTensor*, const DenseTensor&, int, uint32_t);
   void Send(const DenseTensor&, int, uint32_t);
   void Recv(DenseTensor*, int, uint32_t);
-
-  // Gloo's default time-out is 30 s: one slow rank, a compilation or a checkpoint would end the run.
-  GlooCommContext* Patient() {
-    static const char* seconds = std::getenv("LLMSUITE_GLOO_TIMEOUT_S");
-    gloo_context_->setTimeout(std::chrono::seconds(seconds ? std::atoll(seconds) : 1800));
-    return this;
-  }
-
- private:
-  std::shared_ptr<gloo::Context> gloo_context_;
 };
 
 // Cross-mesh reshard: the wheel's version indexes an empty list of custom devices and crashes.
@@ -165,7 +146,7 @@ phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* o
     context->SetHostZeroAllocator(&origin->GetHostZeroAllocator());
     context->SetGenerator(origin->GetGenerator());
     context->SetHostGenerator(origin->GetHostGenerator());
-    context->SetCommContext(static_cast<phi::distributed::GlooCommContext*>(manager.Get(ring))->Patient());
+    context->SetCommContext(manager.Get(ring));
   }
   return context;
 }

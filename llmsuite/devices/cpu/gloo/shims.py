@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.devices.cpu.build import Library, library
+from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
@@ -30,7 +31,7 @@ KERNELS = Library(
 FRONT = dataclasses.replace(KERNELS, name="gloo_front", sources=(_HERE / "front.cc", _HERE / "types.h"), links=())
 """Definitions that are found before the wheel's stubs. It links nothing of Paddle: see front.cc."""
 
-_STORE_TIMEOUT_SECONDS = 300
+_STORE_SECONDS, _MOST_STORE_SECONDS = 1800, 86400  # the store counts milliseconds in 32 bits
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 _stores: list[Any] = []  # a store serves its group as long as the process lives
 _ranks_of_group: list[str] = []
@@ -109,6 +110,11 @@ def install() -> None:
     paddle._legacy_C_ops.barrier = barrier
 
 
+def _store_seconds() -> int:
+    """How long a rank waits for the others when a group is made."""
+    return min(_MOST_STORE_SECONDS, int(os.environ.get(GLOO_TIMEOUT) or _STORE_SECONDS))
+
+
 def _private_store(shared: Any, name: str, rank: int) -> Any:
     """A store for one group: its first rank serves it and tells the others where through the shared store."""
     from paddle.base import core
@@ -119,7 +125,7 @@ def _private_store(shared: Any, name: str, rank: int) -> Any:
         for _ in range(20):  # another process may take the port between asking for a free one and using it
             port = _free_port(address)
             try:
-                store = core.TCPStore(address, port, True, 0, _STORE_TIMEOUT_SECONDS)
+                store = core.TCPStore(address, port, True, 0, _store_seconds())
                 break
             except (RuntimeError, OSError):
                 continue
@@ -128,7 +134,7 @@ def _private_store(shared: Any, name: str, rank: int) -> Any:
         shared.set(key, f"{address}:{port}")
     else:
         address, _, text = bytes(shared.get(key)).decode().rpartition(":")
-        store = core.TCPStore(address, int(text), False, 0, _STORE_TIMEOUT_SECONDS)
+        store = core.TCPStore(address, int(text), False, 0, _store_seconds())
     _stores.append(store)
     return store
 
