@@ -91,6 +91,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="pretrain",
+            packs=False,
             help="next-token prediction over text or an indexed corpus",
             config_cls=PretrainSection,
             factory=lazily("llmsuite.stages.pretrain:PretrainStage"),
@@ -111,6 +112,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="kto",
+            packs=False,
             help="preference optimisation on single answers that are wanted or not: kto, apo_zero",
             config_cls=KtoSection,
             profile=KtoSection.profile,
@@ -140,6 +142,7 @@ def _rollout_stages() -> list[StageSpec]:
     return [
         StageSpec(
             name="grpo",
+            packs=False,
             help="group relative policy optimisation on completions the model draws: dapo, grpo, dr_grpo, cispo, sapo",
             config_cls=GrpoSection,
             sections={**sections, "environment": EnvironmentSection},
@@ -150,6 +153,7 @@ def _rollout_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="online_dpo",
+            packs=False,
             help="dpo on the best and the worst of the completions that the model draws for a prompt",
             config_cls=OnlineDpoSection,
             sections=sections,
@@ -159,6 +163,7 @@ def _rollout_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="ppo",
+            packs=False,
             help="proximal policy optimisation with a critic on completions the model draws",
             config_cls=PpoSection,
             sections={**sections, "environment": EnvironmentSection},

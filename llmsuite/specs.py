@@ -125,6 +125,8 @@ class StageSpec:
     """Whether it works with prefix tuning (the section `prefix`): its loss needs the model being trained only."""
     compares_answers: bool = False
     """Whether it has `Stage.questions`, which `generation.max_new_tokens` needs."""
+    packs: bool | None = None
+    """False if it never reads `data.packing`, which is refused then; None if it is not known."""
     takes_all: bool = False
     """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
     draws_ahead: bool = False

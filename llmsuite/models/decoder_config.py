@@ -21,6 +21,7 @@ from llmsuite.models.rope import frequencies, magnitude, read_hf
 PositiveInt = Annotated[int, Gt(0), Le(1 << 30)]
 NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
 PositiveFloat = Annotated[float, Gt(0)]
+TokenId = Annotated[int, Ge(0), Le(1 << 30)]
 NumLayers = Annotated[int, Gt(0), Le(10_000)]
 """Every layer has names, which are made before any of them is looked for in a file."""
 MAX_EXPERTS = 1 << 20
@@ -70,12 +71,12 @@ class DecoderConfig:
     """Whether the output projection is the embedding."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial matrices."""
-    bos_token_id: int | None
+    bos_token_id: TokenId | None
     """Kept for config.json."""
-    eos_token_id: int | list[int] | None
+    eos_token_id: TokenId | list[TokenId] | None
     """Kept for config.json; generation stops at it."""
-    pad_token_id: int | None = None
-    """Kept for config.json: without it, HF's reward models take one row at a time."""
+    pad_token_id: Annotated[int, Ge(-1)] | None = None
+    """Kept for config.json, where -1 is none: without it, HF's reward models take one row at a time."""
     head: Head = "language_model"
     """Head of the model; the stage decides, see `llmsuite.models.head`."""
     kept: dict[str, Any] | None = dataclasses.field(default=None, compare=False)

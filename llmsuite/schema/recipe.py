@@ -16,7 +16,15 @@ from annotated_types import Ge, Gt
 from llmsuite.schema.engine import EngineSection
 from llmsuite.schema.generation import GenerationSection
 from llmsuite.schema.lora import LoraSection
-from llmsuite.schema.numbers import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from llmsuite.schema.numbers import (
+    BatchSize,
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from llmsuite.schema.parallel import ParallelSection
 from llmsuite.schema.prefix import PrefixSection
 from llmsuite.schema.reft import ReftSection
@@ -90,9 +98,9 @@ class TrainSection(Section):
     """Optimizer steps. Give this or num_epochs."""
     num_epochs: PositiveInt | None = None
     """Passes over the training rows. Give this or max_steps."""
-    global_batch_size: PositiveInt
+    global_batch_size: BatchSize
     """Samples of one optimizer step, over all ranks."""
-    micro_batch_size: PositiveInt
+    micro_batch_size: BatchSize
     """Samples of one forward pass on one rank; gradient accumulation makes up the rest."""
     micro_batch_tokens: PositiveInt | None = None
     """Fill each forward pass of training with samples up to this many tokens, padding included, instead of a fixed

@@ -15,6 +15,7 @@ from llmsuite.models.decoder_config import (
     PositiveFloat,
     PositiveInt,
     RotaryConfig,
+    TokenId,
     in_written_order,
 )
 from llmsuite.models.head import with_head
@@ -87,8 +88,8 @@ class DeepSeekConfig(RotaryConfig):
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim"}."""
-    bos_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 1
+    bos_token_id: TokenId | None = 0
+    eos_token_id: TokenId | list[TokenId] | None = 1
 
     @property
     def rotary_size(self) -> int:

@@ -9,7 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 from typing_extensions import Self
 
-from llmsuite.models.decoder_config import GroupedQueryConfig, NumLayers, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import (
+    GroupedQueryConfig,
+    NumLayers,
+    PositiveFloat,
+    PositiveInt,
+    TokenId,
+    in_written_order,
+)
 from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
 
@@ -40,8 +47,8 @@ class ErnieShape(GroupedQueryConfig):
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "linear", "factor"}."""
     tie_word_embeddings: bool = True
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
+    bos_token_id: TokenId | None = 1
+    eos_token_id: TokenId | list[TokenId] | None = 2
     pad_token_id: int | None = 0
 
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear")

@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.models.decoder_config import DecoderConfig, NumLayers, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import (
+    DecoderConfig,
+    NumLayers,
+    PositiveFloat,
+    PositiveInt,
+    TokenId,
+    in_written_order,
+)
 from llmsuite.models.head import NO_KEYS, read_head, with_head
 from llmsuite.models.hf_config import check_keys, kept_keys
 
@@ -64,8 +71,8 @@ class GPTConfig(DecoderConfig):
     layer_norm_eps: PositiveFloat = 1e-5
     """Term under the root of LayerNorm."""
     tie_word_embeddings: bool = True
-    bos_token_id: int | None = 50256
-    eos_token_id: int | list[int] | None = 50256
+    bos_token_id: TokenId | None = 50256
+    eos_token_id: TokenId | list[TokenId] | None = 50256
 
     @property
     def head_size(self) -> int:

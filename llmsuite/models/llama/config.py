@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.models.decoder_config import GroupedQueryConfig, NumLayers, PositiveFloat, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import (
+    GroupedQueryConfig,
+    NumLayers,
+    PositiveFloat,
+    PositiveInt,
+    TokenId,
+    in_written_order,
+)
 from llmsuite.models.head import with_head
 
 
@@ -36,8 +43,8 @@ class LlamaConfig(GroupedQueryConfig):
     """Whether queries, keys, values and the output of attention have biases."""
     mlp_bias: bool = False
     """Whether the matrices of the MLP have biases."""
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
+    bos_token_id: TokenId | None = 1
+    eos_token_id: TokenId | list[TokenId] | None = 2
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""

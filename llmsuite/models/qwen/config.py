@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 from typing_extensions import Self
 
 from llmsuite.errors import UserError
-from llmsuite.models.decoder_config import GroupedQueryConfig, NumLayers, PositiveInt, in_written_order
+from llmsuite.models.decoder_config import GroupedQueryConfig, NumLayers, PositiveInt, TokenId, in_written_order
 from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
 
@@ -40,8 +40,8 @@ class QwenShape(GroupedQueryConfig):
     rope_theta: Annotated[float, Ge(1)] = 1000000.0
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings"} for longer contexts."""
-    bos_token_id: int | None = 151643
-    eos_token_id: int | list[int] | None = 151645
+    bos_token_id: TokenId | None = 151643
+    eos_token_id: TokenId | list[TokenId] | None = 151645
 
     @property
     def has_qkv_bias(self) -> bool:

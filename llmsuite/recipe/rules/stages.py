@@ -19,10 +19,25 @@ from llmsuite.schema.rule import Rule, Violation
 
 
 def _no_evaluation(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.checkpoint.best_metric and not _evaluates(context):
+        yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
+
+
+def _nothing_to_evaluate(context: RuleContext) -> Iterator[Violation]:
+    if (steps := context.recipe.train.eval_steps) is not None and not _evaluates(context):
+        yield "train.eval_steps", f"is {steps}, and there is nothing to evaluate on; set data.eval, or remove it"
+
+
+def _evaluates(context: RuleContext) -> bool:
     # a stage with a key `split` takes its evaluation data from data.train
     split = getattr(getattr(context.recipe, context.recipe.stage, None), "split", None)
-    if context.recipe.checkpoint.best_metric and not context.recipe.data.eval and not split:
-        yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
+    return bool(context.recipe.data.eval or split)
+
+
+def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.data.packing != "none" and context.stage.packs is False:
+        why = f"is {context.recipe.data.packing}; the samples of stage {context.recipe.stage} are not packed"
+        yield "data.packing", f"{why}; remove it"
 
 
 def _nothing_to_go_back_to(context: RuleContext) -> Iterator[Violation]:
@@ -261,6 +276,13 @@ STAGE_RULES = (
         ("--data.eval=null", "--checkpoint.best_metric=eval/loss"),
         _no_evaluation,
     ),
+    Rule(
+        "`eval_steps` without evaluation",
+        "there is nothing to evaluate on",
+        ("--data.eval=null", "--train.eval_steps=5"),
+        _nothing_to_evaluate,
+    ),
+    Rule("`packing` with a stage that does not pack", "it would have no effect", (), _nothing_to_pack),
     Rule(
         "a reference by `adapter_off` without an adapter",
         "the reference would be the trained model itself",

@@ -12,6 +12,7 @@ import pytest
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import load
+from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.source import MAX_BYTES
 from tests.paths import ROOT
 
@@ -70,6 +71,11 @@ def test_what_is_larger_is_not_read(tmp_path: Path, registry: Registry) -> None:
         ("sft", "--launch.master=h:99999", "a port is 1 to 65535"),
         ("sft", "--launch.master=h:0", "a port is 1 to 65535"),
         ("pretrain", '--pretrain.mix={"x": 1e300}', "expected"),
+        ("sft", "--train.global_batch_size=1000000000000", "<= 1048576"),
+        ("pretrain", "--model.config.num_hidden_layers=100000000", "<= 10000"),
+        ("pretrain", "--model.config.eos_token_id=-5", "integer >= 0"),
+        ("pretrain", "--model.config.eos_token_id=[1, -5]", "integer >= 0"),
+        ("pretrain", "--model.config.bos_token_id=-5", "integer >= 0"),
     ],
 )
 def test_what_cannot_be_is_refused(registry: Registry, recipe: str, override: str, says: str) -> None:
@@ -81,3 +87,28 @@ def test_what_cannot_be_is_refused(registry: Registry, recipe: str, override: st
 def test_a_path_has_no_zero_byte(tmp_path: Path, registry: Registry) -> None:
     with pytest.raises(RecipeError, match="has to be the path of a directory"):
         load(written(tmp_path / "recipe.json", json.dumps({**RECIPE, "output_dir": "a\0b"})), [], registry)
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "says"),
+    [
+        (
+            "sft",
+            ["--data.eval=null", "--train.eval_steps=5"],
+            "train.eval_steps: is 5, and there is nothing to evaluate",
+        ),
+        ("sft", ["--data.eval=null", "--train.eval_steps=epoch"], "train.eval_steps: is epoch, and there is nothing"),
+        ("pretrain", ["--data.packing=best_fit"], "data.packing: is best_fit; the samples of stage pretrain are not"),
+        ("kto", ["--data.packing=best_fit"], "the samples of stage kto are not packed"),
+        ("grpo", ["--data.packing=best_fit"], "the samples of stage grpo are not packed"),
+    ],
+)
+def test_what_has_no_effect_is_refused(registry: Registry, stage: str, words: list[str], says: str) -> None:
+    with pytest.raises(RecipeError) as found:
+        plan_run(ROOT / "recipes" / "llama" / f"{stage}.json", words, registry)
+    assert says in str(found.value)
+
+
+def test_evaluation_by_a_split_is_one(registry: Registry) -> None:
+    words = ["--data.eval=null", "--train.eval_steps=5", "--pretrain.split=9,1", "--data.train=data/none.idx"]
+    assert plan_run(ROOT / "recipes" / "llama" / "pretrain.json", words, registry).recipe.train.eval_steps == 5
