@@ -9,6 +9,7 @@ import sys
 import warnings
 
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.variables import check_rank
 
 # Paddle 3.3.1 prints them, and a warning about ccache, on every start; the number of threads is set on purpose.
 _NOISE = ("OMP_NUM_THREADS set to", "if this PaddlePaddle binary is compiled with OpenBlas", "PLEASE USE OMP_NUM")
@@ -22,7 +23,11 @@ def start_paddle(backend: DeviceBackend, local_ranks: int, join: bool = False, f
         local_ranks: number of ranks of the run on this machine.
         join: whether this process will be one of several ranks, which some backends have to prepare for.
         fork: whether forks of this process will be ranks; each has to call `backend.after_paddle`.
+
+    Raises:
+        UserError: the environment says that this is a rank that cannot be.
     """
+    check_rank()
     for name, value in backend.environment(local_ranks).items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("GLOG_minloglevel", "2")

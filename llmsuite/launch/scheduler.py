@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Mapping
 
+from llmsuite.devices.variables import number_in
 from llmsuite.errors import UserError
 
 DEFAULT_PORT = 29500
@@ -63,21 +64,23 @@ def check_place(place: Place, num_machines: int) -> None:
 def _open_mpi(variables: Mapping[str, str]) -> Place | None:
     if "OMPI_COMM_WORLD_RANK" not in variables:
         return None
-    processes = int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    processes = number_in(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     # with one process on each machine ranks are machines
-    return Place("mpirun", int(variables["OMPI_COMM_WORLD_RANK"]), int(variables["OMPI_COMM_WORLD_SIZE"]), processes)
+    return Place(
+        "mpirun", number_in(variables, "OMPI_COMM_WORLD_RANK"), number_in(variables, "OMPI_COMM_WORLD_SIZE"), processes
+    )
 
 
 def _slurm(variables: Mapping[str, str]) -> Place | None:
     # SLURM_STEP_… are those of srun; a batch script has a SLURM_NODEID too, and runs on the first machine alone
     if "SLURM_STEP_NUM_NODES" not in variables or "SLURM_NODEID" not in variables:
         return None
-    number = int(variables["SLURM_NODEID"])
+    machine = number_in(variables, "SLURM_NODEID")
     of_machines = _repeated(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    processes = of_machines[number] if number < len(of_machines) else 1
+    processes = of_machines[machine] if machine < len(of_machines) else 1
     names = variables.get("SLURM_STEP_NODELIST")
     master = f"{_first_name(names)}:{DEFAULT_PORT}" if names else None
-    return Place("Slurm", number, int(variables["SLURM_STEP_NUM_NODES"]), processes, master)
+    return Place("Slurm", machine, number_in(variables, "SLURM_STEP_NUM_NODES"), processes, master)
 
 
 def _repeated(counts: str) -> list[int]:
@@ -104,19 +107,19 @@ def _paddle_job(variables: Mapping[str, str]) -> Place | None:
         if name is None:
             return None
         number = int(name.group(1))
-    return Place("PaddleJob", number, int(variables["PADDLE_NNODES"]), master=variables["PADDLE_MASTER"])
+    return Place("PaddleJob", number, number_in(variables, "PADDLE_NNODES"), master=variables["PADDLE_MASTER"])
 
 
 def _volcano(variables: Mapping[str, str]) -> Place | None:
-    number = variables.get("VC_TASK_INDEX", variables.get("VK_TASK_INDEX"))
+    name = next((name for name in ("VC_TASK_INDEX", "VK_TASK_INDEX") if name in variables), None)
     hosts = [value for name, value in variables.items() if re.fullmatch(r"VC_\w+_HOSTS", name)]
-    if number is None or len(hosts) > 1:  # each task of a job counts its own machines
+    if name is None or len(hosts) > 1:  # each task of a job counts its own machines
         return None
     names = hosts[0].split(",") if hosts else []
     master = f"{names[0]}:{DEFAULT_PORT}" if names else None
-    return Place("Volcano", int(number), len(names) or None, master=master)
+    return Place("Volcano", number_in(variables, name), len(names) or None, master=master)
 
 
 def _indexed_job(variables: Mapping[str, str]) -> Place | None:
-    number = variables.get("JOB_COMPLETION_INDEX")
-    return None if number is None else Place("Kubernetes", int(number))
+    name = "JOB_COMPLETION_INDEX"
+    return Place("Kubernetes", number_in(variables, name)) if name in variables else None

@@ -17,6 +17,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from llmsuite.devices.variables import LOCAL_RANK, NUM_RANKS, RANK, number_in
 from llmsuite.errors import UserError
 from llmsuite.launch import calls
 from llmsuite.parallel.mesh import Mesh
@@ -31,24 +32,17 @@ _mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
 
 def rank() -> int:
     """This process, from 0."""
-    return _number("PADDLE_TRAINER_ID", 0)
+    return number_in(os.environ, RANK, 0)
 
 
 def local_rank() -> int:
     """This process among those of its machine, from 0."""
-    return _number("PADDLE_LOCAL_RANK", 0)
+    return number_in(os.environ, LOCAL_RANK, 0)
 
 
 def num_ranks() -> int:
     """Processes of the run."""
-    return _number("PADDLE_TRAINERS_NUM", 1)
-
-
-def _number(variable: str, default: int) -> int:
-    given = os.environ.get(variable, str(default))
-    if not (given.isascii() and given.isdecimal()):
-        raise UserError(f"{variable}: is {given!r} in the environment; a launcher sets it to a number, else unset it")
-    return int(given)
+    return number_in(os.environ, NUM_RANKS, 1)
 
 
 def mesh() -> Mesh:

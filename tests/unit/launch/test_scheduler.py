@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import types
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from llmsuite.cli import run as run_command
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.start import start_paddle
 from llmsuite.errors import UserError
 from llmsuite.launch.scheduler import Place, check_place, find_place
 from llmsuite.plugins.manager import Registry
@@ -159,3 +162,43 @@ def test_who_looks_whether_the_output_directory_is_in_use(
     monkeypatch.setattr(RunPlan, "check_files", lambda self: None)
     run_command._check(types.SimpleNamespace(resume=False, smoke=False, overrides=[]), plan(), 0)
     assert looked == ["output"] * checks
+
+
+@pytest.mark.parametrize("given", ["abc", "", "-1", "1e9", "1" * 5000, "\u0663"])
+@pytest.mark.parametrize("variables", [MPIRUN, SRUN, PADDLE_JOB, VOLCANO, INDEXED], ids=lambda v: min(v))
+def test_numbers_that_are_none_end_in_no_traceback(variables: dict[str, str], given: str) -> None:
+    for name in [name for name, value in variables.items() if value.isdecimal()]:
+        with contextlib.suppress(UserError):  # what is not needed may be anything
+            find_place({**variables, name: given})
+
+
+def test_a_number_that_is_none_is_named() -> None:
+    with pytest.raises(UserError, match=r"SLURM_NODEID: is 'abc' in the environment; a launcher sets it to a number"):
+        find_place({**SRUN, "SLURM_NODEID": "abc"})
+    with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE: is not set"):
+        find_place({"OMPI_COMM_WORLD_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            {"PADDLE_TRAINER_ID": "abc"},
+            "PADDLE_TRAINER_ID: is 'abc' in the environment; a launcher sets it to a number",
+        ),
+        ({"PADDLE_TRAINER_ID": ""}, "PADDLE_TRAINER_ID: is '' in the environment"),
+        ({"PADDLE_LOCAL_RANK": "-1"}, "PADDLE_LOCAL_RANK: is '-1' in the environment"),
+        ({"PADDLE_TRAINERS_NUM": "2.0"}, "PADDLE_TRAINERS_NUM: is '2.0' in the environment"),
+        (
+            {"PADDLE_TRAINER_ID": "2", "PADDLE_TRAINERS_NUM": "2"},
+            "is 2 in the environment, and PADDLE_TRAINERS_NUM is 2",
+        ),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused_before_paddle_fails(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
+    _set(monkeypatch, variables)
+    with pytest.raises(UserError) as found:
+        start_paddle(CpuBackend(), 1)
+    assert says in str(found.value)
