@@ -101,3 +101,45 @@ def test_reader_that_goes_away(words: list[str]) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(timeout=120) == 0
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Finder:
+    left = {number}
+
+    def find_spec(self, name, path=None, target=None):
+        Finder.left -= 1
+        if not Finder.left:
+            os.kill(os.getpid(), signal.SIGINT)
+
+from llmsuite.__main__ import main
+sys.meta_path.insert(0, Finder())
+code = main()
+assert Finder.left <= 0, "there are not so many imports"
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("number", [1, 10, 100, 300, 600, 1000, 1500])
+def test_ctrl_c_while_it_imports(number: int, tmp_path: Path) -> None:
+    """In front of the import with this number, until some way into Paddle."""
+    words = ["run", "recipes/llama/sft.json", "--smoke", "--launch.num_devices=1", "--parallel={}"]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(number=number), *words, "--train.max_steps=1"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_within_code_that_is_text(tmp_path: Path) -> None:
+    """As dataclasses and named tuples make theirs while they are imported: CPython remembers it as unhandled."""
+    (tmp_path / "late.py").write_text("exec('raise KeyboardInterrupt')\n")
+    done = llmsuite("--plugin", "late.py", "list", "stages", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "")
