@@ -27,6 +27,8 @@ NOT_FETCHED = "not-fetched.json"
 """Beside a checkpoint of which a machine has fetched parts: the tensors, as `file:tensor`, in whose place are holes."""
 ELSEWHERE = "elsewhere.json"
 """Lists the files of a manifest that lie on the disks of other machines, each with its machine and rank."""
+NO_ROOM = "the run ends here; make room and --resume it"
+"""The state of the files of a run, for `os_errors`."""
 _CHUNK = 1 << 20
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -188,7 +189,8 @@ def _note_end(run: Path, code: int) -> None:
     events = read_events(run)
     if code in (0, INTERRUPTED) or not events or events[-1]["event"] in ("failed", "hung"):
         return
-    add_event(run, "hung" if code == STALLED else "failed", exit_code=code)
+    with contextlib.suppress(UserError):  # a disk that is full may be why it fails
+        add_event(run, "hung" if code == STALLED else "failed", exit_code=code)
 
 
 def _shared_part(plan: RunPlan) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from llmsuite.files import NO_ROOM, os_errors
 
 COMPLETIONS = "completions.jsonl"
 SCHEMA = 1
@@ -18,20 +21,26 @@ class CompletionsFile:
     has left of a last line. Rows are in the order of their steps."""
 
     def __init__(self, path: Path, resume_step: int):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b")  # noqa: SIM115  (open for the whole run)
-        self._file.truncate(_end_of(self._file, resume_step))
+        self._path = path
+        with os_errors(path, NO_ROOM):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a+b")  # noqa: SIM115  (open for the whole run)
+            self._file.truncate(_end_of(self._file, resume_step))
 
     def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the completions of the rollout that this step, or this step first, learns from."""
+        """Append the completions of the rollout that this step, or this step first, learns from. Raises UserError when
+        they cannot be written."""
         lines = (
             json.dumps({"schema": SCHEMA, "step": step, **row}, allow_nan=False, ensure_ascii=False) for row in rows
         )
-        self._file.write("".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
-        self._file.flush()
+        text = "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace")
+        with os_errors(self._path, NO_ROOM):
+            self._file.write(text)
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written is still there to be written
+            self._file.close()
 
 
 def _end_of(file: Any, last_step: int) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite import __version__
+from llmsuite.files import NO_ROOM, os_errors
 from llmsuite.shown import redacted_words
 
 EVENTS, ENVIRONMENT = "events.jsonl", "environment.json"
@@ -29,9 +30,12 @@ def add_event(run: Path, event: str, **more: Any) -> None:
         run: its directory.
         event: the name of the event, such as "started".
         more: further fields, of JSON values.
+
+    Raises:
+        UserError: it cannot be written.
     """
     record = {"time": _now(), "event": event, **more}
-    with open(run / EVENTS, "a", encoding="utf-8") as file:
+    with os_errors(run / EVENTS, NO_ROOM), open(run / EVENTS, "a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
@@ -80,7 +84,8 @@ def environment(device: str, mesh: str, num_ranks: int) -> dict[str, Any]:
 
 def write_environment(run: Path, found: Mapping[str, Any]) -> None:
     """Write `environment.json` into the directory of a run, replacing that of an earlier start."""
-    (run / ENVIRONMENT).write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with os_errors(run / ENVIRONMENT, NO_ROOM):
+        (run / ENVIRONMENT).write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _processor() -> str:

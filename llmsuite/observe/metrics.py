@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.files import os_errors, write_text_atomic
+from llmsuite.files import NO_ROOM, os_errors, write_text_atomic
 
 SCHEMA = 1
 
@@ -35,7 +35,7 @@ class MetricsFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object. Raises UserError when it cannot be written."""
-        with os_errors(self._path, "the run ends here; make room and --resume it"):
+        with os_errors(self._path, NO_ROOM):
             self._file.write(json.dumps({"schema": SCHEMA, **record}, allow_nan=False) + "\n")
             self._file.flush()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.files import read_json_file, write_text_atomic
+from llmsuite.files import NO_ROOM, os_errors, read_json_file, write_text_atomic
 from llmsuite.inference.beam import Beams
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.fused import fuse
@@ -88,7 +88,7 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     else:
         found = generator.answers((prompt.ids for prompt in left), sampling, count, batch_size)
     if is_first:
-        with open(target, "a", encoding="utf-8") as file:
+        with os_errors(target, NO_ROOM), open(target, "a", encoding="utf-8") as file:
             for prompt, answers in zip(track(left, "answering"), found):
                 row = {**prompt.row, "answers": [answer.row() for answer in answers]}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")

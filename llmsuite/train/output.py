@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmsuite.errors import UserError
 from llmsuite.files import write_text_atomic
 from llmsuite.observe.completions import COMPLETIONS, CompletionsFile
 from llmsuite.observe.events import add_event, environment, write_environment
@@ -127,7 +129,8 @@ class Output(Silence):
         self._close()
         stopped = isinstance(error, KeyboardInterrupt)
         what = {} if stopped else {"error": redacted(f"{type(error).__name__}: {error}")}
-        add_event(self._view.output_dir, "stopped" if stopped else "failed", **what)
+        with contextlib.suppress(UserError):  # a disk that is full may be why it fails
+            add_event(self._view.output_dir, "stopped" if stopped else "failed", **what)
         self._registry.emit("llmsuite_run_error", run=self._view, error=error)
 
     def ended(self, step: int) -> None:
