@@ -18,7 +18,6 @@ T = TypeVar("T")
 API_VERSION = 1
 """Major version of this contract. A spec with a greater `api` is refused with a plain message."""
 
-
 PrePassKind = Literal["batch", "model", "adapters_off", "reference"]
 """Input of a pre-pass: the batch alone, or hidden states of the model too, with its adapters, without them, or with its
 initial weights or those of `StageProfile.reference`."""
@@ -126,14 +125,13 @@ class StageSpec:
     compares_answers: bool = False
     """Whether it has `Stage.questions`, which `generation.max_new_tokens` needs."""
     packs: bool | None = None
-    """False if it never reads `data.packing`, which is refused then; None if it is not known."""
+    """False if it never reads `data.packing`, which is refused then."""
     takes_all: bool = False
     """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
     draws_ahead: bool = False
     """Whether it has `Stage.begin_rollout`, which `rollout.max_staleness` needs."""
     trains: bool = True
-    """False for a stage that answers prompts, or the like: its recipes have `data.prompts`, no keys about training, and
-    as `parallel` the tensor parallel degree only."""
+    """False for a stage that answers prompts or the like: recipes have `data.prompts`, no training, and tp only."""
     result: str = ""
     """The file in `output_dir` that a stage without training writes."""
     api: int = API_VERSION

@@ -273,7 +273,7 @@ STAGE_RULES = (
     Rule(
         "`best_metric` without evaluation",
         "there is no value to compare",
-        ("--data.eval=null", "--checkpoint.best_metric=eval/loss"),
+        ("--data.eval=null", "--train.eval_steps=null", "--checkpoint.best_metric=eval/loss"),
         _no_evaluation,
     ),
     Rule(

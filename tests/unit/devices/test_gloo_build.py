@@ -153,7 +153,7 @@ def names(of):
     return {line.split()[2] for line in said.stdout.splitlines() if line.split()[1] in "TW"}
 
 front, kernels = names(FRONT) - {"use_kernels"}, names(KERNELS)
-assert front <= kernels, front - kernels
+assert front - kernels == {"_ZN4gloo7ContextC2Eiii"}, "what the kernels link to has this one"
 anyone = ctypes.CDLL(None)  # what any library finds first
 assert all(hasattr(anyone, name) for name in front)
 print(len(front))
@@ -166,4 +166,4 @@ def test_only_the_names_in_front_are_global() -> None:
     resize = "_ZN3phi11DenseTensor6ResizeERKN6common4DDimE"
     get = "_ZNK3phi11distributed18CommContextManager3GetERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
     done = subprocess.run([sys.executable, "-c", NAMES % (resize, get)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-2:] == ["43", "[]"]
+    assert done.stdout.splitlines()[-2:] == ["44", "[]"]
