@@ -3,13 +3,14 @@ PYTHON ?= $(shell for p in python3.11 python3.10 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+TOOLS := .venv-tools
 MODEL := models/smollm2-135m-instruct
 ASK := --max_new_tokens 40 \
 	--prompt "What is the capital of France? Give only the name of the city." \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo demo-rl test test-unit test-multi parity matrix faults bench scaling check docs clean
+.PHONY: demo demo-rl test test-unit test-multi parity matrix faults bench scaling check docs lock audit sbom clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -65,6 +66,7 @@ faults: $(VENV)/test
 	$(BIN)/python -m tests.tools.kills_apart 20
 	$(BIN)/python -m tests.tools.kills_anywhere --kills 200
 	$(BIN)/python -m tests.tools.flaky_network --seconds 600
+	$(BIN)/python -m tests.tools.fuzz
 	$(BIN)/python -m tests.tools.stalls
 	$(BIN)/python -m tests.tools.merge_memory 4000
 	$(BIN)/python -m tests.tools.load
@@ -84,8 +86,23 @@ check: $(VENV)/dev
 docs: $(VENV)/test
 	$(BIN)/python docs/generate.py
 
+# The packages of everything but gpu and xpu, whose wheels come from another index, with the digests of their files.
+EXTRAS = cpu data ms plot eval demo serve math verifiers test dev
+
+lock: $(TOOLS)/ready $(VENV)/dev
+	$(TOOLS)/bin/uv pip compile pyproject.toml $(EXTRAS:%=--extra %) --generate-hashes --universal \
+		--python-version 3.10 --upgrade --quiet -o requirements/cpu.lock
+	$(BIN)/python docs/licences.py
+
+audit: $(TOOLS)/ready
+	$(TOOLS)/bin/pip-audit -r requirements/cpu.lock --disable-pip --require-hashes
+
+sbom: $(TOOLS)/ready $(VENV)/test
+	mkdir -p dist
+	$(TOOLS)/bin/cyclonedx-py environment $(BIN)/python -o dist/llmsuite.cdx.json
+
 clean:
-	rm -rf $(VENV) runs models
+	rm -rf $(VENV) $(TOOLS) runs models
 
 $(VENV)/python: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or 3.11 is needed; set PYTHON=/path/to/python3.11"; exit 2; }
@@ -102,4 +119,10 @@ $(VENV)/test: $(VENV)/python
 
 $(VENV)/dev: $(VENV)/python
 	$(BIN)/pip install --quiet -e '.[cpu,test,dev]'
+	touch $@
+
+# apart from the others, whose packages they would change
+$(TOOLS)/ready:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet 'uv>=0.9,<1' 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8'
 	touch $@
