@@ -82,11 +82,11 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 def counted(last: int) -> Iterator[dict[str, Any]]:
     """Around a run of `last` steps, which takes the times of all but the last; that one is counted."""
     from llmsuite.parallel.optimizer import Optimizer
-    from llmsuite.train import trainer
+    from llmsuite.train import updater
     from tests.tools import gloo_trace
 
     record: dict[str, Any] = {"seconds": [], "cpu_seconds": []}
-    train_step, finish, before = trainer.train_step, Optimizer.finish_gradients, live_bytes()
+    train_step, finish, before = updater.train_step, Optimizer.finish_gradients, live_bytes()
     since: list[tuple[float, float]] = []
 
     def noted(step: int, samples: Any, passes: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
@@ -112,11 +112,11 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
         record["sent"] = [[operation, shape, width, n] for (_, operation, shape, width), n in messages.items()]
         return result
 
-    trainer.train_step = noted
+    updater.train_step = noted
     try:
         yield record
     finally:
-        trainer.train_step, Optimizer.finish_gradients = train_step, finish  # type: ignore[method-assign]
+        updater.train_step, Optimizer.finish_gradients = train_step, finish  # type: ignore[method-assign]
 
 
 def live_bytes() -> int:

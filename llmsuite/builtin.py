@@ -88,6 +88,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             tells_prompts=True,
             takes_prefix=True,
             compares_answers=True,
+            in_programs=True,
         ),
         StageSpec(
             name="pretrain",
@@ -99,6 +100,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             quantises=True,
             predicts_further=True,
             takes_all=True,
+            in_programs=True,
         ),
         StageSpec(
             name="rm",
@@ -120,16 +122,21 @@ def llmsuite_register_stages() -> list[StageSpec]:
             smoke=UNPAIRED,
         ),
         *_rollout_stages(),
-        StageSpec(
-            name="infer",
-            help="no training: a model answers the prompts of a file",
-            config_cls=InferSection,
-            factory=lazily("llmsuite.stages.infer:work"),
-            smoke={"data.prompts": "data/preference/eval.jsonl", "infer.max_new_tokens": 16},
-            trains=False,
-            result="answers.jsonl",
-        ),
+        _infer_stage(),
     ]
+
+
+def _infer_stage() -> StageSpec:
+    """The stage that does not train."""
+    return StageSpec(
+        name="infer",
+        help="no training: a model answers the prompts of a file",
+        config_cls=InferSection,
+        factory=lazily("llmsuite.stages.infer:work"),
+        smoke={"data.prompts": "data/preference/eval.jsonl", "infer.max_new_tokens": 16},
+        trains=False,
+        result="answers.jsonl",
+    )
 
 
 def _rollout_stages() -> list[StageSpec]:

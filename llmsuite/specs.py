@@ -102,8 +102,7 @@ class StageSpec:
     smoke: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Recipe keys that `--smoke` sets for this stage, such as the embedded data it trains on."""
     head: Literal["language_model", "score"] = "language_model"
-    """Output of the model: logits, or one score (`model.scores`). A score head is initialised from the seed when the
-    weights are those of a language model."""
+    """Output of the model: logits, or one score, `model.scores`. A head that weights lack begins from the seed."""
     sections: Mapping[str, type[Section]] = dataclasses.field(default_factory=dict)
     """Further sections of its recipes by name, such as those that several stages have in common."""
     section: str = ""
@@ -129,7 +128,9 @@ class StageSpec:
     takes_all: bool = False
     """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
     draws_ahead: bool = False
-    """Whether it has `Stage.begin_rollout`, which `rollout.max_staleness` needs."""
+    """Whether it has `Stage.begin_rollout`, for `rollout.max_staleness`."""
+    in_programs: bool = False
+    """Whether it has `Stage.program_inputs` and `Stage.program_loss`, which `engine.program: step` needs."""
     trains: bool = True
     """False for a stage that answers prompts or the like: recipes have `data.prompts`, no training, and tp only."""
     result: str = ""
@@ -234,8 +235,7 @@ class Exporter:
     name: str
     help: str
     write: Callable[[Any, Path], None]
-    """Writes a `llmsuite.checkpoint.model_dir.ModelDirectory` into a directory that exists and is empty; the caller
-    commits it atomically."""
+    """Writes a `llmsuite.checkpoint.model_dir.ModelDirectory` into an empty directory; the caller commits it."""
     api: int = API_VERSION
 
 

@@ -23,6 +23,7 @@ from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.parallelize import parallelize_inference
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
@@ -41,7 +42,10 @@ def record_step(plan: RunPlan, registry: Registry, directory: Path, every: int) 
         directory: to write into, which exists.
         every: activations are kept at about one token in so many.
     """
+    if plan.recipe.engine.compiles_steps:
+        raise UserError("engine.program: is step, inside of which nothing can be recorded; set it to layers")
     trainer = Trainer(plan, registry)
+    assert isinstance(trainer.optimizer, Optimizer)  # as no step is one program
     built, mesh = trainer.built, trainer.mesh
     built.part.train()
     trainer.begin()

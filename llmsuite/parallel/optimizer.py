@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import paddle
@@ -14,10 +14,57 @@ from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import LearningRate
-from llmsuite.parallel.partition import OPTIMIZER_SLOTS
+from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.recipe import TrainSection
 from llmsuite.typing import Tensor
+
+
+def paddle_optimizer(
+    train: TrainSection, parameters: Sequence[Tensor], rate: Any, decay: Collection[str], clip: Any = None
+) -> Any:
+    """Paddle's optimizer of a recipe.
+
+    Args:
+        train: section of the recipe.
+        parameters: what it updates.
+        rate: the learning rate, a number or a scheduler.
+        decay: names of the parameters whose weights decay.
+        clip: what it does to the gradients first.
+
+    Raises:
+        UserError: the optimizer has no decoupled decay.
+    """
+    if train.optimizer == "adamw":
+        return paddle.optimizer.AdamW(
+            learning_rate=rate,
+            parameters=parameters,
+            beta1=train.adam_beta1,
+            beta2=train.adam_beta2,
+            epsilon=train.adam_epsilon,
+            weight_decay=train.weight_decay,
+            apply_decay_param_fun=decay.__contains__,
+            grad_clip=clip,
+        )
+    if train.weight_decay:
+        raise UserError("train.weight_decay: sgd has no decoupled decay; set it to 0 or use adamw")
+    return paddle.optimizer.SGD(learning_rate=rate, parameters=parameters, grad_clip=clip)
+
+
+class SavedOptimizer(Protocol):
+    """What saves and restores an optimizer asks of it."""
+
+    shards: list[ParameterShard]
+    slots: list[str]
+
+    def state(self) -> Iterator[StateTensor]:
+        """Every tensor of the state, the same names in the same order on every rank."""
+
+    def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
+        """Take over a state: `read` gives this rank's shard of each tensor."""
+
+    def to_host(self, shard: ParameterShard) -> None:
+        """Called once a parameter was loaded."""
 
 
 class Optimizer:
@@ -43,21 +90,8 @@ class Optimizer:
         self.learning_rate = LearningRate(train, total_steps).at
         self._max_norm = train.max_grad_norm
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
-        if train.optimizer == "adamw":
-            self._paddle = paddle.optimizer.AdamW(
-                learning_rate=train.learning_rate,
-                parameters=owned,
-                beta1=train.adam_beta1,
-                beta2=train.adam_beta2,
-                epsilon=train.adam_epsilon,
-                weight_decay=train.weight_decay,
-                apply_decay_param_fun=decay.__contains__,
-            )
-        else:
-            if train.weight_decay:
-                raise UserError("train.weight_decay: sgd has no decoupled decay; set it to 0 or use adamw")
-            self._paddle = paddle.optimizer.SGD(learning_rate=train.learning_rate, parameters=owned)
-        self._decay_rates = {"beta1_pow_acc": train.adam_beta1, "beta2_pow_acc": train.adam_beta2}
+        self._paddle = paddle_optimizer(train, owned, train.learning_rate, decay)
+        self._decay_rates = {slot: first(train) for slot, first in FIRST_VALUES.items()}
         has_master = any(shard.has_master for shard in self.shards)
         self.slots = [*OPTIMIZER_SLOTS[train.optimizer], *(["master"] if has_master else [])]
         for shard in self.shards:

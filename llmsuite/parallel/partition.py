@@ -6,16 +6,23 @@ Plain arithmetic over the mesh, without Paddle: the engine splits by it, and `ll
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.recipe import TrainSection
 
 SHARDING_STAGES = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}
 """Sharding stage, by the value of `parallel.sharding`."""
 OPTIMIZER_SLOTS = {"adamw": ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2"), "sgd": ()}
 """State that Paddle's optimizers keep for each parameter, in float32."""
+FIRST_VALUES: Mapping[str, Callable[[TrainSection], float]] = {
+    "beta1_pow_acc": lambda train: train.adam_beta1,
+    "beta2_pow_acc": lambda train: train.adam_beta2,
+}
+"""Slots with one number for the whole parameter, the same on every rank, and what it is before the first step; the
+others begin with zeros."""
 
 
 def local_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:

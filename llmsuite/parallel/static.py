@@ -22,9 +22,6 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.typing import Tensor
 
-LENGTH_MULTIPLE = 64
-"""Batches are padded to multiples of this length, so that few shapes have to be compiled."""
-
 
 def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any]) -> list[LayerProgram]:
     """Let the layers of a model run as programs in training.

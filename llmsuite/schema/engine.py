@@ -16,6 +16,11 @@ def _recompute_every(engine: EngineSection) -> Iterator[Violation]:
         yield "recompute_every", f"is {engine.recompute_every}, but recompute is {engine.recompute}; choose full, or 1"
 
 
+def _program_without_mode(engine: EngineSection) -> Iterator[Violation]:
+    if engine.program == "step" and engine.mode == "dynamic":
+        yield "program", "is step, but mode is dynamic, which compiles nothing; set mode to to_static"
+
+
 def _selective_in_program(engine: EngineSection) -> Iterator[Violation]:
     if engine.recompute == "selective" and engine.mode == "to_static":
         yield (
@@ -32,6 +37,12 @@ ENGINE_RULES = (
         _recompute_every,
     ),
     Rule(
+        "`program: step` without `mode: to_static`",
+        "it would change nothing",
+        ("--engine.mode=dynamic", "--engine.program=step"),
+        _program_without_mode,
+    ),
+    Rule(
         "`recompute: selective` with `to_static`",
         "a layer is compiled whole",
         ("--engine.recompute=selective", "--engine.mode=to_static"),
@@ -46,8 +57,12 @@ class EngineSection(Section):
     """How a step is computed."""
 
     mode: Literal["dynamic", "to_static"] = "dynamic"
-    """dynamic: op by op. to_static: the decoder layers as compiled programs; batches are then padded to a multiple of
-    64 tokens."""
+    """dynamic: op by op. to_static: by compiled programs, see `program`; batches are then padded to a multiple of 64
+    tokens."""
+    program: Literal["layers", "step"] = "layers"
+    """What a program of `to_static` has. layers: the forward and backward pass of a decoder layer. step: the whole
+    training step, with loss, gradients, their sum, clipping and optimizer, by Paddle's auto-parallel; what it does not
+    have yet is refused."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of parameters and activations. bf16 and fp16 keep float32 master weights and sum gradients in float32.
     fp16 needs a GPU or XPU, scales the loss dynamically and skips steps that overflow. On the cpu, bf16 is another
@@ -64,6 +79,16 @@ class EngineSection(Section):
     deterministic: bool = False
     """Add up gradients of attention and of the embedding in one order on gpu, at some speed: without it a run and its
     resumption differ in the last digits there. On cpu they do not; for xpu it is refused."""
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether each decoder layer is a program."""
+        return (self.mode, self.program) == ("to_static", "layers")
+
+    @property
+    def compiles_steps(self) -> bool:
+        """Whether each training step is a program."""
+        return (self.mode, self.program) == ("to_static", "step")
 
     def computes_again(self, layer: int) -> bool:
         """Whether a layer of the model is recomputed as a whole."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -185,3 +185,31 @@ def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0) -> LossTerm
     likely = (nll.detach() < math.log(2.0)).astype("float32")
     terms = LossTerms((nll * weights).sum(), weight, {"tokens/likely": ((likely * weights).sum(), weight)})
     return terms if further is None else with_mtp(terms, further, mtp_weight)
+
+
+def program_inputs(batch: Batch, length: int, has_documents: bool) -> dict[str, np.ndarray]:
+    """A batch of `collate` as arrays [B, length]: of each position the id, the target behind it, and its weight; with
+    `has_documents`, where its document begins too, also for a batch in which each row is one document."""
+    ids = batch["input_ids"]
+    at, found = np.divmod(batch["positions"], ids.shape[1]), {}
+    for name, dtype in (("targets", "int64"), ("weights", "float32")):
+        found[name] = np.zeros([len(ids), length], dtype)
+        found[name][at] = batch[name]
+    wider = [(0, 0), (0, length - ids.shape[1])]
+    found["input_ids"] = np.pad(ids, wider)  # nothing sees what is behind it
+    if has_documents:
+        found["document_starts"] = np.pad(batch.get("document_starts", np.zeros_like(ids)), wider, "edge")
+    return found
+
+
+def program_loss(model: Any, inputs: Mapping[str, Tensor], tells_likely: bool = True) -> dict[str, Tensor]:
+    """`weighted_loss` of `program_inputs`. Logits are made for all positions, as a program cannot pick some."""
+    starts = {"document_starts": inputs["document_starts"]} if "document_starts" in inputs else {}
+    hidden, _ = model.hidden_states(inputs["input_ids"], **starts)  # [B, L, D]
+    nll = model.token_nll(hidden.flatten(0, 1), inputs["targets"].flatten())  # [B L]
+    weights = inputs["weights"].flatten()
+    sums = {"loss": (nll * weights).sum()}
+    if tells_likely:
+        likely = (nll.detach() < math.log(2.0)).astype("float32")
+        sums["tokens/likely"] = (likely * weights).sum()
+    return sums

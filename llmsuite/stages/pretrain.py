@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from llmsuite.resources import find
 from llmsuite.stages import language_model
 from llmsuite.stages.sections import PretrainSection
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
+from llmsuite.typing import Tensor
 
 
 class PretrainStage(Stage[np.ndarray]):
@@ -210,3 +211,14 @@ class PretrainStage(Stage[np.ndarray]):
             nll = nll * paddle.to_tensor(batch["weights"])
         terms = LossTerms(nll.sum(), batch["weight"])
         return terms if further is None else language_model.with_mtp(terms, further, self._mtp_weight)
+
+    def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
+        """Ids, targets and weights, [B, length]; those of padding weigh 0."""
+        positions = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)
+        ones = np.ones(batch["targets"].shape, "float32")
+        given = {"positions": positions.reshape(-1), "weights": batch.get("weights", ones)}
+        return language_model.program_inputs({**batch, **given}, length, self._is_masked)
+
+    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sum over the tokens."""
+        return language_model.program_loss(model, inputs, tells_likely=False)

@@ -6,7 +6,7 @@ rows -> text before and after each supervised turn -> token ids with a loss mask
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from llmsuite.stages import language_model
 from llmsuite.stages.language_model import WeightedTokens
 from llmsuite.stages.sections import SftSection
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, Question, Stage, StageContext
+from llmsuite.typing import Tensor
 
 
 class Unusable(Exception):
@@ -149,6 +150,14 @@ class SftStage(Stage[WeightedTokens]):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the supervised tokens; every one weighs 1."""
         return language_model.weighted_loss(model, batch, self._mtp_weight)
+
+    def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
+        """Ids, targets and weights, [B, length]."""
+        return language_model.program_inputs(batch, length, self._is_packed)
+
+    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sum over the tokens; those that are not supervised weigh 0."""
+        return language_model.program_loss(model, inputs)
 
 
 def _has_answers(row: Conversation) -> bool:

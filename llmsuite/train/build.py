@@ -215,7 +215,7 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
         sharding_stage=SHARDING_STAGES[parallel.sharding],
         bucket_bytes=plan.gradient_bucket_bytes,
         overlap=backend.sends_beside_passes,
-        compile=engine.mode == "to_static",
+        compile=engine.compiles_layers,
         recompute=engine.recompute,
         recompute_every=engine.recompute_every,
     )

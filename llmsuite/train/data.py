@@ -20,7 +20,7 @@ from llmsuite.files import write_text_atomic
 from llmsuite.models.anatomy import GroupedQuery, MoE
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.static import LENGTH_MULTIPLE
+from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan

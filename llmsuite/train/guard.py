@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.errors import UserError
+from llmsuite.schema.recipe import TrainSection
 
 Answer = Literal["stop", "skip", "roll_back"]
 Verdict = Literal["accept", "skip", "roll_back"]
@@ -42,6 +43,14 @@ class Guard:
     """Steps that were not accepted since `max_step`."""
     max_step: int = 0
     """The last step that was accepted, before any roll-back."""
+    outcome: str = "nothing was updated."
+    """What a message says has become of the step that the run stops at."""
+
+    @classmethod
+    def of(cls, train: TrainSection, outcome: str) -> Guard:
+        """The guard that a recipe asks for."""
+        given = train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps
+        return cls(*given, outcome=outcome)
 
     def state(self) -> dict[str, Any]:
         """Fields of a checkpoint's `TrainState`."""
@@ -84,10 +93,10 @@ class Guard:
         if finite:
             raise LossSpike(
                 f"step {step}: gradient norm {norm:.4g} is {norm / usual:.3g} times the usual {usual:.4g}, more than "
-                f"train.spike_factor; nothing was updated.{why} Lower train.learning_rate, or look at the rows of "
+                f"train.spike_factor; {self.outcome}{why} Lower train.learning_rate, or look at the rows of "
                 "this step"
             )
         raise NonFiniteLoss(
-            f"step {step}: loss is {loss}, gradient norm {norm}; nothing was updated.{note}{why} "
+            f"step {step}: loss is {loss}, gradient norm {norm}; {self.outcome}{note}{why} "
             "Lower train.learning_rate, or look at the rows of this step"
         )

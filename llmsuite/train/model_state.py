@@ -25,7 +25,7 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage
 from llmsuite.parallel.fill import read_local
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.optimizer import Optimizer, StateTensor
+from llmsuite.parallel.optimizer import SavedOptimizer, StateTensor
 from llmsuite.parallel.partition import local_slice
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.vocabulary import pad_values, read_padded, without_padding
@@ -45,7 +45,7 @@ class WholeModel:
     state: list[GatheredTensor]
     """The optimizer's, by `parameter/slot`."""
 
-    def __init__(self, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, dtype: str, mesh: Mesh):
+    def __init__(self, plan: RunPlan, built: BuiltModel, optimizer: SavedOptimizer, dtype: str, mesh: Mesh):
         """
         Args:
             plan: of the run.
@@ -105,7 +105,7 @@ def _from_file(source: ModelDirectory, name: str, dtype: str) -> GatheredTensor:
 
 
 def _optimizer_state(
-    shapes: Mapping[str, Sequence[int]], owners: Mapping[str, int], optimizer: Optimizer, mesh: Mesh
+    shapes: Mapping[str, Sequence[int]], owners: Mapping[str, int], optimizer: SavedOptimizer, mesh: Mesh
 ) -> list[GatheredTensor]:
     held = {entry.name: entry for entry in optimizer.state()}
     slots, slot_owners, scalar_writers = [], {}, {}
@@ -152,7 +152,9 @@ def _gather(entry: StateTensor) -> Callable[[], Any]:
     return lambda: entry.shard.gather_shard(entry.on_device())
 
 
-def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer, mesh: Mesh) -> None:
+def restore(
+    path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: SavedOptimizer, mesh: Mesh
+) -> None:
     """Load parameters and optimizer of a checkpoint, whatever mesh it was written on; each rank reads its slices."""
     shard_plan = plan.family.shard_plan or WHOLE
     if isinstance(built.adapters, Interventions):
@@ -179,7 +181,7 @@ def restore(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, op
     _restore_slots(files, shard_plan, built, optimizer, mesh)
 
 
-def wanted_tensors(plan: RunPlan, built: BuiltModel, optimizer: Optimizer) -> Callable[[str, str], bool]:
+def wanted_tensors(plan: RunPlan, built: BuiltModel, optimizer: SavedOptimizer) -> Callable[[str, str], bool]:
     """Whether `restore` reads a tensor of a checkpoint on this rank, by its file and its name there."""
     names, config = plan.family.names(), plan.model_config
     slots, whole = {entry.name for entry in optimizer.state()}, built.adapters is None
@@ -194,7 +196,9 @@ def wanted_tensors(plan: RunPlan, built: BuiltModel, optimizer: Optimizer) -> Ca
     return wants
 
 
-def restore_whole(path: Path, stem: str, plan: RunPlan, built: BuiltModel, optimizer: Optimizer, mesh: Mesh) -> None:
+def restore_whole(
+    path: Path, stem: str, plan: RunPlan, built: BuiltModel, optimizer: SavedOptimizer, mesh: Mesh
+) -> None:
     """The same for a model that has its own set of files in a checkpoint, with parameters and slots."""
     shard_plan, files = plan.family.shard_plan or WHOLE, TensorFiles(path, stem)
     slots = {f"{name}/{slot}" for name in built.shapes for slot in optimizer.slots}
@@ -208,7 +212,7 @@ def restore_whole(path: Path, stem: str, plan: RunPlan, built: BuiltModel, optim
 
 
 def _restore_slots(
-    files: TensorFiles, shard_plan: ShardPlan, built: BuiltModel, optimizer: Optimizer, mesh: Mesh
+    files: TensorFiles, shard_plan: ShardPlan, built: BuiltModel, optimizer: SavedOptimizer, mesh: Mesh
 ) -> None:
     def read(entry: StateTensor) -> np.ndarray:
         if entry.is_scalar:

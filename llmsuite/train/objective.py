@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.specs import PrePassKind
+from llmsuite.typing import Tensor
 
 Batch = dict[str, Any]
 """The arrays of one micro-batch, by name."""
@@ -25,3 +28,13 @@ class Objective(Protocol):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Forward pass of one micro-batch. `batch["prepass_stats"]` has the sums of the pre-passes, each divided by its
         weight."""
+
+
+class ProgramObjective(Objective, Protocol):
+    """The face of a stage whose steps can be programs, see `train.stage.Stage`."""
+
+    def program_inputs(self, batch: Batch, length: int) -> Mapping[str, np.ndarray]:
+        """The arrays of a batch that a program takes."""
+
+    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """`loss` of the inputs of a program."""

@@ -15,7 +15,7 @@ from llmsuite.checkpoint.train_state import TrainState, load_state
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.parallel import collective
-from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.parallel.optimizer import SavedOptimizer
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
@@ -46,7 +46,7 @@ def resume_from(
     checkpoints: Path,
     registry: Registry,
     built: BuiltModel,
-    optimizer: Optimizer,
+    optimizer: SavedOptimizer,
     disk: OwnDisk | None = None,
     others: Sequence[Callable[[Path], None]] = (),
 ) -> TrainState:
@@ -100,7 +100,7 @@ def resume_from(
     return state
 
 
-def load_all(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: Optimizer) -> TrainState:
+def load_all(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: SavedOptimizer) -> TrainState:
     """Load model, optimizer and input scales of a checkpoint."""
     state = load_state(path)
     restore(path, plan, registry, built, optimizer, collective.mesh())

@@ -274,6 +274,29 @@ class Stage(abc.ABC, Generic[S]):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Forward pass of one micro-batch: weighted sums, nothing divided."""
 
+    def program_inputs(self, batch: Batch, length: int) -> Mapping[str, np.ndarray]:
+        """What the program of a step takes of a batch. Called where `StageSpec.in_programs` is set, with
+        `engine.program: step`; batches have "input_ids" [B, L] and "weight" then.
+
+        Args:
+            batch: of a micro-batch.
+            length: that its rows get, at least their own: with few lengths, few programs have to be made.
+
+        Returns:
+            Arrays whose shapes follow from the number of rows B, which is their first dim, and the length. The loss is
+            linear in the one called "weights"; the engine divides it by the weight of the global batch.
+        """
+        raise AssertionError(f"{type(self).__name__} has `in_programs` in its spec and no method `program_inputs`")
+
+    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The same loss as `loss`, of the inputs of a program; it is called while the program is made.
+
+        Returns:
+            By name the sums over the micro-batch, scalars: "loss", which is trained, and those of
+            `StageProfile.sums`; all are divided by the weight of the global batch already.
+        """
+        raise AssertionError(f"{type(self).__name__} has `in_programs` in its spec and no method `program_loss`")
+
     def _warn_of_control_tokens(self, rows: Rows) -> None:
         """Name the first row whose turns would end early, or begin others, by what they say."""
         control = ControlTokens(self.context.tokenizer)

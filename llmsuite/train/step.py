@@ -30,6 +30,11 @@ class StepRules:
     may_be_empty: bool = False
     """Whether a global batch of weight 0 is skipped: that of a rollout may have nothing to learn from."""
 
+    def check_weight(self, step: int, weight: float) -> None:
+        """Raise UserError when the global batch has nothing to learn from, and may not be empty."""
+        if weight == 0 and not self.may_be_empty:
+            raise UserError(f"step {step}: nothing in its micro-batches is supervised; look at the rows")
+
     def judge(self, step: int, weight: float, metrics: dict[str, float]) -> Verdict:
         """What becomes of the step; adds "skipped" and "roll_back" to its metrics where it is not accepted.
 
@@ -42,8 +47,7 @@ class StepRules:
             NonFiniteLoss, LossSpike: the run has to stop.
             UserError: the batch has nothing to learn from.
         """
-        if weight == 0 and not self.may_be_empty:
-            raise UserError(f"step {step}: nothing in its micro-batches is supervised; look at the rows")
+        self.check_weight(step, weight)
         if weight == 0:
             metrics["skipped"] = 1.0
             return "skip"

@@ -47,9 +47,10 @@ from llmsuite.train.reader import StepReader
 from llmsuite.train.resume import fresh, load_all, resume_from, rounded, run_digest
 from llmsuite.train.rollouts import RolloutReader, rollout_engine
 from llmsuite.train.saving import CheckpointContents, Saver
-from llmsuite.train.step import StepRules, train_step
+from llmsuite.train.step import StepRules
 from llmsuite.train.stop import StopRequest
 from llmsuite.train.stragglers import stragglers
+from llmsuite.train.updater import Updater
 
 
 def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
@@ -115,10 +116,10 @@ class Trainer:
             self.answers = AnswerEvaluation(plan, backend, mesh, built, data)
 
         # optimizer
-        host = backend if recipe.engine.offload_optimizer else None
-        self.optimizer = Optimizer(built.shards, train, self.cadence.total_steps, host)
+        self.updater = Updater.of(plan, backend, built, data.stage, self.cadence.total_steps)
+        self.optimizer = self.updater.optimizer
         self.rules = StepRules(
-            Guard(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps),
+            Guard.of(train, self.updater.outcome),
             LossScale() if precision == "fp16" else NoLossScale(),
             [part for part in (built.balance, built.input_scales, self.critic) if part is not None],
             may_be_empty=self.rollouts is not None,
@@ -224,11 +225,10 @@ class Trainer:
             while self.step < cadence.total_steps:
                 self.step += 1
                 started, waited = time.perf_counter(), calls.waited()
-                metrics = train_step(
+                metrics = self.updater.take(
                     self.step,
                     next(reader),
                     passes,
-                    self.optimizer,
                     self.rules,
                     # after `next`: the updates of a rollout are not separated
                     dict(
@@ -265,6 +265,7 @@ class Trainer:
     def begin(self) -> None:
         """Before the first step, with the model in training mode: what takes gradients to begin with."""
         if self.step == 0 and self._start is not None:
+            assert isinstance(self.optimizer, Optimizer)  # rules refuse it with programs
             begin_with_gradients(self._start, self.plan, self.built, self.data, self.passes, self.optimizer, self.rules)
 
     def log(self, metrics: dict[str, float], is_recorded: bool) -> None:

@@ -181,12 +181,14 @@ def compare(
     falls: bool = True,
     gradient_limit: float = GRADIENT_LIMIT,
     gradient_limits: Mapping[str, float] = MappingProxyType({}),
+    has_gradients: bool = True,
 ) -> Comparison:
     """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state.
 
     `stem` is that of the parameters' files, `limit` how far what has changed in one of them may be off, for all or by
     name, `falls` whether the loss of the last step has to be lower than that of the first, whose samples are others;
-    for `gradient_limit` and `gradient_limits` see `compare_gradients`.
+    for `gradient_limit` and `gradient_limits` see `compare_gradients`; without `has_gradients`, the run has left none
+    outside of its programs.
     """
     result = Comparison()
     ours, theirs = runner.metrics(one), runner.metrics(many)
@@ -204,9 +206,10 @@ def compare(
                 far = abs(b[key] - a[key]) if key == "kl" else abs(b[key] / a[key] - 1)
                 difference = result.check(f"step {a['step']}: {key}", far, KL_LIMIT if key == "kl" else LIMIT)
                 result.metrics = max(result.metrics, difference)
-    gradients = compare_gradients(runner, one, many, gradient_limit, gradient_limits)
-    result.gradients = gradients.gradients
-    result.problems += gradients.problems
+    if has_gradients:
+        gradients = compare_gradients(runner, one, many, gradient_limit, gradient_limits)
+        result.gradients = gradients.gradients
+        result.problems += gradients.problems
     first, last, found = (runner.weights(n, s, stem) for n, s in ((one, 1), (one, STEPS), (many, STEPS)))
     assert last.keys() == found.keys()
     for name, value in last.items():

@@ -117,9 +117,9 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
     """While active, each training step adds a line to `samples-RANK.jsonl`: the step, the data rank, and of each
     micro-batch the sha256 of what its samples hold, None where nothing is read."""
     from llmsuite.parallel import collective
-    from llmsuite.train import trainer
+    from llmsuite.train import updater
 
-    train_step = trainer.train_step
+    train_step = updater.train_step
 
     def noted_step(step: int, micro_batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
         told = None
@@ -132,21 +132,21 @@ def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
             file.write(json.dumps(record) + "\n")
         return train_step(step, micro_batches, passes, *args, **more)
 
-    trainer.train_step = noted_step
+    updater.train_step = noted_step
     try:
         yield
     finally:
-        trainer.train_step = train_step
+        updater.train_step = train_step
 
 
 @contextlib.contextmanager
 def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[None]:
     """While active, step `last` leaves what this rank has sent in it, the shape of its batch, the order of its passes,
     and the bytes of its tensors."""
-    from llmsuite.train import trainer
+    from llmsuite.train import updater
 
     under_way = _UnderWay()
-    train_step, before = trainer.train_step, under_way.live_bytes()
+    train_step, before = updater.train_step, under_way.live_bytes()
 
     def traced_step(step: int, micro_batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
         if step != last:
@@ -173,12 +173,12 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
         (directory / f"traffic-{rank}.json").write_text(json.dumps(record))
         return result
 
-    trainer.train_step = traced_step
+    updater.train_step = traced_step
     try:
         with under_way.counted():
             yield
     finally:
-        trainer.train_step = train_step
+        updater.train_step = train_step
 
 
 def _num_logits(batch: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.rules.critic import CRITIC_RULES
 from llmsuite.recipe.rules.generation import GENERATION_RULES
 from llmsuite.recipe.rules.prefix import PREFIX_RULES
+from llmsuite.recipe.rules.programs import PROGRAM_RULES
 from llmsuite.recipe.rules.reft import REFT_RULES
 from llmsuite.recipe.rules.rollouts import ROLLOUT_RULES
 from llmsuite.recipe.rules.stages import STAGE_RULES, UNTRAINED_STAGE_RULES
@@ -14,7 +15,16 @@ from llmsuite.recipe.rules.strategy import GENERAL_RULES, STRATEGY_RULES
 
 __all__ = ["RULES", "UNTRAINED_RULES", "RuleContext"]
 
-RULES = (*STRATEGY_RULES, *STAGE_RULES, *REFT_RULES, *PREFIX_RULES, *GENERATION_RULES, *ROLLOUT_RULES, *CRITIC_RULES)
+RULES = (
+    *STRATEGY_RULES,
+    *PROGRAM_RULES,
+    *STAGE_RULES,
+    *REFT_RULES,
+    *PREFIX_RULES,
+    *GENERATION_RULES,
+    *ROLLOUT_RULES,
+    *CRITIC_RULES,
+)
 """Rules between sections, the model's shape and the device."""
 
 UNTRAINED_RULES = (*GENERAL_RULES, *UNTRAINED_STAGE_RULES)

@@ -1,0 +1,208 @@
+"""Whole training steps as programs: forward passes, loss, gradients, their sum, clipping and update, by
+`dist.to_static`.
+
+The model is the one that runs op by op. While a program is made, its parameters are distributed tensors; afterwards
+they are its own again, in the memory that the program updates. So evaluation, checkpoints and generation need to know
+nothing of programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle import nn
+from paddle.base.framework import EagerParamBase
+from paddle.distributed.auto_parallel.api import dtensor_from_local
+from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
+
+from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate
+from llmsuite.parallel.tensor import local_value
+from llmsuite.typing import Tensor
+
+Inputs = Mapping[str, np.ndarray]
+"""Arrays of this rank's rows of a global batch by name, one micro-batch behind the other, rows first."""
+Loss = Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""The model and the inputs of a micro-batch to sums by name; the one called "loss" is trained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled step."""
+
+    run: Any
+    rate: StepRate
+    clip: NormClip
+    sums: tuple[str, ...]
+    """Names of the numbers that it returns, in their order."""
+    variables: Mapping[str, Tensor]
+    """What outlives a step by the name that the program has for it: parameters, and the state of the optimizer."""
+
+
+class StepPrograms:
+    """The programs of a run, one for each shape of its batches, over one model and one optimizer."""
+
+    def __init__(self, model: Any, optimizer: ProgramOptimizer, loss: Loss, num_data_ranks: int = 1):
+        """
+        Args:
+            model: this rank's model, as it runs op by op.
+            optimizer: over its parameters.
+            loss: of the stage.
+            num_data_ranks: ranks that have the same model and rows of their own; all ranks there are.
+        """
+        self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._num_data_ranks = num_data_ranks
+        self._mesh = dist.ProcessMesh(list(range(num_data_ranks)), dim_names=["data"])
+        self._programs: dict[Any, Program] = {}
+        self._scope = paddle.static.Scope()
+        """The variables of all programs, apart from those of others in this process."""
+        self._parameters = {name: local_value(parameter) for name, parameter in model.named_parameters()}
+        self.build_seconds = 0.0
+        """Seconds that making programs has taken."""
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def run(self, step: int, inputs: Inputs, num_micro_batches: int) -> dict[str, float]:
+        """Do one step: update the parameters and the state of the optimizer.
+
+        Args:
+            step: counted from 1.
+            inputs: of this rank, the same shapes on all ranks.
+            num_micro_batches: of this rank, whose gradients are added up.
+
+        Returns:
+            The sums of the loss over the global batch, and "grad_norm".
+        """
+        key = num_micro_batches, tuple((name, array.shape, array.dtype.str) for name, array in inputs.items())
+        with paddle.static.scope_guard(self._scope):
+            if key not in self._programs:
+                started = time.perf_counter()
+                self._programs[key] = self._build(inputs, num_micro_batches)
+                self.build_seconds += time.perf_counter() - started
+            program = self._programs[key]
+            program.rate.begin(step)
+            placed = [dtensor_from_local(paddle.to_tensor(a), self._mesh, [dist.Shard(0)]) for a in inputs.values()]
+            self._give(program.variables)
+            with _quiet():  # it warns of rows of several micro-batches
+                told = np.asarray(program.run(*placed)).reshape(num_micro_batches, -1).sum(0)
+            self._take(program.variables)
+            norm = np.asarray(self._scope.var(program.clip.variable).get_tensor())
+        return {**{name: float(number) for name, number in zip(program.sums, told)}, "grad_norm": float(norm[0])}
+
+    def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
+        with self._distributed() as parameters, _quiet():
+            net = _Step(self._model, tuple(inputs), self._loss, self._mesh)
+            optimizer, rate, clip = self._optimizer.of_paddle([p for p in parameters.values() if not p.stop_gradient])
+            strategy = dist.Strategy()
+            if num_micro_batches > 1:
+                merge = strategy.gradient_merge
+                merge.enable, merge.k_steps, merge.avg = True, num_micro_batches, False
+            specs = [
+                DistributedInputSpec(
+                    [self._num_data_ranks * len(array) // num_micro_batches, *array.shape[1:]],
+                    array.dtype.name,
+                    name=name,
+                    mesh=self._mesh,
+                    placements=[dist.Shard(0)],
+                )
+                for name, array in inputs.items()
+            ]
+            run = dist.to_static(
+                net, None, _first, dist.shard_optimizer(optimizer), strategy=strategy, input_spec=[specs, []]
+            )
+            run.train()
+        self._take(self._parameters)
+        return Program(run, rate, clip, net.sums, {**self._parameters, **self._state(run, clip.variable)})
+
+    def _state(self, run: Any, other: str) -> dict[str, Tensor]:
+        """The state of the optimizer, which lies beside the `other` variable, by the names of a program: Paddle counts
+        the programs of a process in them."""
+        values = self._optimizer.values
+        found = {name: name.rpartition("_")[0] for name in run.state_dict("opt") if name != other}
+        assert sorted(found.values()) == sorted(values), "Paddle has another state for the optimizer"
+        return {name: values[slot] for name, slot in found.items()}
+
+    @contextlib.contextmanager
+    def _distributed(self) -> Iterator[dict[str, Tensor]]:
+        """While active, the parameters of the model are distributed tensors with the names that programs know."""
+        modules = dict(self._model.named_sublayers(include_self=True))
+        own = dict(self._model.named_parameters())
+        places = {name: (modules[name.rpartition(".")[0]]._parameters, name.rpartition(".")[2]) for name in own}
+        placed = {name: self._placed(name, parameter) for name, parameter in own.items()}
+        try:
+            for name, (table, attribute) in places.items():
+                table[attribute] = placed[name]
+            yield placed
+        finally:
+            for name, (table, attribute) in places.items():
+                table[attribute] = own[name]
+
+    def _placed(self, name: str, parameter: Tensor) -> Tensor:
+        """A distributed parameter in the memory of one of the model, with a name that programs know."""
+        trained = not parameter.stop_gradient
+        placed = EagerParamBase(shape=parameter.shape, dtype=parameter.dtype, name=name, trainable=trained)
+        placed._set_impl(dtensor_from_local(parameter.detach(), self._mesh, [dist.Replicate()]))
+        return placed
+
+    def _give(self, variables: Mapping[str, Tensor]) -> None:
+        """Let the variables of a program be these tensors, in their memory."""
+        for name, tensor in variables.items():
+            self._scope.var(name).get_tensor()._share_data_with(tensor.get_tensor())
+
+    def _take(self, variables: Mapping[str, Tensor]) -> None:
+        """Let these tensors be the variables of a program, in their memory: Paddle empties parameters that it took, and
+        an operation may have put its result elsewhere."""
+        for name, tensor in variables.items():
+            tensor.get_tensor()._share_data_with(self._scope.var(name).get_tensor())
+
+
+class _Step(nn.Layer):
+    """The forward pass of a micro-batch, from its inputs to the sums of its loss, [sums]."""
+
+    def __init__(self, model: Any, names: Sequence[str], loss: Loss, mesh: Any):
+        super().__init__()
+        self.model, self._names, self._loss, self._mesh = model, names, loss, mesh
+        self.sums: tuple[str, ...] = ()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self._traced(*inputs)
+
+    # nothing in it branches on values, so its code needs no translation
+    @paddle.jit.not_to_static
+    def _traced(self, *inputs: Tensor) -> Tensor:
+        found = dict(self._loss(self.model, dict(zip(self._names, inputs))))
+        trained = found.pop("loss")
+        self.sums = ("loss", *found)
+        # what is trained is the sum of all of them, of which only the first has a gradient
+        sums = paddle.stack([trained, *(number.detach() for number in found.values())])
+        # else its placement decides whether a rank is told the sum or its own part
+        return dist.reshard(sums, self._mesh, [dist.Replicate()])
+
+
+def _first(sums: Tensor, *labels: Tensor) -> Tensor:
+    return sums
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Paddle 3.3.1 tells about each program that it makes; it configures the root logger for that."""
+    root = logging.getLogger()
+    handlers, level, disabled = list(root.handlers), root.level, logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        paddle.disable_static()  # where it has left that with an error, too
+        logging.disable(disabled)
+        root.handlers[:], root.level = handlers, level

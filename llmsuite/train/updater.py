@@ -1,0 +1,142 @@
+"""How a run does its steps: op by op, or each as one program."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.launch import calls
+from llmsuite.parallel import collective
+from llmsuite.parallel.ledger_entries import COUNTS
+from llmsuite.parallel.loss_ledger import LossLedger
+from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
+from llmsuite.parallel.program.lengths import bucket
+from llmsuite.parallel.program.optimizer import ProgramOptimizer
+from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.train.build import BuiltModel
+from llmsuite.train.data import length_multiple
+from llmsuite.train.objective import Batch, ProgramObjective
+from llmsuite.train.passes import BatchReader, Passes
+from llmsuite.train.step import StepRules, train_step
+
+
+class Updater(abc.ABC):
+    """Takes the steps of a run."""
+
+    optimizer: SavedOptimizer
+    outcome: str
+    """What has become of a step that the rules do not accept, for messages."""
+
+    @staticmethod
+    def of(
+        plan: RunPlan, backend: DeviceBackend, built: BuiltModel, objective: ProgramObjective | None, total_steps: int
+    ) -> Updater:
+        """The one that a recipe asks for."""
+        if plan.recipe.engine.compiles_steps:
+            return ProgramUpdater(plan, built, objective, total_steps)
+        return EagerUpdater(plan, backend, built, total_steps)
+
+    @abc.abstractmethod
+    def take(
+        self,
+        step: int,
+        micro_batches: Sequence[Any],
+        passes: Passes,
+        rules: StepRules,
+        votes: Mapping[str, bool],
+        is_logged: bool,
+    ) -> dict[str, float]:
+        """Do one step, see `train_step`."""
+
+
+class EagerUpdater(Updater):
+    """Op by op, but for layers that are compiled: `train_step`."""
+
+    outcome = "nothing was updated."
+
+    def __init__(self, plan: RunPlan, backend: DeviceBackend, built: BuiltModel, total_steps: int):
+        host = backend if plan.recipe.engine.offload_optimizer else None
+        self.optimizer: Optimizer = Optimizer(built.shards, plan.recipe.train, total_steps, host)
+
+    def take(
+        self,
+        step: int,
+        micro_batches: Sequence[Any],
+        passes: Passes,
+        rules: StepRules,
+        votes: Mapping[str, bool],
+        is_logged: bool,
+    ) -> dict[str, float]:
+        """As `train_step`."""
+        return train_step(step, micro_batches, passes, self.optimizer, rules, votes, is_logged)
+
+
+class ProgramUpdater(Updater):
+    """Each step as one program. What the rules say of a step comes after its update: so a step cannot be skipped, and a
+    run that stops at one goes on from its last checkpoint."""
+
+    outcome = "its program has updated the parameters too: --resume goes on from the last checkpoint."
+
+    def __init__(self, plan: RunPlan, built: BuiltModel, objective: ProgramObjective | None, total_steps: int):
+        assert objective is not None, "every rank reads data"
+        assert not plan.recipe.engine.offload_optimizer, "refused before the run"
+        self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps)
+        self._objective = objective
+        self._programs = StepPrograms(
+            built.part.model, self.optimizer, objective.program_loss, plan.degrees.num_data_ranks
+        )
+        multiple = length_multiple(plan)
+        self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
+
+    def take(
+        self,
+        step: int,
+        micro_batches: Sequence[Any],
+        passes: Passes,
+        rules: StepRules,
+        votes: Mapping[str, bool],
+        is_logged: bool,
+    ) -> dict[str, float]:
+        """As `train_step`.
+
+        Raises:
+            NonFiniteLoss, LossSpike: when the parameters are updated.
+        """
+        calls.step(step)
+        passes.model.step = step
+        ledger, batches = LossLedger(), BatchReader(passes.objective, micro_batches)
+        ledger.vote(**votes)
+        taken = batches.all()
+        for batch in taken:
+            ledger.count(**{name: batch[entry] for name, entry in COUNTS.items()})
+            ledger.book({"loss": (0.0, batch["weight"])})  # the loss itself comes out of the program, added up
+        weight, metrics = ledger.reduce()
+        rules.check_weight(step, weight)
+        metrics |= self._programs.run(step, self._inputs(taken, weight), len(taken))
+        metrics |= {
+            "learning_rate": self.optimizer.learning_rate(step),
+            "reader_seconds": batches.seconds,
+            "programs": float(len(self._programs)),
+            "program_seconds": self._programs.build_seconds,
+        }
+        verdict = rules.judge(step, weight, metrics)
+        assert verdict != "skip", "refused before the run: the parameters are updated"
+        if verdict == "accept":
+            return metrics
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON holds no others
+
+    def _inputs(self, batches: Sequence[Batch], weight: float) -> dict[str, np.ndarray]:
+        """The rows of all micro-batches of this rank, with the weights of the loss divided by that of the global
+        batch: so the loss is a sum over a sum, whatever the program adds up."""
+        (longest,) = collective.max_over_run([max(batch["input_ids"].shape[1] for batch in batches)])
+        length = bucket(int(longest), self._longest)
+        parts = [self._objective.program_inputs(batch, length) for batch in batches]
+        inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        inputs["weights"] = (inputs["weights"] / weight).astype("float32")
+        return inputs

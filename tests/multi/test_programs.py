@@ -1,0 +1,91 @@
+"""Whole steps as programs equal the same steps op by op, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.multi.conftest import Runner, learnt
+from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, once, run_cases
+
+PROGRAM = ("--engine.mode=to_static", "--engine.program=step")
+WORDS = (
+    *COMMON, "--engine.recompute=none", "--parallel={}", "--launch.num_devices=1", "--train.micro_batch_size=4",
+    "--model.config.num_hidden_layers=2", "--train.lr_schedule=linear",
+)  # fmt: skip
+SAVES = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}")
+JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
+    # rows of two buckets, micro-batches that differ in weight
+    "sft adamw": ("llama/sft", (*OPTIMIZERS["adamw"], "--data.max_length=512")),
+    "sft sgd": ("llama/sft", (*OPTIMIZERS["sgd"], "--data.max_length=512", "--train.micro_batch_size=2")),
+    "packed": ("llama/sft", (*OPTIMIZERS["adamw"], "--data.packing=best_fit", "--train.max_grad_norm=null")),
+    "pretrain": ("llama/pretrain", (*OPTIMIZERS["adamw"], "--pretrain.split=null")),
+    "tied": ("qwen/sft", (*OPTIMIZERS["adamw"], "--model.config.tie_word_embeddings=true")),
+    "masked documents": (
+        "llama/pretrain",
+        (*OPTIMIZERS["sgd"], "--pretrain.split=null", "--pretrain.document_mask=true", "--train.weight_decay=0"),
+    ),
+    "gpt": ("gpt/sft", OPTIMIZERS["sgd"]),
+    "ernie": ("ernie/sft", OPTIMIZERS["adamw"]),
+}
+
+
+# jobs whose programs also run on two data ranks, accumulating
+ON_RANKS = ("sft adamw", "sft sgd", "packed")
+TWO = (*PROGRAM, "--launch.num_devices=2", "--train.micro_batch_size=2")
+
+
+def _case(job: str, *more: str) -> Case:
+    recipe, words = JOBS[job]
+    kind, ranks = {(): ("dynamic", 1), PROGRAM: ("program", 1), TWO: ("on two ranks", 2)}[more]
+    return Case(f"{job}, {kind}", ranks, once([*WORDS, *words, *SAVES, *more]), recipe=f"recipes/{recipe}.json")
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs all cases; what was printed of those that did not end well."""
+    of_one = [_case(job, *more) for job in JOBS for more in ((), PROGRAM)]
+    return run_cases(runner, [*of_one, *(_case(job, *TWO) for job in ON_RANKS)])
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_equals_the_dynamic_mode(runner: Runner, failed: dict[str, str], job: str) -> None:
+    one, many = _case(job).name, _case(job, *PROGRAM).name
+    assert not failed.keys() & {one, many}, failed
+    assert compare(runner, one, many, falls="sgd" not in job, has_gradients=False).problems == []
+    made = [record["programs"] for record in runner.metrics(many)]
+    assert made[-1] == (2 if "sft " in job else 1), made
+
+
+@pytest.mark.parametrize("job", ON_RANKS)
+def test_data_ranks_equal_one_process(runner: Runner, failed: dict[str, str], job: str) -> None:
+    one, many = _case(job).name, _case(job, *TWO).name
+    assert not failed.keys() & {one, many}, failed
+    assert compare(runner, one, many, falls="sgd" not in job, has_gradients=False).problems == []
+
+
+@pytest.mark.parametrize("kind", ["program", "dynamic"])
+def test_goes_on_in_either_mode(runner: Runner, failed: dict[str, str], kind: str) -> None:
+    """From the first checkpoint of a program: bit for bit as a program, else as close as a dynamic run."""
+    begun = _case("sft adamw", *PROGRAM)
+    assert begun.name not in failed, failed
+    again = runner.directory / f"again, {kind}"
+    shutil.copytree(runner.directory / begun.name, again)
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(again / "checkpoints" / f"step-{step}")
+    words = begun.words if kind == "program" else _case("sft adamw").words
+    printed = runner.run("run", begun.recipe, "--smoke", *words, f"--output_dir={again}", "--resume")
+    assert f"resuming from {again}/checkpoints/step-1" in printed
+    if kind == "dynamic":
+        assert compare(runner, _case("sft adamw").name, again.name, has_gradients=False).problems == []
+        return
+    expected, found = (learnt(runner.metrics(name)) for name in (begun.name, again.name))
+    assert [{k: v for k, v in record.items() if not k.startswith("program")} for record in found] == [
+        {k: v for k, v in record.items() if not k.startswith("program")} for record in expected
+    ]
+    for stem in ("model", "optimizer"):
+        whole, resumed = (runner.weights(name, STEPS, stem) for name in (begun.name, again.name))
+        assert whole.keys() == resumed.keys()
+        assert all(np.array_equal(whole[key], resumed[key]) for key in whole)

@@ -1,0 +1,130 @@
+"""Programs of a small model, beside the same steps in NumPy and op by op."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from llmsuite.errors import UserError
+from llmsuite.parallel.program.optimizer import ProgramOptimizer
+from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.schema.recipe import TrainSection
+from tests.unit import alone
+
+SGD = TrainSection(
+    max_steps=4,
+    global_batch_size=4,
+    micro_batch_size=2,
+    learning_rate=0.5,
+    optimizer="sgd",
+    lr_schedule="linear",
+    max_grad_norm=0.3,
+)
+ADAMW = dataclasses.replace(SGD, optimizer="adamw", weight_decay=0.1, adam_epsilon=1e-3)
+
+
+class Product(nn.Layer):
+    """Rows times a vector, which has no bias; and a number that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = self.create_parameter([3], default_initializer=nn.initializer.Assign([1.0, -2.0, 0.5]))
+        self.frozen = self.create_parameter([1], default_initializer=nn.initializer.Assign([2.0]))
+        self.frozen.stop_gradient = True
+
+    def forward(self, x: Any) -> Any:
+        return (x * self.vector).sum(-1) * self.frozen
+
+
+def _loss(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    y = model(inputs["x"])
+    return {"loss": (y.square() * inputs["weights"]).sum(), "y": (y * inputs["weights"]).sum()}
+
+
+def _programs(model: Any, train: TrainSection) -> tuple[StepPrograms, ProgramOptimizer]:
+    optimizer = ProgramOptimizer(alone.shards({"vector": model.vector}), train, 4)
+    return StepPrograms(model, optimizer, _loss), optimizer
+
+
+def _load(optimizer: ProgramOptimizer, values: Mapping[str, np.ndarray]) -> None:
+    optimizer.load_state(lambda entry: values[entry.name])
+
+
+def _batch(step: int, width: int = 2) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(step)
+    weights = draw.random([4, width], "float32")
+    return {"x": draw.normal(size=[4, width, 3]).astype("float32"), "weights": weights / weights.sum()}
+
+
+def test_equals_the_formula() -> None:
+    """SGD with clipping, over micro-batches of different weight, at a learning rate that falls; in the model's own
+    memory."""
+    model = Product()
+    programs, optimizer = _programs(model, SGD)
+    vector = np.array([1.0, -2.0, 0.5])
+    for step, parts in ((1, 2), (2, 1), (3, 2)):
+        batch = _batch(step)
+        y = 2 * batch["x"] @ vector
+        gradient = (4 * (y * batch["weights"])[..., None] * batch["x"]).sum((0, 1))
+        norm = np.linalg.norm(gradient)
+        told = programs.run(step, batch, parts)
+        expected = {"loss": (y**2 * batch["weights"]).sum(), "y": (y * batch["weights"]).sum(), "grad_norm": norm}
+        assert told == pytest.approx(expected, rel=1e-6)
+        vector -= optimizer.learning_rate(step) * gradient * min(1.0, 0.3 / norm)
+        assert model.vector.numpy() == pytest.approx(vector, rel=1e-6)
+    assert model.frozen.numpy() == [2.0]
+    assert len(programs) == 2
+    assert programs.build_seconds > 0
+    with paddle.no_grad():  # op by op, with what was learnt
+        assert model(paddle.to_tensor(batch["x"])).numpy() == pytest.approx(2 * batch["x"] @ vector, rel=1e-5)
+
+
+def test_programs_share_the_state_of_the_optimizer() -> None:
+    """AdamW, with batches of two shapes: as the dynamic optimizer, whose state either can go on with."""
+    model, other = Product(), Product()
+    programs, optimizer = _programs(model, ADAMW)
+    dynamic = alone.optimizer({"vector": other.vector}, ADAMW, 4)
+    for step, width in ((1, 2), (2, 5), (3, 2), (4, 5)):
+        batch = _batch(step, width)
+        told = programs.run(step, batch, 1)
+        _loss(other, {name: paddle.to_tensor(array) for name, array in batch.items()})["loss"].backward()
+        assert told["grad_norm"] == pytest.approx(dynamic.finish_gradients(1.0), rel=1e-6)
+        dynamic.step(step)
+        assert model.vector.numpy() == pytest.approx(other.vector.numpy(), rel=1e-6)
+        found = {entry.name: entry.value.numpy() for entry in optimizer.state()}
+        expected = alone.state(dynamic)
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=2e-6), name
+        if step == 2:  # another run goes on from here
+            model = Product()
+            model.vector.set_value(other.vector.numpy())
+            programs, optimizer = _programs(model, ADAMW)
+            _load(optimizer, expected)
+
+
+def test_values_that_are_loaded_later_count() -> None:
+    """As after a roll-back: in the memory that programs have taken over."""
+    model = Product()
+    programs, optimizer = _programs(model, ADAMW)
+    first = programs.run(1, _batch(1), 1)
+    saved = {entry.name: np.array(entry.value.numpy()) for entry in optimizer.state()}
+    kept = model.vector.numpy().copy()
+    second = programs.run(2, _batch(2), 1)
+    after = model.vector.numpy().copy()
+    (shard,) = optimizer.shards
+    shard.load(kept)
+    _load(optimizer, saved)
+    assert programs.run(2, _batch(2), 1) == second != first
+    assert model.vector.numpy().tolist() == after.tolist()
+
+
+def test_refuses_a_decay_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="sgd has no decoupled decay"):
+        _programs(Product(), dataclasses.replace(SGD, weight_decay=0.1))

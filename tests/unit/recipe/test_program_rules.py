@@ -1,0 +1,70 @@
+"""What whole-step programs do not have is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from tests.paths import ROOT
+
+STEP = ("--engine.mode=to_static", "--engine.program=step")
+PLAIN = ("--parallel={}", "--launch.num_devices=1", "--engine.recompute=none", *STEP)
+
+
+def _plan(registry: Registry, recipe: str, *words: str) -> RunPlan:
+    given = {word.partition("=")[0]: word for word in (*PLAIN, *words)}
+    return plan_run(ROOT / f"recipes/{recipe}.json", list(given.values()), registry, smoke=True)
+
+
+@pytest.mark.parametrize("recipe", ["llama/sft", "llama/pretrain", "qwen/sft", "gpt/pretrain", "ernie/sft"])
+def test_what_it_has(registry: Registry, recipe: str) -> None:
+    assert _plan(registry, recipe).recipe.engine.compiles_steps
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        ("llama/sft", ["--engine.mode=dynamic"], "engine.program: is step, but mode is dynamic"),
+        ("llama/dpo", [], "engine.program: is step, which stage dpo does not have; set it to layers"),
+        ("qwen_moe/sft", [], r"engine.program: is step, which cannot route tokens \(family qwen_moe\)"),
+        (
+            "llama/sft",
+            ["--launch.num_devices=2", '--parallel={"tensor_parallel_degree":2}'],
+            "parallel.tensor_parallel_degree: is 2, and programs of engine.program step are for data parallel ranks",
+        ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}'],
+            "parallel.pipeline_parallel_degree: is 2, .* set it to 1, or engine.program to layers",
+        ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=2", '--parallel={"sharding":"stage1"}'],
+            "parallel.sharding: is stage1, which engine.program step does not have; set it to none",
+        ),
+        ("llama/sft", ["--engine.recompute=full"], "engine.recompute: is full, which engine.program step does not"),
+        ("llama/sft", ["--engine.offload_optimizer=true"], "engine.offload_optimizer: is true, .* set it to false, or"),
+        ("llama/sft", ["--lora.rank=4"], "lora.rank: is 4, .* set it to null, or engine.program to layers"),
+        ("llama/sft", ["--prefix.tokens=4"], "prefix.tokens: is 4, which engine.program step does not have"),
+        ("llama/sft", ["--qat.weight_bits=8"], "qat.weight_bits: is 8, which engine.program step does not have"),
+        (
+            "llama/sft",
+            ["--train.micro_batch_tokens=256"],
+            "train.micro_batch_tokens: is 256, which engine.program step",
+        ),
+        ("deepseek/pretrain", ["--train.mtp_loss_weight=0.3"], "train.mtp_loss_weight: is 0.3, .* set it to 0, or"),
+        ("llama/sft", ["--train.on_nonfinite=skip"], "train.on_nonfinite: is skip, and with engine.program step"),
+        ("llama/sft", ["--train.spike_factor=3"], "train.on_spike: is skip, and with engine.program step"),
+    ],
+)
+def test_what_it_does_not_have(registry: Registry, recipe: str, words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _plan(registry, recipe, *words)
+
+
+def test_a_spike_may_stop_or_go_back(registry: Registry) -> None:
+    for more in (["--train.on_spike=stop"], ["--train.on_spike=roll_back", "--checkpoint.save_steps=1"]):
+        _plan(registry, "llama/sft", "--train.spike_factor=3", *more)
+    _plan(registry, "llama/sft", "--train.on_nonfinite=roll_back", "--checkpoint.save_steps=1")

@@ -1,0 +1,83 @@
+"""What becomes of bad steps where a step is one program: the same as op by op, though the update comes first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from llmsuite.observe.events import read_events
+from llmsuite.observe.runs import read_run
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.stages.sft import SftStage
+from llmsuite.train.guard import NonFiniteLoss
+from llmsuite.train.trainer import run
+from tests.paths import ROOT
+
+STEPS, BAD, SAVED, BATCH = 4, 3, 2, 2
+DYNAMIC, PROGRAM = (), ("--engine.mode=to_static", "--engine.program=step")
+BACK = "--train.on_nonfinite=roll_back"
+
+Train = Callable[..., Path]
+
+
+@pytest.fixture
+def train(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Runs on one rank; the weights of the batch of step BAD are no numbers."""
+    collate = SftStage.collate
+
+    def go(name: str, *words: str) -> Path:
+        taken = []
+
+        def spoilt(self: Any, samples: Any) -> Any:
+            batch = collate(self, samples)
+            taken.append(len(samples))
+            is_bad = len(taken) == 1 + BAD  # the first one is made to see whether anything is supervised
+            return {**batch, "weights": batch["weights"] * math.nan} if is_bad else batch
+
+        monkeypatch.setattr(SftStage, "collate", spoilt)
+        common = (
+            f"--train.max_steps={STEPS}", "--data.eval=null", "--parallel={}", "--launch.num_devices=1",
+            f"--train.global_batch_size={BATCH}", f"--train.micro_batch_size={BATCH}", "--data.num_workers=0",
+            f"--checkpoint.save_steps={SAVED}", "--checkpoint.keep_last=9", f"--output_dir={tmp_path / name}",
+            "--engine.recompute=none", "--model.config.num_hidden_layers=2", "--train.adam_epsilon=1e-2",
+        )  # fmt: skip
+        assert (
+            run(plan_run(ROOT / "recipes/llama/sft.json", [*common, *words], registry, smoke=True), registry, False)
+            == 0
+        )
+        return tmp_path / name
+
+    return go
+
+
+def _learnt(directory: Path) -> dict[str, np.ndarray]:
+    files = sorted((directory / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))
+    return {name: value for file in files for name, value in safetensors.numpy.load_file(file).items()}
+
+
+def test_a_run_that_stops_says_what_it_has_done(train: Train, tmp_path: Path) -> None:
+    told = rf"^step {BAD}: loss is nan, .* its program has updated the parameters too: --resume goes on from the last"
+    with pytest.raises(NonFiniteLoss, match=told):
+        train("stop", *PROGRAM)
+    assert [path.name for path in (tmp_path / "stop" / "checkpoints").glob("step-*")] == [f"step-{SAVED}"]
+
+
+def test_goes_back_as_op_by_op(train: Train) -> None:
+    expected, found = train("dynamic", BACK, *DYNAMIC), train("program", BACK, *PROGRAM)
+    for directory in (expected, found):
+        events = [(e["event"], e.get("step"), e.get("to")) for e in read_events(directory)]
+        assert ("rolled back", BAD, SAVED) in events
+        assert [record["step"] for record in read_run(directory).steps] == list(range(1, STEPS + 1))
+    theirs, ours = _learnt(expected), _learnt(found)
+    assert theirs.keys() == ours.keys()
+    for name, value in theirs.items():
+        assert np.linalg.norm(ours[name] - value) <= 1e-5 * np.linalg.norm(value), name
+    records = zip(read_run(expected).steps, read_run(found).steps)
+    assert all(a[key] == pytest.approx(b[key], rel=1e-6) for a, b in records for key in ("loss", "grad_norm"))
