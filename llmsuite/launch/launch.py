@@ -208,7 +208,7 @@ def _watch(
                 return _explain_stall(ranks, first, log_dir, write, machines, watch)
             if elsewhere is not None and (elsewhere.killed or not code):
                 write(f"{elsewhere.why}\n")
-                return End(elsewhere.code, elsewhere.why)
+                return End(elsewhere.code, elsewhere.why, of_machine=elsewhere.of_machine)
             if code > 0 and code != REFUSED and not is_settled:
                 is_settled = True  # the rank that refused may be about to end
                 wait(ranks, _SETTLE_SECONDS)
