@@ -136,6 +136,7 @@ def violations(plan: RunPlan) -> list[str]:
         backend.training_precisions,
         plan.stage,
         plan.family,
+        plan.loaded.given,
     )
     return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(context)]
 

@@ -217,6 +217,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         () if backend is None else backend.training_precisions,
         stage,
         family,
+        loaded.given,
     )
     for rule in RULES if stage.trains else UNTRAINED_RULES:
         violations += rule.check(context)

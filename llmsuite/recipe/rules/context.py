@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from llmsuite.models.shard_plan import ShardPlan
@@ -27,6 +27,8 @@ class RuleContext:
     """Those of them that programs compiled by to_static do not have."""
     stage: StageSpec
     family: ModelFamily
+    given: Set[tuple[str, ...]]
+    """The keys that the recipe or the command line sets, by their parts."""
 
     @property
     def num_devices(self) -> int:

@@ -24,6 +24,8 @@ def _no_evaluation(context: RuleContext) -> Iterator[Violation]:
 
 
 def _nothing_to_evaluate(context: RuleContext) -> Iterator[Violation]:
+    if ("data", "eval") in context.given:
+        return  # null, where it is nothing: that turns the evaluation off
     if (steps := context.recipe.train.eval_steps) is not None and not _evaluates(context):
         yield "train.eval_steps", f"is {steps}, and there is nothing to evaluate on; set data.eval, or remove it"
 
@@ -277,9 +279,9 @@ STAGE_RULES = (
         _no_evaluation,
     ),
     Rule(
-        "`eval_steps` without evaluation",
-        "there is nothing to evaluate on",
-        ("--data.eval=null", "--train.eval_steps=5"),
+        "`eval_steps` without `data.eval`",
+        "there is nothing to evaluate on; `data.eval: null` turns the evaluation of a recipe off",
+        (),
         _nothing_to_evaluate,
     ),
     Rule("`packing` with a stage that does not pack", "it would have no effect", (), _nothing_to_pack),

@@ -92,12 +92,6 @@ def test_a_path_has_no_zero_byte(tmp_path: Path, registry: Registry) -> None:
 @pytest.mark.parametrize(
     ("stage", "words", "says"),
     [
-        (
-            "sft",
-            ["--data.eval=null", "--train.eval_steps=5"],
-            "train.eval_steps: is 5, and there is nothing to evaluate",
-        ),
-        ("sft", ["--data.eval=null", "--train.eval_steps=epoch"], "train.eval_steps: is epoch, and there is nothing"),
         ("pretrain", ["--data.packing=best_fit"], "data.packing: is best_fit; the samples of stage pretrain are not"),
         ("kto", ["--data.packing=best_fit"], "the samples of stage kto are not packed"),
         ("grpo", ["--data.packing=best_fit"], "the samples of stage grpo are not packed"),
@@ -109,6 +103,18 @@ def test_what_has_no_effect_is_refused(registry: Registry, stage: str, words: li
     assert says in str(found.value)
 
 
+@pytest.mark.parametrize("steps", [5, "epoch"])
+def test_nothing_to_evaluate_on_is_refused(tmp_path: Path, registry: Registry, steps: int | str) -> None:
+    recipe = json.loads((ROOT / "recipes" / "llama" / "sft.json").read_text(encoding="utf-8"))
+    recipe["train"]["eval_steps"] = steps
+    del recipe["data"]["eval"]
+    path = written(tmp_path / "recipe.json", json.dumps(recipe))
+    with pytest.raises(RecipeError, match=f"train.eval_steps: is {steps}, and there is nothing to evaluate on"):
+        plan_run(path, [], registry)
+    # which says that nothing is, as a command line does of a recipe that evaluates
+    assert plan_run(path, ["--data.eval=null"], registry).recipe.train.eval_steps == steps
+
+
 def test_evaluation_by_a_split_is_one(registry: Registry) -> None:
-    words = ["--data.eval=null", "--train.eval_steps=5", "--pretrain.split=9,1", "--data.train=data/none.idx"]
+    words = ["--train.eval_steps=5", "--pretrain.split=9,1", "--data.train=data/none.idx"]
     assert plan_run(ROOT / "recipes" / "llama" / "pretrain.json", words, registry).recipe.train.eval_steps == 5
