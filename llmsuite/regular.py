@@ -45,7 +45,7 @@ def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise OSError(errno.EFBIG, f"has {size:,} bytes; at most {most:,} are read", str(path))
-        found: bytes = file.read(most)
+        found: bytes = file.read(size)  # as much memory is taken at once
     return found
 
 

@@ -37,6 +37,10 @@ from llmsuite.files import (
     write_json,
 )
 from llmsuite.launch.leaders import Leaders
+from llmsuite.regular import copy_regular
+
+_OURS = ".gathered"
+"""Link that a directory made by `gathered` has, so that nothing else is deleted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +191,8 @@ def _unfinished(final: Path) -> Iterator[tuple[Path, list[str]]]:
 
 @contextlib.contextmanager
 def gathered(paths: Sequence[Path], place: Path) -> Iterator[Path]:
-    """A directory with links to all files of a checkpoint whose parts lie in several directories.
+    """A directory with all files of a checkpoint whose parts lie in several directories: links to tensors, copies of
+    the small ones, of which a model's directory has to have its own.
 
     Args:
         paths: checkpoints, or runs, of which the newest checkpoint is taken that they have together.
@@ -204,15 +209,19 @@ def gathered(paths: Sequence[Path], place: Path) -> Iterator[Path]:
         if isinstance(found, str):
             faults.append(found)
             continue
-        _remove_links(place)
+        _remove_gathered(place)
         try:
             with os_errors(place):
                 place.mkdir(parents=True)
+                (place / _OURS).symlink_to(paths[0].absolute())
                 for name, path in found.items():
-                    (place / name).symlink_to(path.absolute())
+                    if path.suffix == ".safetensors":
+                        (place / name).symlink_to(path.absolute())
+                    else:
+                        copy_regular(path, place / name)
             yield place
         finally:
-            _remove_links(place)
+            _remove_gathered(place)
         return
     raise UserError(faults[0] if faults else f"{paths[0]}: has no checkpoints")
 
@@ -236,10 +245,10 @@ def _joined_files(paths: Sequence[Path]) -> dict[str, Path] | str:
     return found
 
 
-def _remove_links(place: Path) -> None:
-    """Delete a directory of links. Raises UserError when it is something else."""
+def _remove_gathered(place: Path) -> None:
+    """Delete what `gathered` has made. Raises UserError when it is something else."""
     if not place.exists():
         return
-    if not all(path.is_symlink() for path in place.iterdir()):
+    if not (place / _OURS).is_symlink() and any(place.iterdir()):
         raise UserError(f"{place}: is in the way; move it, or choose another --output")
     shutil.rmtree(place)

@@ -156,9 +156,10 @@ def tokenizer_to_save(plan: RunPlan) -> Path | None:
     """The tokenizer that checkpoints get: with the chat template that is trained with, or generation would ask with
     another one."""
     choice = plan.recipe.data.chat_template
-    if plan.tokenizer is not None:
-        check_tokenizer(plan.tokenizer)  # now, and not at the first checkpoint
-    if plan.tokenizer is None or choice not in BUILTIN or collective.rank() != 0:
+    if plan.tokenizer is None or collective.rank() != 0:
+        return plan.tokenizer
+    check_tokenizer(plan.tokenizer)  # now, and not at the first checkpoint
+    if choice not in BUILTIN:
         return plan.tokenizer
     directory = plan.output_dir / "tokenizer"
     directory.mkdir(parents=True, exist_ok=True)

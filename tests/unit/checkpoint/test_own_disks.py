@@ -150,7 +150,8 @@ def test_a_machine_that_is_killed_at_any_step_leaves_a_whole_checkpoint(tmp_path
                 errors = save_apart(roots_of(root), 2, of=of)
             except Killed:  # rank 1
                 errors = []
-        assert all(isinstance(error, Killed | UserError | None) for error in errors)
+        # TypeError: what CPython 3.11 says of a connection that is closed while it is read from
+        assert all(isinstance(error, Killed | UserError | TypeError | None) for error in errors)
         for part in roots_of(root):
             remove_unfinished(part)
         with gathered(list(map(_run, roots_of(root))), root / "together") as found:

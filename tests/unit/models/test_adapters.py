@@ -354,8 +354,9 @@ def test_a_score_head_is_trained_and_saved_beside_the_adapters(family: str, tmp_
     fill_parameters(merged, source)
     hidden = [m.hidden_states(paddle.to_tensor(IDS))[0] for m in (model.eval(), merged.eval())]
     ours, theirs = (m.scores(h.flatten(0, 1)).numpy() for m, h in zip((model, merged), hidden))
-    assert np.abs(ours).max() > 0.01
-    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5)
+    largest = np.abs(ours).max()
+    assert largest > 0.01
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5 * max(1, largest))
 
 
 @pytest.mark.parametrize("made", ["llama"], indirect=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llmsuite.data.conversations import tools_at
 from llmsuite.rl.arithmetic import numbers_in, shown, value
 from llmsuite.rl.calculator import Calculator
-from llmsuite.rl.environment_sections import BUILTIN, CalculatorSection, GuessSection
+from llmsuite.rl.environment_sections import BUILTIN, CalculatorSection, GuessSection, VerifiersSection
 from llmsuite.rl.games import Guess
 from llmsuite.specs import Environment, Reply, Turn
 
@@ -119,7 +119,7 @@ def test_the_numbers_of_an_expression() -> None:
 
 def test_their_keys_are_checked() -> None:
     problems = {spec.name: spec.config_cls for spec in BUILTIN}
-    assert problems == {"guess": GuessSection, "calculator": CalculatorSection}
+    assert problems == {"guess": GuessSection, "calculator": CalculatorSection, "verifiers": VerifiersSection}
     assert [key for key, _ in GuessSection(lowest=3, highest=2).problems()] == ["lowest"]
     assert [key for key, _ in CalculatorSection(as_tool=True, pattern="(a)").problems()] == ["pattern"]
     for pattern in ("(", "a", "(a)(b)"):
