@@ -282,6 +282,8 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
         raise UserError(f"{directory / other}: adapters of this method are not to be had in another layout; merge it")
     layout: Layout = "hf" if (directory / CONFIG_NAMES["hf"]).is_file() else "paddlenlp"
     data = read_json_file(directory / CONFIG_NAMES[layout])
+    if (kind := data.get("peft_type")) in (LOKR, MORA):
+        raise UserError(f"{directory}: adapters of {kind} are not to be had in another layout; merge them")
     if on := [key for key in (*NOT_PLAIN, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
         raise UserError(
             f"{directory / CONFIG_NAMES[layout]}: {', '.join(on)}: not to be had in another layout; merge it"

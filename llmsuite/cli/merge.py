@@ -148,6 +148,8 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_writer import write_adapters
     from llmsuite.checkpoint.beside import is_beside
     from llmsuite.checkpoint.model_dir import read_config
+    from llmsuite.checkpoint.model_writer import copy_tokenizer
+    from llmsuite.convert.paddlenlp_lokr import is_lokr, write_lokr
     from llmsuite.convert.vera import write_vera
     from llmsuite.devices.start import start_paddle
     from llmsuite.files import committed_directory
@@ -163,6 +165,12 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)
     if is_beside(source):
         return _convert_beside(source, target, family, config, args)
+    if args.layout == "paddlenlp" and is_lokr(source):
+        with committed_directory(target, {"format": 1}) as directory:
+            count = write_lokr(directory, source, family, config)
+            copy_tokenizer(source, directory)
+        print(f"wrote {target}: LoKr of {count} matrices of a {family.name}, paddlenlp layout")
+        return 0
     adapters, saved, config = open_adapters(source, family, config)
     specs = [saved.spec(f"{m}.{factor}") for m in adapters.modules for factor in (FIRST_FACTOR, SECOND_FACTOR)]
     manifest: dict[str, Any] = {"format": 1}

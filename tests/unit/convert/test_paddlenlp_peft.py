@@ -278,6 +278,33 @@ def test_vera_is_written_for_paddlenlp(base: Path, tmp_path: Path) -> None:
     near(plain(tmp_path / "merged"), wanted)
 
 
+@pytest.mark.parametrize("rank", [RANK, 64])
+def test_lokr_is_written_for_paddlenlp(base: Path, tmp_path: Path, rank: int) -> None:
+    from paddlenlp.peft import LoKrModel
+
+    lora = section(method="lokr", rank=rank, alpha=3.0)
+    model, modules = adapted("llama", base, lora)
+    write(tmp_path / "run", model, modules, lora, base)
+    wanted = np.asarray(model(paddle.to_tensor(IDS)).numpy())
+    assert main(["convert", str(tmp_path / "run"), "-o", str(tmp_path / "nlp"), "--layout", "paddlenlp"]) == 0
+    near(vera_logits(LoKrModel.from_pretrained(of_paddlenlp(base), str(tmp_path / "nlp"))), wanted)
+    assert main(["merge", str(tmp_path / "nlp"), "-o", str(tmp_path / "merged"), "--allow-pickle"]) == 0
+    near(plain(tmp_path / "merged"), wanted)
+    assert np.abs(wanted - plain(base)).max() > 100 * LIMIT * np.abs(wanted).max(), "it changes something"
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
+def test_mora_is_not_to_be_had_in_another_layout(
+    base: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = section(method="mora")
+    model, modules = adapted("llama", base, lora)
+    write(tmp_path / "run", model, modules, lora, base)
+    assert main(["convert", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--layout", layout]) == 2
+    assert "adapters of MORA are not to be had in another layout; merge them" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
