@@ -143,9 +143,7 @@ class _Nobody(Client):
     """The client of an environment that has to wait until it is asked: it answers nothing."""
 
     def _refuse(self, *given: Any, **more: Any) -> Any:
-        raise NotImplementedError(
-            "the environment asks a model of its own accord, not between turns; llmsuite has none"
-        )
+        raise RuntimeError("the environment asks a model of its own accord, not between turns; llmsuite has none")
 
     setup_client = to_native_tool = to_native_prompt = get_native_response = get_response = _refuse
     raise_from_native_response = from_native_response = close = _refuse
