@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from llmsuite.errors import UserError
 from llmsuite.resources import bundled
 from tests.paths import ROOT
+from tests.tools.damage import damaged, damages, values
 
 HANG_SECONDS = 2.0
 ASLEEP_SECONDS = 30.0
@@ -43,41 +44,9 @@ MOST_BYTES = 2 << 30
 Check = Callable[[Any], None]
 Corpus = Callable[[Path], tuple[st.SearchStrategy[Any], Check]]
 
-_NUMBERS = [0, -1, 1, 2**31, 2**63, 10**18, 10**40, 0.5, -0.0, 1e-40, 1e300, float("inf"), float("nan")]
-_TEXTS = ["", "\0", "\ud800", "../../x", "/dev/zero", "/proc/self/mem", "x" * 5000, "{{", "1" * 400, "\x1b[2J", "*"]
-_DAMAGES = ["set", "insert", "cut", "drop", "huge"]
-values = st.recursive(
-    st.none() | st.booleans() | st.sampled_from(_NUMBERS) | st.sampled_from(_TEXTS) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-"""JSON, with what is likely to do harm."""
-damages = st.lists(
-    st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(_DAMAGES), st.binary(max_size=9)),
-    min_size=1,
-    max_size=4,
-)
-"""Places of a file, from 0 to 1, and what becomes of them."""
-
 
 class Hangs(Exception):
     """An example takes too long."""
-
-
-def damaged(content: bytes, damage: list[tuple[float, str, bytes]]) -> bytes:
-    """A file with some damage."""
-    for place, what, bytes_ in damage:
-        at = int(place * len(content))
-        if what == "cut":
-            content = content[:at]
-        elif what == "drop":
-            content = content[:at] + content[at + len(bytes_) :]
-        elif what == "insert":
-            content = content[:at] + bytes_ + content[at:]
-        else:
-            put = b"\xff" * 8 if what == "huge" else bytes_
-            content = content[:at] + put + content[at + len(put) :]
-    return content
 
 
 @contextlib.contextmanager
@@ -104,13 +73,23 @@ def limited() -> Iterator[None]:
 
 
 def recipes(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
-    from llmsuite.cli.main import main
+    from llmsuite import builtin
+    from llmsuite.cli import commands, validate
+    from llmsuite.cli.exits import exit_code
+    from llmsuite.cli.main import split_overrides
+    from llmsuite.plugins.manager import load_plugins
 
+    registry = load_plugins(builtin, commands)
     known = [path.read_text(encoding="utf-8") for path in sorted(bundled("recipes").glob("*/*.json"))]
     paths = sorted({path for text in known for path in _paths(json.loads(text))})
     changes = st.lists(st.tuples(st.sampled_from(paths), values), min_size=1, max_size=3)
     words = st.lists(st.tuples(st.sampled_from(paths), values), max_size=2)
     file = place / "recipe.json"
+
+    def validated(path: Path, overrides: list[str]) -> int:
+        """What the command does with its words, but for the parser of all commands, which takes most of its time."""
+        own, given = split_overrides([str(path), *overrides], set())
+        return validate.run(argparse.Namespace(recipes=own, overrides=given, smoke=False), registry)
 
     def check(drawn: Any) -> None:
         text, changed, damage, given = drawn
@@ -121,7 +100,7 @@ def recipes(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
         file.write_bytes(damaged(content, damage) if damage else content)
         overrides = [f"--{'.'.join(path)}={json.dumps(value)}" for path, value in given]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-            code = main(["validate", str(file), *overrides])
+            code = exit_code(lambda: validated(file, overrides))
         assert code in (0, 2), f"exit code {code}"
         assert "Traceback" not in said.getvalue(), said.getvalue()
 
@@ -137,9 +116,9 @@ def requests(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
     from llmsuite.serving.protocol import ChatRequest, CompletionRequest
     from tests.unit.serving.served import make_service
 
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     client = TestClient(make_app(make_service(Limits(max_new_tokens=8))))
     client.__enter__()
+    logging.disable(logging.INFO)  # httpx has a line for each request
     goods: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "hi", "max_tokens": 4},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},

@@ -69,13 +69,13 @@ def mark(owner, name, moment):
     setattr(owner, name, outer)
 
 def marked(plan, registry, resume):
-    from llmsuite.train import output, rollouts, saving, trainer
+    from llmsuite.train import output, rollouts, saving, trainer, updater
     last = lambda self: "last evaluation" if self.step == self.cadence.total_steps else "evaluation"
     mark(trainer, "read_data", "data")
     mark(trainer, "build_model", "model")
     mark(trainer.Trainer, "_prepare_stage", "reference pass")
     mark(rollouts.RolloutReader, "_roll_out", "rollout")
-    mark(trainer, "train_step", "step")
+    mark(updater.EagerUpdater, "take", "step")
     mark(saving, "save", "save")
     mark(trainer.Trainer, "evaluate", last)
     mark(output.Output, "ended", "end")
