@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.adapter_base import base_keys, write_base
 from llmsuite.checkpoint.adapter_dir import (
     CONFIG_NAMES,
     LOKR,
@@ -19,12 +20,10 @@ from llmsuite.checkpoint.adapter_dir import (
     STEMS,
     Adapters,
     FactorPair,
-    base_keys,
     factor_pairs,
     stored_factor,
     stored_parameter,
     stored_structure,
-    write_base,
 )
 from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.model_writer import OrderedGather, copy_tokenizer

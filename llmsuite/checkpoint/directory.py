@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from llmsuite.checkpoint.adapter_dir import CONFIGS
+from llmsuite.checkpoint.adapter_base import CONFIGS
 from llmsuite.checkpoint.beside import is_beside
 from llmsuite.errors import UserError
 from llmsuite.files import (

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE, STEMS, Base, base_keys, read_base, write_base
+from llmsuite.checkpoint.adapter_base import Base, base_keys, read_base, write_base
+from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE, STEMS
 from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec

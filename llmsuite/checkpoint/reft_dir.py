@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import Base, read_base, write_base
+from llmsuite.checkpoint.adapter_base import Base, read_base, write_base
 from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec

@@ -63,7 +63,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
     start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
-    from llmsuite.checkpoint.adapter_dir import CONFIGS, Base, base_path, check_base, stored_format
+    from llmsuite.checkpoint.adapter_base import CONFIGS, Base, base_path, check_base, stored_format
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.int8 import quantised, rounded_layers
     from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
@@ -144,7 +144,8 @@ def run_convert(args: Any, registry: Registry) -> int:
 
 
 def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
-    from llmsuite.checkpoint.adapter_dir import base_path, open_adapters
+    from llmsuite.checkpoint.adapter_base import base_path
+    from llmsuite.checkpoint.adapter_dir import open_adapters
     from llmsuite.checkpoint.adapter_writer import write_adapters
     from llmsuite.checkpoint.beside import is_beside
     from llmsuite.checkpoint.model_dir import read_config
@@ -186,7 +187,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
 
 
 def _convert_beside(source: Path, target: Path, family: Any, config: Any, args: Any) -> int:
-    from llmsuite.checkpoint.adapter_dir import Base
+    from llmsuite.checkpoint.adapter_base import Base
     from llmsuite.checkpoint.model_writer import copy_tokenizer
     from llmsuite.convert.beside import open_any_beside, write_beside
     from llmsuite.files import committed_directory

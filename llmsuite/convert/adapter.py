@@ -17,15 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import (
-    CONFIGS,
-    LOKR,
-    LOKR_OF_PADDLENLP,
-    MORA,
-    UNKNOWN,
-    VERA_OF_PADDLENLP,
-    stored_format,
-)
+from llmsuite.checkpoint.adapter_base import CONFIGS, LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP, stored_format
+from llmsuite.checkpoint.adapter_dir import LOKR, MORA, UNKNOWN
 from llmsuite.checkpoint.beside import refuse_beside
 from llmsuite.checkpoint.model_dir import ModelDirectory, has_further_layers, hf_name, with_further_layers
 from llmsuite.checkpoint.model_writer import Arrangement

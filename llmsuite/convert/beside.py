@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.adapter_dir import Base, read_base, write_base
+from llmsuite.checkpoint.adapter_base import Base, read_base, write_base
 from llmsuite.checkpoint.beside import PREFIX_OF_PADDLENLP, files_of_paddlenlp, open_beside
 from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.prefix_dir import SavedPrefixes, write_prefixes

@@ -13,7 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, LOKR, LOKR_OF_PADDLENLP, STATE, read_base, write_base
+from llmsuite.checkpoint.adapter_base import LOKR_OF_PADDLENLP, read_base, write_base
+from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, LOKR, STATE
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles
 from llmsuite.convert.paddle_save import write_pickle
 from llmsuite.errors import UserError

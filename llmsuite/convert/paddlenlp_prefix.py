@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import Base
+from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.beside import PREFIX_OF_PADDLENLP
 from llmsuite.checkpoint.prefix_dir import TENSOR, Prefixes, PrefixTensors, SavedPrefixes, number_of_layer
 from llmsuite.checkpoint.tensors import HeldTensors, TensorSource

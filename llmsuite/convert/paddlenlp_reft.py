@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import Base
+from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.beside import files_of_paddlenlp
 from llmsuite.checkpoint.reft_dir import Interventions, SavedInterventions, orthonormal
 from llmsuite.checkpoint.tensors import HeldTensors

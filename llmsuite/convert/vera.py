@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import STATE, VERA_OF_PADDLENLP, Adapters, factor_pairs
+from llmsuite.checkpoint.adapter_base import VERA_OF_PADDLENLP
+from llmsuite.checkpoint.adapter_dir import STATE, Adapters, factor_pairs
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert.paddle_save import write_pickle
 from llmsuite.errors import UserError

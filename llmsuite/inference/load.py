@@ -39,7 +39,7 @@ def open_any(
     Raises:
         UserError: nothing there can be read.
     """
-    from llmsuite.checkpoint.adapter_dir import Base, base_path, check_base
+    from llmsuite.checkpoint.adapter_base import Base, base_path, check_base
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.convert.adapter import add_adapter
     from llmsuite.convert.beside import open_any_beside

@@ -60,7 +60,7 @@ def tokenizer_of(model: ModelSection, weights: Path | None) -> Path | None:
 
 def base_named(weights: Path) -> str | None:
     """The name on a hub of the base model of a directory of adapters; None for what is no such directory."""
-    from llmsuite.checkpoint.adapter_dir import base_name
+    from llmsuite.checkpoint.adapter_base import base_name
     from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(weights)
@@ -75,7 +75,7 @@ def base_of_adapter(weights: Path, fetches_config: bool = False) -> Path:
         weights: the directory.
         fetches_config: whether to fetch the config of a base on a hub that is not here.
     """
-    from llmsuite.checkpoint.adapter_dir import base_path
+    from llmsuite.checkpoint.adapter_base import base_path
     from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(weights)

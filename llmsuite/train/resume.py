@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.adapter_dir import check_base
+from llmsuite.checkpoint.adapter_base import check_base
 from llmsuite.checkpoint.directory import find_latest, list_steps, name_latest, remove_unfinished
 from llmsuite.checkpoint.own_disks import OwnDisk
 from llmsuite.checkpoint.train_state import TrainState, load_state

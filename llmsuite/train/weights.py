@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.adapter_dir import Base, SavedAdapters
+from llmsuite.checkpoint.adapter_base import Base
+from llmsuite.checkpoint.adapter_dir import SavedAdapters
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.prefix_dir import PrefixTensors
 from llmsuite.checkpoint.shapes import skipped_tensors

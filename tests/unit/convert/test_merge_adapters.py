@@ -15,7 +15,7 @@ import paddle
 import pytest
 import safetensors.numpy
 
-from llmsuite.checkpoint.adapter_dir import BASE, Base
+from llmsuite.checkpoint.adapter_base import BASE, Base
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.cli.main import main
 from llmsuite.convert.adapter import add_adapter

@@ -13,7 +13,8 @@ import pytest
 import safetensors.numpy
 from paddle import nn
 
-from llmsuite.checkpoint.adapter_dir import Adapters, Base, check_layout
+from llmsuite.checkpoint.adapter_base import Base
+from llmsuite.checkpoint.adapter_dir import Adapters, check_layout
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.convert.adapter import add_adapter
 from llmsuite.devices.cpu import CpuBackend

@@ -16,7 +16,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters, open_adapters, read_base
+from llmsuite.checkpoint.adapter_base import Base, read_base
+from llmsuite.checkpoint.adapter_dir import Adapters, SavedAdapters, open_adapters
 from llmsuite.checkpoint.adapter_writer import write_adapters
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_model

@@ -14,7 +14,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint.adapter_dir import Adapters, Base, SavedAdapters
+from llmsuite.checkpoint.adapter_base import Base
+from llmsuite.checkpoint.adapter_dir import Adapters, SavedAdapters
 from llmsuite.checkpoint.directory import find_adapter, find_model
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_model

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.checkpoint.adapter_dir import Base
+from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.prefix_dir import Prefixes, open_prefixes, write_prefixes
 from llmsuite.checkpoint.tensors import TensorSpec

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.checkpoint.adapter_dir import Base
+from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.prefix_dir import Prefixes, made_prefixes, open_prefixes, write_prefixes
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.devices.cpu import CpuBackend

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.checkpoint.adapter_dir import Base
+from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.reft_dir import Interventions, open_interventions, write_interventions
 from llmsuite.checkpoint.tensors import TensorSpec

@@ -9,7 +9,8 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.checkpoint.adapter_dir import Adapters, Base, check_layout
+from llmsuite.checkpoint.adapter_base import Base
+from llmsuite.checkpoint.adapter_dir import Adapters, check_layout
 from llmsuite.convert.structured import PART, fits, mora_update, update
 from llmsuite.errors import UserError
 from llmsuite.models.adapter_sizes import kron_shapes, near_square, square_size
