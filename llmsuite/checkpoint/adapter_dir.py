@@ -32,9 +32,10 @@ from llmsuite.specs import ModelFamily
 UNKNOWN = (
     *("use_mora", "do_qat", "pissa", "loraga", "loftq_config", "megatron_config"),
     *("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config"),
+    "kasa_config",
 )
 """Keys of the configuration that change the sum W + scale * A B, or its W, and are not implemented here."""
-NOT_PLAIN = (*UNKNOWN, "use_dora", "lora_use_mixer", "lora_bias")
+NOT_PLAIN = (*UNKNOWN, "use_dora", "lora_use_mixer", "lora_bias", "target_parameters")
 """Those that no other layout has, too."""
 MORA, LOKR = "MORA", "LOKR"
 """What `peft_type` says of adapters of MoRA, of which PEFT has none, and of LoKr."""

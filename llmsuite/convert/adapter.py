@@ -3,7 +3,8 @@
 It reads directories of HF PEFT (`adapter_config.json`, `lora_A` [rank, inputs], `lora_B` [outputs, rank]) and of
 PaddleNLP (`lora_config.json`, `lora_A` [inputs, rank], `lora_B` [rank, outputs]), as safetensors or as the
 `lora_model_state.pdparams` of PaddleNLP, a pickle that is read without running it; so are PEFT's LoKr, and PaddleNLP's
-(`lokr_config.json`, `lokr_model_state.pdparams`) and its VeRA (`vera.py`).
+(`lokr_config.json`, `lokr_model_state.pdparams`) and its VeRA (`vera.py`), and PEFT's stacks of experts
+(`peft_stacks.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert import structured, vera
 from llmsuite.convert.pdparams import PickledTensors
+from llmsuite.convert.peft_stacks import ExpertsOfStacks
 from llmsuite.convert.rounded import rounded_model
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
@@ -92,7 +94,7 @@ class Adapted:
                 f"{config_path}: init_lora_weights is {config['init_lora_weights']!r}: these adapters belong to a base "
                 "that PEFT has changed. Save them with path_initial_model_for_weight_conversion"
             )
-        self._files = _open_files(directory, allow_pickle)
+        self._files = ExpertsOfStacks(directory, _open_files(directory, allow_pickle), self._shape)
         self._factors: dict[str, Factors] = {}
         self._biases: dict[str, tuple[str, float]] = {}
         self._structures: dict[str, dict[str, str]] = {}
@@ -149,6 +151,11 @@ class Adapted:
         found = [hf_name(self._base.family, self._base.config, n) for n in plain]
         return next((name for name in found if name in self._tensors), None)
 
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        """That of the tensor of the base that a name of the adapter belongs to."""
+        found = self._name(name)
+        return None if found is None else self.spec(found).shape
+
     def _check_tied(self, targets: Iterable[str], unknown: Sequence[str]) -> None:
         """PEFT adds to the embedding or to the head, which are one matrix in a tied model: no tied model is the sum."""
         on_head = [name for name in unknown if ".lm_head.lora_" in f".{name}"]
@@ -193,7 +200,8 @@ class Adapted:
         for key, found in (("use_dora", magnitudes), ("lora_use_mixer", mixer)):
             if bool(config.get(key)) != (found is not None):
                 raise UserError(f"{config_path}: {key} is {config.get(key)}, which the tensors of {target} are not")
-        scale = _scale(config_path, config, target, a[1])
+        module = self._files.configured(first, target.removesuffix(".weight"))
+        scale = _scale(config_path, config, module, a[1])
         return Factors(first, second, scale, by_rows, mixer, magnitudes)
 
     def _checked_structure(
@@ -346,9 +354,8 @@ def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
     return vera.VeraAsLora(pickle, files) if pickle.name == vera.PICKLE else files
 
 
-def _scale(config_path: Path, config: Mapping[str, Any], target: str, rank: int) -> float:
+def _scale(config_path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or with rank stabilisation (Kalajdzievski 2023, arXiv 2312.03732) alpha / sqrt(rank)."""
-    module = target.removesuffix(".weight")
     alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     announced = _pattern(config.get("rank_pattern"), module, config.get("r"))
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):

@@ -1,0 +1,146 @@
+"""Adapters of routed experts as HF PEFT saves them with transformers 5, read as pairs of each expert.
+
+There the experts of a layer are two parameters, `experts.gate_up_proj` [E, 2 I, H] and `experts.down_proj` [E, H, I].
+PEFT 0.21 has one pair for each that it adapts (`ParamWrapper` in peft/tuners/lora/layer.py):
+
+    A [E R, inputs]       R rows of each expert, one expert behind the other
+    B [outputs, R E]      of each of the R a column of each expert
+
+with the name `experts.lora_A`, or for one of two `experts.base_layer.lora_A`. Expert e gets B[:, e::E] A[e R:(e + 1) R]
+times the scale. That of gate_up_proj is an update of gate_proj and of up_proj, which share A.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llmsuite.checkpoint.tensors import TensorSource, TensorSpec
+from llmsuite.errors import UserError
+
+_STACK = re.compile(r"(.*\.experts)((?:\.base_layer)?)\.lora_([AB])(?:\.default)?\.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Where a factor of one expert lies."""
+
+    stored: str
+    spec: TensorSpec
+    expert: slice
+    """The rows of A, or the columns of B."""
+    outputs: slice | None = None
+    """The rows of B; None for an A."""
+    parameter: str = ""
+    """The last word of the parameter that PEFT has adapted."""
+
+
+class ExpertsOfStacks:
+    """The tensors of an adapter, with a pair for each matrix of each expert in place of those of stacks."""
+
+    def __init__(self, path: Path, files: TensorSource, shape: Callable[[str], tuple[int, ...] | None]):
+        """
+        Args:
+            path: of the adapter, for messages.
+            files: what is in it.
+            shape: of a matrix of the base [inputs, outputs], by its name in the adapter; None where there is none.
+
+        Raises:
+            UserError: a stack is of other experts than the base has.
+        """
+        self._files, self._parts = files, dict[str, _Part]()
+        self._held: tuple[str, np.ndarray] | None = None
+        stacks: dict[tuple[str, str], dict[str, str]] = {}
+        for name in files.names:
+            if match := _STACK.fullmatch(name):
+                stacks.setdefault((match[1], match[2]), {})[match[3]] = name
+        taken = set[str]()
+        for (module, _), names in stacks.items():
+            first = shape(f"{module}.0.gate_proj.weight")
+            if first is None:  # the base has no experts there, and whoever reads this says so
+                continue
+            if names.keys() != {"A", "B"}:
+                raise UserError(f"{path}: {next(iter(names.values()))!r} has no other half")
+            count = next(n for n in itertools.count() if shape(f"{module}.{n}.gate_proj.weight") is None)
+            parts = dict(_parts(module, files.spec(names["A"]), files.spec(names["B"]), first, count))
+            if not parts:
+                shown = " and ".join(f"{name!r} {list(files.spec(name).shape)}" for name in names.values())
+                raise UserError(
+                    f"{path}: {shown} are no factors of the {count} experts of the base, whose gate_proj is "
+                    f"{list(first)}"
+                )
+            if again := parts.keys() & self._parts.keys():
+                raise UserError(f"{path}: has two adapters of {min(again)!r}")
+            self._parts |= parts
+            taken.update(names.values())
+        self._others = [name for name in files.names if name not in taken]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._others, *self._parts]
+
+    @property
+    def paths(self) -> list[Path]:
+        return self._files.paths
+
+    def configured(self, name: str, module: str) -> str:
+        """The name that PEFT's patterns of ranks and alphas know the module of a tensor by, given that of the base."""
+        part = self._parts.get(name)
+        return module if part is None else re.sub(r"\.\d+\.\w+$", f".{part.parameter}", module)
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._parts[name].spec if name in self._parts else self._files.spec(name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        if name not in self._parts:
+            return self._files.read(name, index)
+        part = self._parts[name]
+        if part.outputs is None:
+            value = self._files.read(part.stored, [part.expert, slice(None)])
+        else:
+            value = self._second(part.stored)[part.outputs, part.expert]
+        return value if index is None else value[tuple(index)]
+
+    def _second(self, stored: str) -> np.ndarray:
+        """A whole B, in which the columns of an expert lie apart: the last one is kept for the next expert."""
+        held = self._held
+        if held is None or held[0] != stored:
+            held = self._held = stored, self._files.read(stored)
+        return held[1]
+
+
+def _parts(
+    module: str, first: TensorSpec, second: TensorSpec, gate: tuple[int, ...], count: int
+) -> Iterator[tuple[str, _Part]]:
+    """The factors of each expert in a stack's A and B, by names of their own; none where these do not fit.
+
+    Args:
+        module: the name of the experts.
+        first: A.
+        second: B.
+        gate: H and I.
+        count: how many experts there are.
+    """
+    hidden, inner = gate
+    members = {
+        (hidden, 2 * inner): ("gate_up_proj", {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}),
+        (inner, hidden): ("down_proj", {"down_proj": slice(0, hidden)}),
+    }
+    rows, columns = first.shape[0], second.shape[-1]
+    if len(first.shape) != 2 or len(second.shape) != 2 or rows != columns or rows % count or not rows:
+        return
+    parameter, outputs = members.get((first.shape[1], second.shape[0]), ("", {}))
+    rank = rows // count
+    for matrix, place in outputs.items():
+        for expert in range(count):
+            name = f"{module}.{expert}.{matrix}"
+            a, b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+            own = slice(expert * rank, (expert + 1) * rank)
+            yield a, _Part(first.name, TensorSpec(a, (rank, first.shape[1]), first.dtype), own, None, parameter)
+            shape, every = (place.stop - place.start, rank), slice(expert, None, count)
+            yield b, _Part(second.name, TensorSpec(b, shape, second.dtype), every, place, parameter)
