@@ -15,7 +15,7 @@ _MOST = 10
 
 
 def add_arguments(parser: Any) -> None:
-    parser.add_argument("recipe", type=str, help="recipe file (JSON)")
+    parser.add_argument("recipe", type=str, help="recipe file (.json, .jsonc or .yaml)")
     parser.add_argument("--smoke", action="store_true", help="plan the small run that --smoke makes of it")
     parser.add_argument("--devices", type=int, default=None, help="so many devices, eight a machine, instead of launch")
     parser.add_argument("--memory", type=str, default=None, help="of a device, such as 80GiB: does it fit?")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Any) -> None:
-    parser.add_argument("recipe", type=str, help="recipe file (JSON)")
+    parser.add_argument("recipe", type=str, help="recipe file (.json, .jsonc or .yaml)")
     parser.add_argument(
         "--smoke", action="store_true", help="tiny shape, embedded data, CPU processes: does this recipe run?"
     )

@@ -13,7 +13,10 @@ from llmsuite.specs import Command
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("--stage", type=str | None, help="only recipes of this stage")
-    parser.epilog = 'Save it and name it in a recipe\'s editor settings, such as "json.schemas" of VS Code.'
+    parser.epilog = (
+        'Save it and name it in a recipe\'s editor settings, such as "json.schemas" of VS Code. A recipe in YAML '
+        "names it in its first line: # yaml-language-server: $schema=FILE"
+    )
 
 
 def run(args: Any, registry: Registry) -> int:

@@ -15,7 +15,7 @@ from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
-    parser.add_argument("recipe", type=str, help="recipe file (JSON)")
+    parser.add_argument("recipe", type=str, help="recipe file (.json, .jsonc or .yaml)")
     parser.add_argument("--smoke", action="store_true", help="show the recipe of a --smoke run")
     parser.add_argument("--json", action="store_true", help="print only the resolved recipe, as JSON")
 

@@ -13,7 +13,7 @@ from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
-    parser.add_argument("recipes", type=str, nargs="+", help="recipe files (JSON)")
+    parser.add_argument("recipes", type=str, nargs="+", help="recipe files (.json, .jsonc or .yaml)")
     parser.add_argument("--smoke", action="store_true", help="check the small run that --smoke makes of it")
     parser.epilog = "Overrides such as --train.max_steps=3 are applied to every recipe."
 

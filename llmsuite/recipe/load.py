@@ -20,8 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.document import read_document
 from llmsuite.recipe.problems import first_ones
-from llmsuite.recipe.source import Key, parse_json, read_json
+from llmsuite.recipe.source import Key, parse_json
 from llmsuite.recipe.untrained import SECTIONS
 from llmsuite.schema import keys as recipe_keys
 from llmsuite.schema.recipe import ModelSection, Recipe, device_numbers
@@ -81,7 +82,7 @@ def load(
     """Read a recipe, apply `layers` and then the command line to it, and check all of it.
 
     Args:
-        path: the JSON file.
+        path: the JSON, JSONC or YAML file.
         overrides: `--a.b=c` words; values are JSON, or bare text where the key takes text.
         registry: the known stages, model families, devices …
         layers: (origin, {dotted key: value or REMOVE}), applied over the file and under the command line.
@@ -89,9 +90,9 @@ def load(
     Raises:
         RecipeError: with every problem found.
     """
-    source = read_json(path)
+    source = read_document(path)
     if not isinstance(source.value, dict):
-        raise RecipeError([Problem(f"{path}:1:1", "", "a recipe is a JSON object: {...}")])
+        raise RecipeError([Problem(f"{path}:1:1", "", "a recipe is an object: {...}, or in YAML key: value")])
     origins = {**source.values, **source.keys}
     tree: dict[str, Any] = source.value
     for origin, layer in layers:

@@ -17,13 +17,13 @@ from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.hub.names import hub_name
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import LoadedRecipe, load
 from llmsuite.recipe.pins import apply_pins
 from llmsuite.recipe.problems import in_order
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
 from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
-from llmsuite.recipe.source import read_json
 from llmsuite.resources import find
 from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.schema.environment import EnvironmentSection
@@ -324,7 +324,7 @@ def plan_run(
         apply_pins(loaded.recipe)
         return resolve(loaded, registry)
     # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
-    written = read_json(path).value
+    written = read_document(path).value
     trains = isinstance(written, dict) and written.get("train")
     loaded = load(path, overrides, registry, layers=[*([("--smoke", SMOKE_LENGTH)] if trains else ()), *layers])
     small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry)), *layers])

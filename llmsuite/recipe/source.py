@@ -23,6 +23,7 @@ MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 Key = tuple[str, ...]
 
 _SPACE = re.compile(r"[ \t\n\r]*")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORD = re.compile(r"[\w+\-.]+")  # what a reader takes for one word, JSON or not
 _LITERALS = {"true": True, "false": False, "null": None}
@@ -49,6 +50,16 @@ def read_json(path: str | Path) -> Source:
         UserError: the file cannot be read.
         RecipeError: it is not strict JSON; carries every problem found, each with line and column.
     """
+    return parse_json(read_text(path), str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a recipe; a relative path is looked up among the bundled files too.
+
+    Raises:
+        UserError: the file cannot be read, or is too long.
+        RecipeError: it is not UTF-8.
+    """
     try:
         with open(find(str(path)), "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -57,18 +68,17 @@ def read_json(path: str | Path) -> Source:
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path}: is too long; a recipe has at most {MAX_BYTES:,} bytes")
     try:
-        text = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         before = raw[raw.rfind(b"\n", 0, error.start) + 1 : error.start].decode("utf-8")
         where = f"{path}:{line}:{len(before) + 1}"
         raise RecipeError([Problem(where, "", f"is not UTF-8 ({error.reason})")]) from error
-    return parse_json(text, str(path))
 
 
-def parse_json(text: str, name: str) -> Source:
-    """Parse JSON text strictly; see `read_json`."""
-    reader = _Reader(text, name)
+def parse_json(text: str, name: str, comments: bool = False) -> Source:
+    """Parse JSON text strictly, see `read_json`; with `comments`, JSONC."""
+    reader = _Reader(text, name, comments)
     value = reader.document()
     if reader.problems:
         raise RecipeError(reader.problems)
@@ -82,8 +92,8 @@ class _Fatal(Exception):
 class _Reader:
     """Recursive descent; `_at` is the offset of the next unread character."""
 
-    def __init__(self, text: str, name: str):
-        self.text, self.name = text, name
+    def __init__(self, text: str, name: str, comments: bool):
+        self.text, self.name, self.comments = text, name, comments
         self.problems: list[Problem] = []
         self.keys: dict[Key, str] = {}
         self.values: dict[Key, str] = {}
@@ -171,7 +181,8 @@ class _Reader:
             self._at += 1
             self._skip()
             if self.text[self._at : self._at + 1] == bracket:
-                self._note(f"trailing comma; remove it or add the missing {what}", key, self._where(comma))
+                if not self.comments:
+                    self._note(f"trailing comma; remove it or add the missing {what}", key, self._where(comma))
                 self._at += 1
                 return True
         return False
@@ -206,10 +217,17 @@ class _Reader:
 
     def _skip(self) -> None:
         match = _SPACE.match(self.text, self._at)
-        assert match is not None
-        self._at = match.end()
+        while match is not None:
+            self._at = match.end()
+            comment = _COMMENT.match(self.text, self._at) if self.comments else None
+            match = _SPACE.match(self.text, comment.end()) if comment is not None else None
         if self.text.startswith(("//", "/*", "#"), self._at):
-            self._fatal("JSON has no comments; put notes into the README", ())
+            if not self.comments:
+                self._fatal("JSON has no comments; name the file .jsonc, or write YAML into a .yaml", ())
+            found = self.text[self._at : self._at + 2]
+            self._fatal(
+                "begins a comment that does not end" if found == "/*" else "comments of JSONC are // and /* */", ()
+            )
 
     def _where(self, at: int | None = None) -> str:
         at = self._at if at is None else at

@@ -138,7 +138,7 @@ def test_rules_of_all_sections_are_told_at_once(problems: Problems) -> None:
 def test_document_that_is_no_object(registry: Registry, tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"r\.json:1:1: a recipe is a JSON object"):
+    with pytest.raises(UserError, match=r"r\.json:1:1: a recipe is an object"):
         load(path, [], registry)
 
 
