@@ -13,7 +13,10 @@ from llmsuite.recipe.paddlenlp.conversion import is_true
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
 """Why dropout is refused."""
-_RL = "reinforcement learning is no stage; for preferences there are dpo, kto and rm"
+_RL = (
+    "its reinforcement learning has rewards and normalisation of its own; write a recipe of stage grpo or ppo, such as "
+    "recipes/llama/grpo.json"
+)
 _EMBEDDING = "embedding models are no stage"
 _STEPS = "is a score for each step of an answer; stage rm scores whole answers"
 _LONG = "positions are those of the model's config: model.config.rope_scaling"

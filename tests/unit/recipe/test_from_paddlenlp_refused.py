@@ -44,7 +44,10 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "num_train_epochs": 0.5}, "num_train_epochs = 0.5: train.num_epochs is whole"),
     ({**SFT, "optim": "adafactor"}, "optim = adafactor"),
     ({**PRETRAIN, "decay_steps": 500}, "decay_steps = 500: the learning rate comes down until the last step"),
-    ({"actor_model_name_or_path": "x", "rl_algorithm": "grpo", "do_train": 1}, "rl_algorithm = grpo: reinforcement"),
+    (
+        {"actor_model_name_or_path": "x", "rl_algorithm": "grpo", "do_train": 1},
+        "rl_algorithm = grpo: .*stage grpo or ppo",
+    ),
     ({**SFT, "max_query_len": 512, "loss_type": "contrastive"}, "embedding models are no stage"),
     ({**SFT, "do_train": False, "do_ptq": True}, "do_ptq quantises a trained model"),
     ({**SFT, "do_train": False, "do_gptq": True}, "do_gptq quantises a trained model"),
