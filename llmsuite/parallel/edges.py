@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from llmsuite.errors import UserError
+
 Content = Literal["header", "document_starts", "activations", "gradients"]
 
 HEADER_LENGTH = 5
@@ -19,6 +21,20 @@ micro-batch."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What activations may be."""
+
+
+def dtype_code(dtype: object) -> int:
+    """The place of Paddle's dtype in `DTYPES`."""
+    return DTYPES.index(str(dtype).removeprefix("paddle."))
+
+
+def check_same_batch(sent: Sequence[int], read: Sequence[int]) -> None:
+    """Raises UserError when the part before has sent a micro-batch of another shape [B, L] than this one has read."""
+    if list(sent) != list(read):
+        raise UserError(
+            f"the first rank of the pipeline sends a micro-batch of {list(sent)} tokens, the last one has read one of "
+            f"{list(read)}; do their machines have the same data files?"
+        )
 
 
 class Message(NamedTuple):

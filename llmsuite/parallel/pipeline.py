@@ -149,7 +149,7 @@ class PipelineStage:
         received = None
         if not self.is_first:
             received, document_starts = self._receive()
-            _check_same_batch(received, input_ids)
+            edges.check_same_batch(received.shape[:2], input_ids.shape)
         elif self._lengths is not None:
             document_starts = marked(document_starts, self._lengths, input_ids.shape)
         x = self.model.embed(input_ids, document_starts=document_starts) if received is None else received
@@ -330,7 +330,7 @@ class PipelineStage:
         local = local_value(y).detach()
         length = 0 if document_starts is None else document_starts.shape[1]
         contents: dict[edges.Content, Tensor | None] = {
-            "header": paddle.to_tensor([*local.shape, length, _code(local.dtype)], dtype="int64"),
+            "header": paddle.to_tensor([*local.shape, length, edges.dtype_code(local.dtype)], dtype="int64"),
             "document_starts": document_starts,
             "activations": local,
         }
@@ -351,11 +351,11 @@ class PipelineStage:
             return None
         *shape, length, code = header
         dtype = next(p.dtype for name, p in self.model.named_parameters() if not is_quantised_part(name))
-        if code != _code(dtype):  # so many bytes would not be so many elements
+        if code != edges.dtype_code(dtype):  # so many bytes would not be so many elements
             raise UserError(
                 f"the part before sends activations in {edges.DTYPES[code]}, and this one computes in "
-                f"{edges.DTYPES[_code(dtype)]}: a layer of the model has to return the dtype that it gets, so what it "
-                "computes in another one it has to cast back"
+                f"{edges.DTYPES[edges.dtype_code(dtype)]}: a layer of the model has to return the dtype that it gets, "
+                "so what it computes in another one it has to cast back"
             )
         contents: dict[edges.Content, Tensor] = {}
         for message in edges.messages(True, shape, length)[1:]:
@@ -384,17 +384,5 @@ class PipelineStage:
         return dtensor_from_local(local, self._mesh.tensor, self._placements).detach()
 
 
-def _code(dtype: Any) -> int:
-    return edges.DTYPES.index(str(dtype).removeprefix("paddle."))
-
-
 _STOP = [0] * edges.HEADER_LENGTH
 """In place of a header: nothing will follow."""
-
-
-def _check_same_batch(received: Tensor, input_ids: Tensor) -> None:
-    if (sent := list(received.shape[:2])) != (read := list(input_ids.shape)):
-        raise UserError(
-            f"the first rank of the pipeline sends a micro-batch of {sent} tokens, the last one has read one of "
-            f"{read}; do their machines have the same data files?"
-        )
