@@ -123,6 +123,12 @@ def nll_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nll, entropy_of_sums(total, (exponentials * shifted).sum(-1))
 
 
+def is_first_choice(logits: Tensor, targets: Tensor) -> Tensor:
+    """1 where the target has the largest logit, of equal ones the first, which greedy decoding picks; else 0. logits
+    [N, V], targets [N] -> [N] in float32."""
+    return (logits.argmax(-1) == targets).astype("float32")
+
+
 def entropy_of_sums(total: Tensor, weighted: Tensor) -> Tensor:
     """Entropy from two sums over the vocabulary, such as ranks have that hold a part of it each: with x the logits less
     a number m that is the same for all, `total` is the sum of exp(x) and `weighted` that of x exp(x); both [N]."""

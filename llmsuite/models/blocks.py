@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, matmul, nll_and_entropy
+from llmsuite.devices.ops import Ops, is_first_choice, matmul, nll_and_entropy
 from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.rope import magnitude
 from llmsuite.typing import Tensor
@@ -174,6 +174,7 @@ class CausalLM(nn.Layer):
         super().__init__()
         self.config, self.ops = config, ops
         self.cross_entropy, self.nll_and_entropy = ops.cross_entropy, nll_and_entropy
+        self.is_first_choice = is_first_choice
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
         scores = head_of(config) == "score"
         self.lm_head = None if scores or is_tied(config) else linear(config.hidden_size, config.vocab_size)
@@ -318,6 +319,12 @@ class CausalLM(nn.Layer):
     def token_nll_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """As `token_nll`, and the entropy of each distribution over the vocabulary: [N] each, in float32."""
         return self.nll_and_entropy(self.logits(hidden).astype("float32"), targets)
+
+    def token_nll_and_first_choice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As `token_nll`, and 1 where greedy decoding picks the target, else 0: [N] each, in float32."""
+        logits = self.logits(hidden).astype("float32")
+        is_picked = self.is_first_choice(logits, targets)  # before a kernel writes over the logits
+        return self.cross_entropy(logits, targets), is_picked
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] to scores [N] in float32."""

@@ -116,6 +116,11 @@ class PipelineStage:
         for chunk in self.chunks:
             chunk.eval()
 
+    @property
+    def training(self) -> bool:
+        """As `paddle.nn.Layer.training`: false in an evaluation."""
+        return bool(self.model.training)
+
     # what a training stage calls
 
     @contextlib.contextmanager
@@ -205,9 +210,15 @@ class PipelineStage:
 
     def token_nll_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """As `token_nll`, and the entropy of each distribution over the vocabulary, in nats: [N] each."""
-        if not self.is_last:
-            return paddle.zeros([targets.shape[0]]), paddle.zeros([targets.shape[0]])
-        return self.model.token_nll_and_entropy(hidden, targets)
+        return self._two_of("token_nll_and_entropy", hidden, targets)
+
+    def token_nll_and_first_choice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As `token_nll`, and 1 where greedy decoding picks the target, else 0: [N] each."""
+        return self._two_of("token_nll_and_first_choice", hidden, targets)
+
+    def _two_of(self, method: str, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        none = paddle.zeros([targets.shape[0]])
+        return getattr(self.model, method)(hidden, targets) if self.is_last else (none, none)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] to logits [..., V], whole on every rank; zeros where the last layers are not.

@@ -49,6 +49,7 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh, vocabulary)
     model.nll_and_entropy = _vocabulary_parallel_nll_and_entropy(mesh, vocabulary)
+    model.is_first_choice = _vocabulary_parallel_first_choice(mesh, vocabulary)
     complete_sum, complete_columns = _to(mesh, outside), _to(mesh, whole)  # one for all: compiled layers are alike
     select = _part_of_mask(mesh)
     for name, module in model.named_sublayers():
@@ -243,7 +244,8 @@ def _vocabulary_parallel_cross_entropy(mesh: Mesh, vocabulary: int | None) -> Ca
     """
 
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-        shifted, is_target = _shifted(mesh, vocabulary, logits, targets)
+        shifted, ids, targets = _shifted(mesh, vocabulary, logits, targets)
+        is_target = (ids == targets).astype(shifted.dtype)
         nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)
         # from here on every rank has the same plain numbers
         whole = [dist.Replicate()]
@@ -258,7 +260,8 @@ def _vocabulary_parallel_nll_and_entropy(
     """`devices.ops.nll_and_entropy` of logits that are cut along the vocabulary, in the same way."""
 
     def nll_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        shifted, is_target = _shifted(mesh, vocabulary, logits, targets)
+        shifted, ids, targets = _shifted(mesh, vocabulary, logits, targets)
+        is_target = (ids == targets).astype(shifted.dtype)
         exponentials, whole = shifted.exp(), [dist.Replicate()]
         sums = [part.sum(-1) for part in (exponentials, exponentials * shifted, shifted * is_target)]
         total, weighted, picked = (dtensor_to_local(reshard(part, mesh, whole), mesh.tensor, whole) for part in sums)
@@ -267,8 +270,24 @@ def _vocabulary_parallel_nll_and_entropy(
     return nll_and_entropy
 
 
-def _shifted(mesh: Mesh, vocabulary: int | None, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, V] each, cut along the vocabulary: logits less the largest of their row, and 1 for targets, else 0."""
+def _vocabulary_parallel_first_choice(mesh: Mesh, vocabulary: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """`devices.ops.is_first_choice` of logits that are cut along the vocabulary: one sum for each row is exchanged."""
+
+    def is_first_choice(logits: Tensor, targets: Tensor) -> Tensor:
+        shifted, ids, targets = _shifted(mesh, vocabulary, logits, targets)
+        # below zero where the target is not as large as the largest, or one before it is
+        earlier = paddle.logical_and(shifted >= 0, ids < targets).astype(shifted.dtype)
+        short = (shifted * (ids == targets).astype(shifted.dtype) - earlier).sum(-1)
+        whole = [dist.Replicate()]
+        short = dtensor_to_local(reshard(short, mesh, whole), mesh.tensor, whole)
+        return (short >= 0).astype("float32")
+
+    return is_first_choice
+
+
+def _shifted(mesh: Mesh, vocabulary: int | None, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits less the largest of their row, [N, V], and the ids that they are of, [V], both cut along the vocabulary;
+    and the targets as [N, 1]."""
     targets = _replicated(targets, mesh)
     here = logits.shape[-1] // mesh.degrees.tp
     first = mesh.coordinate["tp"] * here
@@ -279,4 +298,4 @@ def _shifted(mesh: Mesh, vocabulary: int | None, logits: Tensor, targets: Tensor
         logits = logits + dtensor_from_local(lowest, mesh.tensor, [dist.Shard(0)])
     ids = dtensor_from_local(ids, mesh.tensor, [dist.Shard(0)])
     shifted = logits - logits.detach().max(-1, keepdim=True)
-    return shifted, (ids == targets.unsqueeze(-1)).astype(shifted.dtype)
+    return shifted, ids, targets.unsqueeze(-1)

@@ -138,9 +138,20 @@ def further_targets(next_ids: np.ndarray, positions: np.ndarray, targets: np.nda
     }
 
 
-def mtp_nll(model: Any, hidden: Tensor, positions: np.ndarray, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Negative log-probabilities of the targets of a batch, [N], and the sum over its further ones (`further_targets`),
-    times their weights.
+def nll_and_first_choice(model: Any, hidden: Tensor, targets: np.ndarray) -> tuple[Tensor, Tensor | None]:
+    """Negative log-probabilities of targets [N]; in an evaluation also 1 where greedy decoding picks them, else 0.
+
+    Training does without, as the logits, which may be sharded, are needed once more for it.
+    """
+    if model.training:
+        return model.token_nll(hidden, paddle.to_tensor(targets)), None
+    nll, is_picked = model.token_nll_and_first_choice(hidden, paddle.to_tensor(targets))
+    return nll, is_picked
+
+
+def mtp_nll(model: Any, hidden: Tensor, positions: np.ndarray, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `nll_and_first_choice` tells of the targets of a batch, and between the two the sum over its further ones
+    (`further_targets`), times their weights.
 
     Args:
         model: the one that is trained.
@@ -154,9 +165,10 @@ def mtp_nll(model: Any, hidden: Tensor, positions: np.ndarray, batch: Batch) -> 
     both = paddle.concat([hidden.flatten(0, 1), further.flatten(0, 1)])
     picked = np.concatenate([positions, batch["next_ids"].size + batch["mtp_positions"]])
     targets = np.concatenate([batch["targets"], batch["mtp_targets"]])
-    nll = model.token_nll(both.index_select(paddle.to_tensor(picked), 0), paddle.to_tensor(targets))
+    nll, is_picked = nll_and_first_choice(model, both.index_select(paddle.to_tensor(picked), 0), targets)
     count = len(positions)
-    return nll[:count], (nll[count:] * paddle.to_tensor(batch["mtp_weights"])).sum()
+    further = (nll[count:] * paddle.to_tensor(batch["mtp_weights"])).sum()
+    return nll[:count], further, None if is_picked is None else is_picked[:count]
 
 
 def with_mtp(terms: LossTerms, further: Tensor, mtp_weight: float) -> LossTerms:
@@ -172,18 +184,20 @@ def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0) -> LossTerm
     With `mtp_weight` there is the term of `with_mtp`; the batch has `further_targets`.
 
     The metric `tokens/likely` is the share of them that gets a probability above 1/2: greedy decoding picks them for
-    certain, so it is a lower bound of the token accuracy, and needs the logits, which may be sharded, only once.
+    certain, so it is a lower bound of `tokens/accuracy`, the share that it picks, which evaluations have.
     """
     further = None
     if mtp_weight:
-        nll, further = mtp_nll(model, hidden_states(model, batch), batch["positions"], batch)
+        nll, further, is_picked = mtp_nll(model, hidden_states(model, batch), batch["positions"], batch)
     else:
         picked = hidden_at_positions(model, batch)  # [N, D]
-        nll = model.token_nll(picked, paddle.to_tensor(batch["targets"]))  # [N]
+        nll, is_picked = nll_and_first_choice(model, picked, batch["targets"])  # [N]
     weights = paddle.to_tensor(batch["weights"])
     weight = batch["weight"]
     likely = (nll.detach() < math.log(2.0)).astype("float32")
-    terms = LossTerms((nll * weights).sum(), weight, {"tokens/likely": ((likely * weights).sum(), weight)})
+    shares = {"tokens/likely": likely} if is_picked is None else {"tokens/likely": likely, "tokens/accuracy": is_picked}
+    sums = {name: ((share * weights).sum(), weight) for name, share in shares.items()}
+    terms = LossTerms((nll * weights).sum(), weight, sums)
     return terms if further is None else with_mtp(terms, further, mtp_weight)
 
 

@@ -201,7 +201,7 @@ class PretrainStage(Stage[np.ndarray]):
         at = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)
         further = None
         if self._mtp_weight:
-            nll, further = language_model.mtp_nll(model, hidden, at.reshape(-1), batch)
+            nll, further, _ = language_model.mtp_nll(model, hidden, at.reshape(-1), batch)
         else:
             flat = hidden.flatten(0, 1)
             if self._padded != self._length:

@@ -327,6 +327,8 @@ def checkpoint(
         name = str(metric).removeprefix("eval_")
         if generates and name in _COMPARISONS:
             checkpoint |= {"best_metric": f"eval/{name}", "best_is": "highest"}
+        elif not generates and name == "accuracy" and run.stage in ("sft", "lora"):
+            checkpoint |= {"best_metric": "eval/tokens/accuracy", "best_is": "highest"}
         elif metric not in (None, "loss", "eval_loss"):
             run.note(
                 f"checkpoint.best_metric: eval/loss, for {metric}: the best checkpoint may be that of another step"

@@ -87,9 +87,10 @@ def test_sft(converted: Convert) -> None:
     assert recipe["train"]["global_batch_size"] == 2 * 4 * 4
     assert recipe["sft"] == {"truncate": True}
     assert recipe["train"]["eval_steps"] == recipe["checkpoint"]["save_steps"] == "epoch"
-    assert recipe["checkpoint"] == {"save_steps": "epoch", "keep_last": 2, "best_metric": "eval/loss"}
+    best = {"best_metric": "eval/tokens/accuracy", "best_is": "highest"}
+    assert recipe["checkpoint"] == {"save_steps": "epoch", "keep_last": 2, **best}
     assert (recipe["train"]["warmup_steps"], recipe["train"]["warmup_from_zero"]) == (30, True)
-    assert any("eval/loss, for accuracy" in note for note in found.notes)
+    assert not any("best_metric" in note for note in found.notes)
     assert "data.max_length" in left["src_length"]
 
 
@@ -102,6 +103,7 @@ def test_generated_answers(converted: Convert) -> None:
     drawn = converted({**asks, "top_k": 5, "top_p": 0.7, "save_generation_output": True}).recipe
     assert drawn["generation"] == {"max_new_tokens": 3071, "temperature": 1.0, "top_k": 5, "top_p": 0.7, "save": True}
     assert drawn["checkpoint"]["best_metric"] == "eval/loss"
+    assert any("eval/loss, for accuracy" in note for note in converted(asks).notes)
     plain = converted({**SFT, "top_p": 0.7})
     assert "generation" not in plain.recipe
     assert ("top_p", 0.7, "belongs to eval_with_do_generation") in plain.left_out

@@ -323,8 +323,24 @@ def test_the_loss_is_the_weighted_sum_over_the_tokens(stage: SftStage) -> None:
             weight += sample.weights[i]
     assert float(terms.total) == pytest.approx(expected, rel=1e-6)
     assert terms.weight == weight
+    assert terms.sums.keys() == {"tokens/likely"}, "training does not pass over the logits once more"
     assert float(terms.sums["tokens/likely"][0]) == likely
     assert terms.sums["tokens/likely"][1] == weight
+
+
+def test_an_evaluation_counts_what_greedy_decoding_picks() -> None:
+    model = dpo_case.model()
+    with paddle.no_grad():
+        model.eval()
+        ids = np.array([1, *np.random.default_rng(0).integers(3, 500, 30)], "int32")
+        chosen = model(paddle.to_tensor(ids[None].astype("int64"))).numpy()[0].argmax(-1)
+        ids[5:20:3] = chosen[4:19:3]  # which changes what is picked behind them
+        weights = np.where(np.arange(31) > 0, np.float32(0.5), np.float32(0))
+        sample = WeightedTokens(ids, weights)
+        picked = model(paddle.to_tensor(ids[None].astype("int64"))).numpy()[0].argmax(-1)
+        right, weight = weighted_loss(model, collate([sample, sample], PAD, 8)).sums["tokens/accuracy"]
+    assert float(right) == (picked[:-1] == ids[1:]).sum() * 0.5 * 2 > 0
+    assert weight == 30.0
 
 
 def test_joined_rows_teach_the_same_without_padding() -> None:
