@@ -1,4 +1,4 @@
-"""`llmsuite recipe from-paddlenlp FILE`, `llmsuite recipe new`: a recipe to begin with."""
+"""`llmsuite recipe new`, `llmsuite recipe from-paddlenlp FILE` and its like: a recipe to begin with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
@@ -16,24 +16,35 @@ from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
 from llmsuite.specs import Command
 
+if TYPE_CHECKING:
+    from llmsuite.recipe.paddlenlp.conversion import Converted
+
+
+_Action = Literal["new", "from-paddlenlp", "from-llamafactory"]
+
 
 def add_arguments(parser: Any) -> None:
     from jsonargparse.typing import PositiveInt
 
     parser.add_argument(
         "action",
-        type=Literal["new", "from-paddlenlp"],
-        help="new: by a few questions or options; from-paddlenlp: from arguments of PaddleNLP's llm/ scripts",
+        type=_Action,
+        help="new: by a few questions or options; from-…: from arguments of PaddleNLP's llm/ scripts, or of another "
+        "suite's training command",
     )
     parser.add_argument(
-        "file", type=str | None, nargs="?", default=None, help="with from-paddlenlp: JSON argument file or shell script"
+        "file",
+        type=str | None,
+        nargs="?",
+        default=None,
+        help="with from-…: YAML or JSON file of arguments; with from-paddlenlp JSON, or a shell script",
     )
     parser.add_argument("-o", "--output", type=str | None, default=None, help="file to write; default: print it")
     parser.add_argument("--stage", type=str | None, default=None, help="see: llmsuite list stages")
     parser.add_argument("--family", type=str | None, default=None, help="see: llmsuite list models")
     parser.add_argument("--num_devices", type=PositiveInt | None, default=None, help="of all machines together")
     parser.add_argument(
-        "--leave_out", type=str | None, default=None, help="with from-paddlenlp: arguments to do without, as A,B"
+        "--leave_out", type=str | None, default=None, help="with from-…: arguments to do without, as A,B"
     )
     parser.add_argument("--preset", type=str | None, default=None, help="with new: which model of the family")
     parser.add_argument("--device", type=str | None, default=None, help="with new: gpu (the default), xpu or cpu")
@@ -42,24 +53,45 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
-    return _new(args, registry) if args.action == "new" else _from_paddlenlp(args, registry)
-
-
-def _from_paddlenlp(args: Any, registry: Registry) -> int:
+    if args.action == "new":
+        return _new(args, registry)
     if args.file is None:
-        raise UserError("recipe from-paddlenlp: name the file with the arguments")
+        raise UserError(f"recipe {args.action}: name the file with the arguments")
     if given := [name for name in ("preset", "device", "weights") if args[name] is not None]:
         raise UserError(f"--{given[0]}: belongs to `llmsuite recipe new`; the arguments say it")
-    from llmsuite.recipe.paddlenlp.arguments import read_arguments
-    from llmsuite.recipe.paddlenlp.convert import convert
-
     path = Path(args.file)
     leave_out = [key.strip() for key in (args.leave_out or "").split(",") if key.strip()]
-    found = convert(read_arguments(path), path.name, registry, args.stage, args.family, args.num_devices, leave_out)
+    options = (registry, args.stage, args.family, args.num_devices, leave_out)
+    found: Converted
+    if args.action == "from-paddlenlp":
+        from llmsuite.recipe.paddlenlp.arguments import read_arguments
+        from llmsuite.recipe.paddlenlp.convert import convert
+
+        found = convert(read_arguments(path), path.name, *options)
+    else:
+        from llmsuite.recipe.suites.convert import convert as convert_suite
+        from llmsuite.recipe.suites.convert import read_values
+        from llmsuite.recipe.suites.known import SUITES
+
+        found = convert_suite(SUITES[args.action], read_values(path), path.name, *options)
     problems = _give(found.recipe, args.output, registry)
-    tell = sys.stderr if args.output is None else sys.stdout
+    _tell(found, sys.stderr if args.output is None else sys.stdout)
+    for problem in problems:
+        print(f"to do: {problem}", file=sys.stderr if args.output is None else sys.stdout)
+    return 0
+
+
+def _tell(found: Converted, tell: TextIO) -> None:
+    """The report of a conversion."""
+    from llmsuite.recipe.suites.suite import Report
+
     for note in found.notes:
         print(f"note: {note}", file=tell)
+    if isinstance(found, Report):
+        print(f"{len(found.same)} arguments are the same: {', '.join(key for key, _ in found.same)}", file=tell)
+        print(f"{len(found.translated)} are translated:", file=tell)
+        for key, value, ours in found.translated:
+            print(f"  {key} = {value}: {ours}", file=tell)
     if found.left_out:
         print(f"{len(found.left_out)} arguments have no counterpart, and change nothing of what is trained:", file=tell)
     for key, value, why in found.left_out:
@@ -68,14 +100,11 @@ def _from_paddlenlp(args: Any, registry: Registry) -> int:
         print(f"{len(found.refused)} arguments are left out, so it is another job:", file=tell)
     for key, value, why in found.refused:
         print(f"  {key} = {value}: {why}", file=tell)
-    for problem in problems:
-        print(f"to do: {problem}", file=tell)
-    return 0
 
 
 def _new(args: Any, registry: Registry) -> int:
     if args.leave_out is not None:
-        raise UserError("--leave_out: belongs to `llmsuite recipe from-paddlenlp`")
+        raise UserError("--leave_out: belongs to `llmsuite recipe from-paddlenlp` and its like")
     if args.file is not None:
         raise UserError(f"recipe new: takes no file; to write to {args.file} add -o {args.file}")
     stage = _chosen("stage", args.stage, [name for name, spec in registry.stages.items() if spec.trains])
@@ -144,5 +173,8 @@ def _give(recipe: dict[str, Any], output: str | None, registry: Registry) -> lis
 
 
 COMMAND = Command(
-    name="recipe", help="make a recipe, or turn arguments of PaddleNLP into one", add_arguments=add_arguments, run=run
+    name="recipe",
+    help="make a recipe, or turn arguments of another suite into one",
+    add_arguments=add_arguments,
+    run=run,
 )

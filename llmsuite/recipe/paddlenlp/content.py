@@ -39,7 +39,7 @@ def model(run: Conversion) -> dict[str, Any]:
         model["weights"] = name
         if tokenizer not in (None, name):
             model["tokenizer"] = tokenizer
-    preset = run.preset = _preset(str(name), run.family)
+    preset = run.preset = preset_of(str(name), run.family)
     if preset is not None:
         model["preset"] = preset
     elif fresh:
@@ -353,7 +353,7 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"[0-9.]+([eE][-+]?[0-9]+)?", text) is not None
 
 
-def _preset(name: str, family: ModelFamily) -> str | None:
+def preset_of(name: str, family: ModelFamily) -> str | None:
     """The shape the family has under a model's name, without what says how it was tuned."""
     plain = _SUFFIXES.sub("", name.rstrip("/").rpartition("/")[2]).lower()
     return plain if plain in family.presets else None

@@ -10,6 +10,15 @@ from llmsuite.specs import ModelFamily
 
 # what a name contains, and the model_type of its config.json; the first that fits counts
 _MODEL_TYPES = (
+    (r"awq|gptq|aqlm|[-_](int|fp)[48]\b|bnb-4bit|gguf", "quantised already"),
+    (r"[-_]vl\b|-vl-|-omni|vision|llava|-ocr|moss-vl", "for images or sound"),
+    (r"gpt-?oss", "gpt_oss"),
+    (r"gpt-?(neo|j)", "gpt_neo"),
+    (r"llama-?4", "llama4"),
+    (r"qwen-?3[.-]?(5|6|next)\b|qwen-?3\.\d", "qwen3_5 or qwen3_next"),
+    (r"deepseek-?v(3\.2|4)", "deepseek_v32 or newer"),
+    (r"mistral-small-3|ministral-3|mistral-large-3", "mistral3"),
+    (r"embedding|reranker", "of embeddings"),
     (r"baichuan", "baichuan"),
     (r"chatglm|glm-?\d", "chatglm"),
     (r"mixtral", "mixtral"),
@@ -34,8 +43,8 @@ _MODEL_TYPES = (
 )
 
 
-def family_of(model: str, registry: Registry) -> ModelFamily:
-    """The family that has the model of a name.
+def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -> ModelFamily:
+    """The family that has the model of a name, which an argument `key` gives.
 
     Raises:
         UserError: no family has it, or its name tells nothing.
@@ -43,14 +52,14 @@ def family_of(model: str, registry: Registry) -> ModelFamily:
     kind = next((kind for words, kind in _MODEL_TYPES if re.search(words, model, re.IGNORECASE)), None)
     if kind is None:
         raise UserError(
-            f"model_name_or_path is {model!r}, which tells no family; if `llmsuite list models` has the model_type of "
+            f"{key} is {model!r}, which tells no family; if `llmsuite list models` has the model_type of "
             "its config.json, add --family"
         )
     found = next((family for family in registry.models.values() if kind in family.hf_model_types), None)
     if found is None:
         known = ", ".join(sorted({kind for family in registry.models.values() for kind in family.hf_model_types}))
         raise UserError(
-            f"no recipe is this job: model_name_or_path is {model!r}, of type {kind}, which no family has; the types "
+            f"no recipe is this job: {key} is {model!r}, of type {kind}, which no family has; the types "
             f"there are: {known}"
         )
     return found

@@ -1,0 +1,128 @@
+"""From the file of another suite to a recipe and a report: the same, translated, without counterpart, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.document import JSONC, YAML
+from llmsuite.recipe.paddlenlp.arguments import Arguments
+from llmsuite.recipe.paddlenlp.family import family_of
+from llmsuite.recipe.source import parse_json, read_text
+from llmsuite.recipe.suites.suite import Report, Run, Suite, find, is_on
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The keys and values of a file in YAML, as programs read it that read YAML 1.1, or JSON.
+
+    Raises:
+        UserError: it cannot be read, or is no object; with line and column.
+    """
+    text, suffix = read_text(path), path.suffix.lower()
+    if suffix in YAML:
+        from llmsuite.recipe.yaml_source import parse_yaml
+
+        found = parse_yaml(text, str(path), yaml_1_1=True).value
+    else:
+        found = parse_json(text, str(path), comments=suffix in JSONC).value
+    if not isinstance(found, dict):
+        raise UserError(f"{path}:1:1: has no keys; give a YAML or JSON file of arguments")
+    return found
+
+
+def convert(
+    suite: Suite,
+    values: Mapping[str, Any],
+    name: str,
+    registry: Registry,
+    stage: str | None = None,
+    family: str | None = None,
+    num_devices: int | None = None,
+    leave_out: Sequence[str] = (),
+) -> Report:
+    """A recipe of the same run.
+
+    Args:
+        suite: whose file it is.
+        values: what is in it.
+        name: of the file, for the recipe's `source`.
+        registry: what stages and families there are.
+        stage: of the recipe, where the file does not tell.
+        family: of the model, where its name does not tell.
+        num_devices: of all machines, where the file does not tell.
+        leave_out: arguments that the recipe may do without, although it is another job then.
+
+    Raises:
+        UserError: no recipe can be the same job, stage or family cannot be told, or an argument is not of its type.
+    """
+    flat = suite.flatten(dict(values))
+    at_once = [(key, value, _refusal(suite, key, value)) for key, value in flat.items()]
+    _refuse([(key, value, why) for key, value, why in at_once if why is not None], suite, name, leave_out)
+    stage = suite.stage(flat, name, stage)
+    for kind, given in (("stage", stage), ("model", family)):
+        if given is not None and given not in (registry.stages if kind == "stage" else registry.models):
+            raise UserError(registry.unknown(kind, given))
+    model = str(flat.get(suite.model_key) or "")
+    if not model:
+        raise UserError(f"{name}: has no {suite.model_key}")
+    spec = registry.models[family] if family is not None else family_of(model, registry, suite.model_key)
+    run = Run(suite, Arguments(flat), name, registry, stage, spec, num_devices)
+    run.report.recipe = suite.recipe(run)
+    return _finished(run, leave_out)
+
+
+def _finished(run: Run, leave_out: Sequence[str]) -> Report:
+    """The report, with what is left over."""
+    suite, report = run.suite, run.report
+    used = {key: value for key, value in run.arguments.values.items() if key not in run.left}
+    for key, value in run.left.items():
+        why = _refusal(suite, key, value)
+        if why is None and (known := find(suite.without, key)) is not None:
+            report.left_out.append((key, value, known))
+        elif why is None and not is_on(value):
+            report.left_out.append((key, value, "it says no"))
+        else:
+            report.refused.append((key, value, why or run.unknown(key)))
+    _refuse(report.refused, suite, run.name, leave_out)
+    reachable = {*run.arguments.values, *(key for key, _, _ in report.refused)}
+    if absent := [key for key in leave_out if key not in reachable]:
+        raise UserError(f"--leave_out: {run.name} has no {', '.join(absent)}")
+    told = {key for key, _, _ in (*report.left_out, *report.refused)}
+    leaves = _leaves(report.recipe)
+    for key, value in used.items():
+        if key in told or value is None:
+            continue
+        if any(ours.rpartition(".")[2] == key and leaf == value for ours, leaf in leaves.items()):
+            report.same.append((key, value))
+        else:
+            report.translated.append((key, value, find(suite.becomes, key) or "see the notes"))
+    if leave_out:
+        report.recipe["source"] += f", without {', '.join(leave_out)}"
+    return report
+
+
+def _refusal(suite: Suite, key: str, value: Any) -> str | None:
+    found = find(suite.refused, key)
+    return found.why if found is not None and found.applies(value) else None
+
+
+def _refuse(refused: Sequence[tuple[str, Any, str]], suite: Suite, name: str, leave_out: Sequence[str]) -> None:
+    """Raise UserError for arguments that are not to be left out."""
+    wrong = [(key, value, why) for key, value, why in refused if key not in leave_out]
+    if wrong:
+        lines = "".join(f"\n  {key} = {value}: {why}" for key, value, why in wrong)
+        keys = ",".join(dict.fromkeys(key for key, _, _ in wrong))
+        raise UserError(
+            f"{name}: no recipe is this job of {suite.name}, because of{lines}\nWithout them it is another job; if "
+            f"that is what you want, add --leave_out {keys}"
+        )
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found

@@ -1,0 +1,261 @@
+"""Arguments of LLaMA-Factory: `llamafactory-cli train FILE`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.recipe.suites import llamafactory_words, model, trainer
+from llmsuite.recipe.suites.suite import Run, Suite, is_on
+
+_DEFAULTS = trainer.Defaults(recompute=True)
+_STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto"}
+_TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "smollm": "chatml", "llama3": "llama3"}
+"""Templates with the turns of one that is built in, and without a system turn of their own."""
+_OWN_TEMPLATES = {"qwen": r"qwen-?2\.5", "smollm2": "smollm2"}
+"""Those whose text, with its system turn, is that of the tokenizers of some models."""
+_COLUMNS = {
+    "prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
+    "messages": "conversations", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "kto_tag",
+}  # fmt: skip
+"""Columns of dataset_info.json under the names that formats here know."""
+_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
+
+
+def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
+    if "model_name_or_path" not in values and "model" in values:
+        raise UserError(
+            f"{name}: has the keys of LLaMA-Factory's engine v1, which is another program; give a file with "
+            "model_name_or_path, stage and finetuning_type"
+        )
+    if not is_on(values.get("do_train")):
+        raise UserError(f"{name}: do_train is not true, so nothing is trained; that is `llmsuite generate`, `llmsuite "
+                        "merge` or `llmsuite export`, not a recipe")  # fmt: skip
+    kind = str(values.get("stage", "sft"))
+    if kind == "rm":
+        raise UserError(
+            f"{name}: no recipe is this job of LLaMA-Factory: its stage rm scores by a linear layer with a bias, "
+            "behind a dropout of a tenth; here there is neither. For a reward model: llmsuite recipe new --stage rm"
+        )
+    if told is None and kind not in _STAGES:
+        raise UserError(f"{name}: stage {kind} is no job of a recipe; there are {', '.join(_STAGES)} and, of its own, "
+                        "ppo: llmsuite recipe new --stage ppo")  # fmt: skip
+    stage = told or _STAGES[kind]
+    return "lora" if stage == "sft" and values.get("finetuning_type", "lora") == "lora" else stage
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    kind = str(run.take("finetuning_type") or "lora")
+    run.take("stage")
+    own = _own_section(run)
+    parallel = trainer.parallel(run) | _megatron(run)
+    run.hinted_devices = run.number("ray_num_workers", None)
+    recipe: dict[str, Any] = {
+        "stage": run.stage,
+        "source": f"LLaMA-Factory {run.name}",
+        "model": model.model(run),
+        "data": _data(run),
+        "parallel": parallel,
+        "engine": _engine(run, kind),
+    }
+    recipe["launch"] = trainer.launch(run)
+    recipe["train"] = trainer.train(run, recipe["launch"], parallel, _DEFAULTS)
+    has_eval = trainer.evaluates(run, recipe["train"]) and "eval" in recipe["data"]
+    if not has_eval:
+        recipe["data"].pop("eval", None)
+        recipe["train"].pop("eval_steps", None)
+    if own:
+        recipe[run.section] = own
+    if kind == "lora":
+        recipe["lora"] = _lora(run)
+    elif kind != "full":
+        run.refuse("finetuning_type", kind, "what is trained is the whole model (full) or adapters (lora)")
+    recipe["checkpoint"] = trainer.checkpoint(run, has_eval, _DEFAULTS)
+    recipe |= trainer.ends(run)
+    return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _megatron(run: Run) -> dict[str, Any]:
+    """The axes of its Megatron engines. They change no number."""
+    found: dict[str, Any] = {}
+    if run.given("tensor_model_parallel_size") is not None and run.stage == "lora":
+        why = "adapters of its Megatron engines are on joined matrices, of queries, keys and values, and of gate and up"
+        run.refuse("tensor_model_parallel_size", run.given("tensor_model_parallel_size"), why)
+    for theirs, ours in (("tensor_model", "tensor"), ("pipeline_model", "pipeline"), ("expert_model", "expert")):
+        degree = run.number(f"{theirs}_parallel_size", 1)
+        found |= {f"{ours}_parallel_degree": degree} if degree > 1 else {}
+    if run.flag("sequence_parallel") and "tensor_parallel_degree" in found:
+        found["sequence_parallel"] = True
+    return found
+
+
+def _engine(run: Run, kind: str) -> dict[str, Any]:
+    engine = trainer.engine(run, _DEFAULTS)
+    run.take("gradient_checkpointing")
+    if run.flag("disable_gradient_checkpointing"):
+        engine.pop("recompute", None)
+    if engine["precision"] == "fp32" and kind == "lora":
+        run.note("engine.precision: fp32; with neither bf16 nor fp16 the frozen model has the dtype of its files there")
+    return engine
+
+
+def _own_section(run: Run) -> dict[str, Any]:
+    if run.section == "sft":
+        run.note("sft.truncate: cuts the end of a long row; LLaMA-Factory cuts prompts and answers in proportion")
+        return {"truncate": True}
+    if run.section == "pretrain":
+        return {}
+    run.note("data.max_length: longer rows are dropped and counted; LLaMA-Factory cuts their prompts and answers")
+    own: dict[str, Any] = {"beta": float(run.number("pref_beta", 0.1))}
+    if run.section == "kto":
+        run.take("pref_loss")
+        run.note("kto: the divergence is estimated on the whole batch; there, on the micro-batches of a moment")
+        for theirs, ours in (("kto_chosen_weight", "desirable_weight"), ("kto_rejected_weight", "undesirable_weight")):
+            weight = run.number(theirs, 1.0)
+            own |= {ours: float(weight)} if weight != 1 else {}
+        return own
+    told = str(run.take("pref_loss") or "sigmoid")
+    if told not in _LOSSES:
+        why = {
+            "orpo": "weighs each chosen answer alike in its second term; dpo.loss orpo weighs each token alike",
+            "kto_pair": "is refused by TRL itself since 0.9; nearest: stage kto",
+        }
+        run.refuse("pref_loss", told, why.get(told, f"dpo.loss has {', '.join(_LOSSES)}"))
+    own["loss"] = _LOSSES.get(told, "sigmoid")
+    if (smoothing := run.number("dpo_label_smoothing", 0.0)) and told == "sigmoid":
+        own["label_smoothing"] = float(smoothing)
+    gamma = run.number("simpo_gamma", 0.5)
+    if own["loss"] == "simpo":
+        own["gamma"] = float(gamma)
+    elif run.given("simpo_gamma") is not None:
+        run.left_out("simpo_gamma", gamma, f"is the margin of simpo, and pref_loss is {told}")
+    return own
+
+
+def _data(run: Run) -> dict[str, Any]:
+    length = run.number("cutoff_len", 2048)
+    if run.section == "pretrain":
+        if run.take("packing") is False:
+            run.refuse("packing", False, "samples are cut from the documents joined together")
+        run.note(f"data.max_length: {length - 1}: a sample of {length} tokens has so many to predict")
+        length -= 1
+    elif run.flag("neat_packing"):
+        run.take("packing")
+    elif run.flag("packing"):
+        run.refuse("packing", True, "without neat_packing tokens see the other rows of a pack; data.packing keeps them "
+                                    "apart, as neat_packing does")  # fmt: skip
+    found: dict[str, Any] = {"train": _rows(run, "dataset"), "max_length": length}
+    if run.given("eval_dataset") is not None:
+        found["eval"] = _rows(run, "eval_dataset")
+    run.take("max_samples"), run.take("dataset_dir")
+    if is_on(run.given("neat_packing")) and run.section == "sft":
+        found["packing"] = "best_fit"
+        run.note("data.packing: packs are filled best-fit, so there may be fewer of them than there")
+    if run.section != "pretrain":
+        found |= _template(run)
+    else:
+        run.take("template")
+    if run.flag("disable_shuffling"):
+        found["shuffle"] = False
+    return found | trainer.loading(run)
+
+
+def _template(run: Run) -> dict[str, Any]:
+    name = run.take("template")
+    if name is None:
+        return {}
+    if name in _TEMPLATES:
+        if _TEMPLATES[name] == "chatml":
+            run.note("data.chat_template: the line break behind an answer's <|im_end|> is not learnt; there it is")
+        return {"chat_template": _TEMPLATES[name]}
+    weights = str(run.given(run.suite.model_key))
+    if name in _OWN_TEMPLATES and re.search(_OWN_TEMPLATES[name], weights, re.IGNORECASE):
+        run.note(
+            "data.chat_template: the tokenizer's own, which has the text of this one; what is behind the end of an "
+            "answer is not learnt"
+        )
+        return {}
+    why = "adds a system turn of its own" if name in _OWN_TEMPLATES else "is a text of LLaMA-Factory's own"
+    run.refuse("template", name, f"{why}; where the template of {weights} is meant, leave it out: data.chat_template")
+    return {}
+
+
+def _rows(run: Run, key: str) -> str:
+    """The file of one data set, or one that is to be made of several or of a part."""
+    names, most = run.words(key), run.given("max_samples")
+    if not names:
+        raise UserError(f"{run.name}: has no {key}")
+    directory = str(run.given("dataset_dir") or "data")
+    places = [_place(run, name, directory, most) for name in names]
+    if len(places) == 1 and (most is None or "rows=" in places[0]):
+        return places[0]
+    path = f"{directory.rpartition(':')[2]}/{'+'.join(names)}.jsonl"
+    part = f", the first {most} of each" if most is not None else ""
+    run.note(f"{'data.train' if key == 'dataset' else 'data.eval'}: is a file to make: {path}, with the rows of "
+             f"{', '.join(places)}{part}")  # fmt: skip
+    return path
+
+
+def _place(run: Run, name: str, directory: str, most: int | None) -> str:
+    """Where a data set of dataset_info.json is, as a value of `data.train`."""
+    index = Path(directory) / "dataset_info.json"
+    if not index.is_file():
+        run.note(f"data.train: {index} is not here, which says where {name} is; taken for {directory}/{name}.json")
+        return f"{directory}/{name}.json"
+    try:
+        entry = json.loads(index.read_text(encoding="utf-8")).get(name)
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{index}: cannot be read as JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise UserError(f"{run.name}: {index} has no data set {name}")
+    columns = entry.get("columns") or {}
+    odd = {theirs: column for theirs, column in columns.items() if column not in (None, _COLUMNS.get(theirs))}
+    if odd and run.section != "pretrain":
+        run.note(f"data.train: {name} has columns of its own ({', '.join(odd.values())}); see `llmsuite list formats`")
+    if "file_name" in entry:
+        return f"{directory}/{entry['file_name']}"
+    if "hf_hub_url" in entry:
+        options = [f"split={entry.get('split', 'train')}"]
+        options += [f"config={entry['subset']}"] if entry.get("subset") else []
+        options += [f"rows={most}"] if most is not None else []
+        return f"hf:{entry['hf_hub_url']}?{'&'.join(options)}"
+    raise UserError(f"{run.name}: data set {name} of {index} is neither a file nor on the Hugging Face hub")
+
+
+def _lora(run: Run) -> dict[str, Any]:
+    rank = run.number("lora_rank", 8)
+    found: dict[str, Any] = {"rank": rank, "alpha": float(run.number("lora_alpha", 0) or 2 * rank)}
+    if run.flag("use_dora"):
+        found["method"] = "dora"
+    if run.flag("pissa_init"):
+        found["init"] = "pissa"
+        if "method" in found:
+            run.refuse("pissa_init", True, "beside DoRA: lora.init pissa is for lora.method lora")
+        run.note("lora.init: pissa with exact singular vectors; pissa_iter takes them by iteration")
+    if dropout := run.number("lora_dropout", 0.0):
+        found["dropout"] = float(dropout)
+    if run.flag("use_rslora"):
+        found["rslora"] = True
+    if ratio := run.number("loraplus_lr_ratio", None):
+        found["lora_plus_ratio"] = float(ratio)
+    found |= model.target_modules(run, "lora_target", ("all",), "all")
+    number, method = run.number("quantization_bit", None), str(run.take("quantization_method") or "bnb")
+    kind, doubled = str(run.take("quantization_type") or "nf4"), run.take("double_quantization")
+    if number is not None and (method not in ("bnb", "bitsandbytes") or number not in (4, 8)):
+        run.refuse("quantization_method", method, f"with {number} bits: lora.base_dtype has nf4, fp4 and int8")
+    return found | model.bits(run, number == 4, number == 8, kind, ("double_quantization", doubled is not False))
+
+
+LLAMA_FACTORY = Suite(
+    name="LLaMA-Factory",
+    model_key="model_name_or_path",
+    stage=_stage,
+    recipe=_recipe,
+    refused=llamafactory_words.REFUSED,
+    without=llamafactory_words.WITHOUT,
+    becomes=llamafactory_words.BECOMES,
+)

@@ -1,0 +1,99 @@
+"""What another suite is to the engine: how its files are read and told apart, and what its words mean here."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.paddlenlp.arguments import Arguments
+from llmsuite.recipe.paddlenlp.conversion import Conversion, Converted
+from llmsuite.specs import ModelFamily
+
+OFF: tuple[Any, ...] = (None, False, 0, "", "0", "false", "False", "no", "No", "none", "None", "null", [], {})
+"""Values that say no."""
+
+
+def is_on(value: Any) -> bool:
+    """Whether a value says more than no."""
+    return value not in OFF
+
+
+@dataclasses.dataclass
+class Report(Converted):
+    """A recipe, and what became of each argument."""
+
+    same: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    """Arguments with the name and the value of a key here."""
+    translated: list[tuple[str, Any, str]] = dataclasses.field(default_factory=list)
+    """Name, value, and the key here that says it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why an argument makes it another job than any recipe, and with which values it does."""
+
+    why: str
+    applies: Callable[[Any], bool] = is_on
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """One suite."""
+
+    name: str
+    """As its users write it, for `source` and messages."""
+    model_key: str
+    """The argument that names the model."""
+    stage: Callable[[Mapping[str, Any], str, str | None], str]
+    """The stage of the arguments, the name of their file and `--stage`. Raises UserError where nothing is trained, or
+    they tell no stage."""
+    recipe: Callable[[Run], dict[str, Any]]
+    """The recipe, section by section; takes from the run what it uses."""
+    refused: Mapping[str, Refusal]
+    """Patterns of `fnmatch` over names; the first that fits counts."""
+    without: Mapping[str, str]
+    """The same: arguments that change nothing of what is trained, and why."""
+    becomes: Mapping[str, str]
+    """The key, or section, that an argument is translated to."""
+    flatten: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """Arguments by name, from the document."""
+
+
+class Run(Conversion):
+    """One conversion of a file of a suite."""
+
+    def __init__(
+        self,
+        suite: Suite,
+        arguments: Arguments,
+        name: str,
+        registry: Registry,
+        stage: str,
+        family: ModelFamily,
+        num_devices: int | None,
+    ):
+        super().__init__(arguments, name, registry, stage, family, num_devices)
+        self.suite = suite
+        self.result = self.report = Report({})
+        self.hinted_devices: int | None = None
+        """Devices that the file itself names."""
+
+    def given(self, key: str) -> Any:
+        """What was written for an argument, used or not; None where nothing was."""
+        return self.arguments.values.get(key)
+
+    def words(self, key: str) -> list[str]:
+        """Several values: a list, or a text with commas."""
+        value = self.take(key)
+        if value is None:
+            return []
+        listed = value if isinstance(value, list) else str(value).split(",")
+        return [str(word).strip() for word in listed if str(word).strip()]
+
+
+def find(table: Mapping[str, Any], key: str) -> Any:
+    """The entry of the first pattern that fits; None where none does."""
+    return next((entry for pattern, entry in table.items() if fnmatch.fnmatchcase(key, pattern)), None)

@@ -1,0 +1,332 @@
+"""Words of the Trainer of transformers (`TrainingArguments`), which most suites take over with their own defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.recipe.suites.suite import Refusal, Run, is_on
+
+_PER_MACHINE = 8
+_OPTIMIZERS = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
+_STAGES = {"zero1": "stage1", "zero2": "stage2", "zero3": "stage3", "full_shard": "stage3", "shard_grad_op": "stage2"}
+_LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What a suite takes for arguments that are not given. Those of transformers, unless it says otherwise."""
+
+    learning_rate: float = 5e-5
+    micro_batch_size: int = 8
+    num_epochs: float = 3
+    lr_schedule: str = "linear"
+    weight_decay: float = 0.0
+    adam_beta2: float = 0.999
+    warmup_ratio: float = 0.0
+    save_steps: int | None = 500
+    recompute: bool = False
+    precision: str = "fp32"
+    accumulate: int = 1
+
+
+def parallel(run: Run) -> dict[str, Any]:
+    """The strategy of DeepSpeed's or FSDP's arguments. It changes no number."""
+    offload, stage = False, None
+    deepspeed, fsdp = run.take("deepspeed"), run.take("fsdp")
+    if is_on(deepspeed):
+        stage, offload = _deepspeed(run, deepspeed)
+    if is_on(fsdp):
+        words = " ".join(fsdp) if isinstance(fsdp, list) else str(fsdp)
+        found = next((known for known in ("full_shard", "shard_grad_op") if known in words), "full_shard")
+        stage, offload = _STAGES[found], "offload" in words
+    run.offload = offload
+    return {"sharding": stage} if stage is not None else {}
+
+
+def _deepspeed(run: Run, given: Any) -> tuple[str | None, bool]:
+    """ZeRO's stage and whether the optimizer is in host memory: from the file if it is here, else from its name."""
+    config = given if isinstance(given, dict) else None
+    if config is None and Path(str(given)).is_file():
+        try:
+            config = json.loads(Path(str(given)).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{given}: cannot be read as JSON: {error}") from error
+    if isinstance(config, dict):
+        zero = config.get("zero_optimization") or {}
+        level = zero.get("stage", 0)
+        where = zero.get("offload_optimizer") or {}
+        return _STAGES.get(f"zero{level}"), where.get("device", "none") != "none"
+    found = re.search(r"z(?:ero)?[-_]?([0-3])", str(given).rpartition("/")[2])
+    if found is None:
+        run.note(f"parallel.sharding: {given} is not here; set it to stage1, stage2 or stage3")
+        return None, False
+    return _STAGES.get(f"zero{found[1]}"), "offload" in str(given)
+
+
+def launch(run: Run) -> dict[str, Any]:
+    """How many devices: as told on the command line, by the file, else one."""
+    total = run.told_devices or run.hinted_devices
+    if total is None:
+        total = 1
+        run.note(
+            "launch: 1 device, as the file does not say how many; --num_devices N for another number, which multiplies "
+            "train.global_batch_size"
+        )
+    machines = total // _PER_MACHINE if total % _PER_MACHINE == 0 else 1
+    return {"num_devices": total // machines, **({"nnodes": machines} if machines > 1 else {})}
+
+
+def engine(run: Run, defaults: Defaults) -> dict[str, Any]:
+    """Precision and recomputation."""
+    told = {kind: run.given(kind) for kind in ("bf16", "fp16")}
+    bf16, fp16 = run.flag("bf16"), run.flag("fp16")
+    if bf16 or told["bf16"] == "auto":
+        precision = "bf16"
+    else:
+        precision = "fp16" if fp16 else defaults.precision if told["bf16"] is None else "fp32"
+    engine: dict[str, Any] = {"precision": precision}
+    asked = run.take("gradient_checkpointing")
+    if (defaults.recompute if asked is None else is_on(asked)) and precision != "none":
+        engine["recompute"] = "full"
+    return {**engine, "offload_optimizer": True} if run.offload else engine
+
+
+def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], defaults: Defaults) -> dict[str, Any]:
+    """Batch sizes, length, optimizer and schedule."""
+    total = launch["num_devices"] * launch.get("nnodes", 1)
+    cut = parallel.get("tensor_parallel_degree", 1) * parallel.get("pipeline_parallel_degree", 1)
+    ranks = run.data_ranks = max(1, total // cut)
+    if ranks == 1 and "sharding" in parallel:
+        run.note(f"parallel.sharding: {parallel.pop('sharding')} is left out, as there is one data rank")
+    micro = run.number("per_device_train_batch_size", defaults.micro_batch_size)
+    accumulate = run.number("gradient_accumulation_steps", defaults.accumulate)
+    train: dict[str, Any] = _length(run, defaults)
+    train |= {"global_batch_size": micro * accumulate * ranks, "micro_batch_size": micro}
+    train["learning_rate"] = float(run.number("learning_rate", defaults.learning_rate))
+    train |= _schedule(run, train["learning_rate"], train.get("max_steps"), defaults)
+    for key, default in (("weight_decay", defaults.weight_decay), ("adam_beta1", 0.9),
+                         ("adam_beta2", defaults.adam_beta2), ("adam_epsilon", 1e-8)):  # fmt: skip
+        value = run.number(key, default)
+        if value != {"weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}[key]:
+            train[key] = float(value)
+    norm = run.number("max_grad_norm", 1.0)
+    if norm != 1:
+        train["max_grad_norm"] = float(norm) if norm > 0 else None
+    optimizer = run.take("optim")
+    if optimizer is not None and optimizer not in _OPTIMIZERS:
+        run.refuse("optim", optimizer, "train.optimizer has adamw")
+    every = run.take("logging_steps")
+    if isinstance(every, int) and every > 1:
+        train["log_steps"] = every
+    return train
+
+
+def _length(run: Run, defaults: Defaults) -> dict[str, Any]:
+    steps, epochs = run.number("max_steps", -1), run.number("num_train_epochs", defaults.num_epochs)
+    if steps > 0:
+        if run.given("num_train_epochs") is not None:
+            run.left_out("num_train_epochs", epochs, "max_steps is given, which counts")
+        return {"max_steps": steps}
+    if epochs != int(epochs) or epochs < 1:
+        run.refuse("num_train_epochs", epochs, "train.num_epochs is whole; max_steps can be any number")
+    return {"num_epochs": max(1, math.ceil(epochs))}
+
+
+def _schedule(run: Run, rate: float, steps: int | None, defaults: Defaults) -> dict[str, Any]:
+    """The schedule and its warm-up, whose first step has rate 0."""
+    kind = str(run.take("lr_scheduler_type") or defaults.lr_schedule)
+    options = run.take("lr_scheduler_kwargs") or {}
+    schedule = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(kind, kind)
+    if schedule not in ("constant", "linear", "cosine"):
+        run.refuse("lr_scheduler_type", kind, "train.lr_schedule has constant, linear, cosine and wsd")
+        schedule = "linear"
+    found: dict[str, Any] = {"lr_schedule": schedule}
+    if kind == "cosine_with_min_lr" and isinstance(options, dict):
+        least = options.pop("min_lr", None)
+        share = options.pop("min_lr_rate", None) if least is None else least / rate
+        found |= {"min_lr_ratio": float(f"{share:.6g}")} if share else {}
+    if options:
+        run.refuse("lr_scheduler_kwargs", options, f"train has no such keys for {kind}")
+    count, ratio = run.number("warmup_steps", 0), run.number("warmup_ratio", defaults.warmup_ratio)
+    if 0 < count < 1:  # a share, in newer versions
+        count, ratio = 0, count
+    if kind == "constant" or (count <= 0 and ratio <= 0):
+        if kind == "constant" and (count > 0 or ratio > 0):
+            run.note("train.warmup_steps: is left out, as lr_scheduler_type constant has no warm-up")
+        return found
+    if count <= 0 and steps is not None:
+        count = math.ceil(ratio * steps)
+    warm = {"warmup_steps": count} if count > 0 else {"warmup_ratio": float(ratio)}
+    return found | warm | {"warmup_from_zero": True}
+
+
+def evaluates(run: Run, train: dict[str, Any]) -> bool:
+    """Whether there are evaluations; their steps go into section `train`."""
+    kind = str(run.take("eval_strategy") or run.take("evaluation_strategy") or "no")
+    run.take("evaluation_strategy")
+    asked, every = run.flag("do_eval"), run.take("eval_steps")
+    if kind == "epoch":
+        train["eval_steps"] = "epoch"
+    elif kind == "steps":
+        train["eval_steps"] = every if isinstance(every, int) and every > 0 else run.given("logging_steps") or 500
+    elif every is not None:
+        run.left_out("eval_steps", every, "eval_strategy does not say steps")
+    return asked or kind != "no"
+
+
+def checkpoint(run: Run, has_eval: bool, defaults: Defaults) -> dict[str, Any]:
+    """When checkpoints are saved, how many are kept, and which is the best."""
+    kind, every = str(run.take("save_strategy") or "steps"), run.take("save_steps")
+    found: dict[str, Any] = {}
+    if kind == "epoch":
+        found["save_steps"] = "epoch"
+    elif kind in ("steps", "best") and isinstance(every or defaults.save_steps, int):
+        found["save_steps"] = every or defaults.save_steps
+    elif kind != "no" and every is not None:
+        run.note(f"checkpoint.save_steps: is left out, as a share of the steps ({every}) has no key")
+    keep = run.number("save_total_limit", None)
+    if keep is None:
+        run.note("checkpoint.keep_last: the 2 newest are kept, where nothing says how many and theirs keeps all")
+    else:
+        found["keep_last"] = max(2, keep)
+        if keep < 2:
+            run.note("checkpoint.keep_last: 2, the least, because the newest may be the one a crash interrupts")
+    best, metric = run.flag("load_best_model_at_end"), run.take("metric_for_best_model")
+    if best and has_eval:
+        found["best_metric"] = "eval/loss"
+        if metric not in (None, "loss", "eval_loss"):
+            run.note(f"checkpoint.best_metric: eval/loss, for {metric}: the best checkpoint may be of another step")
+    elif best:
+        run.left_out("load_best_model_at_end", True, "there is no evaluation to tell the best by")
+    return found
+
+
+def loading(run: Run) -> dict[str, Any]:
+    """Keys of section `data` that the Trainer has words for."""
+    found: dict[str, Any] = {}
+    if run.flag("dataloader_drop_last"):
+        found["drop_last"] = True
+    if workers := run.number("dataloader_num_workers", 0):
+        found["num_workers"] = workers
+    return found
+
+
+def ends(run: Run) -> dict[str, Any]:
+    """Device, loggers, seed and output directory."""
+    found: dict[str, Any] = {"device": "cpu" if run.flag("use_cpu") else "gpu"}
+    told = run.take("report_to")
+    words = " ".join(told) if isinstance(told, list) else str(told or "")
+    if named := [name for name in _LOGGERS if name in words]:
+        found["loggers"] = named
+    found["seed"] = run.number("seed", 42)
+    found["output_dir"] = str(run.take("output_dir") or f"runs/{Path(run.name).stem}")
+    return found
+
+
+REFUSED: Mapping[str, Refusal] = {
+    "label_smoothing_factor": Refusal("labels are not smoothed"),
+    "neftune_noise_alpha": Refusal("embeddings are trained without noise"),
+    "optim_args": Refusal("train.optimizer has adamw, without further arguments"),
+    "optim_target_modules": Refusal("every parameter has one optimizer"),
+    "auto_find_batch_size": Refusal("the batch size would not be the one that is written; see: llmsuite plan"),
+    "average_tokens_across_devices": Refusal(
+        "a loss is divided by the tokens of the whole batch", lambda value: value is not None and not is_on(value)
+    ),
+    "accelerator_config": Refusal("batches are those of data and train"),
+    "parallelism_config": Refusal("nearest key: section parallel"),
+    "past_index": Refusal("rows are independent", lambda value: isinstance(value, int) and value >= 0),
+    "pure_bf16": Refusal("parameters in 16 bits have float32 masters here; nearest key: engine.precision"),
+    "half_precision_backend": Refusal("nearest key: engine.precision", lambda value: value not in (None, "auto")),
+    "fp16_full_eval": Refusal("nearest key: engine.precision"),
+}
+WITHOUT: Mapping[str, str] = {
+    "do_train": "a recipe trains",
+    "do_predict": "generation is a command of its own: llmsuite generate",
+    "per_device_eval_batch_size": "evaluation takes train.micro_batch_size samples at a time",
+    "bf16_full_eval": "evaluation has the precision of training",
+    "eval_accumulation_steps": "evaluation keeps sums only, so nothing piles up",
+    "eval_on_start": "evaluations begin with train.eval_steps",
+    "eval_delay": "evaluations begin with train.eval_steps",
+    "gradient_checkpointing_kwargs": "recomputation needs no choice of how",
+    "logging_*": "metrics go to the terminal and to metrics.jsonl",
+    "disable_tqdm": "metrics go to the terminal and to metrics.jsonl",
+    "log_*": "metrics go to the terminal and to metrics.jsonl",
+    "run_name": "metrics go to the terminal and to metrics.jsonl",
+    "project": "metrics go to the terminal and to metrics.jsonl",
+    "trackio_*": "metrics go to the terminal and to metrics.jsonl",
+    "include_*": "metrics go to the terminal and to metrics.jsonl",
+    "save_only_model": "checkpoints hold the optimizer, so that a run can go on",
+    "save_safetensors": "checkpoints are safetensors",
+    "save_on_each_node": "machines without a shared directory keep their part of a checkpoint",
+    "overwrite_output_dir": "an output directory with checkpoints is resumed or refused",
+    "resume_from_checkpoint": "add --resume to llmsuite run",
+    "ignore_data_skip": "a resumed run goes on exactly",
+    "restore_callback_states_from_checkpoint": "a resumed run goes on exactly",
+    "greater_is_better": "nearest key: checkpoint.best_is",
+    "data_seed": "the order of the rows follows from seed",
+    "full_determinism": "nearest key: engine.deterministic",
+    "group_by_length": "rows are assigned to micro-batches by length: data.group_by_length",
+    "length_column_name": "rows are assigned to micro-batches by length: data.group_by_length",
+    "remove_unused_columns": "keys of a row that its format does not know are not read",
+    "dataloader_*": "nearest key: data.num_workers",
+    "tf32": "the device backend decides how products are computed",
+    "torch_compile*": "nearest key: engine.mode, to_static",
+    "torch_empty_cache_steps": "memory is the allocator's",
+    "jit_mode_eval": "nearest key: engine.mode, to_static",
+    "use_liger_kernel": "the device backend chooses its fused kernels",
+    "liger_kernel_config": "the device backend chooses its fused kernels",
+    "fsdp_*": "layers are sharded one by one: parallel.sharding",
+    "ddp_*": "nearest key: launch.stall_seconds",
+    "local_rank": "ranks are started by llmsuite run",
+    "push_to_hub*": "uploading is a command of its own: llmsuite push",
+    "hub_*": "uploading is a command of its own: llmsuite push",
+    "label_names": "stages know their labels",
+    "skip_memory_metrics": "metrics go to the terminal and to metrics.jsonl",
+    "trust_remote_code": "models are those of the families here; nothing is run that comes with weights",
+    "model_init_kwargs": "weights are read in engine.precision",
+    "attn_implementation": "the device backend chooses its fused kernels",
+    "dtype": "nearest key: engine.precision",
+    "torch_dtype": "nearest key: engine.precision",
+}
+BECOMES: Mapping[str, str] = {
+    "per_device_train_batch_size": "train.micro_batch_size, and a factor of train.global_batch_size",
+    "gradient_accumulation_steps": "a factor of train.global_batch_size",
+    "num_train_epochs": "train.num_epochs",
+    "lr_scheduler_type": "train.lr_schedule",
+    "lr_scheduler_kwargs": "train.min_lr_ratio",
+    "warmup_*": "train.warmup_steps or train.warmup_ratio, with train.warmup_from_zero",
+    "logging_steps": "train.log_steps",
+    "bf16": "engine.precision",
+    "fp16": "engine.precision",
+    "gradient_checkpointing": "engine.recompute",
+    "deepspeed": "parallel.sharding, engine.offload_optimizer",
+    "fsdp": "parallel.sharding, engine.offload_optimizer",
+    "optim": "train.optimizer",
+    "save_steps": "checkpoint.save_steps",
+    "save_strategy": "checkpoint.save_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "train.eval_steps",
+    "eval_strategy": "train.eval_steps",
+    "evaluation_strategy": "train.eval_steps",
+    "do_eval": "data.eval",
+    "load_best_model_at_end": "checkpoint.best_metric",
+    "metric_for_best_model": "checkpoint.best_metric",
+    "dataloader_num_workers": "data.num_workers",
+    "dataloader_drop_last": "data.drop_last",
+    "report_to": "loggers",
+    "use_cpu": "device",
+    "max_grad_norm": "train.max_grad_norm",
+    "max_steps": "train.max_steps",
+    "learning_rate": "train.learning_rate",
+    "weight_decay": "train.weight_decay",
+    "adam_*": "train.adam_beta1, adam_beta2, adam_epsilon",
+    "seed": "seed",
+    "output_dir": "output_dir",
+}

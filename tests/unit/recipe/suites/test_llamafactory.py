@@ -1,0 +1,212 @@
+"""LLaMA-Factory's files become recipes: the same numbers, its defaults where nothing is said, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.cli.main import main
+from llmsuite.errors import UserError
+from tests.unit.recipe.suites.conftest import Converted
+
+SFT: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen3-8B", "trust_remote_code": True, "stage": "sft", "do_train": True,
+    "finetuning_type": "lora", "lora_rank": 16, "lora_target": "all", "dataset": "mine", "template": "qwen3_nothink",
+    "cutoff_len": 1024, "preprocessing_num_workers": 4, "dataloader_num_workers": 2, "output_dir": "saves/x",
+    "logging_steps": 5, "save_steps": 50, "plot_loss": True, "report_to": "none", "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4, "learning_rate": 2e-4, "num_train_epochs": 2.0, "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1, "bf16": True, "ddp_timeout": 9000, "resume_from_checkpoint": None,
+}  # fmt: skip
+FULL = {**{key: value for key, value in SFT.items() if not key.startswith("lora_")}, "finetuning_type": "full"}
+DPO = {**SFT, "stage": "dpo", "pref_beta": 0.2, "pref_loss": "sigmoid"}
+BARE = {"model_name_or_path": "Qwen/Qwen3-8B", "do_train": True, "dataset": "mine"}
+ACTION = "from-llamafactory"
+
+
+def test_sft_with_adapters(converted: Converted) -> None:
+    found = converted(ACTION, SFT, num_devices=4)
+    assert found.recipe == {
+        "stage": "lora", "source": "LLaMA-Factory x.yaml",
+        "model": {"family": "qwen", "weights": "Qwen/Qwen3-8B", "preset": "qwen3-8b"},
+        "data": {"train": "data/mine.json", "max_length": 1024, "chat_template": "chatml", "num_workers": 2},
+        "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 4},
+        "train": {
+            "num_epochs": 2, "global_batch_size": 32, "micro_batch_size": 2, "learning_rate": 2e-4,
+            "lr_schedule": "cosine", "warmup_ratio": 0.1, "warmup_from_zero": True, "log_steps": 5,
+        },
+        "sft": {"truncate": True}, "lora": {"rank": 16, "alpha": 32.0}, "checkpoint": {"save_steps": 50},
+        "device": "gpu", "seed": 42, "output_dir": "saves/x",
+    }  # fmt: skip
+    assert ("learning_rate", 2e-4) in found.same
+    assert ("cutoff_len", 1024, "data.max_length") in found.translated
+    assert ("plot_loss", True, "see: llmsuite report") in found.left_out
+
+
+def test_what_it_does_by_default(converted: Converted) -> None:
+    """Adapters of rank 8 and alpha 16 on all matrices, 3 epochs, batches of 8, a linear schedule."""
+    recipe = converted(ACTION, BARE).recipe
+    assert recipe["stage"] == "lora"
+    assert recipe["lora"] == {"rank": 8, "alpha": 16.0}
+    assert recipe["train"] == {
+        "num_epochs": 3, "global_batch_size": 8, "micro_batch_size": 8, "learning_rate": 5e-5, "lr_schedule": "linear",
+    }  # fmt: skip
+    assert recipe["data"]["max_length"] == 2048
+    assert recipe["engine"] == {"precision": "fp32", "recompute": "full"}
+    assert recipe["checkpoint"] == {"save_steps": 500}
+
+
+def test_dpo(converted: Converted) -> None:
+    assert converted(ACTION, DPO).recipe["dpo"] == {"beta": 0.2, "loss": "sigmoid"}
+    assert converted(ACTION, {**DPO, "pref_loss": "ipo"}).recipe["dpo"]["loss"] == "ipo_mean"  # it divides by tokens
+    simpo = converted(ACTION, {**DPO, "pref_loss": "simpo"}).recipe["dpo"]
+    assert simpo == {"beta": 0.2, "loss": "simpo", "gamma": 0.5}
+    assert converted(ACTION, {**DPO, "dpo_label_smoothing": 0.1}).recipe["dpo"]["label_smoothing"] == 0.1
+    kto = converted(ACTION, {**SFT, "stage": "kto", "kto_chosen_weight": 1.5}).recipe
+    assert (kto["stage"], kto["kto"]) == ("kto", {"beta": 0.1, "desirable_weight": 1.5})
+
+
+def test_adapters(converted: Converted) -> None:
+    def lora(**values: Any) -> Any:
+        return converted(ACTION, {**SFT, **values}).recipe["lora"]
+
+    assert lora(lora_target="q_proj, v_proj")["target_modules"] == ["q_proj", "v_proj"]
+    assert lora(lora_alpha=8)["alpha"] == 8.0
+    assert lora(use_dora=True)["method"] == "dora"
+    assert lora(loraplus_lr_ratio=16.0)["lora_plus_ratio"] == 16.0
+    assert lora(use_rslora=True)["rslora"] is True
+    assert lora(pissa_init=True)["init"] == "pissa"
+    assert lora(quantization_bit=4, double_quantization=False)["base_dtype"] == "nf4"
+
+
+def test_strategy_and_schedule(converted: Converted) -> None:
+    full = converted(
+        ACTION, {**FULL, "deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}, num_devices=8
+    ).recipe
+    assert (full["stage"], full["parallel"]) == ("sft", {"sharding": "stage3"})
+    assert full["engine"]["offload_optimizer"] is True
+    steps = converted(ACTION, {**SFT, "max_steps": 30, "warmup_ratio": 0.05}).recipe["train"]
+    assert (steps["max_steps"], steps["warmup_steps"]) == (30, 2)
+    assert "num_epochs" not in steps
+    least = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 2e-5}}
+    assert converted(ACTION, {**SFT, **least}).recipe["train"]["min_lr_ratio"] == 0.1
+    plain = converted(ACTION, {**SFT, "disable_gradient_checkpointing": True, "neat_packing": True}).recipe
+    assert "recompute" not in plain["engine"]
+    assert plain["data"]["packing"] == "best_fit"
+    assert converted(ACTION, {**SFT, "ray_num_workers": 4}).recipe["launch"] == {"num_devices": 4}
+
+
+def test_evaluation(converted: Converted) -> None:
+    given = {**SFT, "eval_dataset": "held", "eval_strategy": "steps", "eval_steps": 20, "load_best_model_at_end": True}
+    recipe = converted(ACTION, given).recipe
+    assert (recipe["data"]["eval"], recipe["train"]["eval_steps"]) == ("data/held.json", 20)
+    assert recipe["checkpoint"]["best_metric"] == "eval/loss"
+    assert "eval" not in converted(ACTION, {**SFT, "eval_dataset": "held"}).recipe["data"]  # eval_strategy is no
+
+
+def test_rows(converted: Converted, tmp_path: Path) -> None:
+    several = converted(ACTION, {**SFT, "dataset": "a,b", "max_samples": 1000})
+    assert several.recipe["data"]["train"] == "data/a+b.jsonl"
+    assert any("data/a.json, data/b.json, the first 1000 of each" in note for note in several.notes)
+    (tmp_path / "data").mkdir()
+    index = {
+        "local": {"file_name": "rows.jsonl"},
+        "hub": {"hf_hub_url": "org/rows", "subset": "en"},
+        "odd": {"file_name": "odd.json", "columns": {"prompt": "question", "response": "output"}},
+        "other": {"script_url": "x"},
+    }
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(index))
+    assert converted(ACTION, {**SFT, "dataset": "local"}).recipe["data"]["train"] == "data/rows.jsonl"
+    hub = converted(ACTION, {**SFT, "dataset": "hub", "max_samples": 10}).recipe["data"]["train"]
+    assert hub == "hf:org/rows?split=train&config=en&rows=10"
+    assert any("columns of its own (question)" in note for note in converted(ACTION, {**SFT, "dataset": "odd"}).notes)
+    for name, message in (
+        ("nothing", "has no data set nothing"),
+        ("other", "neither a file nor on the Hugging Face hub"),
+    ):
+        with pytest.raises(UserError, match=message):
+            converted(ACTION, {**SFT, "dataset": name})
+
+
+NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
+    ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; nearest key: train.learning_rate"),
+    ({**SFT, "template": "qwen"}, "template = qwen: adds a system turn"),
+    ({**SFT, "template": "qwen3"}, "template = qwen3: is a text of LLaMA-Factory's own"),
+    ({**SFT, "packing": True}, "tokens see the other rows of a pack"),
+    ({**SFT, "val_size": 0.1}, "val_size = 0.1: the rows held out are drawn there"),
+    ({**SFT, "mask_history": True}, "mask_history = True"),
+    ({**SFT, "use_dft_loss": True}, "use_dft_loss = True"),
+    ({**SFT, "neftune_noise_alpha": 5}, "neftune_noise_alpha = 5"),
+    ({**SFT, "optim": "adamw_8bit"}, "optim = adamw_8bit: train.optimizer has adamw"),
+    ({**SFT, "lr_scheduler_type": "polynomial"}, "lr_scheduler_type = polynomial"),
+    ({**SFT, "num_train_epochs": 0.5}, "num_train_epochs = 0.5: train.num_epochs is whole"),
+    ({**SFT, "quantization_bit": 4}, "double_quantization = True: its scales are rounded to 8 bits too"),
+    ({**SFT, "quantization_bit": 8}, "load_in_8bit = True"),
+    ({**SFT, "quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method = hqq"),
+    ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: takes routed experts and gates too"),
+    ({**BARE, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: takes routed experts"),
+    ({**SFT, "finetuning_type": "freeze"}, "finetuning_type = freeze"),
+    ({**SFT, "adapter_name_or_path": "x"}, "after `llmsuite merge`"),
+    ({**DPO, "pref_loss": "orpo"}, "pref_loss = orpo: weighs each chosen answer alike"),
+    ({**DPO, "pref_loss": "kto_pair"}, "pref_loss = kto_pair"),
+    ({**DPO, "pref_ftx": 0.1}, "pref_ftx = 0.1: weighs each answer alike"),
+    ({**DPO, "ref_model": "x"}, "ref_model = x: the reference is the initial model"),
+    ({**SFT, "stage": "rm"}, "its stage rm scores by a linear layer with a bias"),
+    ({**SFT, "stage": "ppo"}, "stage ppo is no job of a recipe"),
+    ({**SFT, "tensor_model_parallel_size": 1}, "adapters of its Megatron engines"),
+    ({**SFT, "model_name_or_path": "Qwen/Qwen3-VL-4B-Instruct"}, "of type for images or sound"),
+    ({**SFT, "model_name_or_path": "Qwen/Qwen3.5-4B"}, "of type qwen3_5"),
+    ({**SFT, "model_name_or_path": "x/Llama-3-8B-GPTQ"}, "of type quantised already"),
+    ({**SFT, "do_train": False}, "do_train is not true, so nothing is trained"),
+    ({"model": "Qwen/Qwen3-8B", "train_dataset": "x"}, "the keys of LLaMA-Factory's engine v1"),
+    ({"do_train": True, "dataset": "x"}, "has no model_name_or_path"),
+    ({**SFT, "dataset": None}, "has no dataset"),
+    ({**SFT, "learning_rate": "fast"}, "learning_rate is 'fast'; a number is wanted"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), NOT_THE_SAME)
+def test_what_cannot_be_the_same_job_is_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+    with pytest.raises(UserError, match=message):
+        converted(ACTION, values)
+
+
+def test_reasons_can_be_waived(converted: Converted) -> None:
+    values = {**SFT, "quantization_bit": 4, "use_muon": True}
+    with pytest.raises(UserError, match="add --leave_out use_muon"):
+        converted(ACTION, values)
+    found = converted(ACTION, values, leave_out=["use_muon", "double_quantization"])
+    assert found.recipe["source"] == "LLaMA-Factory x.yaml, without use_muon, double_quantization"
+    assert found.recipe["lora"]["base_dtype"] == "nf4"
+    with pytest.raises(UserError, match=r"--leave_out: x\.yaml has no use_galore"):
+        converted(ACTION, SFT, leave_out=["use_galore"])
+
+
+def test_template_of_the_tokenizer(converted: Converted) -> None:
+    qwen = {**SFT, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "template": "qwen"}
+    assert "chat_template" not in converted(ACTION, qwen).recipe["data"]
+    llama = {**SFT, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "template": "llama3"}
+    assert converted(ACTION, llama).recipe["data"]["chat_template"] == "llama3"
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x.yaml"
+    lines = [f"{key}: {'' if value is None else str(value)}" for key, value in SFT.items()]
+    path.write_text("\n".join(lines).replace("True", "yes").replace("0.0002", "2.0e-4"))
+    assert main(["recipe", ACTION, str(path), "-o", "out.json", "--num_devices=2"]) == 0
+    told = capsys.readouterr().out
+    assert "wrote out.json" in told
+    assert "  cutoff_len = 1024: data.max_length" in told
+    assert "arguments have no counterpart, and change nothing of what is trained" in told
+    assert json.loads((tmp_path / "out.json").read_text())["train"]["global_batch_size"] == 16
+    path.write_text("stage: sft\nstage: dpo\n")
+    assert main(["recipe", ACTION, str(path)]) == 2
+    assert f"{path}:2:1: stage: is given twice" in capsys.readouterr().err
+    path.write_text("- a\n")
+    assert main(["recipe", ACTION, str(path)]) == 2
+    assert f"{path}:1:1: has no keys" in capsys.readouterr().err
+    assert main(["recipe", ACTION]) == 2
+    assert f"recipe {ACTION}: name the file" in capsys.readouterr().err
