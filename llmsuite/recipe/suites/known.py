@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmsuite.recipe.suites.llamafactory import LLAMA_FACTORY
 from llmsuite.recipe.suites.suite import Suite
+from llmsuite.recipe.suites.trl import TRL
 
-SUITES: dict[str, Suite] = {"from-llamafactory": LLAMA_FACTORY}
+SUITES: dict[str, Suite] = {"from-llamafactory": LLAMA_FACTORY, "from-trl": TRL}
 """By the action of `llmsuite recipe`."""
