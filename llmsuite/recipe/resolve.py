@@ -17,6 +17,7 @@ from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.hub.names import hub_name
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
+from llmsuite.python_files import python_function
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import LoadedRecipe, load
 from llmsuite.recipe.pins import apply_pins
@@ -28,7 +29,7 @@ from llmsuite.resources import find
 from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.schema.recipe import Recipe
-from llmsuite.schema.reward import RewardSection, python_function
+from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.rule import Violation
 from llmsuite.specs import DeviceSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 
@@ -258,6 +259,7 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
         yield "engine.deterministic", message
     if recipe.data.format != "auto" and recipe.data.format not in registry.data_formats:
         yield "data.format", registry.unknown("data format", recipe.data.format)
+    yield from _collator_problems(getattr(recipe.data, "collator", None))  # stage infer has none
     for name in recipe.loggers:
         if name not in registry.loggers:
             yield "loggers", registry.unknown("logger", name)
@@ -269,6 +271,14 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
             what = "a function: FILE.py:FUNCTION" if kind == "reward" else "a class: FILE.py:CLASS"
             yield key, f"{registry.unknown(kind, name)}; or name {what}"
     yield from _engine_problems(recipe, registry)
+
+
+def _collator_problems(collator: str | None) -> Iterator[Violation]:
+    found = None if collator is None else python_function(collator)
+    if collator is not None and found is None:
+        yield "data.collator", f"is {collator!r}; name a function: FILE.py:FUNCTION"
+    elif found is not None and not Path(found[0]).is_file():
+        yield "data.collator", f"{found[0]} is not a file (working directory: {Path.cwd()})"
 
 
 def _plugins_or_files(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

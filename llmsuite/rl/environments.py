@@ -16,9 +16,9 @@ from typing import Any
 from llmsuite.data.conversations import tools_at
 from llmsuite.data.rows import ROLES, Message
 from llmsuite.errors import UserError
-from llmsuite.rl.worker import describe, from_file
+from llmsuite.python_files import from_file, python_function
+from llmsuite.rl.worker import describe
 from llmsuite.schema.environment import EnvironmentSection
-from llmsuite.schema.reward import python_function
 from llmsuite.specs import Environment, EnvironmentSpec, Reply, Turn
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.python_files import from_file
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.worker import describe, from_file
+from llmsuite.rl.worker import describe
 from llmsuite.specs import Score
 
 Values = list[list[float | None]]

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from llmsuite.errors import UserError
+from llmsuite.python_files import python_function
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.reward_worker import RewardSource, scored
 from llmsuite.rl.worker_pool import Call, Outcome, WorkerPool
-from llmsuite.schema.reward import RewardSection, python_function
+from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.section import Section
 from llmsuite.specs import RewardSpec, Score
 

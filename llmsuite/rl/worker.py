@@ -6,7 +6,6 @@ each as it has it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any, Protocol
 
 from llmsuite.errors import UserError
 from llmsuite.launch.ranks import die_with_parent
-from llmsuite.python_files import import_file
-from llmsuite.schema.reward import python_function
 
 
 class Source(Protocol):
@@ -44,23 +41,6 @@ def describe(error: BaseException) -> str:
         trace = trace.tb_next
     where = "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
     return f"{type(error).__name__}: {error}{where}"
-
-
-def from_file(key: str, kind: str) -> Any:
-    """What "FILE.py:NAME" names; the file is imported as the neighbour of a script is. Raises UserError when there is
-    none; `kind` is what messages call it."""
-    parsed = python_function(key)
-    assert parsed is not None, key
-    path, name = Path(parsed[0]).resolve(), parsed[1]
-    module = sys.modules.get(path.stem)
-    if module is None:
-        module = import_file(path)
-    elif Path(getattr(module, "__file__", None) or "").resolve() != path:
-        raise UserError(f"{kind} {key}: a module {path.stem!r} is imported already; give the file another name")
-    if not hasattr(module, name):
-        what = "function" if kind == "reward" else "class"
-        raise UserError(f"{kind} {key}: {path} has no {what} {name!r}")
-    return getattr(module, name)
 
 
 def main(pipe: int) -> None:

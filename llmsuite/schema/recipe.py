@@ -86,6 +86,9 @@ class DataSection(Section):
     group_by_length: bool = True
     """Assign the samples of a global batch to micro-batches by length, which leaves less padding. The result of a step
     stays the same."""
+    collator: str | None = None
+    """A function that makes the arrays of a batch, "FILE.py:FUNCTION": it is called with the samples and the stage's
+    own `collate`, and returns a batch as that does. The same samples have to give the same arrays on every rank."""
     num_workers: NonNegativeInt = 0
     """Threads that prepare batches in advance; 0 to prepare each when it is needed."""
 

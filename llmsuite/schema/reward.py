@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import ClassVar
 
+from llmsuite.python_files import python_function
 from llmsuite.schema.numbers import Fraction, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
-
-_PYTHON_FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -44,9 +42,3 @@ class RewardSection(Section):
         names = list(self.names().values())
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "functions", f"has two rewards called {name!r}; give one of the functions another name"
-
-
-def python_function(key: str) -> tuple[str, str] | None:
-    """File and function of a reward "FILE.py:FUNCTION"; None for the name of a registered one."""
-    match = _PYTHON_FUNCTION.fullmatch(key)
-    return (match["path"], match["name"]) if match else None

@@ -75,6 +75,7 @@ def read_data(
     stage: Stage[Any] | None = None
     train: Sequence[Any] = ()
     evaluation: Sequence[Any] = ()
+    _ = plan.recipe.data.collator  # read by every rank: ranks in the middle of a pipeline make no stage
     if mesh.reads_data:
         tokenizer = load_tokenizer(plan)
         stage = make_stage(plan, registry, initial_digest, tokenizer, padding_free(plan, backend))
@@ -136,6 +137,8 @@ def make_stage(
         keeps_tokens=True,
     )
     stage: Stage[Any] = plan.stage.factory()(plan.section, context)
+    if (collator := recipe.data.collator) is not None:
+        stage.use_collator(collator)
     return stage
 
 

@@ -28,6 +28,7 @@ from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardSpec
+from llmsuite.train.collator import with_collator
 from llmsuite.train.objective import Batch
 from llmsuite.typing import Tensor
 
@@ -176,6 +177,11 @@ class Stage(abc.ABC, Generic[S]):
 
     def before_training(self, model: Any, samples: Iterable[S]) -> None:
         """Called with the initial model and every sample the run will use, once on every rank that reads data."""
+
+    def use_collator(self, key: str) -> None:
+        """Let a function of the user's make the batches, given what `collate` makes of samples. Raises UserError when
+        there is no "FILE.py:FUNCTION" of this name."""
+        self.collate = with_collator(key, self.collate)  # type: ignore[method-assign, assignment]
 
     @abc.abstractmethod
     def collate(self, samples: Sequence[S]) -> Batch:
