@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmsuite.recipe.paddlenlp.conversion import Converted
 
 
-_Action = Literal["new", "from-paddlenlp", "from-llamafactory", "from-trl"]
+_Action = Literal["new", "from-paddlenlp", "from-llamafactory", "from-trl", "from-paddleformers"]
 
 
 def add_arguments(parser: Any) -> None:

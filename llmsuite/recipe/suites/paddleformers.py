@@ -1,0 +1,215 @@
+"""Arguments of PaddleFormers: `paddleformers-cli train FILE`. Their words are PaddleNLP's, with other defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.recipe.suites import model, paddleformers_words, trainer
+from llmsuite.recipe.suites.suite import Run, Suite, is_on
+
+_DEFAULTS = trainer.Defaults(num_epochs=1, precision="bf16")
+_STAGES = {"sft": "sft", "dpo": "dpo", "pt": "pretrain"}
+_TEMPLATES = {"qwen3_nothink": "chatml", "llama3": "llama3"}
+_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
+_ROUTED = ("qwen_moe", "ernie_moe", "deepseek")
+_LENGTH = 4096
+
+
+def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
+    if not is_on(values.get("do_train")):
+        raise UserError(f"{name}: do_train is not true, so nothing is trained; that is `llmsuite generate`, `llmsuite "
+                        "merge` or `llmsuite export`, not a recipe")  # fmt: skip
+    kind = str(values.get("stage", "SFT"))
+    if told is None and kind.lower() not in _STAGES:
+        raise UserError(f"{name}: stage {kind} is no job of a recipe; there are SFT, DPO and PT")
+    stage = told or _STAGES[kind.lower()]
+    return "lora" if stage == "sft" and _trains_adapters(values) else stage
+
+
+def _trains_adapters(values: Mapping[str, Any]) -> bool:
+    """By `fine_tuning` alone, which is LoRA unless it says otherwise; `lora` is overwritten there."""
+    return str(values.get("fine_tuning", "LoRA")).lower() == "lora"
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    adapters = _trains_adapters(run.arguments.values)
+    for key in ("stage", "fine_tuning", "lora"):
+        run.take(key)
+    if run.family.name in _ROUTED:
+        run.refuse(
+            "model_name_or_path", run.given("model_name_or_path"), "its experts are balanced by its config there"
+        )
+    parallel = _parallel(run)
+    recipe: dict[str, Any] = {
+        "stage": run.stage,
+        "source": f"PaddleFormers {run.name}",
+        "model": model.model(run, run.take("tokenizer_name_or_path")),
+        "data": _data(run),
+        "parallel": parallel,
+        "engine": _engine(run),
+    }
+    recipe["launch"] = trainer.launch(run)
+    recipe["train"] = _train(run, recipe["launch"], parallel)
+    has_eval = trainer.evaluates(run, recipe["train"]) and "eval" in recipe["data"]
+    if not has_eval:
+        recipe["data"].pop("eval", None)
+        recipe["train"].pop("eval_steps", None)
+    if own := _own_section(run):
+        recipe[run.section] = own
+    if adapters:
+        recipe["lora"] = _lora(run)
+    recipe["checkpoint"] = trainer.checkpoint(run, has_eval, _DEFAULTS)
+    recipe |= trainer.ends(run)
+    if device := run.take("device"):
+        recipe["device"] = str(device)
+    return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _parallel(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    degrees = []
+    for names, ours in (
+        (("tensor_model_parallel_size", "tensor_parallel_degree"), "tensor_parallel_degree"),
+        (("pipeline_model_parallel_size", "pipeline_parallel_degree"), "pipeline_parallel_degree"),
+        (("sharding_parallel_size", "sharding_parallel_degree"), "sharding_parallel_degree"),
+    ):
+        degree = max(run.number(name, 1) for name in names)
+        degrees.append(max(1, degree))
+        found |= {ours: degree} if degree > 1 else {}
+    words = str(run.take("sharding") or ("stage1" if degrees[2] > 1 else "")).split()
+    run.offload = "offload" in words or run.flag("tensorwise_offload_optimizer")
+    stages = [word for word in words if word in ("stage1", "stage2", "stage3")]
+    found |= {"sharding": stages[0]} if stages else {}
+    if run.flag("sequence_parallel") and "tensor_parallel_degree" in found:
+        found["sequence_parallel"] = True
+    run.hinted_devices = math.prod(degrees) if math.prod(degrees) > 1 else None
+    if run.hinted_devices and not run.told_devices:
+        run.note(
+            f"launch: {run.hinted_devices} devices, as many as the degrees need; --num_devices N for another number, "
+            "which multiplies train.global_batch_size"
+        )
+    return found
+
+
+def _engine(run: Run) -> dict[str, Any]:
+    kind = run.take("compute_type") or "bf16"
+    if kind not in ("bf16", "fp16", "float32"):
+        run.refuse("compute_type", kind, "its blocks or scales are others; nearest key: lora.base_dtype")
+    run.take("bf16"), run.take("fp16")  # compute_type overwrites them
+    engine = {"precision": {"float32": "fp32"}.get(str(kind), str(kind))}
+    granularity, asked = run.take("recompute_granularity"), run.flag("recompute")
+    if granularity not in (None, "full", "selective"):
+        run.note(f"engine.recompute: full, for recompute_granularity {granularity}")
+    if granularity is not None or asked:
+        engine["recompute"] = "selective" if granularity == "selective" else "full"
+    return {**engine, "offload_optimizer": True} if run.offload else engine
+
+
+def _train(run: Run, launch: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
+    total = launch["num_devices"] * launch.get("nnodes", 1)
+    cut = parallel.get("tensor_parallel_degree", 1) * parallel.get("pipeline_parallel_degree", 1)
+    if parallel.get("sharding_parallel_degree") == max(1, total // cut):
+        parallel.pop("sharding_parallel_degree")  # all data ranks take part, which is the default
+    if run.left.get("max_grad_norm") is None:
+        run.left["max_grad_norm"] = 1.0
+    train = trainer.train(run, launch, parallel, _DEFAULTS)
+    least = run.number("min_lr", 0)
+    if least and train["lr_schedule"] == "cosine":
+        train["min_lr_ratio"] = float(f"{least / train['learning_rate']:.6g}")
+    elif least:
+        run.left_out("min_lr", least, "is of the cosine schedule")
+    if "sharding_parallel_degree" in parallel and "sharding" not in parallel:
+        parallel.pop("sharding_parallel_degree")
+    return train
+
+
+def _data(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, ours in (("train_dataset_path", "train"), ("eval_dataset_path", "eval")):
+        paths = run.words(key)
+        if len(paths) > 1:
+            run.refuse(key, ", ".join(paths), "files are mixed by probability; join their rows in one file")
+        found |= {ours: paths[0]} if paths else {}
+        share = run.take(key.replace("_path", "_prob"))
+        if share is not None and len(paths) == 1 and float(share) != 1:
+            run.refuse(key.replace("_path", "_prob"), share, "one file is read whole")
+    if "train" not in found:
+        raise UserError(f"{run.name}: has no train_dataset_path")
+    found["max_length"] = run.number("max_seq_len", _LENGTH)
+    packs = run.flag("packing")
+    if run.section == "pretrain":
+        if not packs:
+            run.refuse("packing", False, "samples are cut from the documents joined together")
+        run.take("template"), run.take("template_backend")
+        return found | trainer.loading(run)
+    if packs:
+        found["packing"] = "best_fit"
+        if run.section == "dpo":
+            run.note(
+                "data.packing: a sample is two rows of data.max_length, where PaddleFormers fills one with prompt and "
+                "both answers; it has up to twice as many pairs"
+            )
+    backend, name = run.take("template_backend") or "custom", run.take("template")
+    if backend == "custom" and name is not None:
+        if name not in _TEMPLATES:
+            why = "is a text of PaddleFormers' own; where the tokenizer's template is meant, leave it out"
+            run.refuse("template", name, why)
+        elif _TEMPLATES[name] == "chatml":
+            run.note("data.chat_template: the line break behind an answer's <|im_end|> is not learnt; there it is")
+        found["chat_template"] = _TEMPLATES.get(name, "tokenizer")
+    return found | trainer.loading(run)
+
+
+def _own_section(run: Run) -> dict[str, Any]:
+    if run.section == "pretrain":
+        causal = run.flag("use_global_causal_attn")
+        run.note("pretrain: a sample begins with the last token of the one before; there, with the one after it")
+        return {} if causal else {"document_mask": True}
+    if run.section == "sft":
+        cut = run.take("truncation_strategy") or "delete"
+        if cut not in ("delete", "right"):
+            run.refuse("truncation_strategy", cut, "sft.truncate cuts the end of a row, or rows are dropped")
+        return {"truncate": True} if cut == "right" else {}
+    own: dict[str, Any] = {"beta": float(run.number("beta", 0.1))}
+    told = str(run.take("loss_type") or "sigmoid")
+    if told not in _LOSSES:
+        run.refuse("loss_type", told, f"dpo.loss has {', '.join(_LOSSES)} of PaddleFormers'")
+    own["loss"] = _LOSSES.get(told, "sigmoid")
+    gamma, smoothing = run.number("simpo_gamma", 0.5), run.number("label_smoothing", 0.0)
+    if own["loss"] == "simpo":
+        own["gamma"] = float(gamma)
+    if smoothing:
+        own["label_smoothing"] = float(smoothing)
+    if weight := run.number("sft_loss_ratio", 0.0):
+        own["sft_weight"] = float(weight)
+    return own
+
+
+def _lora(run: Run) -> dict[str, Any]:
+    rank, plus = run.number("lora_rank", 8), run.flag("rslora_plus")
+    rslora, ratio = run.flag("rslora") or plus, run.number("lora_plus_scale", 1.0)
+    found: dict[str, Any] = {"rank": rank, "alpha": 4.0 if rslora else 2.0 * rank}
+    if (alpha := run.take("lora_alpha")) not in (None, -1, found["alpha"]):
+        run.left_out("lora_alpha", alpha, f"is not read by its trainers, which take {found['alpha']:g}")
+    if rslora:
+        found["rslora"] = True
+    ratio = 4.0 if plus else ratio
+    if ratio != 1:
+        found["lora_plus_ratio"] = float(ratio)
+    if run.family.name not in ("llama", "qwen"):
+        run.refuse("fine_tuning", "LoRA", f"which matrices get adapters in {run.family.name} there is not known")
+    return found
+
+
+PADDLE_FORMERS = Suite(
+    name="PaddleFormers",
+    model_key="model_name_or_path",
+    stage=_stage,
+    recipe=_recipe,
+    refused=paddleformers_words.REFUSED,
+    without=paddleformers_words.WITHOUT,
+    becomes=paddleformers_words.BECOMES,
+)

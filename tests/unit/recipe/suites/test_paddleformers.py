@@ -1,0 +1,127 @@
+"""PaddleFormers' files become recipes: adapters unless `fine_tuning` says full, bf16, one epoch, 4096 tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmsuite.errors import UserError
+from tests.unit.recipe.suites.conftest import Converted
+
+ACTION = "from-paddleformers"
+BARE: dict[str, Any] = {"model_name_or_path": "Qwen/Qwen3-0.6B", "do_train": True, "train_dataset_path": "train.jsonl"}
+SFT: dict[str, Any] = {
+    **BARE, "train_dataset_type": "erniekit", "train_dataset_prob": "1.0", "eval_dataset_type": "erniekit",
+    "eval_dataset_path": "eval.jsonl", "eval_dataset_prob": "1.0", "max_seq_len": 8192, "packing": True,
+    "mix_strategy": "concat", "template": "qwen3_nothink", "template_backend": "custom",
+    "_attn_implementation": "flashmask", "stage": "SFT", "fine_tuning": "full", "seed": 23, "do_eval": True,
+    "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1, "num_train_epochs": 1, "max_steps": -1,
+    "eval_steps": 100, "evaluation_strategy": "steps", "save_steps": 50, "save_strategy": "steps", "logging_steps": 1,
+    "gradient_accumulation_steps": 4, "logging_dir": "x", "output_dir": "out", "disable_tqdm": True,
+    "warmup_steps": 20, "learning_rate": 1e-5, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+    "sequence_parallel": True, "sharding": "stage1", "recompute_granularity": "full", "recompute_method": "uniform",
+    "recompute_num_layers": 1, "bf16": True, "fp16_opt_level": "O2", "unified_checkpoint": False,
+    "save_checkpoint_format": "flex_checkpoint", "weight_decay": 0.0, "adam_beta2": 0.999, "save_safetensors": False,
+    "moe_router_bias_update_rate": 0.0, "moe_token_dispatcher_type": "deepep", "batch_p2p_comm": True,
+    "clear_every_step_cache": True, "use_expert_parallel": True, "expert_model_parallel_size": 4, "split_param": True,
+    "tp_sync_param": True, "loss_subbatch_sequence_length": 8192, "use_fused_head_and_loss_fn": True,
+}  # fmt: skip
+DPO = {**SFT, "stage": "DPO", "loss_type": "sigmoid", "reference_free": False}
+
+
+def test_sft(converted: Converted) -> None:
+    found = converted(ACTION, SFT, num_devices=8)
+    assert found.recipe == {
+        "stage": "sft", "source": "PaddleFormers x.yaml",
+        "model": {"family": "qwen", "weights": "Qwen/Qwen3-0.6B", "preset": "qwen3-0.6b"},
+        "data": {
+            "train": "train.jsonl", "eval": "eval.jsonl", "max_length": 8192, "packing": "best_fit",
+            "chat_template": "chatml",
+        },
+        "parallel": {
+            "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sharding": "stage1", "sequence_parallel": True,
+        },
+        "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 8},
+        "train": {
+            "num_epochs": 1, "global_batch_size": 8, "micro_batch_size": 1, "learning_rate": 1e-5,
+            "lr_schedule": "linear", "warmup_steps": 20, "warmup_from_zero": True, "eval_steps": 100,
+        },
+        "checkpoint": {"save_steps": 50}, "device": "gpu", "seed": 23, "output_dir": "out",
+    }  # fmt: skip
+
+
+def test_what_it_does_by_default(converted: Converted) -> None:
+    """Adapters, though `lora` says no: `fine_tuning` decides, and is LoRA where it is not given."""
+    recipe = converted(ACTION, {**BARE, "lora": False}).recipe
+    assert (recipe["stage"], recipe["lora"]) == ("lora", {"rank": 8, "alpha": 16.0})
+    assert recipe["train"] == {
+        "num_epochs": 1, "global_batch_size": 8, "micro_batch_size": 8, "learning_rate": 5e-5, "lr_schedule": "linear",
+    }  # fmt: skip
+    assert recipe["data"] == {"train": "train.jsonl", "max_length": 4096}
+    assert recipe["engine"] == {"precision": "bf16"}  # whatever bf16 says
+    assert converted(ACTION, {**BARE, "bf16": False}).recipe["engine"] == {"precision": "bf16"}
+    assert converted(ACTION, {**BARE, "compute_type": "float32"}).recipe["engine"] == {"precision": "fp32"}
+
+
+def test_adapters(converted: Converted) -> None:
+    def lora(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, **values}).recipe["lora"]
+
+    assert lora(lora_rank=32) == {"rank": 32, "alpha": 64.0}
+    assert lora(rslora=True) == {"rank": 8, "alpha": 4.0, "rslora": True}
+    assert lora(rslora_plus=True) == {"rank": 8, "alpha": 4.0, "rslora": True, "lora_plus_ratio": 4.0}
+    found = converted(ACTION, {**BARE, "lora_alpha": 99})
+    assert ("lora_alpha", 99, "is not read by its trainers, which take 16") in found.left_out
+
+
+def test_dpo_and_pretraining(converted: Converted) -> None:
+    assert converted(ACTION, DPO).recipe["dpo"] == {"beta": 0.1, "loss": "sigmoid"}
+    simpo = converted(ACTION, {**DPO, "loss_type": "simpo"}).recipe["dpo"]
+    assert simpo == {"beta": 0.1, "loss": "simpo", "gamma": 0.5}
+    assert converted(ACTION, {**DPO, "sft_loss_ratio": 0.2}).recipe["dpo"]["sft_weight"] == 0.2
+    recipe = converted(ACTION, {**SFT, "stage": "PT"}).recipe
+    assert (recipe["stage"], recipe["pretrain"]) == ("pretrain", {"document_mask": True})
+    assert "packing" not in recipe["data"]
+    causal = converted(ACTION, {**SFT, "stage": "PT", "use_global_causal_attn": True}).recipe
+    assert "pretrain" not in causal
+
+
+def test_devices_follow_from_the_degrees(converted: Converted) -> None:
+    recipe = converted(ACTION, {**SFT, "sharding_parallel_size": 4}).recipe
+    assert recipe["launch"] == {"num_devices": 8, "nnodes": 2}
+    assert recipe["parallel"] == {
+        "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sharding": "stage1", "sequence_parallel": True,
+    }  # fmt: skip
+    assert recipe["train"]["global_batch_size"] == 16
+    cosine = converted(ACTION, {**SFT, "lr_scheduler_type": "cosine", "min_lr": 1e-6}).recipe["train"]
+    assert cosine["min_lr_ratio"] == 0.1
+    assert converted(ACTION, {**SFT, "truncation_strategy": "right"}).recipe["sft"] == {"truncate": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**SFT, "template": "qwen3"}, "template = qwen3: is a text of PaddleFormers' own"),
+        ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "its experts are balanced by its config there"),
+        ({**SFT, "model_name_or_path": "baidu/ERNIE-4.5-0.3B-PT", "fine_tuning": "lora"}, "fine_tuning = LoRA"),
+        ({**SFT, "train_dataset_path": "a,b"}, "train_dataset_path = a, b: files are mixed by probability"),
+        ({**SFT, "mix_strategy": "random"}, "mix_strategy = random"),
+        ({**SFT, "truncation_strategy": "oral"}, "truncation_strategy = oral"),
+        ({**SFT, "stage": "PT", "packing": False}, "packing = False: samples are cut"),
+        ({**SFT, "compute_type": "wint4"}, "compute_type = wint4"),
+        ({**SFT, "context_parallel_size": 2}, "context_parallel_size = 2"),
+        ({**SFT, "num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        ({**DPO, "loss_type": "orpo"}, "loss_type = orpo"),
+        ({**DPO, "reference_free": True}, "reference_free = True"),
+        ({**DPO, "pref_loss_ratio": 0.5}, "pref_loss_ratio = 0.5"),
+        ({**SFT, "stage": "VL-SFT"}, "stage VL-SFT is no job of a recipe"),
+        ({**SFT, "model_name_or_path": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, "of type qwen3_5 or qwen3_next"),
+        ({**SFT, "do_train": False}, "do_train is not true"),
+        ({**SFT, "train_dataset_path": None}, "has no train_dataset_path"),
+        ({**SFT, "learning_rat": 1}, "learning_rat = 1: is not known"),
+    ],
+)
+def test_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+    with pytest.raises(UserError, match=message):
+        converted(ACTION, values)
