@@ -32,10 +32,12 @@ def explain(plan: RunPlan, registry: Registry, row: int) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from llmsuite.stages.explain import explain, open_stage
+    from llmsuite.stages.explain import explain, made_of, open_stage
 
     stage = open_stage(plan, registry)
     place, dropped, found = explain(stage, plan.train_file, row)
+    for field, source, value in made_of(stage, plan.train_file, place):
+        print(f"{place}: {field} is made of {source!r}: {value!r}")
     if dropped is not None:
         print(f"{place}: is dropped: {dropped}")
         return 0

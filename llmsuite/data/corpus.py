@@ -1,10 +1,7 @@
-"""Samples of equal length cut from a corpus of token ids, and a mixture of several corpora."""
+"""Samples of equal length cut from a corpus of token ids."""
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import math
 from collections.abc import Sequence
 from typing import overload
 
@@ -39,36 +36,6 @@ class TokenWindows(Sequence[np.ndarray]):
     def spread(self, count: int) -> TokenWindows:
         """At most `count` windows at equal distances."""
         return self[:: max(1, len(self) // count)][:count]
-
-
-class CorpusMixture(Sequence[np.ndarray]):
-    """Samples of several corpora in proportion to their weights.
-
-    One pass has every sample of every corpus: once for the corpus that takes longest, once or more for the others.
-    """
-
-    def __init__(self, parts: Sequence[TokenWindows], weights: Sequence[float]):
-        """Every part has at least one sample."""
-        self._parts = parts
-        scale = max(len(part) / weight for part, weight in zip(parts, weights))
-        # the small difference keeps the part that sets the scale at its own length, however the division rounds
-        counts = [max(len(part), math.ceil(scale * weight - 1e-6)) for part, weight in zip(parts, weights)]
-        self._ends = list(itertools.accumulate(counts))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    @overload
-    def __getitem__(self, at: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[np.ndarray]: ...
-    def __getitem__(self, at: int | slice) -> np.ndarray | Sequence[np.ndarray]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        number = range(len(self))[at]
-        part = bisect.bisect_right(self._ends, number)
-        first = self._ends[part - 1] if part else 0
-        return self._parts[part][(number - first) % len(self._parts[part])]
 
 
 def split_bounds(num_documents: int, split: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Documents of text from files, one at a time: plain text, JSON Lines (also compressed) and Parquet."""
+"""Documents of text from files, one at a time: plain text, JSON Lines, tables (all also compressed) and Parquet."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from llmsuite.data.columns import renamed
 from llmsuite.data.compressed import lines, open_bytes
 from llmsuite.data.parquet import open_parquet
 from llmsuite.data.read import Faults, Parser
+from llmsuite.data.table import DELIMITERS, table_rows
 from llmsuite.errors import UserError
+from llmsuite.schema.columns import columns_of, is_template
 
 Division = Literal["blank_lines", "lines", "files"]
 """The separator of documents in a plain text."""
-KINDS = (".txt", ".jsonl", ".parquet")
+KINDS = (".txt", ".jsonl", ".parquet", *DELIMITERS)
 _PARQUET_ROWS = 1024
 
 
@@ -22,7 +25,7 @@ def kind_of(path: Path) -> str:
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     kind = next((kind for kind in KINDS if name.endswith(kind)), None)
     if kind is None or (kind == ".parquet" and name != path.name):
-        raise UserError(f"{path}: is none of .txt, .jsonl (also with .gz or .zst behind it), .parquet")
+        raise UserError(f"{path}: is none of .txt, .jsonl, .csv, .tsv (also with .gz or .zst behind it), .parquet")
     return kind
 
 
@@ -32,17 +35,18 @@ def read_documents(path: Path, division: Division, key: str, faults: Faults | No
     Args:
         path: a file of one of KINDS.
         division: where a document of a .txt ends.
-        key: of the text in .jsonl rows; column of .parquet.
+        key: what the text of a row is made of: the name of a column, or a template as `data.columns` has them.
         faults: gets the faulty rows and lines, which are left out if it skips; else the first one is an error.
 
     Raises:
         UserError: the file or a row of it cannot be read; with the line.
     """
     kind, faults = kind_of(path), faults or Faults()
-    if kind == ".parquet":
-        texts = _parquet(path, key, faults)
+    if kind == ".txt":
+        texts = _plain(path, division, faults)
     else:
-        texts = _plain(path, division, faults) if kind == ".txt" else _json_lines(path, key, faults)
+        read = {".jsonl": _json_lines, ".parquet": _parquet}.get(kind, _table)
+        texts = _texts(read(path, key), key, faults)
     return ((text, done) for text, done in texts if text.strip())
 
 
@@ -72,36 +76,54 @@ def _lines(stream: IO[bytes], path: Path, faults: Faults) -> Iterator[tuple[int,
             _bad(faults, f"{path}:{number}", f"is not UTF-8: {error.reason}")
 
 
-def _json_lines(path: Path, key: str, faults: Faults) -> Iterator[tuple[str, int]]:
+Found = tuple[str, Any, str | None, int]
+"""The place of a row, its value, the fault for which it is none, and the number of bytes of the file read so far."""
+
+
+def _texts(rows: Iterator[Found], key: str, faults: Faults) -> Iterator[tuple[str, int]]:
+    for place, row, fault, done in rows:
+        text: Any = None
+        if fault is None and (not isinstance(row, dict) or (not is_template(key) and key not in row)):
+            found = f"the keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+            fault = f"has no key {key!r}, which is to hold the text; it has {found}"
+        if fault is None:
+            try:
+                text = renamed(row, {"text": key})["text"]
+            except ValueError as error:
+                fault = str(error)
+        fault = fault or _text_fault(text, key)
+        if fault is None:
+            yield text, done
+        else:
+            _bad(faults, place, fault)
+
+
+def _json_lines(path: Path, key: str) -> Iterator[Found]:
     parser = Parser()
     with open_bytes(path) as (stream, raw):
         for number, line in lines(stream, path):
             text = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
-            if not text:
-                continue
-            row, fault = parser.line(text)
-            if fault is None and (not isinstance(row, dict) or key not in row):
-                found = f"the keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-                fault = f"has no key {key!r}, which is to hold the text; it has {found}"
-            fault = fault or _text_fault(row[key], key)
-            if fault is None:
-                yield row[key], raw.tell()
-            else:
-                _bad(faults, f"{path}:{number}", fault)
+            if text:
+                yield f"{path}:{number}", *parser.line(text), raw.tell()
 
 
-def _parquet(path: Path, column: str, faults: Faults) -> Iterator[tuple[str, int]]:
+def _table(path: Path, key: str) -> Iterator[Found]:
+    with open_bytes(path) as (stream, raw):
+        for place, row, fault in table_rows(stream, path, kind_of(path)):
+            yield place, row, fault, raw.tell()
+
+
+def _parquet(path: Path, key: str) -> Iterator[Found]:
+    columns = list(dict.fromkeys(columns_of(key)))
     with open_parquet(path) as file:
-        if column not in file.schema_arrow.names:
-            raise UserError(f"{path}: has no column {column!r}; it has {', '.join(file.schema_arrow.names)}")
-        size, total, row = path.stat().st_size, file.metadata.num_rows, 0
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                if fault := _text_fault(text, column):
-                    _bad(faults, f"{path}: row {row}", fault)
-                else:
-                    yield text, size * row // total
+        for column in columns:
+            if column not in file.schema_arrow.names:
+                raise UserError(f"{path}: has no column {column!r}; it has {', '.join(file.schema_arrow.names)}")
+        size, total, number = path.stat().st_size, file.metadata.num_rows, 0
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row, None, size * number // total
 
 
 def _bad(faults: Faults, where: str, fault: str) -> None:

@@ -14,6 +14,8 @@ from llmsuite.data.rows import Conversation, Message, Prompt, Unpaired
 from llmsuite.specs import DataFormat
 
 _TAGS = ("kto_tag", "label")
+_TEXTS = {"true": 1, "false": 0, "1": 1, "0": 0}
+"""Tags in tables, whose cells are text; in small letters."""
 
 
 def trl_unpaired(row: Row) -> Unpaired:
@@ -109,6 +111,8 @@ def _of_conversation(row: Row, convert: Callable[[Row], Conversation]) -> Unpair
 
 
 def _unpaired(messages: list[Message], tag: Any, where: str) -> Unpaired:
+    if isinstance(tag, str):
+        tag = _TEXTS.get(tag.lower(), tag)
     if not isinstance(tag, (bool, int)) or tag not in (0, 1):
         raise ValueError(f"{where!r} is {tag!r}; true or false is needed")
     if not messages or messages[-1].role != "assistant":

@@ -1,4 +1,4 @@
-"""Readers of rows, with the place of every fault: JSON Lines, JSON lists (both also compressed), Parquet."""
+"""Readers of rows, with the place of every fault: JSON Lines, JSON lists, tables (all also compressed), Parquet."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.data.columns import renamed
 from llmsuite.data.compressed import PACKED, lines, open_bytes
 from llmsuite.data.parquet import open_parquet
+from llmsuite.data.table import DELIMITERS, table_rows
 from llmsuite.errors import UserError
 from llmsuite.specs import DataFormat
 
 OnBadRow = Literal["error", "skip"]
-KINDS = (".json", ".jsonl", ".parquet")
+KINDS = (".json", ".jsonl", ".parquet", *DELIMITERS)
 _MAX_REPORTED = 10
 _PARQUET_ROWS = 1024
 
@@ -76,9 +78,15 @@ class Rows(list[Any]):
 
 
 def read_rows(
-    path: Path, kind: str, name: str, formats: Mapping[str, DataFormat], on_bad_row: OnBadRow = "error"
+    path: Path,
+    kind: str,
+    name: str,
+    formats: Mapping[str, DataFormat],
+    on_bad_row: OnBadRow = "error",
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
 ) -> Rows:
-    """All rows of a file, converted.
+    """The rows of a file, converted.
 
     Args:
         path: a file of one of KINDS, perhaps with .gz or .zst behind it; a directory for all of those in it. Any other
@@ -87,6 +95,8 @@ def read_rows(
         name: a format's name, or "auto" to take the first one that matches the first row.
         formats: the registered formats.
         on_bad_row: "skip" to leave faulty rows out and count them.
+        columns: what fields a row gets from its columns, see `renamed`; none to take it as it is.
+        limit: how many rows to read, the first ones without a fault; None for all.
 
     Raises:
         UserError: with file, line and reason of the first faulty rows; or no format fits, or the rest of a file cannot
@@ -96,29 +106,42 @@ def read_rows(
     if chosen is not None and chosen.kind != kind:
         raise UserError(f"data.format: {name} gives {chosen.kind} rows; this stage trains on {kind} rows")
     rows = Rows(Faults(on_bad_row))
-    for file in data_files(path):
-        for where, raw, fault in raw_rows(file):
-            if fault is None and not isinstance(raw, Mapping):
-                fault = f"is a {type(raw).__name__}, not an object"
-            if fault is None:
-                fault = _text_fault(raw)
-            if fault is None:
-                try:
-                    chosen = chosen or _recognise(raw, where, kind, formats)
-                    rows.append(chosen.convert(raw))
-                    rows.places.append(where)
-                except KeyError as error:
-                    assert chosen is not None
-                    fault = f"has no key {error}; {chosen.name} needs: {chosen.help}"
-                except ValueError as error:
-                    fault = str(error)
-            if fault is not None:
-                rows.faults.add(where, fault)
+    for where, raw, fault in _all_rows(path):
+        if len(rows) == limit:
+            break
+        if fault is None and not isinstance(raw, Mapping):
+            fault = f"is a {type(raw).__name__}, not an object"
+        if fault is None:
+            fault = _text_fault(raw)
+        if fault is None:
+            try:
+                raw = renamed(raw, columns or {})
+                chosen = chosen or _recognise(raw, where, kind, formats)
+                rows.append(chosen.convert(raw))
+                rows.places.append(where)
+            except KeyError as error:
+                assert chosen is not None
+                fault = f"has no key {error}; {chosen.name} needs: {chosen.help}"
+            except ValueError as error:
+                fault = str(error)
+        if fault is not None:
+            rows.faults.add(where, fault)
     rows.faults.check()
     if not rows:
         skipped = f": {rows.faults.summary()}" if rows.faults.total else ""
         raise UserError(f"{path}: has no rows{skipped}")
     return rows
+
+
+def raw_row(path: Path, place: str) -> Any:
+    """The row at a place that `Rows.places` has, as the file has it."""
+    return next(raw for where, raw, _ in _all_rows(path) if where == place)
+
+
+def _all_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
+    """As `raw_rows`, of a file or of all files of a directory."""
+    for file in data_files(path):
+        yield from raw_rows(file)
 
 
 def data_files(path: Path) -> list[Path]:
@@ -142,7 +165,8 @@ def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[s
         if candidate.matches(row):
             return candidate
     known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
-    raise UserError(f"{where}: keys {sorted(row)} fit no format with {kind} rows. Known: {known or 'none'}")
+    hint = ". Where they are called otherwise, say in data.columns which columns they are" if fitting else ""
+    raise UserError(f"{where}: keys {sorted(row)} fit no format with {kind} rows. Known: {known or 'none'}{hint}")
 
 
 def _text_fault(row: Mapping[str, Any]) -> str | None:
@@ -165,6 +189,8 @@ def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     kind = unpacked_suffix(path)
     if kind == ".parquet":
         return _parquet(path)
+    if kind in DELIMITERS:
+        return _table(path, kind)
     return _list(path) if kind == ".json" else _lines(path)
 
 
@@ -174,6 +200,11 @@ def _lines(path: Path) -> Iterator[tuple[str, Any, str | None]]:
         for number, line in lines(stream, path):
             if row := (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip():
                 yield f"{path}:{number}", *parser.line(row)
+
+
+def _table(path: Path, kind: str) -> Iterator[tuple[str, Any, str | None]]:
+    with open_bytes(path) as (stream, _):
+        yield from table_rows(stream, path, kind)
 
 
 def _list(path: Path) -> Iterator[tuple[str, Any, str | None]]:

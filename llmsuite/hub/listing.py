@@ -87,7 +87,11 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voc
               "*.tiktoken", "chat_template*", "sentencepiece*", "spiece*")  # fmt: skip
 _SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _TENSORS = (".safetensors", ".safetensors.index.json")
-_ROWS = tuple(f"*.{kind}{packed}" for kind in ("json", "jsonl", "parquet") for packed in ("", ".gz", ".zst"))
+_ROWS, _TABLES = (
+    tuple(f"*.{kind}{packed}" for kind in kinds for packed in ("", ".gz", ".zst"))
+    for kinds in (("json", "jsonl", "parquet"), ("csv", "tsv"))
+)
+"""Tables are often lists of the other files, so they are rows only where there is nothing else."""
 
 
 def select(name: HubName, listing: Listing, want: Want) -> list[str]:
@@ -103,10 +107,14 @@ def select(name: HubName, listing: Listing, want: Want) -> list[str]:
             raise UserError(f"{name}: has no file {name.path}; it has {near or ', '.join(everything[:20])}")
         return [name.path]
     if want is Want.ROWS:
-        found = [path for path in everything if _matches(Path(path).name, _ROWS) and not path.startswith(".")]
+        shown = [path for path in everything if not path.startswith(".")]
+        found = [path for path in shown if _matches(Path(path).name, _ROWS)]
         plain = [path for path in found if Path(path).name not in ("dataset_infos.json", "dataset_info.json")]
+        plain = plain or [path for path in shown if _matches(Path(path).name, _TABLES)]
         if not plain:
-            raise UserError(f"{name}: has no .json, .jsonl or .parquet file; it has {', '.join(everything[:20])}")
+            raise UserError(
+                f"{name}: has no .json, .jsonl, .parquet, .csv or .tsv file; it has {', '.join(everything[:20])}"
+            )
         return plain
     top = [path for path in everything if "/" not in path]
     configs = [path for path in top if path in _CONFIGS]

@@ -45,6 +45,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         **_model(shape),
         "data.max_length": 256,
         "data.format": "auto",
+        **dict.fromkeys(("data.columns", "data.mix", "data.max_samples"), REMOVE),
         "parallel": {
             "tensor_parallel_degree": tp,
             "pipeline_parallel_degree": pp,

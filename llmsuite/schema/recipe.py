@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
+from llmsuite.schema.columns import columns_of
 from llmsuite.schema.engine import EngineSection
 from llmsuite.schema.generation import GenerationSection
 from llmsuite.schema.lora import LoraSection
@@ -58,14 +59,21 @@ class DataSection(Section):
     """The data to read and how it becomes tokens."""
 
     train: str
-    """Training data: a .json, .jsonl (also .gz or .zst) or .parquet file, or a directory of such files; for
-    pretraining a .txt, .jsonl or .parquet file, or the prefix of an indexed corpus. A relative path is looked up in
-    the working directory, then among the files that come with llmsuite. A URL or a data set works too:
+    """Training data: a .json, .jsonl, .csv, .tsv (all also .gz or .zst) or .parquet file, or a directory of such files;
+    for pretraining also a .txt file or the prefix of an indexed corpus, and no .json file or directory. A relative path
+    is looked up in the working directory, then among the files that come with llmsuite. A URL or a data set works too:
     `hf:ORG/NAME?split=train`, `hf:ORG/NAME/FILE`, `ms:ORG/NAME`."""
     eval: str | None = None
     """Evaluation data, given like train; without it there is no evaluation."""
     format: str = "auto"
     """Name of a registered data format, or "auto" to recognise it from the first row."""
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What each field of the data format is made of: the name of a column, or a template with columns in braces such as
+    "{question} {context}". Rows get exactly these fields. Default: rows are taken as they are."""
+    mix: dict[str, Annotated[float, Gt(0), Le(1e6)]] = dataclasses.field(default_factory=dict)
+    """More files to train on, each with the number of its samples for one of train. Not for pretrain: pretrain.mix."""
+    max_samples: PositiveInt | None = None
+    """Read only the first so many rows (in pretraining: samples) of each file, for training and evaluation."""
     on_bad_row: Literal["error", "skip"] = "error"
     """How to handle a row that cannot be read (truncated JSON, a missing key, a turn without a role). error: stop the
     run before its first step. skip: leave the row out and count it by reason."""
@@ -91,6 +99,13 @@ class DataSection(Section):
     own `collate`, and returns a batch as that does. The same samples have to give the same arrays on every rank."""
     num_workers: NonNegativeInt = 0
     """Threads that prepare batches in advance; 0 to prepare each when it is needed."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for field, source in self.columns.items():
+            try:
+                columns_of(source)
+            except ValueError as error:
+                yield f"columns.{field}", f"is {source!r}, which {error}"
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.read import read_rows
+from llmsuite.data.columns import renamed
+from llmsuite.data.read import raw_row
 from llmsuite.data.rows import Conversation, Message, Preference, Unpaired
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
@@ -53,13 +54,11 @@ def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None
     Raises:
         UserError: there is no such row, or the batches of the stage do not show their loss mask.
     """
-    data = stage.context.recipe.data
-    kind = getattr(stage, "row_kind", None)
-    if kind is None:
+    if getattr(stage, "row_kind", None) is None:
         samples = stage.read(path)
         _check_number(number, len(samples), f"{path}: samples")
         return f"{path}: sample {number}", None, list(_explained(stage, samples[number - 1], None))
-    rows = read_rows(path, kind, data.format, stage.context.data_formats, data.on_bad_row)
+    rows = stage.read_rows(path)
     _check_number(number, len(rows), f"{path}: rows")
     row, place = rows[number - 1], rows.places[number - 1]
     counts = DropCounts(path, 1, places=[place])
@@ -67,6 +66,15 @@ def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None
     if not samples:
         return place, "; ".join(counts.dropped), []
     return place, None, list(_explained(stage, samples[0], row))
+
+
+def made_of(stage: Stage[Any], path: Path, place: str) -> list[tuple[str, str, Any]]:
+    """The fields that `data.columns` makes of the row at a place: name, the column or template, and value."""
+    columns = stage.context.recipe.data.columns
+    if not columns or getattr(stage, "row_kind", None) is None:
+        return []
+    row = renamed(raw_row(path, place), columns)
+    return [(field, source, row[field]) for field, source in columns.items()]
 
 
 def _check_number(number: int, count: int, what: str) -> None:

@@ -21,13 +21,12 @@ import numpy as np
 import paddle
 
 from llmsuite.cache import cache_root
-from llmsuite.data.corpus import CorpusMixture, TokenWindows, split_bounds
+from llmsuite.data.corpus import TokenWindows, split_bounds
 from llmsuite.data.index import cached_corpus
 from llmsuite.data.indexed import IndexedCorpus, index_path
-from llmsuite.data.remote import fetch, is_remote
+from llmsuite.data.mixture import Mixture, mixed_file
 from llmsuite.errors import UserError
 from llmsuite.progress import track_bytes
-from llmsuite.resources import find
 from llmsuite.stages import language_model
 from llmsuite.stages.sections import PretrainSection
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
@@ -42,7 +41,14 @@ class PretrainStage(Stage[np.ndarray]):
         self._length = context.recipe.data.max_length
         self._padded = -(-self._length // context.length_multiple) * context.length_multiple
         self._mix, self._split, self._max_eval_samples = section.mix, section.split, section.max_eval_samples
-        self._division, self._key = section.documents, section.key
+        self._division = section.documents
+        self._columns, self._max_samples = context.recipe.data.columns, context.recipe.data.max_samples
+        if self._columns and list(self._columns) != [section.key]:
+            raise UserError(
+                f"data.columns: has {', '.join(self._columns)}; the one field of pretraining is {section.key!r}, the "
+                "text (pretrain.key)"
+            )
+        self._key = self._columns.get(section.key, section.key)
         self._is_masked, self._mtp_weight = section.document_mask, context.recipe.train.mtp_loss_weight
 
     # data
@@ -61,7 +67,7 @@ class PretrainStage(Stage[np.ndarray]):
                 tokens = tokens[:begin]
             parts.append(self._windows(tokens, str(path)))
         weights = [weight for _, weight in corpora]
-        samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else CorpusMixture(parts, weights)
+        samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else Mixture(parts, weights)
         if evaluation is not None:
             held_back = [self._windows(self._corpus(evaluation).tokens, str(evaluation))]
         return samples, self._evaluated(held_back)
@@ -82,6 +88,8 @@ class PretrainStage(Stage[np.ndarray]):
 
     @functools.cache  # noqa: B019  (one stage a run)
     def _corpus(self, path: Path) -> IndexedCorpus:
+        if self._columns and path.name.endswith((".idx", ".bin", ".txt", ".txt.gz", ".txt.zst")):
+            raise UserError(f"data.columns: {path} has no columns; remove that key, or name a file of rows")
         if path.suffix in (".idx", ".bin"):
             corpus = IndexedCorpus(index_path(path))
             if self._is_masked:
@@ -112,17 +120,10 @@ class PretrainStage(Stage[np.ndarray]):
             )
 
     def _mixed_file(self, name: str) -> Path:
-        if is_remote(name):
-            return fetch(name, self.context.report)
-        path = find(name)
-        if not path.exists() and (index := find(f"{name}.idx")).is_file():
-            return index
-        if not path.is_file():
-            raise UserError(f"pretrain.mix: {name} is not a file (working directory: {Path.cwd()})")
-        return path
+        return mixed_file(name, "pretrain.mix", self.context.report)
 
     def _windows(self, tokens: np.ndarray, what: str) -> TokenWindows:
-        found = TokenWindows(tokens, self._length)
+        found = TokenWindows(tokens, self._length)[: self._max_samples]
         self.context.report(f"{what}: {len(tokens):,} tokens, {len(found):,} samples of {self._length}")
         if not found:
             raise UserError(

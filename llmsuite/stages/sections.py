@@ -205,7 +205,7 @@ class PretrainSection(Section):
     documents: Literal["blank_lines", "lines", "files"] = "blank_lines"
     """The separator of documents in a .txt; an indexed corpus knows its own."""
     key: str = "text"
-    """The key of the text in rows of .jsonl and .parquet."""
+    """The key of the text in rows of .jsonl, .csv, .tsv and .parquet."""
     document_mask: bool = False
     """Where a sample holds several documents, let each token attend to its own only, begin the positions of each
     at 0, and mask its first token in the loss, which nothing of it predicts."""

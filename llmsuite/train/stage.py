@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -17,6 +18,7 @@ import numpy as np
 from llmsuite.cache import cache_root
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.control import ControlTokens
+from llmsuite.data.mixture import Mixture, mixed_file
 from llmsuite.data.once import encode_once
 from llmsuite.data.read import Faults, Rows, read_rows
 from llmsuite.data.rows import texts_of
@@ -316,23 +318,36 @@ class Stage(abc.ABC, Generic[S]):
             )
 
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[S], Sequence[S]]:
-        """The samples for training and for evaluation, of the files `data.train` and `data.eval`."""
-        return self.read(train), self.read(evaluation) if evaluation else []
+        """The samples for training and for evaluation, of the files `data.train`, `data.mix` and `data.eval`."""
+        mix = self.context.recipe.data.mix
+        parts = [self.read(path) for path in (train, *self._mixed_files())]
+        samples = parts[0] if len(parts) == 1 else Mixture(parts, [1.0, *mix.values()])
+        return samples, self.read(evaluation) if evaluation else []
 
     def digest(self, path: Path) -> str:
-        """Digest of the content of a data file: a run is resumed only with the same data."""
-        return sha256_of(path)
+        """Digest of the content of a data file and of those in `data.mix`: a run is resumed only with the same data."""
+        files = [sha256_of(found) for found in (path, *self._mixed_files())]
+        return files[0] if len(files) == 1 else hashlib.sha256("".join(files).encode()).hexdigest()
+
+    def _mixed_files(self) -> list[Path]:
+        return [mixed_file(name, "data.mix", self.context.report) for name in self.context.recipe.data.mix]
 
     def read(self, path: Path) -> Sequence[S]:
         """The samples of a file; they may be made lazily.
 
         Raises UserError with the place of every fault, or when no row is usable.
         """
-        data = self.context.recipe.data
-        rows = read_rows(path, self.row_kind, data.format, self.context.data_formats, data.on_bad_row)
+        rows = self.read_rows(path)
         self._warn_of_control_tokens(rows)
         counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
         samples = self.make_samples(rows, counts)
         self.counts[path] = counts
         counts.check(self.context.report)
         return samples
+
+    def read_rows(self, path: Path) -> Rows:
+        """The rows of a file, as the section `data` of the recipe says."""
+        data, formats = self.context.recipe.data, self.context.data_formats
+        return read_rows(
+            path, self.row_kind, data.format, formats, data.on_bad_row, data.columns, limit=data.max_samples
+        )

@@ -110,7 +110,7 @@ def test_accepted(convert: Convert, row: dict[str, Any], expected: Unpaired | Pr
 
 
 REFUSED: list[tuple[Convert, dict[str, Any], str]] = [
-    (trl_unpaired, {**TRL, "label": "true"}, "'label' is 'true'; true or false is needed"),
+    (trl_unpaired, {**TRL, "label": "yes"}, "'label' is 'yes'; true or false is needed"),
     (trl_unpaired, {**TRL, "label": 2}, "'label' is 2; true or false is needed"),
     (trl_unpaired, {**TRL, "label": None}, "'label' is None"),
     (trl_unpaired, {**TRL, "label": float("nan")}, "'label' is nan"),

@@ -146,7 +146,7 @@ def test_a_nested_row_is_read_or_refused_at_any_depth(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "absent.jsonl: cannot be read: No such file" in refusal(tmp_path / "absent.jsonl")
-    assert "cannot be read: is a directory without .json, .jsonl, .parquet files" in refusal(tmp_path)
+    assert "cannot be read: is a directory without .json, .jsonl, .parquet, .csv, .tsv files" in refusal(tmp_path)
 
 
 def test_ten_faults_are_shown_and_the_rest_counted(tmp_path: Path) -> None:

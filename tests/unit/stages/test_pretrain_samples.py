@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from llmsuite.cache import private_cache
 from llmsuite.cli.main import main
-from llmsuite.data.corpus import CorpusMixture, TokenWindows, split_bounds
+from llmsuite.data.corpus import TokenWindows, split_bounds
 from llmsuite.data.indexed import CorpusWriter
 from llmsuite.data.loader import BatchSampler, SampleOrder, shuffled
+from llmsuite.data.mixture import Mixture
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
@@ -105,7 +106,7 @@ def test_the_tokens_seen_do_not_depend_on_the_ranks(
     sizes: list[int], weights: list[float], seed: int, micro: int
 ) -> None:
     parts = [TokenWindows(np.arange(size) + 1000 * i, 10) for i, size in enumerate(sizes)]
-    samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else CorpusMixture(parts, weights)
+    samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else Mixture(parts, weights)
     one, two, four = (consumed(samples, seed, ranks, 3, 4 * micro, micro) for ranks in (1, 2, 4))
     assert one == two == four
     assert len(one) == 12 * micro
@@ -115,7 +116,7 @@ def test_the_tokens_seen_do_not_depend_on_the_ranks(
 @given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=4), weights=st.lists(st.floats(0.1, 10), min_size=4))
 def test_a_pass_over_a_mixture(lengths: list[int], weights: list[float]) -> None:
     weights = weights[: len(lengths)]
-    samples = CorpusMixture([TokenWindows(np.arange(n + 1) + 100 * i, 1) for i, n in enumerate(lengths)], weights)
+    samples = Mixture([TokenWindows(np.arange(n + 1) + 100 * i, 1) for i, n in enumerate(lengths)], weights)
     counts = Counter(int(sample[0]) for sample in samples)
     assert set(counts) == {100 * i + j for i, n in enumerate(lengths) for j in range(n)}  # all of every corpus
     taken = [sum(count for token, count in counts.items() if token // 100 == i) for i in range(len(lengths))]

@@ -1,0 +1,46 @@
+"""Rows with the columns somebody has, as rows with the fields that a data format knows: `data.columns`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmsuite.schema.columns import PARTS, columns_of, is_template
+
+
+def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """The row with exactly the fields of a mapping; the row itself where there is none.
+
+    Args:
+        row: as the file has it.
+        columns: field -> the name of a column, whose value is taken as it is, or a template, in which each {name} is
+            replaced by the text or the number in this column, and by nothing where it is null. What a column says is
+            not looked at for braces again.
+
+    Raises:
+        ValueError: the row has no such column, or a template cannot take its value.
+    """
+    return {field: _value(row, field, source) for field, source in columns.items()} if columns else row
+
+
+def _value(row: Mapping[str, Any], field: str, source: str) -> Any:
+    for name in columns_of(source):
+        if name not in row:
+            how = "" if is_template(source) else "; a text has to name a column in braces"
+            raise ValueError(f"has no column {name!r}, which data.columns.{field} takes: it has {_names(row)}{how}")
+    if not is_template(source):
+        return row[source]
+    return PARTS.sub(lambda found: found[0][0] if found[1] is None else _text(row[found[1]], found[1], field), source)
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, row)) or "none"
+
+
+def _text(value: Any, name: str, field: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        what = type(value).__name__
+        raise ValueError(f"column {name!r} is a {what}; the template of data.columns.{field} takes texts and numbers")
+    return str(value)

@@ -1,0 +1,61 @@
+"""Samples of several files in proportion to their weights."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar, overload
+
+from llmsuite.data.remote import fetch, is_remote
+from llmsuite.errors import UserError
+from llmsuite.resources import find
+
+S = TypeVar("S")
+
+
+class Mixture(Sequence[S]):
+    """Samples of several files in proportion to their weights.
+
+    One pass has every sample of every file: once for the file that takes longest, once or more for the others.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[S]], weights: Sequence[float]):
+        """Every part has at least one sample."""
+        self._parts = parts
+        scale = max(len(part) / weight for part, weight in zip(parts, weights))
+        # the small difference keeps the part that sets the scale at its own length, however the division rounds
+        counts = [max(len(part), math.ceil(scale * weight - 1e-6)) for part, weight in zip(parts, weights)]
+        self._ends = list(itertools.accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, at: int) -> S: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[S]: ...
+    def __getitem__(self, at: int | slice) -> S | Sequence[S]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        number = range(len(self))[at]
+        part = bisect.bisect_right(self._ends, number)
+        first = self._ends[part - 1] if part else 0
+        return self._parts[part][(number - first) % len(self._parts[part])]
+
+
+def mixed_file(name: str, key: str, report: Callable[[str], None]) -> Path:
+    """A file or directory that a mixture names, fetched if it is elsewhere; of a corpus the index.
+
+    Raises UserError with the recipe key of the mixture when there is none.
+    """
+    if is_remote(name):
+        return fetch(name, report)
+    path = find(name)
+    if not path.exists() and (index := find(f"{name}.idx")).is_file():
+        return index
+    if not path.exists():
+        raise UserError(f"{key}: {name} is not a file (working directory: {Path.cwd()})")
+    return path

@@ -1,0 +1,72 @@
+"""Rows of .csv and .tsv files, each with its place. The first row names the columns; every cell is text."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from llmsuite.data.compressed import MOST_LINE, lines
+from llmsuite.errors import UserError
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_OTHERS = ";\t|,"
+
+
+def table_rows(stream: IO[bytes], path: Path, kind: str) -> Iterator[tuple[str, Any, str | None]]:
+    """The place of each row, its cells by column, and the fault for which it is no row, or None.
+
+    Cells with the delimiter, quotes or ends of lines in them are quoted, as RFC 4180 says; empty lines are skipped.
+
+    Args:
+        stream: the unpacked bytes of a file, in UTF-8.
+        path: of it, for messages.
+        kind: its suffix, one of `DELIMITERS`.
+
+    Raises:
+        UserError: its quotes or its header are wrong.
+    """
+    header: list[str] | None = None
+    for number, cells in _cells(stream, path, DELIMITERS[kind]):
+        if header is None:
+            header = cells
+            _check_header(header, path, number, kind)
+            continue
+        fault = None
+        if len(cells) != len(header):
+            fault = f"has {len(cells)} columns, and the header {len(header)}: {', '.join(header)}"
+        elif any("\udc80" <= char <= "\udcff" for cell in cells for char in cell):
+            fault = "is not UTF-8"
+        yield f"{path}:{number}", dict(zip(header, cells)), fault
+
+
+def _cells(stream: IO[bytes], path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each row that has some, and the number of its first line. What is no UTF-8 becomes surrogates, which
+    no text has: it belongs to its row, as quotes may span lines."""
+    texts = (
+        (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).decode("utf-8", "surrogateescape")
+        for number, line in lines(stream, path)
+    )
+    csv.field_size_limit(MOST_LINE)  # of the whole process; lines are held to it already
+    reader = csv.reader(texts, delimiter=delimiter, strict=True)
+    begin = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield begin, cells
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}:{begin}: cannot be read: {error}; quotes within a quoted cell are doubled") from error
+
+
+def _check_header(header: list[str], path: Path, number: int, kind: str) -> None:
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}:{number}: names the column {twice!r} twice")
+    other = next((mark for mark in _OTHERS if mark in header[0]), None) if len(header) == 1 else None
+    if other is not None:
+        raise UserError(
+            f"{path}:{number}: has the one column {header[0]!r}; a {kind} file has {DELIMITERS[kind]!r} between its "
+            f"cells, and not {other!r}"
+        )
