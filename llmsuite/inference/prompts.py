@@ -119,6 +119,7 @@ def read_messages(turns: Any) -> list[Message]:
         if isinstance(content, list):  # parts; only those of text are known
             parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
             content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
+        role = "system" if role == "developer" else role  # what OpenAI calls it since o1
         if role not in ROLES or not isinstance(content, str):
             raise UserError(f"messages[{number}]: needs role (one of {', '.join(ROLES)}) and content, a text")
         messages.append(Message(role, content))

@@ -1,6 +1,6 @@
 """Chooses the next token.
 
-Logits of one sequence go through: penalties -> forbidden tokens -> temperature -> top_k -> top_p -> min_p -> draw.
+Logits of a sequence: penalties, biases -> forbidden tokens -> temperature -> top_k -> top_p -> min_p -> draw.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Sampling:
     """Texts that end the answer; they are not part of it."""
     num_logprobs: int | None = None
     """Keep log-probabilities of the chosen token and of this many of the most likely ones; None for none."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, each once, and what is added to their logits."""
 
     def __post_init__(self) -> None:
         """Raises UserError naming an invalid value."""
@@ -66,6 +68,7 @@ class Sampling:
             ("max_new_tokens", self.max_new_tokens >= 0, "0 or more"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             ("stop", all(self.stop), "without an empty text"),
+            ("logit_bias", all(token >= 0 and abs(bias) <= MAX_PENALTY for token, bias in self.logit_bias), _PENALTY),
             ("num_logprobs", self.num_logprobs is None or self.num_logprobs >= 0, "0 or more"),
         ):
             if not is_right:
@@ -78,7 +81,7 @@ def generator(seed: int, number: int = 0) -> np.random.Generator:
 
 
 def penalise(logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
-    """Logits [V] with penalties for tokens that occurred; a copy when there are any."""
+    """Logits [V] with penalties for tokens that occurred, and with biases; a copy when there are any."""
     if sampling.repetition_penalty != 1:
         tokens = np.unique(np.asarray([*prompt, *answer], "int64"))
         logits = logits.copy()
@@ -90,6 +93,10 @@ def penalise(logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], answ
         tokens, counts = np.unique(np.asarray(answer, "int64"), return_counts=True)
         logits = logits.copy()
         logits[tokens] -= (counts * sampling.frequency_penalty + sampling.presence_penalty).astype(logits.dtype)
+    if sampling.logit_bias:
+        chosen, biases = zip(*sampling.logit_bias)
+        logits = logits.copy()
+        logits[list(chosen)] += np.asarray(biases, logits.dtype)
     return logits
 
 

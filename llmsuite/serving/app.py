@@ -135,7 +135,9 @@ async def _answer(
         events = EventStream(service, asked, job, num_prompts).events()
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
     await service.whole(request, job)
-    choices = [{"index": number, **choice(line, asked)} for number, line in enumerate(job.lines)]
+    choices = [{"index": n, **choice(line, asked)} for n, line in enumerate(service.chosen(asked, job, num_prompts))]
+    for one, text in zip(choices, service.echoed(asked)):
+        one["text"] = text + one["text"]
     head = protocol.envelope(name, service.name)
     return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
 

@@ -32,6 +32,8 @@ class EventStream:
             if self._is_chat:
                 for number in range(len(self._job.lines)):
                     yield self._event([self._choice(number, "", None, role="assistant")])
+            for number, text in enumerate(self._service.echoed(self._asked)):
+                yield self._event([self._choice(number, text, None)])
             async for piece in self._job.pieces():
                 if piece.text:
                     if is_first:

@@ -1,6 +1,7 @@
 """Requests and answers of OpenAI's API (platform.openai.com/docs/api-reference), as far as it is served here.
 
-Unknown keys are refused, and so are values that ask for something that is not supported: nothing is silently ignored.
+Unknown keys are refused, and so are values that ask for something that is not supported. Keys that change no answer,
+such as who asks or what is kept of it, are accepted: see `Request`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_MAX_BIASES = 1024
+_Short = Annotated[str, Field(max_length=1000)]
 
 
 class StreamOptions(BaseModel):
@@ -30,6 +34,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
+    include_obfuscation: bool | None = None
+    """Whether events are padded against those who see their sizes on the way; no event is."""
 
 
 class Request(BaseModel):
@@ -47,7 +53,14 @@ class Request(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Bias], Field(max_length=_MAX_BIASES)] | (
+        None
+    ) = None
+    # these change no answer
     user: str | None = None
+    metadata: Annotated[dict[_Short, _Short], Field(max_length=64)] | None = None
+    safety_identifier: _Short | None = None
+    service_tier: _Short | None = None
     # not in OpenAI's API
     top_k: _Count = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -70,6 +83,7 @@ class Request(BaseModel):
             min_new_tokens=self.min_tokens,
             stop=tuple(stop),
             num_logprobs=num_logprobs,
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
         )
 
 
@@ -81,6 +95,27 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    # these change no answer
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: _Short | None = None
+    prompt_cache_retention: _Short | None = None
+    # these would change it; null does not
+    audio: None = None
+    reasoning_effort: None = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Answers that are made to a prompt."""
+        return self.n or 1
 
 
 class CompletionRequest(Request):
@@ -88,8 +123,14 @@ class CompletionRequest(Request):
 
     prompt: str | list[str] | list[_Id] | list[list[_Id]]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Answers that are made to a prompt; the best `n` are given."""
+        return max(self.best_of or 1, self.n or 1)
 
 
 def envelope(kind: str, model: str) -> dict[str, Any]:

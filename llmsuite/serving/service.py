@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -128,9 +129,18 @@ class Service:
         else:
             prompts, num_logprobs = self._prompts(asked.prompt), asked.logprobs
             wanted = wanted or 16  # as OpenAI has it
-        count = asked.n or 1
+            if asked.logprobs is not None and asked.echo:
+                raise UserError("echo: not with logprobs, as the tokens of a prompt get none here")
+            if asked.stream and (asked.best_of or 1) > (asked.n or 1):
+                raise UserError("best_of: not with stream, as the best answer is known at the end only")
+            if asked.best_of is not None and asked.best_of < (asked.n or 1):
+                raise UserError(f"best_of: is {asked.best_of}; it has to be at least n, {asked.n}")
+            if asked.num_drawn > (asked.n or 1):
+                num_logprobs = num_logprobs or 0
+        count = asked.num_drawn
         if len(prompts) * count > protocol.MAX_ANSWERS:
             raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_ANSWERS} a request")
+        self._check_biases(asked)
         lines = []
         for prompt in prompts:
             room = max(1, min(self.limits.max_new_tokens, self.generator.decoder.max_length - len(prompt)))
@@ -139,6 +149,34 @@ class Service:
             sampling = asked.sampling(wanted or room, num_logprobs)
             lines += [self.generator.line(prompt, sampling, number) for number in range(count)]
         return lines, len(prompts)
+
+    def _check_biases(self, asked: ChatRequest | CompletionRequest) -> None:
+        size = self.generator.decoder.vocab_size
+        if wrong := [token for token in asked.logit_bias or () if int(token) >= size]:
+            raise UserError(f"logit_bias: has token {wrong[0]}; the model's end at {size - 1}")
+
+    def chosen(self, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int) -> list[Line]:
+        """The answers that are given, of those that were made: the `n` with the highest mean log-probability of a token
+        to each prompt."""
+        made, given = asked.num_drawn, asked.n or 1
+        if made == given:
+            return list(job.lines)
+        found = []
+        for i in range(num_prompts):
+            of_prompt = job.lines[i * made : (i + 1) * made]
+            found += sorted(of_prompt, key=_mean_logprob, reverse=True)[:given]
+        return found
+
+    def echoed(self, asked: ChatRequest | CompletionRequest) -> list[str]:
+        """The text in front of each answer that is given."""
+        given = asked.n or 1
+        if isinstance(asked, ChatRequest) or not asked.echo:
+            return []
+        prompts: Any = asked.prompt
+        if isinstance(prompts, str) or isinstance(prompts[0], int):
+            prompts = [prompts]
+        texts = [p if isinstance(p, str) else self.generator.tokenizer.decode(p) for p in prompts]
+        return [text for text in texts for _ in range(given)]
 
     def _prompts(self, given: Any) -> list[list[int]]:
         if isinstance(given, str):
@@ -181,6 +219,11 @@ class Service:
             if first and piece.text:
                 self.metrics.first_token.observe(time.monotonic() - begun)
                 first = False
+
+
+def _mean_logprob(line: Line) -> float:
+    """The mean over an answer's tokens; the least of all for one without any."""
+    return sum(kept.logprob for kept in line.logprobs) / len(line.logprobs) if line.logprobs else -math.inf
 
 
 def _failure(error: Exception | None) -> HTTPException:
