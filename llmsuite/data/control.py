@@ -19,6 +19,11 @@ class ControlTokens:
     def __init__(self, tokenizer: TextTokenizer):
         self._tokenizer = tokenizer
 
+    @property
+    def tokens(self) -> frozenset[str]:
+        """The texts of the tokens."""
+        return self._tokenizer.control_tokens
+
     @functools.cached_property
     def _words(self) -> str:
         # the longest first: of two that begin alike the whole one is named

@@ -62,7 +62,7 @@ def sharegpt(row: Row) -> Conversation:
         speaker = _known(turn, where, "from", SHAREGPT_ROLES)
         text = text_at(turn, "value", where)
         if turn["from"] == "function_call":
-            message = Message("assistant", "", _calls(_json(text, f"{where}.value"), f"{where}.value"))
+            message = Message("assistant", "", calls_at(_json(text, f"{where}.value"), f"{where}.value"))
         else:
             message = Message(SHAREGPT_ROLES[speaker], text)
         messages.append(message)
@@ -81,7 +81,7 @@ def openai(row: Row) -> Conversation:
         if turn.get("tool_calls"):
             if role != "assistant":
                 raise ValueError(f"'{where}.tool_calls' is there, but {role!r} calls no tools")
-            calls = _calls(turn["tool_calls"], f"{where}.tool_calls")
+            calls = calls_at(turn["tool_calls"], f"{where}.tool_calls")
         # with a call there may be nothing to say
         content = "" if calls and turn.get("content") is None else text_at(turn, "content", where)
         messages.append(Message(role, content, calls))
@@ -133,7 +133,8 @@ def _flag(value: Any, where: str) -> bool:
     return bool(value)
 
 
-def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
+def calls_at(value: Any, where: str) -> tuple[ToolCall, ...]:
+    """The calls of a turn, as OpenAI or others write them. Raises ValueError for anything else."""
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise ValueError(f"{where!r} is empty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.control import ControlTokens
-from llmsuite.data.rows import ROLES, Message
+from llmsuite.data.conversations import calls_at
+from llmsuite.data.rows import ROLES, Message, ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
+from llmsuite.inference.calls import CallFormat, call_format
 
 NO_TEXT = "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
 
@@ -58,14 +61,29 @@ class Prompter:
         return self._encode(text if self._keeps_control else self._control.mark(text))
 
     def turns(self, messages: Sequence[Message], tools: str = "") -> list[int]:
-        """The ids of a conversation and the beginning of an answer."""
+        """The ids of a conversation and the beginning of an answer; `tools` as in `Conversation`."""
         if self._template is None:
             raise UserError('plain text is wanted and turns are given; use {"prompt": …}, or a chat template')
         if self._system is not None and all(message.role != "system" for message in messages):
             messages = [Message("system", self._system), *messages]
         if not self._keeps_control:
-            messages = [dataclasses.replace(m, content=self._control.mark(m.content)) for m in messages]
-        return self._encode(self._template.render(messages, add_generation_prompt=True, tools=tools))
+            messages, tools = [self._marked(message) for message in messages], self._control.mark(tools)
+        text = self._template.render(messages, add_generation_prompt=True, tools=tools)
+        if missing := [name for name in tool_names(tools) if name not in text]:
+            raise UserError(f"tools: the model's chat template leaves out {missing[0]!r}, so it knows no tools")
+        return self._encode(text)
+
+    def _marked(self, message: Message) -> Message:
+        mark = self._control.mark
+        calls = tuple(ToolCall(mark(call.name), mark(call.arguments)) for call in message.tool_calls)
+        return Message(message.role, mark(message.content), calls)
+
+    @functools.cached_property
+    def calls(self) -> CallFormat:
+        """How the model writes calls of tools. Raises UserError when its template does not say."""
+        if self._template is None:
+            raise UserError("tools: the model has no chat template")
+        return call_format(self._template, self._control.tokens)
 
     def row(self, row: Any) -> Prompt:
         """One row of a file. Raises UserError saying what is wrong with it."""
@@ -108,6 +126,11 @@ class Prompter:
         return self._control.encode(text)
 
 
+def tool_names(tools: str) -> list[str]:
+    """The names of tools as `Conversation` has them."""
+    return [tool["function"]["name"] for tool in json.loads(tools or "[]")]
+
+
 def read_messages(turns: Any) -> list[Message]:
     """Turns in OpenAI's format. Raises UserError naming the first invalid one."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
@@ -120,9 +143,16 @@ def read_messages(turns: Any) -> list[Message]:
             parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
             content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
         role = "system" if role == "developer" else role  # what OpenAI calls it since o1
+        calls: tuple[ToolCall, ...] = ()
+        if role == "assistant" and turn.get("tool_calls"):
+            try:
+                calls = calls_at(turn["tool_calls"], f"messages[{number}].tool_calls")
+            except ValueError as error:
+                raise UserError(str(error)) from error
+            content = "" if content is None else content  # with a call there may be nothing to say
         if role not in ROLES or not isinstance(content, str):
             raise UserError(f"messages[{number}]: needs role (one of {', '.join(ROLES)}) and content, a text")
-        messages.append(Message(role, content))
+        messages.append(Message(role, content, calls))
     return messages
 
 

@@ -95,9 +95,13 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         def choice(line: Line, asked: ChatRequest) -> dict[str, Any]:
+            said, calls = service.calls(asked, _text(line))
+            message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+            if calls:
+                message |= {"content": said or None, "tool_calls": protocol.tool_calls(calls)}
             return {
-                "message": {"role": "assistant", "content": _text(line), "refusal": None},
-                "finish_reason": line.finished,
+                "message": message,
+                "finish_reason": "tool_calls" if calls else line.finished,
                 "logprobs": protocol.chat_logprobs(line.logprobs, tokenizer) if asked.logprobs else None,
             }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from llmsuite.data.rows import ToolCall
 from llmsuite.serving import protocol
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import Job, Piece, Service
@@ -24,6 +25,11 @@ class EventStream:
         self._head = {**protocol.envelope(kind, service.name), **service.marks()}
         self._num_sent = [0] * len(job.lines)
         """Tokens of each answer whose log-probabilities have been sent."""
+        self._held = [""] * len(job.lines)
+        """Text of each answer that may turn out to be a call of a tool."""
+        self._is_text = [False] * len(job.lines)
+        """Whether each answer is known to call none."""
+        self._may_call = isinstance(asked, ChatRequest) and bool(asked.tools_as_text)
 
     async def events(self) -> AsyncIterator[str]:
         """The events, in the order the text becomes certain."""
@@ -35,14 +41,19 @@ class EventStream:
             for number, text in enumerate(self._service.echoed(self._asked)):
                 yield self._event([self._choice(number, text, None)])
             async for piece in self._job.pieces():
-                if piece.text:
-                    if is_first:
-                        metrics.first_token.observe(time.monotonic() - begun)
-                        is_first = False
-                    yield self._event([self._choice(piece.number, piece.text, None, self._logprobs(piece))])
+                if piece.text and is_first:
+                    metrics.first_token.observe(time.monotonic() - begun)
+                    is_first = False
+                text, calls = self._read(piece)
+                if text:
+                    yield self._event([self._choice(piece.number, text, None, self._logprobs(piece))])
+                if calls:
+                    numbered = [{"index": i, **call} for i, call in enumerate(protocol.tool_calls(calls))]
+                    yield self._event([self._choice(piece.number, "", None, tool_calls=numbered)])
                 if piece.ended:  # tokens without a text of their own may be left
                     last = self._logprobs(piece) if self._num_sent[piece.number] < piece.num_logprobs else None
-                    yield self._event([self._choice(piece.number, "", self._job.lines[piece.number].finished, last)])
+                    reason = "tool_calls" if calls else self._job.lines[piece.number].finished
+                    yield self._event([self._choice(piece.number, "", reason, last)])
             if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
                 yield self._event([], usage=protocol.usage(self._job.lines, self._num_prompts))
             metrics.duration.observe(time.monotonic() - begun)
@@ -51,11 +62,25 @@ class EventStream:
             return
         yield "data: [DONE]\n\n"
 
+    def _read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
+        """The text of a piece that can be sent, and at the end of an answer the tools that it calls."""
+        if not self._may_call or self._is_text[piece.number]:
+            return piece.text, []
+        assert isinstance(self._asked, ChatRequest)
+        calls = self._service.prompter.calls
+        held = self._held[piece.number] + piece.text
+        if piece.ended:
+            return self._service.calls(self._asked, held)
+        free = calls.free(held)
+        self._held[piece.number] = held[free:]
+        self._is_text[piece.number] |= free > 0 and not calls.mark
+        return held[:free], []
+
     def _event(self, choices: list[Any], **more: Any) -> str:
         return f"data: {json.dumps({**self._head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
 
-    def _choice(self, number: int, text: str, reason: str | None, logprobs: Any = None, **role: str) -> dict[str, Any]:
-        delta: dict[str, Any] = {"delta": {**role, **({"content": text} if text or role else {})}}
+    def _choice(self, number: int, text: str, reason: str | None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
+        delta: dict[str, Any] = {"delta": {**more, **({"content": text} if text or "role" in more else {})}}
         content = delta if self._is_chat else {"text": text}
         return {"index": number, **content, "finish_reason": reason, "logprobs": logprobs}
 

@@ -6,6 +6,7 @@ such as who asks or what is kept of it, are accepted: see `Request`.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmsuite.data.rows import ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.batch import Line, TokenLogprob
 from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERATURE, MIN_REPETITION, Sampling
@@ -20,6 +22,7 @@ from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERA
 MAX_ANSWERS = 16
 _MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
+_MAX_TOOLS = 128
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
@@ -87,6 +90,24 @@ class Request(BaseModel):
         )
 
 
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: Function
+
+
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
@@ -95,13 +116,13 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
     # these change no answer
     store: bool | None = None
-    parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: _Short | None = None
@@ -111,6 +132,13 @@ class ChatRequest(Request):
     reasoning_effort: None = None
     verbosity: Literal["medium"] | None = None
     web_search_options: None = None
+
+    @property
+    def tools_as_text(self) -> str:
+        """The tools it may call, as `Conversation` has them; empty for none."""
+        if not self.tools or self.tool_choice == "none":
+            return ""
+        return json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools], ensure_ascii=False)
 
     @property
     def num_drawn(self) -> int:
@@ -145,6 +173,18 @@ def usage(lines: Sequence[Line], num_prompts: int) -> dict[str, int]:
     prompt = sum(len(line.prompt) for line in lines[::each])
     answers = sum(len(line.ids) for line in lines)
     return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Calls of tools in a turn of the assistant."""
+    return [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls
+    ]
 
 
 def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 from fastapi import HTTPException, Request
 from pydantic import BaseModel, ValidationError
 
+from llmsuite.data.rows import ToolCall
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line
 from llmsuite.inference.generate import Generator
-from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages
+from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages, tool_names
 from llmsuite.serving import protocol
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
@@ -120,7 +121,10 @@ class Service:
         """The answers to be made, and the number of prompts. Raises UserError."""
         wanted, num_logprobs = asked.max_tokens, None
         if isinstance(asked, ChatRequest):
-            prompts = [self.prompter.turns(read_messages(asked.messages))]
+            tools = asked.tools_as_text
+            prompts = [self.prompter.turns(read_messages(asked.messages), tools)]
+            if tools:
+                self.prompter.calls  # noqa: B018  (the model has to have a form for them)
             wanted = asked.max_completion_tokens or wanted
             if asked.logprobs:
                 num_logprobs = asked.top_logprobs or 0
@@ -154,6 +158,14 @@ class Service:
         size = self.generator.decoder.vocab_size
         if wrong := [token for token in asked.logit_bias or () if int(token) >= size]:
             raise UserError(f"logit_bias: has token {wrong[0]}; the model's end at {size - 1}")
+
+    def calls(self, asked: ChatRequest, text: str) -> tuple[str, list[ToolCall]]:
+        """What an answer says, and the tools it calls; one at most without `parallel_tool_calls`."""
+        tools = asked.tools_as_text
+        if not tools:
+            return text, []
+        said, found = self.prompter.calls.parse(text, tool_names(tools))
+        return said, found[:1] if asked.parallel_tool_calls is False else found
 
     def chosen(self, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int) -> list[Line]:
         """The answers that are given, of those that were made: the `n` with the highest mean log-probability of a token

@@ -54,8 +54,17 @@ def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
     for key, value in IDLE.items():
         assert said(client, **{key: value}) == alone, key
     assert said(client, **IDLE) == alone
-    assert said(client, messages=[{**TURNS[0], "role": "developer"}, TURNS[1]]) == alone
-    assert said(client, messages=TURNS[1:]) != alone
+
+
+def test_a_developer_is_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, seen = make_service(), list[list[int]]()
+    line = service.generator.line
+    monkeypatch.setattr(service.generator, "line", lambda ids, *more: seen.append(list(ids)) or line(ids, *more))
+    with TestClient(make_app(service)) as http:
+        for role in ("system", "developer", "user"):
+            asked = {**CHAT, "messages": [{**TURNS[0], "role": role}, TURNS[1]]}
+            assert http.post("/v1/chat/completions", json=asked).status_code == 200
+    assert seen[0] == seen[1] != seen[2]
 
 
 @pytest.mark.parametrize(
