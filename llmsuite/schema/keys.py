@@ -156,12 +156,58 @@ def accepts_list(annotation: Any) -> bool:
     return origin is list
 
 
+ELSEWHERE = {
+    "train.learning_rate": ("lr",),
+    "train.min_lr_ratio": ("min_lr", "min_learning_rate", "lr_end"),
+    "train.lr_schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler"),
+    "train.num_epochs": ("epochs", "epoch", "n_epochs", "num_train_epochs", "max_epochs"),
+    "train.max_steps": ("steps", "num_steps", "train_steps", "max_train_steps", "num_train_steps"),
+    "train.global_batch_size": ("batch_size", "bs", "train_batch_size", "gradient_accumulation_steps", "grad_accum"),
+    "train.micro_batch_size": ("per_device_train_batch_size", "per_device_batch_size", "mbs"),
+    "train.optimizer": ("optim", "optimizer_type"),
+    "train.max_grad_norm": ("clip_grad", "grad_clip", "clip_grad_norm", "gradient_clipping", "max_norm"),
+    "train.warmup_ratio": ("warmup",),
+    "train.weight_decay": ("wd",),
+    "train.eval_steps": ("eval_strategy", "evaluation_strategy", "eval_every"),
+    "train.log_steps": ("logging_steps", "log_every"),
+    "data.train": ("dataset", "datasets", "dataset_name", "train_file", "train_dataset_path", "data_path"),
+    "data.eval": ("eval_dataset", "eval_file", "eval_dataset_path", "validation_file"),
+    "data.max_length": ("cutoff_len", "max_seq_len", "max_seq_length", "sequence_len", "seq_length", "seq_len"),
+    "data.chat_template": ("template",),
+    "data.packing": ("pack", "neat_packing", "sample_packing", "zero_padding"),
+    "data.num_workers": ("dataloader_num_workers",),
+    "model.weights": ("model_name_or_path", "base_model", "model_path", "model_name", "pretrained"),
+    "engine.precision": ("bf16", "fp16", "dtype", "torch_dtype", "compute_dtype", "mixed_precision"),
+    "engine.recompute": ("gradient_checkpointing", "activation_checkpointing"),
+    "parallel.tensor_parallel_degree": ("tp", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "parallel.pipeline_parallel_degree": ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "parallel.expert_parallel_degree": ("ep", "expert_parallel_size", "expert_model_parallel_size"),
+    "parallel.sharding": ("zero", "zero_stage", "deepspeed", "fsdp"),
+    "lora.rank": ("lora_rank", "lora_r", "r", "peft", "use_peft"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.dropout": ("lora_dropout",),
+    "lora.target_modules": ("lora_target", "lora_target_modules"),
+    "lora.base_dtype": ("load_in_4bit", "load_in_8bit", "quantization_bit"),
+    "checkpoint.save_steps": ("save_strategy", "save_every", "save_interval"),
+    "checkpoint.keep_last": ("save_total_limit",),
+    "launch.num_devices": ("gpus", "num_gpus", "nproc_per_node", "num_processes", "world_size"),
+    "dpo.loss": ("pref_loss", "loss_type"),
+    "dpo.beta": ("pref_beta",),
+    "loggers": ("report_to",),
+}
+"""Keys, and what other suites call them."""
+
+
 def did_you_mean(key: tuple[str, ...], cls: type) -> str:
-    """A hint for an unknown key: the nearest key of the same section, else of the whole recipe."""
+    """A hint for an unknown key: what other suites mean by it, the nearest key of the same section, or one of the whole
+    recipe."""
     known = [info.key for info in walk(cls)]
     groups = sections(cls)
     siblings = [k[-1] for k in [*known, *groups] if k[:-1] == key[:-1]]
     near = difflib.get_close_matches(key[-1], siblings, n=1, cutoff=0.6)
+    meant = next((tuple(ours.split(".")) for ours, words in ELSEWHERE.items() if key[-1] in words), None)
+    if meant in known and (len(key) == 1 or meant[:-1] == key[:-1] or not near):
+        return f"did you mean {'.'.join(meant)!r}?"
     if near:
         return f"did you mean {near[0]!r}?"
     elsewhere = [".".join(k) for k in known if k[-1] == key[-1]]

@@ -1,0 +1,53 @@
+"""Words of other suites in a recipe, or on the command line, are answered with the key that is meant."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from llmsuite.cli.main import main
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.load import recipe_type
+from llmsuite.schema.keys import ELSEWHERE, did_you_mean, walk
+
+
+def test_the_table(registry: Registry) -> None:
+    """Its keys are keys, and no word has two meanings or is a key of its own."""
+    cls, _ = recipe_type({"stage": "dpo", "model": {"family": "llama"}}, registry)
+    known = {info.dotted for info in walk(cls)}
+    assert set(ELSEWHERE) <= known
+    words = collections.Counter(word for words in ELSEWHERE.values() for word in words)
+    assert [word for word, count in words.items() if count > 1] == []
+    for ours, others in ELSEWHERE.items():
+        section = ours.rpartition(".")[0]
+        assert not {f"{section}.{word}".lstrip(".") for word in others} & known
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("lr", "did you mean 'train.learning_rate'?"),  # not lora
+        ("train.lr", "did you mean 'train.learning_rate'?"),
+        ("epochs", "did you mean 'train.num_epochs'?"),
+        ("train.batch_size", "did you mean 'train.global_batch_size'?"),
+        ("data.cutoff_len", "did you mean 'data.max_length'?"),
+        ("learning_rate", "did you mean 'train.learning_rate'?"),
+        ("lora.r", "did you mean 'lora.rank'?"),
+        ("checkpoint.steps", "did you mean 'save_steps'?"),  # the section's own key is nearer
+        ("train.max_stepz", "did you mean 'max_steps'?"),
+    ],
+)
+def test_hints(key: str, hint: str, registry: Registry) -> None:
+    cls, _ = recipe_type({"stage": "dpo", "model": {"family": "llama"}}, registry)
+    assert did_you_mean(tuple(key.split(".")), cls) == hint
+
+
+def test_a_word_for_another_stage_is_no_hint(registry: Registry) -> None:
+    cls, _ = recipe_type({"stage": "sft", "model": {"family": "llama"}}, registry)
+    assert "dpo.beta" not in did_you_mean(("pref_beta",), cls)
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "recipes/llama/dpo.json", "--lr=1e-4"]) == 2
+    assert "lr: unknown key; did you mean 'train.learning_rate'?" in capsys.readouterr().err
