@@ -57,10 +57,10 @@ def _step(line: str) -> float:
         return float("inf")
 
 
-def is_evaluated_at(run: Path, step: int) -> bool:
-    """Whether the metrics of a run have an evaluation after a step."""
-    lines = (line for line in _lines(run / "metrics.jsonl") if _step(line) == step)
-    return any(name.startswith("eval/") for line in lines for name in json.loads(line))
+def evaluation_at(run: Path, step: int) -> dict[str, float | None]:
+    """The evaluation after a step, by the metrics of a run; empty when there is none."""
+    records = (json.loads(line) for line in _lines(run / "metrics.jsonl") if _step(line) == step)
+    return {name: value for record in records for name, value in record.items() if name.startswith("eval/")}
 
 
 def place(samples: int, batch_size: int, epoch_size: int) -> dict[str, float]:

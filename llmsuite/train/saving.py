@@ -164,6 +164,14 @@ class Saver:
             self._best = best = Best(state.step, self._metric, value)
             self._writer.follow(lambda: save_best(self.root, best))
 
+    def recall(self, step: int, recorded: Mapping[str, float | None]) -> None:
+        """Name the checkpoint that a run goes on from the best, if its evaluation is: a run may be killed when that is
+        recorded and the name is not written yet. On rank 0; `recorded` has the names that metrics have on disk."""
+        value = None if self._metric is None else recorded.get(self._metric)
+        if self._metric is not None and value is not None and self._is_better(value):
+            self._best = Best(step, self._metric, value)
+            save_best(self.root, self._best)
+
     def _is_better(self, value: float) -> bool:
         if not math.isfinite(value) or self._best is None:
             return math.isfinite(value)

@@ -18,7 +18,7 @@ from llmsuite.launch import calls
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.locks import lock_directory
 from llmsuite.observe.events import read_events
-from llmsuite.observe.metrics import Window, is_evaluated_at, place
+from llmsuite.observe.metrics import Window, evaluation_at, place
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import VOTES
 from llmsuite.parallel.optimizer import Optimizer
@@ -203,7 +203,9 @@ class Trainer:
             is_due = len(self.data.eval) > 0 and self.cadence.evaluates(self.step)
             events = read_events(directory)
             is_ended = bool(events) and events[-1]["event"] == "ended"
-            lacks = [is_due and not is_evaluated_at(directory, self.step), not is_ended]
+            recorded = evaluation_at(directory, self.step)
+            lacks = [is_due and not recorded, not is_ended]
+            self.saver.recall(self.step, recorded)
         lacks_evaluation, lacks_end = collective.from_first_rank([float(value) for value in lacks])
         return lacks_evaluation > 0, lacks_end > 0
 

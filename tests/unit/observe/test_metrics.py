@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmsuite.observe import metrics
-from llmsuite.observe.metrics import MetricsFile, Window, place
+from llmsuite.observe.metrics import MetricsFile, Window, evaluation_at, place
 
 
 def run(path: Path, resume_step: int, steps: list[int], **more: Any) -> None:
@@ -32,6 +32,18 @@ def test_a_record_is_a_line_at_once(tmp_path: Path) -> None:
         assert steps(path) == list(range(1, step + 1)), "readable while the run goes on"
     file.close()
     assert path.read_text().splitlines()[0] == '{"schema": 1, "step": 1, "loss": 0.5, "note": "\\u4e16\\n"}'
+
+
+def test_an_evaluation_is_found_by_its_step(tmp_path: Path) -> None:
+    assert evaluation_at(tmp_path, 4) == {}
+    lines = [
+        {"step": 4, "loss": 1.0},
+        {"step": 4, "eval/loss": 0.5, "eval/accuracy": None},
+        {"step": 8, "eval/loss": 2},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "ev')
+    assert evaluation_at(tmp_path, 4) == {"eval/loss": 0.5, "eval/accuracy": None}
+    assert evaluation_at(tmp_path, 5) == {}
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:

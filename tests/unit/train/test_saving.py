@@ -236,6 +236,22 @@ def test_the_best_evaluation_stays(tmp_path: Path, which: str, kept: int) -> Non
     assert load_best(run.saver.root) == Best(3, "eval/loss", 0.3)
 
 
+@pytest.mark.parametrize(("value", "best"), [(0.3, Best(4, "eval/loss", 0.3)), (0.6, Best(2, "eval/loss", 0.5))])
+def test_a_best_that_was_not_named_yet_is_named_on_resume(tmp_path: Path, value: float, best: Best) -> None:
+    """The run was killed when the checkpoint was on disk and the evaluation recorded."""
+    run = Run(tmp_path, best_metric="eval/loss")
+    run.evaluated(2, loss=0.5)
+    run.save(4)
+    assert run.steps() == [2, 4]
+    again = Run(tmp_path, best_metric="eval/loss")
+    again.saver.resume(4)
+    again.saver.recall(4, {"eval/loss": value, "eval/accuracy": None})
+    again.saver.recall(4, {"eval/loss": value})  # as often as it is resumed
+    assert load_best(again.saver.root) == best
+    again.evaluated(6, loss=0.4)
+    assert again.steps() == ([2, 4, 6] if value > 0.4 else [2, 4])
+
+
 def test_an_unknown_metric_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is 'eval/los'; the evaluation has eval/accuracy, eval/loss"):
         Run(tmp_path, best_metric="eval/los").evaluated(1, loss=0.1, accuracy=1.0)
