@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from llmsuite.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.launch.machines import Machines
+    from llmsuite.launch.ranks import Work
     from llmsuite.launch.restarts import Restarts
 
 
@@ -44,15 +47,22 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
     from llmsuite.launch.machines import Machines
+    from llmsuite.launch.output import write_to
     from llmsuite.launch.restarts import is_restarted
+    from llmsuite.launch.seats import Seats
     from llmsuite.recipe.fetch import fetch_names
+    from llmsuite.recipe.fewer import check_fewest
     from llmsuite.recipe.notes import few_rows
 
+    check_fewest(plan, args.recipe, args.overrides, registry, args.smoke)
     machine, master = _machine(plan)
     _check(args, plan, machine)
     where = plan.recipe.launch
     # read in every rank, or they would be keys without effect
     max_restarts = where.max_restarts
+    seats = Seats(
+        where.nnodes, where.spares, where.min_nnodes, where.rejoin_seconds, partial(_on_fewer, args, registry)
+    )
     stall_seconds, logs = where.stall_seconds, Path(where.log_dir) if where.log_dir else plan.output_dir / "logs"
     backend = plan.device.factory()
     if (numbers := where.device_numbers) is not None:
@@ -69,6 +79,7 @@ def run(args: Any, registry: Registry) -> int:
     local_ranks = where.num_devices
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
     if is_worker():
+        write_to(1, 2)
         return _work(plan, registry, args.resume or is_restarted())
 
     for info in registry.plugins:
@@ -86,7 +97,7 @@ def run(args: Any, registry: Registry) -> int:
     plan.fetched(_say)
     if not starts_ranks:
         return _work(plan, registry, args.resume)
-    machines = Machines(machine, where.nnodes, master, _shared_part(plan))
+    machines = Machines(machine, where.nnodes, master, _shared_part(plan), seats)
     return _launch(plan, registry, args.resume, logs, stall_seconds, machines)
 
 
@@ -108,7 +119,7 @@ def _machine(plan: RunPlan) -> tuple[int, str]:
     if number is None:
         if place is None:
             raise UserError(fan_out(sys.argv[1:], plan))
-        check_place(place, where.nnodes)
+        check_place(place, where.nnodes, where.spares)
         number = place.number
     if master is None:
         if place is None or place.master is None:
@@ -138,25 +149,50 @@ def _launch(
 ) -> int:
     """Start the ranks of this machine and wait for them; `logs` is where their output goes."""
     from llmsuite.launch.launch import launch
-    from llmsuite.launch.ranks import can_fork
-    from llmsuite.launch.restarts import is_restarted
 
     backend, where = plan.device.factory(), plan.recipe.launch
 
     def environment(local_rank: int) -> dict[str, str]:
         return {**backend.variables(where.num_devices, local_rank), **backend.patience(stall_seconds)}
 
-    def forked() -> int:
-        backend.after_paddle()
-        return exit_code(lambda: _work(plan, registry, resume or is_restarted()))
-
     if backend.forks:
         _import_ahead(plan)
-    work = forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
+    work = _rank_work(plan, registry, resume, sys.argv[1:])
     restarts = _restarts(plan)
     code = launch(work, where.num_devices, logs, environment, _write, machines, stall_seconds, restarts)
     _note_end(plan.output_dir, code)
     return code
+
+
+def _rank_work(plan: RunPlan, registry: Registry, resume: bool, words: Sequence[str]) -> Work:
+    """What each rank does: by these words of a command line, where it is no fork."""
+    from llmsuite.launch.ranks import can_fork
+    from llmsuite.launch.restarts import is_restarted
+
+    backend = plan.device.factory()
+
+    def forked() -> int:
+        backend.after_paddle()
+        return exit_code(lambda: _work(plan, registry, resume or is_restarted()))
+
+    return forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *words]
+
+
+def _on_fewer(args: Any, registry: Registry, count: int) -> Work:
+    """What each rank does once the run goes on with fewer machines. Raises UserError where it cannot."""
+    from llmsuite.planning.order import check_order
+    from llmsuite.recipe.fetch import fetch_names
+    from llmsuite.recipe.fewer import words_for
+
+    plan = plan_run(args.recipe, words_for(args.overrides, count), registry, args.smoke)
+    if plan.stage.trains:
+        check_order(plan)
+    plan = fetch_names(plan, registry, lambda text: None, True)
+    # what this launcher has read of the recipe as it was holds; unread they would be keys without effect
+    for section in (plan.recipe.launch, plan.recipe.engine):
+        for key in dataclasses.fields(section):
+            getattr(section, key.name)
+    return _rank_work(plan, registry, True, words_for(sys.argv[1:], count))
 
 
 def _restarts(plan: RunPlan) -> Restarts:
@@ -209,7 +245,8 @@ def fan_out(words: Sequence[str], plan: RunPlan) -> str:
         words: the words of the command line, without the program.
         plan: a run on more than one machine.
     """
-    count, more = plan.recipe.launch.nnodes, [] if plan.recipe.launch.master else ["--launch.master=HOST0:29500"]
+    launch = plan.recipe.launch
+    count, more = launch.nnodes + launch.spares, [] if launch.master else ["--launch.master=HOST0:29500"]
     run = f"llmsuite {shlex.join([*words, *more])}"
     by_ssh = f"cd {shlex.quote(str(Path.cwd()))} && {run} --launch.node_rank="
     lines = [

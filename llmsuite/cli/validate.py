@@ -7,6 +7,7 @@ from typing import Any
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.fewer import check_fewest
 from llmsuite.recipe.notes import few_rows, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.specs import Command
@@ -23,6 +24,7 @@ def run(args: Any, registry: Registry) -> int:
     for path in args.recipes:
         try:
             plan = plan_run(path, args.overrides, registry, args.smoke)
+            check_fewest(plan, path, args.overrides, registry, args.smoke)
         except UserError as error:
             print(error, file=sys.stderr)
             failed = True

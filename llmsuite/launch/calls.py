@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from llmsuite.files import os_errors
+
 ENVIRONMENT = "LLMSUITE_CALLS"
 """Set by the launcher: the directory of the recordings, `N.calls` for rank N."""
 _NUM_SLOTS, _SLOT_BYTES = 1024, 256
@@ -64,8 +66,9 @@ class CallLog:
 
     def __init__(self, path: Path):
         self._path = path
-        with open(path, "w+b") as file:
-            file.truncate(_HEADER_BYTES + _NUM_SLOTS * _SLOT_BYTES)
+        with os_errors(path, "set TMPDIR to a disk that has room"), open(path, "w+b") as file:
+            # taken now: where there is no room for a page of a file with holes, writing to its memory is a SIGBUS
+            os.posix_fallocate(file.fileno(), 0, _HEADER_BYTES + _NUM_SLOTS * _SLOT_BYTES)
             self._memory = mmap.mmap(file.fileno(), 0)
         self._groups: dict[Any, tuple[int, Any]] = {}
         self._numbers: list[int] = []

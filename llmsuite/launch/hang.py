@@ -5,6 +5,7 @@ The launcher uses it when nothing has happened in any rank for a while, and when
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from llmsuite.files import os_errors
 from llmsuite.launch.calls import Call, progress, read
 from llmsuite.launch.ranks import Rank
 
@@ -211,10 +213,18 @@ def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
 
 
 def write_calls(calls: Mapping[int, Sequence[Call]], log_dir: Path) -> None:
-    """Write the last calls of each rank beside its log."""
+    """Write the last calls of each rank beside its log. Raises UserError when they cannot be written."""
     for rank, made in calls.items():
         text = "".join(json.dumps(dataclasses.asdict(call)) + "\n" for call in made)
-        (log_dir / f"calls.{rank}.jsonl").write_text(text)
+        path = log_dir / f"calls.{rank}.jsonl"
+        with os_errors(path, "the last calls of ranks are not all there"):
+            path.write_text(text)
+
+
+def forget_calls(rank: int, log_dir: Path) -> None:
+    """Remove what `write_calls` has written of a rank that begins again: a second stall may come soon."""
+    with contextlib.suppress(OSError):
+        (log_dir / f"calls.{rank}.jsonl").unlink()
 
 
 def read_written(log_dir: Path, since: float) -> dict[int, list[Call]]:

@@ -13,19 +13,23 @@ import dataclasses
 import gc
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from llmsuite.errors import UserError
+from llmsuite.files import os_errors
 from llmsuite.launch import hang
 from llmsuite.launch.calls import ENVIRONMENT as CALLS
 from llmsuite.launch.ends import INTERRUPTED, REFUSED, End
 from llmsuite.launch.machines import Machines
-from llmsuite.launch.ranks import FORWARDED, GRACE_SECONDS, Rank, start_rank, stop, wait
+from llmsuite.launch.output import Room
+from llmsuite.launch.ranks import FORWARDED, GRACE_SECONDS, Rank, Work, start_rank, stop, wait
 from llmsuite.launch.restarts import ENVIRONMENT as RESTART
 from llmsuite.launch.restarts import Restarts
+from llmsuite.launch.stopped import Stopped
 from llmsuite.locks import scratch_directory
 
 _POLL_SECONDS = 0.1
@@ -46,7 +50,7 @@ def is_worker_of_others() -> bool:
 
 
 def launch(
-    work: Sequence[str] | Callable[[], int],
+    work: Work,
     num_ranks: int,
     log_dir: Path,
     environment: Callable[[int], Mapping[str, str]],
@@ -58,8 +62,7 @@ def launch(
     """Run some work once per rank and wait; again, from where it can be resumed, when ranks are lost.
 
     Args:
-        work: the command line of each rank; or a function that forks of this process call and whose result is their
-            exit code.
+        work: what each rank does; `Machines.seats` knows what it does where the run goes on with fewer machines.
         num_ranks: processes to start on this machine.
         log_dir: directory for `workerlog.N`, the output of rank N.
         environment: variables of a rank, by its number on this machine; they win over those that the user has set.
@@ -72,9 +75,10 @@ def launch(
         0 when every rank succeeded, `hang.STALLED` when the run hung, else the exit code of the first rank that failed.
 
     Raises:
-        UserError: the machines do not find each other.
+        UserError: the machines do not find each other; nothing can be written to `log_dir`.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
+    with os_errors(log_dir):
+        log_dir.mkdir(parents=True, exist_ok=True)
     machines, restarts = machines or Machines(), restarts or Restarts()
     job, lost = _Job(work, num_ranks, log_dir, environment, write, stall_seconds), None
     while True:
@@ -87,7 +91,7 @@ def launch(
             return lost.code
         interrupted: list[int] = []
         try:
-            end, step = _run_once(job, machines, endpoints, interrupted)
+            end, step = _run_once(_resized(job, machines), machines, endpoints, interrupted)
             decision = restarts.after(end, step, machines.restarts)
             if interrupted:
                 return end.code
@@ -108,12 +112,20 @@ def launch(
 class _Job:
     """What the ranks of this machine do, and what their launcher needs for it; see `launch`."""
 
-    work: Sequence[str] | Callable[[], int]
+    work: Work
     num_ranks: int
     log_dir: Path
     environment: Callable[[int], Mapping[str, str]]
     write: Callable[[str], None]
     stall_seconds: float | None
+
+
+def _resized(job: _Job, machines: Machines) -> _Job:
+    """The job of the machines that have met; says which they are, when some were lost."""
+    seats = machines.seats
+    if said := seats.said(machines.numbers) or (f"machine {machines.number} is a spare" if machines.index < 0 else ""):
+        job.write(f"{said}\n")
+    return job if machines.count == seats.nnodes else dataclasses.replace(job, work=seats.work(machines.count))
 
 
 def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupted: list[int]) -> tuple[End, int]:
@@ -134,17 +146,21 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
     first_log = log_dir / f"workerlog.{first}"
     seen = first_log.stat().st_size if machines.restarts and first_log.exists() else 0
 
+    scratch = contextlib.ExitStack()
+    with os_errors(Path(tempfile.gettempdir()), "set TMPDIR to a disk that has room"):
+        calls = scratch.enter_context(scratch_directory())
+
     def forward(number: int, frame: FrameType | None) -> None:
         interrupted.append(number)
         for process in ranks:
             process.send_signal(number)
 
     previous = {number: signal.signal(number, forward) for number in FORWARDED}
-    scratch = contextlib.ExitStack()
-    calls = scratch.enter_context(scratch_directory())
     watch = hang.Watch(calls, range(first, first + job.num_ranks), job.stall_seconds)
     gc.freeze()  # a collection in a fork would write to every object, and so copy the memory it shares with this one
     try:
+        if machines.index < 0:
+            return _wait_as_spare(machines, job.write, interrupted), 0
         for local in range(job.num_ranks):
             rank = first + local
             variables = {
@@ -160,7 +176,11 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
                 CALLS: str(calls),
                 RESTART: str(machines.restarts),
             }
-            with open(log_dir / f"workerlog.{rank}", "ab" if machines.restarts else "wb") as log:
+            hang.forget_calls(rank, log_dir)
+            path = log_dir / f"workerlog.{rank}"
+            with os_errors(path):
+                log = open(path, "ab" if machines.restarts else "wb")  # noqa: SIM115
+            with log:
                 ranks.append(start_rank(job.work, variables, log, machines.close))
         end = _watch(ranks, first, log_dir, interrupted, job.write, machines, watch, seen)
         machines.announce(end)
@@ -184,13 +204,14 @@ def _watch(
     seen: int = 0,
 ) -> End:
     """Wait for the end; `seen` bytes of the first log are of ranks before these."""
-    stopped, is_settled = _Stopped(ranks, first), False
+    stopped, is_settled, room = Stopped(ranks, first), False, Room(log_dir, write)
     with open(log_dir / f"workerlog.{first}", encoding="utf-8", errors="replace") as first_log:
         first_log.seek(seen)
         while True:
             codes = [process.poll() for process in ranks]
             elsewhere = machines.poll()
             write(first_log.read())
+            room.look()
             if interrupted:
                 stopped.go_on(write)
                 if stopped.stay:
@@ -240,39 +261,6 @@ def _by_cause(codes: Sequence[int | None]) -> list[int]:
     return sorted((local for local, code in enumerate(codes) if code), key=order)
 
 
-class _Stopped:
-    """The ranks that somebody has stopped (SIGSTOP), when the run is to end: they would keep the others waiting."""
-
-    def __init__(self, ranks: Sequence[Rank], first: int):
-        self._ranks, self._first = ranks, first
-        self._since: float | None = None
-
-    def go_on(self, write: Callable[[str], None]) -> None:
-        """Let them go on, once."""
-        if self._since is None and (found := self._found()):
-            self._since = time.monotonic()
-            names = ", ".join(str(self._first + local) for local in found)
-            write(f"stopped ranks are continued, so that the run can end: {names}\n")
-            for local in found:
-                self._ranks[local].send_signal(signal.SIGCONT)
-
-    @property
-    def stay(self) -> bool:
-        """Whether they have not gone on since."""
-        return self._since is not None and time.monotonic() - self._since > GRACE_SECONDS and bool(self._found())
-
-    def _found(self) -> list[int]:
-        return [local for local, rank in enumerate(self._ranks) if rank.poll() is None and _is_stopped(rank.pid)]
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in "Tt"
-
-
 def _await_news(machines: Machines) -> End | None:
     """Give other machines a moment to report that a rank of theirs was killed."""
     deadline = time.monotonic() + (GRACE_SECONDS if machines.count > 1 else 0)
@@ -295,6 +283,18 @@ def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
     return End(0, "")
 
 
+def _wait_as_spare(machines: Machines, write: Callable[[str], None], interrupted: Sequence[int]) -> End:
+    """Wait on a machine that has no ranks: for the end of the run, or of a machine whose place it may take."""
+    while not machines.all_ended:
+        if interrupted:
+            return End(INTERRUPTED, "was interrupted")
+        time.sleep(_POLL_SECONDS)
+        if (elsewhere := machines.poll()) is not None:
+            write(f"{elsewhere.why}\n")
+            return elsewhere
+    return End(0, "")
+
+
 def _explain(
     first: int, codes: Mapping[int, int], log_dir: Path, write: Callable[[str], None], machines: Machines
 ) -> End:
@@ -307,7 +307,7 @@ def _explain(
         write: see `launch`.
         machines: of the run.
     """
-    where, reasons = f" on machine {machines.index}" if machines.count > 1 else "", []
+    where, reasons = f" on machine {machines.number}" if machines.count > 1 else "", []
     for local, code in list(codes.items())[:_MOST_EXPLAINED]:
         log = log_dir / f"workerlog.{first + local}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -331,7 +331,10 @@ def _explain_stall(
     """Report which rank waits in which call, and for whom."""
     now = time.time()
     calls = watch.calls()
-    hang.write_calls(calls, log_dir)
+    try:
+        hang.write_calls(calls, log_dir)
+    except UserError as error:  # what follows tells more
+        write(f"{error}\n")
     recording = {first + local: process for local, process in enumerate(ranks) if watch.begun(first + local)}
     found = hang.stacks(recording, log_dir)
     deadline = time.monotonic() + (GRACE_SECONDS if machines.count > 1 else 0)

@@ -2,21 +2,24 @@
 
 Every launcher keeps a connection to the launcher of machine 0. Over it they exchange the addresses of the ranks and
 how the ranks ended; machine 0 forwards messages to the others. A launcher that is silent for a while counts as gone.
+Spare machines take part without ranks until one of the others is lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.launch import meeting
 from llmsuite.launch.ends import End, end_from
-from llmsuite.launch.meeting import Meeting, Peer, join
+from llmsuite.launch.meeting import Known, Meeting, Peer, join
 from llmsuite.launch.restarts import Decision
+from llmsuite.launch.seats import Seats
 
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
@@ -25,21 +28,34 @@ _LOOK_SECONDS = 0.05
 class Machines:
     """The launchers of a run, seen from one of them. With a single machine there is nothing to exchange."""
 
-    def __init__(self, index: int = 0, count: int = 1, master: str = "", run: str = ""):
+    def __init__(self, number: int = 0, count: int = 1, master: str = "", run: str = "", seats: Seats | None = None):
         """
         Args:
-            index: number of this machine, from 0.
-            count: number of machines.
+            number: of this machine, from 0.
+            count: machines of the run.
             master: host:port at which the launcher of machine 0 can be reached.
             run: identifies the run: equal on machines that were given the same recipe.
+            seats: which machines make up the run, when some are lost; None for all of them.
         """
-        self.index, self.count, self._master, self._run = index, count, master, run
+        self.number, self.seats, self._master, self._run = number, seats or Seats(count), master, run
+        self.numbers = [*range(count)]
+        """The machines that make up the run, by their places in it."""
         self._peers: dict[int, Peer] = {}
         self._ends: dict[int, End] = {}
         self._decision: Decision | None = None
-        self._last_beat = 0.0
+        self._last_beat, self._has_met = 0.0, False
         self.restarts = 0
         """How often the ranks of the run have been started again, as far as any launcher knows."""
+
+    @property
+    def count(self) -> int:
+        """Machines that make up the run."""
+        return len(self.numbers)
+
+    @property
+    def index(self) -> int:
+        """The place of this machine in the run, from 0; -1 for one that is a spare."""
+        return self.numbers.index(self.number) if self.number in self.numbers else -1
 
     def meet(self, num_ranks: int) -> list[str]:
         """Wait for the other launchers. May be called again, after `close`.
@@ -53,21 +69,24 @@ class Machines:
         Raises:
             UserError: the others do not connect, or were given another run.
         """
-        if self.count == 1:
+        if self.seats.most == 1:
             return [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", num_ranks + 1)]
+        back = {n for n, peer in self._peers.items() if not peer.gone and not self._is_lost(n)}
+        expected = back if self._has_met else {*range(1, self.seats.most)}
+        self._has_met = True
         self._peers, self._ends, self._decision = {}, {}, None
-        return self._gather(num_ranks) if self.index == 0 else self._join(num_ranks)
+        return self._gather(num_ranks, expected) if self.number == 0 else self._join(num_ranks)
 
     def announce(self, end: End) -> None:
         """Tell the other machines how this machine's ranks ended."""
-        self._send(list(self._peers), {"end": dataclasses.asdict(end), "of": self.index})
+        self._send(list(self._peers), {"end": dataclasses.asdict(end), "of": self.number})
 
     def poll(self) -> End | None:
         """How the run ended on the other machine that failed first, as far as is known. To be called often."""
         if time.monotonic() - self._last_beat > _BEAT_SECONDS:
             self._last_beat = time.monotonic()
             self._send(list(self._peers), {})
-        for number, peer in self._peers.items():
+        for number, peer in [*self._peers.items()]:
             for message in peer.receive():
                 if number == 0 and "decision" in message:
                     self._decision = Decision.from_message(message["decision"])
@@ -77,6 +96,10 @@ class Machines:
             silent = time.monotonic() - peer.last_heard > meeting.SILENT_SECONDS
             if (peer.gone or silent) and number not in self._ends:
                 why = f"machine {number} {'is gone' if peer.gone else 'does not answer'}"
+                if number not in self.numbers:
+                    print(f"{why}; it was a spare", file=sys.stderr, flush=True)
+                    self._peers.pop(number).socket.close()
+                    continue
                 self._ends[number] = End(1, why, killed=True, of_machine=True)
                 self._send([n for n in self._peers if n != number], {"end": vars(self._ends[number]), "of": number})
         bad = sorted((end for end in self._ends.values() if end.code), key=lambda end: not end.killed)
@@ -85,11 +108,14 @@ class Machines:
     @property
     def all_ended(self) -> bool:
         """Whether every other machine has announced its end; to the others than machine 0 its end stands for all."""
-        return len(self._ends) == self.count - 1 if self.index == 0 else 0 in self._ends
+        return all(n in self._ends for n in self.numbers if n) if self.number == 0 else 0 in self._ends
+
+    def _is_lost(self, number: int) -> bool:
+        return number in self._ends and self._ends[number].of_machine
 
     def agree(self, decision: Decision) -> Decision:
         """What machine 0 decides after the end of all ranks; what is decided here where machine 0 is gone."""
-        if self.index == 0:
+        if self.number == 0:
             self._send(list(self._peers), {"decision": decision.as_message()})
             return decision
         deadline = time.monotonic() + meeting.SILENT_SECONDS
@@ -103,32 +129,42 @@ class Machines:
         for peer in self._peers.values():
             peer.socket.close()
 
-    def _gather(self, num_ranks: int) -> list[str]:
+    def _gather(self, num_ranks: int, expected: set[int]) -> list[str]:
+        """Wait for the others on machine 0; `expected` are those that were not lost."""
+
+        def are_enough(known: Mapping[int, Known], seconds: float) -> bool:
+            restarts = max([self.restarts, *(found.restarts for found in known.values())])
+            is_one_due = not expected <= known.keys()
+            return restarts > 0 and self.seats.are_enough(len(known) + 1, is_one_due, seconds)
+
         host, port = _address(self._master)
         try:
-            listener = socket.create_server((_listening_address(host), port), backlog=self.count)
+            listener = socket.create_server((_listening_address(host), port), backlog=self.seats.most)
         except OSError as error:
             raise UserError(f"launch.master: machine 0 cannot listen at {self._master}: {error}") from error
         with listener:
-            known = Meeting(listener, self.count, self._master, self._run, num_ranks).gather()
-        self.restarts = max(self.restarts, *(found.restarts for found in known.values()))
+            waiting = Meeting(listener, self.seats.most, self._master, self._run, num_ranks, are_enough)
+            known = waiting.gather()
+        self.restarts = max([self.restarts, *(found.restarts for found in known.values())])
         self._peers = {number: found.peer for number, found in known.items()}
-        addresses = [peer.socket.getsockname()[0] for peer in self._peers.values()]
+        self.numbers = self.seats.take({0, *known})
+        addresses = [peer.socket.getsockname()[0] for peer in self._peers.values()] or ["127.0.0.1"]
         # where the others have reached this machine; not by what name it calls itself
         address = next((found for found in addresses if not _is_loopback(found)), addresses[0])
         own = [f"{address}:{p}" for p in free_ports(address, num_ranks + 1)]
-        whole = [*own, *(endpoint for number in sorted(known) for endpoint in known[number].endpoints)]
+        whole = [*own, *(endpoint for number in self.numbers[1:] for endpoint in known[number].endpoints)]
         for found in known.values():
-            found.answer({"endpoints": whole, "restarts": self.restarts})
+            found.answer({"endpoints": whole, "restarts": self.restarts, "machines": self.numbers})
         return whole
 
     def _join(self, num_ranks: int) -> list[str]:
         def endpoints(address: str) -> list[str]:
             return [f"{address}:{port}" for port in free_ports(address, num_ranks)]
 
-        hello = {"machine": self.index, "run": self._run, "restarts": self.restarts}
-        self._peers[0], found, self.restarts = join(_address(self._master), hello, endpoints)
-        return found
+        hello = {"machine": self.number, "run": self._run, "restarts": self.restarts}
+        self._peers[0], answer = join(_address(self._master), hello, endpoints)
+        self.restarts, self.numbers = int(answer["restarts"]), [int(number) for number in answer["machines"]]
+        return [str(endpoint) for endpoint in answer["endpoints"]]
 
     def _send(self, numbers: Sequence[int], message: Any) -> None:
         for number in numbers:

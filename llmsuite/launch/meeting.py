@@ -138,17 +138,26 @@ class Known:
 class Meeting:
     """Machine 0, as long as it waits for the others."""
 
-    def __init__(self, listener: socket.socket, count: int, where: str, run: str, num_ranks: int):
+    def __init__(
+        self,
+        listener: socket.socket,
+        count: int,
+        where: str,
+        run: str,
+        num_ranks: int,
+        is_enough: Callable[[Mapping[int, Known], float], bool] = lambda known, seconds: False,
+    ):
         """
         Args:
             listener: where the others connect.
-            count: machines of the run.
+            count: machines that may take part.
             where: the address by which users know the listener.
             run: identifies the run.
             num_ranks: of each machine.
+            is_enough: whether the run goes on without those who are missing, by who is there and after how long.
         """
         self._listener, self._count, self._where = listener, count, where
-        self._run, self._num_ranks = run, num_ranks
+        self._run, self._num_ranks, self._is_enough = run, num_ranks, is_enough
         self._known: dict[int, Known] = {}
         self._strangers: list[tuple[Peer, str, float]] = []
         self._refused: list[str] = []
@@ -159,11 +168,14 @@ class Meeting:
         Raises:
             UserError: they do not all connect in time, or one that knows the key cannot take part.
         """
-        deadline = time.monotonic() + MEET_SECONDS
+        began = time.monotonic()
+        deadline = began + MEET_SECONDS
         self._listener.setblocking(False)
         try:
             with _saying(lambda: f"waiting for {self._missing} to connect to {self._where}"):
                 while len(self._known) < self._count - 1:
+                    if self._is_enough(self._known, time.monotonic() - began):
+                        break
                     if time.monotonic() > deadline:
                         raise UserError(
                             f"launch.master: {self._missing} did not connect to {self._where} in {MEET_SECONDS:.0f} s; "
@@ -254,9 +266,8 @@ _OTHER_KEY = f"a machine was given another {KEY} than machine 0"
 
 def join(
     address: tuple[str, int], hello: Mapping[str, Any], endpoints: Callable[[str], list[str]]
-) -> tuple[Peer, list[str], int]:
-    """Take part as a machine other than 0. Returns the connection to machine 0, the endpoints of all ranks, and how
-    often they have been started again.
+) -> tuple[Peer, dict[str, Any]]:
+    """Take part as a machine other than 0. Returns the connection to machine 0, and its answer.
 
     Args:
         address: of machine 0, which may start later.
@@ -284,7 +295,7 @@ def join(
 
 def _knock(
     address: tuple[str, int], hello: Mapping[str, Any], endpoints: Callable[[str], list[str]], deadline: float
-) -> tuple[Peer, list[str], int] | None:
+) -> tuple[Peer, dict[str, Any]] | None:
     """One try of `join`; None where another program answers. Raises OSError without an answer."""
     peer = Peer(socket.create_connection(address, timeout=HELLO_SECONDS))
     is_kept = False
@@ -304,7 +315,7 @@ def _knock(
         if not _is_proven(own, answer):
             raise UserError(f"machine 0 at {address[0]}:{address[1]} was given another {KEY} than this machine")
         is_kept = True
-        return peer, [str(endpoint) for endpoint in answer["endpoints"]], int(answer["restarts"])
+        return peer, answer
     finally:
         if not is_kept:
             peer.socket.close()

@@ -16,11 +16,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, Protocol
 
+from llmsuite.launch.output import write_to
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 """Signals that the launcher forwards to its ranks."""
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
+Work = Sequence[str] | Callable[[], int]
+"""A command line; or a function that a fork calls and whose result is its exit code."""
 
 
 class Rank(Protocol):
@@ -46,13 +50,11 @@ def can_fork() -> bool:
     return sys.platform == "linux" and threading.active_count() == 1
 
 
-def start_rank(
-    work: Sequence[str] | Callable[[], int], variables: Mapping[str, str], log: BinaryIO, close: Callable[[], None]
-) -> Rank:
+def start_rank(work: Work, variables: Mapping[str, str], log: BinaryIO, close: Callable[[], None]) -> Rank:
     """Start a process in a session of its own: Ctrl-C in the terminal reaches it once, from the launcher.
 
     Args:
-        work: a command line, or a function that a fork calls and whose result is its exit code.
+        work: what it does.
         variables: its environment.
         log: receives its output.
         close: closes what belongs to the launcher alone; called in a fork.
@@ -79,7 +81,7 @@ class _Fork:
             close()
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
-            sys.stdout, sys.stderr = (open(stream, "w", 1, "utf-8", "replace", closefd=False) for stream in (1, 2))  # noqa: SIM115
+            write_to(1, 2)
             os.environ.update(variables)
             sys.exit(work())
 

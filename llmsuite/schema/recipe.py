@@ -270,6 +270,14 @@ class LaunchSection(Section):
     max_restarts: NonNegativeInt = 0
     """How often all ranks are started again, from the newest checkpoint, when a rank or a machine is lost: killed,
     crashed, or hanging. Not after an error of yours, Ctrl-C, or a second loss at the same place."""
+    spares: NonNegativeInt = 0
+    """Machines beyond nnodes that wait, numbered after the others: at a restart one takes the place of a machine that
+    was lost."""
+    min_nnodes: PositiveInt | None = None
+    """Go on with fewer machines than nnodes after a restart, but no fewer than this, when lost ones do not come back
+    and no spare is left. null: never."""
+    rejoin_seconds: PositiveFloat = 60.0
+    """How long the others wait for a lost machine before they go on with fewer (min_nnodes)."""
     log_dir: str | None = None
     """Directory for what each rank prints, `workerlog.N`, when there are several. Default: `logs` in output_dir."""
 
@@ -283,8 +291,21 @@ class LaunchSection(Section):
             yield "master", f"is {self.master!r}; it has to be host:port"
         elif self.master is not None and not 0 < int(self.master.rpartition(":")[2]) < 65536:
             yield "master", f"is {self.master!r}; a port is 1 to 65535"
-        if self.node_rank is not None and self.node_rank >= self.nnodes:
-            yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes} it is at most {self.nnodes - 1}"
+        most = self.nnodes + self.spares
+        if self.node_rank is not None and self.node_rank >= most:
+            spares = f" and {self.spares} spares" if self.spares else ""
+            yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes}{spares} it is at most {most - 1}"
+        if self.spares and self.nnodes == 1:
+            yield (
+                "spares",
+                "a spare takes the place of any machine but the first; set nnodes to 2 at least, or this to 0",
+            )
+        elif self.spares and not self.max_restarts:
+            yield "spares", "a spare takes its place at a restart; set max_restarts, or this to 0"
+        if self.min_nnodes is not None and self.min_nnodes > self.nnodes:
+            yield "min_nnodes", f"is {self.min_nnodes}, more than nnodes, which is {self.nnodes}"
+        elif self.min_nnodes is not None and not self.max_restarts:
+            yield "min_nnodes", "machines are fewer after a restart; set max_restarts, or this to null"
         try:
             numbers = self.device_numbers
         except ValueError:

@@ -101,6 +101,9 @@ def test_another_number_of_machines_is_refused() -> None:
     check_place(Place("Slurm", 1, 2), 2)
     with pytest.raises(UserError, match=r"launch.nnodes: is 2, and Slurm has started this on 4 machines; set .*=4"):
         check_place(Place("Slurm", 1, 4), 2)
+    check_place(Place("Slurm", 1, 4), 3, num_spares=1)
+    with pytest.raises(UserError, match=r"is 2 with 1 spares .*, and Slurm has started this on 4 machines; set .*=3"):
+        check_place(Place("Slurm", 1, 4), 2, num_spares=1)
 
 
 # what `llmsuite run` makes of it

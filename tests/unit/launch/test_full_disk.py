@@ -1,0 +1,78 @@
+"""Where the disk of the logs or of temporary files is full, that is said, and no run is lost by what it prints."""
+
+from __future__ import annotations
+
+import collections
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmsuite.errors import UserError
+from llmsuite.launch import calls, hang
+from llmsuite.launch.launch import launch
+
+Usage = collections.namedtuple("Usage", "total used free")
+
+
+def _print() -> int:
+    for number in range(3000):  # more than any buffer keeps
+        print("a line of rank", os.environ["PADDLE_TRAINER_ID"], number)
+    print("and an error", file=sys.stderr, flush=True)
+    return 0
+
+
+def test_a_rank_whose_log_has_no_room_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "workerlog.1").symlink_to("/dev/full")
+    said: list[str] = []
+    assert launch(_print, 2, tmp_path, lambda local: {}, said.append) == 0, "".join(said)
+    assert "a line of rank 0 2999\n" in "".join(said)
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 0))
+    said: list[str] = []
+    assert launch(["sleep", "0.5"], 1, tmp_path, lambda local: {}, said.append) == 0
+    line = f"{tmp_path}: its disk is full; what ranks print from here on may be lost\n"
+    assert [text for text in said if text] == [line]
+
+
+def test_a_stall_is_explained_without_room_for_the_calls(tmp_path: Path) -> None:
+    (tmp_path / "calls.0.jsonl").mkdir()
+    said: list[str] = []
+
+    def work() -> int:
+        calls.start()
+        for step in range(1, 4):
+            calls.step(step)
+        time.sleep(600)
+        return 0
+
+    assert launch(work, 1, tmp_path, lambda local: {}, said.append, None, 0.5) == hang.STALLED
+    text = "".join(said)
+    assert (
+        f"{tmp_path}/calls.0.jsonl: cannot be written: Is a directory; the last calls of ranks are not all there"
+        in text
+    )
+    assert "nothing has happened for" in text
+
+
+def test_logs_that_cannot_be_made_are_a_mistake_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(UserError, match="logs: cannot be written: File exists"):
+        launch(["true"], 1, tmp_path / "logs", lambda local: {}, print)
+    (tmp_path / "workerlog.0").mkdir()
+    with pytest.raises(UserError, match=r"workerlog.0: cannot be written: Is a directory"):
+        launch(["true"], 1, tmp_path, lambda local: {}, print)
+
+
+def test_calls_have_their_room_from_the_beginning(tmp_path: Path) -> None:
+    """Memory of a file with holes ends the process by SIGBUS where there is no room for them."""
+    calls.CallLog(tmp_path / "0.calls")
+    found = (tmp_path / "0.calls").stat()
+    assert found.st_blocks * 512 >= found.st_size
+    with pytest.raises(UserError, match=r"cannot be written: .*; set TMPDIR to a disk that has room"):
+        calls.CallLog(Path("/dev/full"))
