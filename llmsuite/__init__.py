@@ -1,8 +1,6 @@
 """llmsuite: pretrain, fine-tune, align and deploy large language models on PaddlePaddle, one JSON recipe a run."""
 
-import importlib
-from typing import Any
-
+# nothing is imported here: Ctrl-C is not caught yet, see __main__
 __version__ = "0.1.0"
 
 _LIVES_IN = {
@@ -16,7 +14,9 @@ _LIVES_IN = {
 __all__ = ["__version__", "train", *_LIVES_IN]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    import importlib
+
     # everything is imported when it is first asked for: `import llmsuite` is fast, and plugins need nothing of it
     if name == "train":  # a package that can be called, see there
         return importlib.import_module("llmsuite.train")

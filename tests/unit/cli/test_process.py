@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
+
 LIGHT = """
 import sys
 from llmsuite.cli.main import main
@@ -136,6 +138,13 @@ def test_ctrl_c_while_it_imports(number: int, tmp_path: Path) -> None:
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_nothing_is_imported_before_ctrl_c_is_caught() -> None:
+    """Neither by `python -m llmsuite` nor by the script of that name, which imports the package before `__main__`."""
+    words = "import sys; before = {*sys.modules}; import llmsuite.__main__; print(sorted({*sys.modules} - before))"
+    found = subprocess.run([sys.executable, "-S", "-c", words], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "['llmsuite', 'llmsuite.__main__']\n"
 
 
 def test_ctrl_c_within_code_that_is_text(tmp_path: Path) -> None:
