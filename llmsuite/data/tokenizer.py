@@ -11,7 +11,7 @@ from typing import Any
 
 from llmsuite.data.trial import PANIC, try_out
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_file, sha256_of
 from llmsuite.regular import open_regular
 
 _FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sentencepiece", "spiece", "encoder")
@@ -39,6 +39,7 @@ class TextTokenizer:
             from paddlenlp.transformers import AutoTokenizer
 
             _check_regular(directory)
+            try_out(directory, self.digest())
             try:
                 self._paddlenlp = AutoTokenizer.from_pretrained(str(directory))
             except Exception as error:  # a class it does not know, a file that is not there: it checks neither
@@ -145,7 +146,7 @@ def _open_fast(path: Path) -> Any:
     """A tokenizer of `tokenizers` that was tried out, without padding and truncation. Raises UserError."""
     from tokenizers import Tokenizer
 
-    try_out(path)
+    try_out(path, sha256_of(path))
     try:
         found = Tokenizer.from_file(str(path))
     except Exception as error:  # what it raises has no type of its own

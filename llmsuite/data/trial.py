@@ -1,8 +1,9 @@
 """Tokenizers of strangers, tried out in a process of their own before this one reads them.
 
-A tokenizer.json is a program too: patterns that try every way to match, replacements that let a text grow. The trial
-reads it and encodes texts of many kinds, with SECONDS of the processor and MEMORY bytes. What has passed is remembered
-in the cache by the digest of the file, so that the ranks of a run and later runs do not try it again.
+A tokenizer.json is a program too: patterns that try every way to match, replacements that let a text grow. So are files
+of other kinds, SentencePiece's too, which paddlenlp reads. The trial reads them and encodes texts of many kinds, with
+SECONDS of the processor and MEMORY bytes. What has passed is remembered in the cache by the digest of the files, so
+that the ranks of a run and later runs do not try it again.
 
 This finds what is slow for common texts. A text that was made for a certain pattern may still take long: the library
 gives up a single match after ten million steps, and raises `PANIC` then.
@@ -14,12 +15,12 @@ import contextlib
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from llmsuite.cache import BUILT, cache_root, locked
 from llmsuite.data.limits import limit_memory, limit_seconds
 from llmsuite.errors import UserError
-from llmsuite.files import sha256_of
 from llmsuite.resources import bundled
 
 PANIC = "PanicException"
@@ -37,14 +38,24 @@ _TEXTS = (
 )
 _MOST_TOKENS = 16
 """For each byte of a text: a byte is a token or less, unless the text is made to grow."""
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from llmsuite.data.trial import main; main({file!r})"
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from llmsuite.data.trial import main; main({file!r}, {seconds}, {memory})"
+)
 
 
-def try_out(path: Path) -> None:
-    """Raises UserError: a tokenizer.json cannot be read, or takes too much for common texts."""
+def try_out(path: Path, digest: str) -> None:
+    """Try a tokenizer.json out, or a directory whose tokenizer paddlenlp reads.
+
+    Args:
+        path: the file or the directory.
+        digest: of the file, or of the files of the tokenizer.
+
+    Raises:
+        UserError: it cannot be read, or takes too much for common texts.
+    """
     if bundled("data").resolve() in path.resolve().parents:  # our own
         return
-    passed = cache_root() / BUILT / "tokenizers" / sha256_of(path)
+    passed = cache_root() / BUILT / "tokenizers" / digest
     if passed.is_file():
         return
     with contextlib.ExitStack() as stack:
@@ -57,7 +68,7 @@ def try_out(path: Path) -> None:
 
 
 def _try_out(path: Path) -> None:
-    program = _PROGRAM.format(path=sys.path, file=str(path))
+    program = _PROGRAM.format(path=sys.path, file=str(path), seconds=SECONDS, memory=MEMORY)
     done = subprocess.run(
         [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True
     )
@@ -69,25 +80,22 @@ def _try_out(path: Path) -> None:
         raise UserError(f"{path}: {done.stdout.strip() or done.stderr.strip()[-500:]}")
 
 
-def main(file: str) -> None:
-    """Try a tokenizer.json out: what the process does. Exits with 1 after saying why it is none to be used."""
-    from tokenizers import Tokenizer
-
-    limit_memory(MEMORY)
-    limit_seconds(SECONDS)
+def main(file: str, seconds: int, memory: int) -> None:
+    """Try a tokenizer out: what the process does. Exits with 1 after saying why it is none to be used."""
     doing = "is not a readable tokenizer"
     try:
-        tokenizer = Tokenizer.from_file(file)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+        read = _reader(Path(file), seconds, memory)
+        if read is None:
+            return
+        encode, decode = read
         doing = "cannot take common texts"
         for text in _TEXTS:
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            ids = encode(text)
             if len(ids) > _MOST_TOKENS * len(text.encode()):
                 raise ValueError(f"{len(ids):,} tokens for {len(text):,} characters")
-            tokenizer.decode(ids)
+            decode(ids)
     except MemoryError:
-        print(f"{doing}: takes more than {MEMORY >> 30} GiB of memory")
+        print(f"{doing}: takes more than {memory >> 30} GiB of memory")
     except BaseException as error:  # its panics are no Exception
         if not isinstance(error, Exception) and type(error).__name__ != PANIC:
             raise
@@ -95,3 +103,28 @@ def main(file: str) -> None:
     else:
         return
     sys.exit(1)
+
+
+def _reader(
+    path: Path, seconds: int, memory: int
+) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]] | None:
+    """How a tokenizer encodes and decodes, which counts from here on; None for one that paddlenlp does not read, which
+    it says better where it is used."""
+    if path.is_dir():
+        from paddlenlp.transformers import AutoTokenizer
+    else:
+        from tokenizers import Tokenizer
+    limit_memory(memory)
+    limit_seconds(seconds)
+    if not path.is_dir():
+        fast = Tokenizer.from_file(str(path))
+        fast.no_padding()
+        fast.no_truncation()
+        return lambda text: fast.encode(text, add_special_tokens=False).ids, fast.decode
+    try:
+        slow = AutoTokenizer.from_pretrained(str(path))
+    except MemoryError:
+        raise
+    except Exception:  # any, as `TextTokenizer` says
+        return None
+    return lambda text: slow(text, add_special_tokens=False)["input_ids"], slow.decode

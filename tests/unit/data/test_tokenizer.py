@@ -12,6 +12,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.data import trial
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from tests.paths import DATA
@@ -185,3 +186,16 @@ def test_what_paddlenlp_cannot_read(pieces: Path, tmp_path: Path, changes: dict[
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(UserError, match=f"paddlenlp cannot read its tokenizer: .*{word}"):
         TextTokenizer(tmp_path)
+
+
+def test_sentencepiece_has_a_budget(pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "other"
+    shutil.copytree(pieces, directory)
+    (directory / "added_tokens.json").write_text(json.dumps({"<other>": 400}))  # one that has not passed yet
+    monkeypatch.setattr(trial, "SECONDS", -1)
+    with pytest.raises(UserError, match=r"other: takes more than -1 s of the processor for common texts"):
+        TextTokenizer(directory)
+    monkeypatch.undo()
+    assert TextTokenizer(directory).encode("a")
+    monkeypatch.setattr(trial, "SECONDS", -1)
+    assert TextTokenizer(directory).encode("a"), "what has passed is not tried out again"
