@@ -220,6 +220,14 @@ class Meeting:
                 peer.socket.close()
         for peer, _, _ in waiting[:-_MOST_STRANGERS]:
             peer.socket.close()
+        self._drop_gone()
+
+    def _drop_gone(self) -> None:
+        """Forget machines that have come and gone: one that is started again takes their place."""
+        for number, found in [*self._known.items()]:
+            found.peer.receive()
+            if found.peer.gone:
+                self._known.pop(number).peer.socket.close()
 
     def _take(self, peer: Peer, nonce: str, hello: Mapping[str, Any]) -> bool:
         """Let a machine take part, if it is one; whether it does."""
@@ -250,13 +258,8 @@ class Meeting:
         """Why a machine cannot join the run; empty when it can."""
         if run != self._run or num_endpoints != self._num_ranks:
             return f"machine {number} was given another recipe or other overrides than machine 0"
-        before = self._known.get(number)
-        if before is not None:
-            before.peer.receive()
-            if before.peer.gone:  # it was started again
-                self._known.pop(number).peer.socket.close()
-                before = None
-        if before is not None or not 0 < number < self._count:
+        self._drop_gone()
+        if number in self._known or not 0 < number < self._count:
             return f"two machines were started with --launch.node_rank={number}"
         return ""
 
