@@ -40,7 +40,7 @@ class P2PChannels:
         self._groups: dict[Channel, Any] = {channel: groups.get(channel) for channel in own_channels}
         self._tasks: list[Any] = []
         self._senders: dict[bool, queue.Queue[Callable[[], None]]] = {}
-        if dist.get_backend() != "GLOO":
+        if any(group is not None and dist.get_backend(group) != "GLOO" for group in self._groups.values()):
             self._open(edges.channels(own, ring))
 
     def _open(self, order: Sequence[Channel]) -> None:

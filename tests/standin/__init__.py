@@ -2,7 +2,7 @@
 
 Parameters, activations and messages are bfloat16 or float16, as `DeviceBackend.parameter_dtype` has it. What Paddle's
 CPU wheel lacks for that is in `sixteen_bits.cc`. The GPU's fused kernels are functions that refuse what the real ones
-refuse, and then compute plainly in float32.
+refuse, and then compute plainly in float32. Calls between ranks return at once and are over later, see `late`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIBRARY = Library(
 
 
 class StandIn(CpuBackend):
-    """Processes and Gloo of the CPU; precision and kernels of a GPU."""
+    """Processes of the CPU; precision, kernels and calls of a GPU."""
 
     name = "standin"
     precisions = GpuBackend.precisions
@@ -39,6 +39,7 @@ class StandIn(CpuBackend):
     on_parts_only = DeviceBackend.on_parts_only
     document_mask_bytes = DeviceBackend.document_mask_bytes
     kernels_in_programs = True
+    sends_beside_passes = DeviceBackend.sends_beside_passes
 
     kernels = GpuBackend.kernels
     parameter_dtype = DeviceBackend.parameter_dtype
@@ -52,6 +53,9 @@ class StandIn(CpuBackend):
     def activate(self, local_rank: int) -> None:
         super().activate(local_rank)
         load()
+        from tests.standin import late
+
+        late.install()
 
 
 @functools.cache
