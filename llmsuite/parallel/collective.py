@@ -188,6 +188,20 @@ def sum_in_group(tensor: Tensor, group: Any) -> None:
             dist.all_reduce(tensor, group=group)
 
 
+class _UnderWay:
+    """A call that goes on beside this rank's work. Waiting for it is recorded as a call of its own: a rank does no work
+    meanwhile, and may stand there for ever."""
+
+    def __init__(self, task: Any, what: str, tensor: Tensor, group: Any):
+        self._task, self._what, self._group = task, f"wait for {what}", group
+        self._of = types.SimpleNamespace(shape=tensor.shape, dtype=tensor.dtype)  # the memory is the caller's to free
+
+    def wait(self) -> None:
+        """Return when it is over, or when the device knows that what comes next has to wait."""
+        with calls.made(self._what, self._of, self._group):
+            self._task.wait()
+
+
 def begin_sum(tensor: Tensor, group: Any) -> Any:
     """An asynchronous `sum_in_group`, where the library can; over Gloo it is done on return.
 
@@ -197,7 +211,8 @@ def begin_sum(tensor: Tensor, group: Any) -> Any:
     if group is None:
         return None
     with calls.made("all_reduce", tensor, group):
-        return dist.all_reduce(tensor, group=group, sync_op=False)
+        task = dist.all_reduce(tensor, group=group, sync_op=False)
+    return task if dist.get_backend(group) == "GLOO" else _UnderWay(task, "all_reduce", tensor, group)
 
 
 def begin_reduce_scatter(flat: Tensor, group: Any) -> tuple[Tensor, Any]:
@@ -214,7 +229,8 @@ def begin_reduce_scatter(flat: Tensor, group: Any) -> tuple[Tensor, Any]:
             dist.all_reduce(flat, group=group)
             return flat[group.rank * size : (group.rank + 1) * size].clone(), None
         part = paddle.empty([size], dtype=flat.dtype)
-        return part, dist.reduce_scatter(part, flat, group=group, sync_op=False)
+        task = dist.reduce_scatter(part, flat, group=group, sync_op=False)
+    return part, _UnderWay(task, "reduce_scatter", flat, group)
 
 
 def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: int) -> Tensor:
