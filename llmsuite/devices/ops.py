@@ -280,7 +280,7 @@ def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
 
 def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotary` in one kernel, which takes cos and sin for both halves."""
-    cos, sin = (paddle.concat([t, t], axis=-1).astype(x.dtype) for t in (cos, sin))
+    cos, sin = (paddle.concat([t, t], axis=-1) for t in (cos, sin))
     shape = x.shape
     if cos.shape[0] > 1:  # the kernel takes one rotation for all rows: so all rows are made one
         x, cos, sin = (t.reshape([1, -1, *t.shape[2:]]) for t in (x, cos, sin))

@@ -57,7 +57,7 @@ def intervene(x: Tensor, is_chosen: Tensor, rotation: Tensor, source: Tensor, bi
         bias: b, [R].
     """
     basis = orthonormal(rotation)
-    further = (source.astype("float32") - basis).astype(x.dtype)
+    further = (source - basis).astype(x.dtype)
     edit = (paddle.matmul(x, further) + bias) * is_chosen.unsqueeze(-1).astype(x.dtype)
     return x + paddle.matmul(edit, basis.astype(x.dtype), transpose_y=True)
 

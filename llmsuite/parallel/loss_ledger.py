@@ -88,7 +88,7 @@ class LossLedger:
         numbers, tensors = ([p for p in parts if isinstance(p, (int, float)) is plain] for plain in (True, False))
         if not tensors:
             return sum(numbers)
-        total = paddle.add_n(tensors).astype("float64")
+        total = paddle.add_n(tensors)
         return total + paddle.to_tensor(sum(numbers), dtype="float64") if numbers else total
 
     def _reduce_read(self) -> tuple[float, dict[str, float]]:

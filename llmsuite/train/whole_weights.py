@@ -86,7 +86,7 @@ def _merged(read: Read, module: str, plan: RunPlan, names: Collection[str]) -> T
     elif f"{module}.{START_FIRST}" in names:
         start = (read(f"{module}.{kind}").astype("float32") for kind in (START_FIRST, START_SECOND))
         update = update - paddle.matmul(*start)
-    whole = weight.astype("float32") + update * lora.scale
+    whole = weight + update * lora.scale  # in float32
     if f"{module}.{MAGNITUDE}" in names:
         lengths = (whole.square().sum(-2) + 1e-12).sqrt()
         whole = whole * (read(f"{module}.{MAGNITUDE}").astype("float32") / lengths).unsqueeze(-2)
