@@ -1,0 +1,228 @@
+"""Checks on two processes that stand in for GPUs: each ends with an error where a wait, a cast or a copy is missing.
+
+    python -m tests.tools.launched 2 LOGS tests.standin.ranks FILE [NUMBER...]
+
+runs each check, then each of these removals (else all), and leaves what came of them in FILE.RANK, as JSON. All ranks
+get on to the next one together: what a removal does is the same on each, or nobody answers, which ends after a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.standin.table import OF_RANKS
+
+NUM_RANKS = 2
+PATIENCE, LATENESS = 20.0, 0.1
+
+
+def main(file: str, *numbers: str) -> int:
+    """What each rank does."""
+    from llmsuite.parallel import collective
+    from llmsuite.schema.degrees import Degrees
+    from tests.standin import StandIn, late
+    from tests.standin.removals import tell
+
+    late.PATIENCE, late.LATENESS = PATIENCE, LATENESS
+    StandIn().activate(collective.local_rank())
+    collective.start(Degrees(1, 2, 1, 1))
+    tell(Path(f"{file}.{collective.rank()}"), CHECKS, OF_RANKS, numbers, _on_any_rank)
+    return 0
+
+
+def _on_any_rank(own: str | None) -> str | None:
+    from llmsuite.parallel import collective
+
+    of_all = collective.sum_over_run([0.0 if own is None else 1.0])
+    return own if own is not None else "another rank has noticed" if of_all[0] else None
+
+
+def _channels(ring: bool = False) -> Any:
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.mesh import Mesh
+    from llmsuite.parallel.p2p import P2PChannels
+    from llmsuite.schema.degrees import Degrees
+
+    return P2PChannels(Mesh(Degrees(2, 1, 1, 1), collective.rank()), ring)
+
+
+def messages() -> None:
+    """Numbers come as they were sent, and no send is kept that is over."""
+    import time
+
+    import paddle
+
+    from llmsuite.parallel import collective
+
+    channels = _channels()
+    for number in range(3):
+        sent = paddle.full([3, 4], float(number + 1), "bfloat16")
+        if collective.rank() == 0:
+            channels.send(sent, forward=True)
+            sent.zero_()  # its memory is somebody else's now
+            found = channels.receive([3, 4], "bfloat16", forward=False)
+        else:
+            found = channels.receive([3, 4], "bfloat16", forward=True)
+            channels.send(found, forward=False)
+        assert bool((found == float(number + 1)).all()), found
+        time.sleep(5 * LATENESS)
+    (group,) = {g.process_group for g in channels._groups.values() if g is not None} - {None} - _without_sends(channels)
+    assert len(group.not_waited_for) <= 1, "a record of each send is kept"
+
+
+def _without_sends(channels: Any) -> set[Any]:
+    return {g.process_group for g in channels._groups.values() if g is not None and not g.process_group.not_waited_for}
+
+
+def channels() -> None:
+    """A step of an interleaved pipeline ends, with an odd number of micro-batches."""
+    import paddle
+
+    from llmsuite.parallel import collective, edges
+    from llmsuite.parallel.schedule import order
+
+    ring, rank, num_chunks = _channels(ring=True), collective.rank(), 2
+    for action in order("interleaved", rank, 2, 5, num_chunks):
+        part, num_parts = action.chunk * 2 + rank, 2 * num_chunks
+        if (source := edges.source(part, num_parts, action.forward)) is not None:
+            found = ring.receive([1], "float32", action.forward).item()
+            assert found == 100 * source + action.micro_batch
+        if edges.target(part, num_parts, action.forward) is not None:
+            ring.send(paddle.to_tensor([100.0 * part + action.micro_batch]), action.forward)
+
+
+def _summed(dp: int, sharding: int, stage: int) -> None:
+    """Gradients of bfloat16 parameters, of two micro-batches of each rank, in one bucket or in several."""
+    import paddle
+    from paddle.base.framework import EagerParamBase
+
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.buckets import assign_buckets
+    from llmsuite.parallel.sharding import ParameterShard
+    from llmsuite.schema.degrees import Degrees
+
+    mesh = collective.start(Degrees(1, dp, sharding, 1))
+    random = np.random.default_rng(0)
+    shapes = {"a": [6, 4], "b": [8], "c": [2, 2]}
+    for limit in (0, 1 << 20):
+        shards = {}
+        for name, shape in shapes.items():
+            parameter = EagerParamBase(shape=shape, dtype="bfloat16", name=f"{name}-{limit}-{stage}-{random.random()}")
+            parameter._set_impl(paddle.ones(shape, "bfloat16"))
+            shards[name] = ParameterShard(name, parameter, mesh, None, stage)
+        assign_buckets(list(shards.values()), lambda name: False, limit)
+        drawn = random.standard_normal([2, 2, 36]).astype("float32")  # micro-batch, rank
+        rounded = paddle.to_tensor(drawn).astype("bfloat16").astype("float32").numpy()
+        for number in range(2):
+            loss, at = paddle.zeros([]), 0
+            for shard in shards.values():
+                shard.gather()
+                shard.is_last_pass = number == 1
+                size = int(np.prod(shard.shape))
+                factor = paddle.to_tensor(drawn[number, mesh.rank, at : at + size]).reshape(shard.shape)
+                loss = loss + (shard.parameter * factor.astype("bfloat16")).astype("float32").sum()
+                at += size
+            loss.backward()
+        at = 0
+        for name, shard in shards.items():
+            size, own = int(np.prod(shard.shape)), shard.finish_gradient()
+            assert own is not None
+            assert own.dtype == paddle.float32, own.dtype
+            expected = rounded[:, :, at : at + size].sum((0, 1))
+            whole = shard.gather_shard(own).numpy().reshape(-1)
+            assert np.abs(whole - expected).max() < (0.1 if stage < 2 else 1e-5), (name, limit, whole - expected)
+            at += size
+
+
+def sums() -> None:
+    """Over data ranks, once a step."""
+    _summed(2, 1, 0)
+    _summed(1, 2, 1)
+
+
+def scattered_sums() -> None:
+    """Over sharding ranks, after each backward pass."""
+    _summed(1, 2, 2)
+
+
+def busy() -> None:
+    """To wait for a call that goes on beside other work is no work; and where a rank hangs in it, that is recorded."""
+    import os
+    import time
+
+    import paddle
+
+    from llmsuite.launch import calls
+    from llmsuite.parallel import collective
+    from llmsuite.schema.degrees import Degrees
+
+    mesh = collective.start(Degrees(1, 2, 1, 1))
+    log, late = Path(os.environ[calls.ENVIRONMENT]) / f"{mesh.rank}.calls", 1.0
+    for begin, tensor in ((collective.begin_sum, paddle.ones([4])), (_begin_scatter, paddle.ones([4]))):
+        collective.barrier()
+        if mesh.rank == 1:
+            time.sleep(late)
+        waited, started = calls.waited(), time.perf_counter()
+        arrival = begin(tensor, mesh.data_group)
+        begun = time.perf_counter() - started
+        arrival.wait()
+        (*_, last) = calls.read(log)
+        assert last.what.startswith("wait for"), last
+        if mesh.rank == 0:
+            assert begun < late / 2 < calls.waited() - waited, (begun, calls.waited() - waited)
+
+
+def _begin_scatter(tensor: Any, group: Any) -> Any:
+    from llmsuite.parallel import collective
+
+    return collective.begin_reduce_scatter(tensor, group)[1]
+
+
+def transposed() -> None:
+    """What is sent may lie in memory in another order."""
+    import paddle
+
+    from llmsuite.parallel import collective
+    from llmsuite.schema.degrees import Degrees
+
+    mesh = collective.start(Degrees(2, 1, 1, 1))
+    # one for each: `contiguous` and `numpy` of Paddle 3.3.1 give the tensor itself other memory
+    first, second = (paddle.arange(6, dtype="float32").reshape([2, 3]).t() for _ in range(2))
+    for found in (
+        collective.all_gather(first, mesh.pipeline_group)[3:],
+        collective.from_stage(second if mesh.rank == 0 else None, [3, 2], "float32", 0),
+    ):
+        assert np.array_equal(found.numpy(), np.arange(6).reshape(2, 3).T), found
+
+
+def tensor_parallel() -> None:
+    """A model on two ranks has the loss and the gradients that it has on one."""
+    from llmsuite.parallel import collective
+    from tests.standin.passes import built, nll, plan
+
+    recipe, name = "llama/sft", "model.layers.0.input_layernorm.weight"
+    both = plan(recipe, '--parallel={"tensor_parallel_degree": 2}', num_ranks=2)
+    losses, norms = [], []
+    for run, mesh in ((plan(recipe, "--parallel={}"), None), (both, collective.start(both.degrees))):
+        model = built(run, mesh)
+        for shard in model.shards:
+            shard.is_last_pass = True
+        of_tokens = nll(model.part)
+        of_tokens.mean().backward()
+        losses.append(of_tokens.numpy())
+        (gradient,) = [shard.finish_gradient() for shard in model.shards if shard.name == name]
+        assert gradient is not None
+        norms.append(gradient.numpy())
+    error = np.abs(losses[1] - losses[0]).mean() / losses[0].mean()
+    assert error < 20 * 2**-9, f"the loss is off by {error:.1e}"
+    far = np.linalg.norm(norms[1] - norms[0]) / np.linalg.norm(norms[0])
+    assert far < 40 * 2**-9, f"a gradient is off by {far:.1e}"
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check for check in (messages, channels, sums, scattered_sums, busy, transposed, tensor_parallel)
+}
