@@ -11,7 +11,8 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.parity.cases import few
-from tests.standin.ranks import NUM_RANKS
+from tests.standin import alone as in_one
+from tests.standin import ranks as in_two
 from tests.standin.removals import Removal
 from tests.standin.table import ALONE, OF_RANKS
 
@@ -43,9 +44,16 @@ def alone(runner: Runner) -> Found:
 @pytest.fixture(scope="module")
 def of_ranks(runner: Runner) -> list[Found]:
     file = runner.directory / "ranks"
-    code, printed = runner.launch(NUM_RANKS, "tests.standin.ranks", str(file), *map(str, _OF_RANKS.values()))
+    code, printed = runner.launch(in_two.NUM_RANKS, "tests.standin.ranks", str(file), *map(str, _OF_RANKS.values()))
     assert code == 0, printed
-    return [json.loads(file.with_suffix(f".{rank}").read_text()) for rank in range(NUM_RANKS)]
+    return [json.loads(file.with_suffix(f".{rank}").read_text()) for rank in range(in_two.NUM_RANKS)]
+
+
+def test_checks_pass_with_all_of_them(alone: Found, of_ranks: list[Found]) -> None:
+    for found in (alone, *of_ranks):
+        named = {name: wrong for name, wrong in found.items() if name in {**in_one.CHECKS, **in_two.CHECKS}}
+        assert named
+        assert set(named.values()) == {None}, named
 
 
 @pytest.mark.parametrize("name", _ALONE)

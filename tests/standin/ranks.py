@@ -2,8 +2,9 @@
 
     python -m tests.tools.launched 2 LOGS tests.standin.ranks FILE [NUMBER...]
 
-runs each check, then each of these removals (else all), and leaves what came of them in FILE.RANK, as JSON. All ranks
-get on to the next one together: what a removal does is the same on each, or nobody answers, which ends after a while.
+runs the checks of these removals (else all), then takes each away, and leaves what came of it in FILE.RANK, as JSON.
+All ranks get on to the next one together: what a removal does is the same on each, or nobody answers, which ends after
+a while.
 """
 
 from __future__ import annotations
@@ -199,30 +200,71 @@ def transposed() -> None:
         assert np.array_equal(found.numpy(), np.arange(6).reshape(2, 3).T), found
 
 
-def tensor_parallel() -> None:
-    """A model on two ranks has the loss and the gradients that it has on one."""
+def _as_one(recipe: str, parallel: str, *words: str, name: str | None = None, documents: bool = False) -> None:
+    """A model on two ranks has the loss that it has on one, and a parameter that is not cut its gradient."""
     from llmsuite.parallel import collective
-    from tests.standin.passes import built, nll, plan
+    from tests.standin.passes import STARTS, built, nll, plan
 
-    recipe, name = "llama/sft", "model.layers.0.input_layernorm.weight"
-    both = plan(recipe, '--parallel={"tensor_parallel_degree": 2}', num_ranks=2)
+    both = plan(recipe, f"--parallel={parallel}", *words, num_ranks=2)
     losses, norms = [], []
-    for run, mesh in ((plan(recipe, "--parallel={}"), None), (both, collective.start(both.degrees))):
+    for run, mesh in ((plan(recipe, "--parallel={}", *words), None), (both, collective.start(both.degrees))):
         model = built(run, mesh)
         for shard in model.shards:
             shard.is_last_pass = True
-        of_tokens = nll(model.part)
+        of_tokens = nll(model.part, STARTS if documents else None)
         of_tokens.mean().backward()
         losses.append(of_tokens.numpy())
-        (gradient,) = [shard.finish_gradient() for shard in model.shards if shard.name == name]
-        assert gradient is not None
-        norms.append(gradient.numpy())
+        found = {shard.name: shard.finish_gradient() for shard in model.shards}
+        if name is not None:
+            assert found[name] is not None
+            # both data ranks have the same tokens
+            norms.append(found[name].numpy() / (run.degrees.num_data_ranks))
     error = np.abs(losses[1] - losses[0]).mean() / losses[0].mean()
     assert error < 20 * 2**-9, f"the loss is off by {error:.1e}"
-    far = np.linalg.norm(norms[1] - norms[0]) / np.linalg.norm(norms[0])
-    assert far < 40 * 2**-9, f"a gradient is off by {far:.1e}"
+    if norms:
+        far = np.linalg.norm(norms[1] - norms[0]) / np.linalg.norm(norms[0])
+        assert far < 40 * 2**-9, f"a gradient is off by {far:.1e}"
+
+
+_NORM = "model.layers.0.input_layernorm.weight"
+
+
+def tensor_parallel() -> None:
+    _as_one("llama/sft", '{"tensor_parallel_degree": 2}', name=_NORM)
+
+
+def documents() -> None:
+    """Of several in a row, each rank has the mask for its heads."""
+    _as_one("qwen/sft", '{"tensor_parallel_degree": 2}', name=_NORM, documents=True)
+
+
+def sequence_parallel() -> None:
+    _as_one("llama/sft", '{"tensor_parallel_degree": 2, "sequence_parallel": true}', name=_NORM)
+
+
+def adapters() -> None:
+    """On matrices that are cut either way."""
+    _as_one("llama/lora", '{"tensor_parallel_degree": 2}', "--lora.method=dora")
+
+
+def experts() -> None:
+    """Rows go to the rank that has their expert, and come back."""
+    _as_one("qwen_moe/sft", '{"expert_parallel_degree": 2}', name=_NORM)
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check for check in (messages, channels, sums, scattered_sums, busy, transposed, tensor_parallel)
+    check.__name__: check
+    for check in (
+        messages,
+        channels,
+        sums,
+        scattered_sums,
+        busy,
+        transposed,
+        tensor_parallel,
+        documents,
+        sequence_parallel,
+        adapters,
+        experts,
+    )
 }

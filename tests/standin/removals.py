@@ -93,7 +93,7 @@ def tell(
     """
     chosen = [removals[int(number)] for number in numbers] or removals
     found: dict[str, str | None] = {}
-    for name in dict.fromkeys(removal.check for removal in chosen):
+    for name in dict.fromkeys(removal.check for removal in chosen) if numbers else checks:
         found[name] = agreed(_wrong(checks[name]))
     for removal in chosen:
         with taken_away(removal):

@@ -136,6 +136,11 @@ OF_RANKS: tuple[Removal, ...] = (
         ("def settle(read: Tensor = flat)", "def settle(read: Tensor = part)", "scattered_sums"),
     ),
     *_of(
+        "parallel/experts.py",
+        ("rows = _Permute.apply(rows, (by_expert, by_rank))", "pass", "experts"),
+        ("rows = _Permute.apply(rows, (by_rank, by_expert))", "pass", "experts"),
+    ),
+    *_of(
         "parallel/overlap.py",
         ("            arrival.wait()", "            pass", "tensor_parallel"),
     ),
