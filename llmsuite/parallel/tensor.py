@@ -23,6 +23,7 @@ from llmsuite.models.dropout import Select, TokenDropout
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.structured import Part, StructuredLinear
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.program import vocabulary as program
 from llmsuite.typing import Tensor
 
 
@@ -92,10 +93,11 @@ def local_value(tensor: Tensor) -> Tensor:
 
 def reshard(tensor: Tensor, mesh: Mesh, placements: list[Any]) -> Tensor:
     """A distributed tensor with other placements over tp; itself when it has them."""
+    if not paddle.in_dynamic_mode():  # a program is being made: nothing is sent; tp is the last axis of its mesh
+        wanted = [*tensor.placements[:-1], *placements]
+        return tensor if tensor.placements == wanted else dist.reshard(tensor, tensor.process_mesh, wanted)
     if tensor.placements == placements:
         return tensor
-    if not paddle.in_dynamic_mode():  # a program is being made: nothing is sent
-        return dist.reshard(tensor, mesh.tensor, placements)
     with calls.made("reshard", tensor, mesh.tensor, mesh.tensor.process_ids):
         return dist.reshard(tensor, mesh.tensor, placements)
 
@@ -212,6 +214,9 @@ class VocabularyParallelLookup(dist.LocalLayer):
 
     def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
         """Ids [B, L] to the rows [B, L, D] of a table."""
+        if not paddle.in_dynamic_mode():
+            found = program.ProgramLookup(input_ids, self._first).look_up(input_ids, table)
+            return reshard(found, self._mesh, self._placements)
         parts = self(_replicated(input_ids, self._mesh), table)  # [tp, B, L, D], one part a rank
         return reshard(parts.sum(0), self._mesh, self._placements)
 
@@ -244,6 +249,8 @@ def _vocabulary_parallel_cross_entropy(mesh: Mesh, vocabulary: int | None) -> Ca
     """
 
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        if not paddle.in_dynamic_mode():
+            return program.cross_entropy(logits, targets, vocabulary)
         shifted, ids, targets = _shifted(mesh, vocabulary, logits, targets)
         is_target = (ids == targets).astype(shifted.dtype)
         nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)

@@ -212,7 +212,8 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
         shares_embedding=is_embedding_shared(plan.model_config),
         sequence_parallel=parallel.sequence_parallel,
         fuse_projections=parallel.fuse_projections,
-        sharding_stage=SHARDING_STAGES[parallel.sharding],
+        # programs share out the state of the optimizer by themselves
+        sharding_stage=0 if engine.compiles_steps else SHARDING_STAGES[parallel.sharding],
         bucket_bytes=plan.gradient_bucket_bytes,
         overlap=backend.sends_beside_passes,
         compile=engine.compiles_layers,

@@ -16,7 +16,7 @@ from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
 from llmsuite.parallel.program.lengths import bucket
-from llmsuite.parallel.program.optimizer import ProgramOptimizer
+from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.build import BuiltModel
@@ -86,11 +86,12 @@ class ProgramUpdater(Updater):
     def __init__(self, plan: RunPlan, built: BuiltModel, objective: ProgramObjective | None, total_steps: int):
         assert objective is not None, "every rank reads data"
         assert not plan.recipe.engine.offload_optimizer, "refused before the run"
-        self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps)
+        mesh, owners = collective.mesh(), ONE_OWNER
+        if plan.recipe.parallel.sharding != "none":
+            owners = Owners(plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
+        self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps, owners)
         self._objective = objective
-        self._programs = StepPrograms(
-            built.part.model, self.optimizer, objective.program_loss, plan.degrees.num_data_ranks
-        )
+        self._programs = StepPrograms(built.part.model, self.optimizer, objective.program_loss, mesh.rows("tp"))
         multiple = length_multiple(plan)
         self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
 

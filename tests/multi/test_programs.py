@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner, learnt
-from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, once, run_cases
+from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, few, once, run_cases
 
 PROGRAM = ("--engine.mode=to_static", "--engine.program=step")
 WORDS = (
@@ -27,27 +30,44 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
         "llama/pretrain",
         (*OPTIMIZERS["sgd"], "--pretrain.split=null", "--pretrain.document_mask=true", "--train.weight_decay=0"),
     ),
-    "gpt": ("gpt/sft", OPTIMIZERS["sgd"]),
+    "gpt": ("gpt/sft", (*OPTIMIZERS["sgd"], "--model.config.vocab_size=513")),
     "ernie": ("ernie/sft", OPTIMIZERS["adamw"]),
 }
 
 
-# jobs whose programs also run on two data ranks, accumulating
-ON_RANKS = ("sft adamw", "sft sgd", "packed")
-TWO = (*PROGRAM, "--launch.num_devices=2", "--train.micro_batch_size=2")
+TP2 = {"tensor_parallel_degree": 2}
+ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
+    # the job, ranks, mesh and words of programs on several ranks, which accumulate
+    "dp2 sgd": ("sft sgd", 2, {}, ()),
+    "dp2 packed": ("packed", 2, {}, ("--train.micro_batch_size=2",)),
+    "stage1": ("sft adamw", 2, {"sharding": "stage1"}, ("--train.micro_batch_size=2",)),
+    "tp2 adamw": ("sft adamw", 2, {**TP2, "sequence_parallel": True}, ()),
+    "tp2 sgd": ("sft sgd", 2, TP2, ()),
+    "tp2 of a vocabulary that 2 does not divide": ("gpt", 2, TP2, ()),
+    "tp2 dp2 stage2": ("sft adamw", 4, {**TP2, "sharding": "stage2"}, ("--train.micro_batch_size=2",)),
+}
+MESHES = few(ON_RANKS, "tp2 dp2 stage2")
 
 
 def _case(job: str, *more: str) -> Case:
     recipe, words = JOBS[job]
-    kind, ranks = {(): ("dynamic", 1), PROGRAM: ("program", 1), TWO: ("on two ranks", 2)}[more]
-    return Case(f"{job}, {kind}", ranks, once([*WORDS, *words, *SAVES, *more]), recipe=f"recipes/{recipe}.json")
+    kind = {(): "dynamic", PROGRAM: "program"}[more]
+    return Case(f"{job}, {kind}", 1, once([*WORDS, *words, *SAVES, *more]), recipe=f"recipes/{recipe}.json")
+
+
+def _on_ranks(mesh: str) -> Case:
+    job, ranks, parallel, more = MESHES[mesh]
+    recipe, words = JOBS[job]
+    place = (f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}")
+    given = once([*WORDS, *words, *SAVES, *PROGRAM, *place, *more])
+    return Case(mesh, ranks, given, recipe=f"recipes/{recipe}.json")
 
 
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     """Runs all cases; what was printed of those that did not end well."""
     of_one = [_case(job, *more) for job in JOBS for more in ((), PROGRAM)]
-    return run_cases(runner, [*of_one, *(_case(job, *TWO) for job in ON_RANKS)])
+    return run_cases(runner, [*of_one, *map(_on_ranks, MESHES)])
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -59,11 +79,27 @@ def test_equals_the_dynamic_mode(runner: Runner, failed: dict[str, str], job: st
     assert made[-1] == (2 if "sft " in job else 1), made
 
 
-@pytest.mark.parametrize("job", ON_RANKS)
-def test_data_ranks_equal_one_process(runner: Runner, failed: dict[str, str], job: str) -> None:
-    one, many = _case(job).name, _case(job, *TWO).name
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ranks_equal_one_process(runner: Runner, failed: dict[str, str], mesh: str) -> None:
+    job = MESHES[mesh][0]
+    one, many = _case(job).name, _on_ranks(mesh).name
     assert not failed.keys() & {one, many}, failed
     assert compare(runner, one, many, falls="sgd" not in job, has_gradients=False).problems == []
+
+
+def test_two_ranks_go_on_from_one(runner: Runner, failed: dict[str, str]) -> None:
+    """Programs under tensor parallel, from the first checkpoint of a dynamic run in one process."""
+    one, mesh = _case("sft adamw"), _on_ranks("tp2 adamw")
+    assert one.name not in failed, failed
+    again = dataclasses.replace(mesh, name="tp2, again", resume=True)
+    shutil.copytree(
+        runner.directory / one.name / "checkpoints" / "step-1", runner.directory / again.name / "checkpoints" / "step-1"
+    )
+    assert run_cases(runner, [again]) == {}
+    theirs, ours = runner.metrics(one.name)[1:], runner.metrics(again.name)
+    assert [record["step"] for record in ours] == [2, 3]
+    for a, b in zip(theirs, ours):
+        assert [b[key] for key in ("loss", "grad_norm")] == pytest.approx([a["loss"], a["grad_norm"]], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["program", "dynamic"])

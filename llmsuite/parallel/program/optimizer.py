@@ -6,13 +6,16 @@ that programs know it by: so a program takes over where another one stopped, and
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 
+from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import LearningRate
 from llmsuite.parallel.optimizer import StateTensor, paddle_optimizer
 from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
@@ -23,41 +26,114 @@ from llmsuite.typing import Tensor
 _numbers = itertools.count()
 
 
+@dataclasses.dataclass(frozen=True)
+class Owners:
+    """The data ranks that have a part of the optimizer's state each. A part is one of equal slices along a dim, as
+    Paddle's auto-parallel cuts: other than that of `ParameterShard`, which is one of the flattened values."""
+
+    count: int
+    rank: int
+    """This one among them."""
+    group: Any = None
+
+    def dim(self, shard: ParameterShard) -> int | None:
+        """The dim that the state of a parameter is cut along; None where every rank has the whole."""
+        over_tp = shard.parameter.placements if shard.parameter.is_dist() else []
+        of_tp = {place.get_dim() for place in over_tp if place.is_shard()}
+        free = (i for i, size in enumerate(shard.local_shape) if i not in of_tp and size % self.count == 0)
+        return next(free, None) if self.count > 1 else None
+
+    def part(self, whole: Tensor, dim: int | None) -> Tensor:
+        """This rank's part of values that are cut along a dim."""
+        return whole if dim is None else whole.chunk(self.count, dim)[self.rank].contiguous()
+
+    def whole(self, part: Tensor, dim: int | None) -> Tensor:
+        """The parts of all ranks, joined; every one of them calls it."""
+        return part if dim is None else collective.all_gather(part, self.group, dim)
+
+
+ONE_OWNER = Owners(1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedState(StateTensor):
+    """A tensor of a state that data ranks share; `value` is this rank's part."""
+
+    owners: Owners = ONE_OWNER
+    dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+
+    def on_device(self) -> Tensor:
+        return self.owners.whole(self.value, self.dims[self.shard.name])
+
+
+class StateShards(dist.ShardingStage1):
+    """Sharding stage 1 as Paddle's, but for dims that can be divided only."""
+
+    def __init__(self, mesh: Any, dims: Mapping[str, int | None]):
+        """`dims` by the name of a parameter, along which its state is cut over the first axis of the mesh."""
+        super().__init__(mesh.dim_names[0], mesh)
+        self._dims = dims
+
+    def __call__(self, key: str, parameter: Any, tensor: Any) -> Any:
+        if key == "grad":
+            return tensor
+        placements = [dist.Replicate() for _ in parameter.placements]
+        if "beta" not in key:
+            placements = over_data(parameter.placements, self._dims[parameter.name])
+        return self._apply_placement(tensor, parameter, placements)
+
+
+def over_data(placements: Sequence[Any], dim: int | None) -> list[Any]:
+    """Placements over [data, tp] of what is cut along a dim over the data ranks, or is whole on each."""
+    return [dist.Replicate() if dim is None else dist.Shard(dim), *placements[1:]]
+
+
 class ProgramOptimizer:
     """AdamW or SGD with its state, as programs update it; the interface of `parallel.optimizer.Optimizer` to all that
     saves and restores."""
 
-    def __init__(self, shards: Sequence[ParameterShard], train: TrainSection, total_steps: int):
+    def __init__(
+        self, shards: Sequence[ParameterShard], train: TrainSection, total_steps: int, owners: Owners = ONE_OWNER
+    ):
         """
         Args:
             shards: of every trained parameter; each rank holds them as its model does.
             train: section of the recipe.
             total_steps: steps of the run; where the learning rate ends.
+            owners: the data ranks that share the state.
         """
-        self.shards, self._train = list(shards), train
+        self.shards, self._train, self._owners = list(shards), train, owners
+        self._max_norm = train.max_grad_norm
         self.slots = [*OPTIMIZER_SLOTS[train.optimizer]]
+        self._dims = {shard.name: owners.dim(shard) for shard in self.shards}
         self.learning_rate = LearningRate(train, total_steps).at
         self._values = {
             f"{shard.name}_{slot}": self._first_value(shard, slot) for shard in self.shards for slot in self.slots
         }
-        self.of_paddle([])  # what it refuses is refused before anything is built
+        self._of_paddle([], StepRate(self.learning_rate), None)  # what it refuses is refused before anything is built
 
     def _first_value(self, shard: ParameterShard, slot: str) -> Tensor:
         first = FIRST_VALUES.get(slot)
         if first is not None:
             return paddle.full([1], first(self._train), dtype="float32")
-        return paddle.zeros_like(shard.master_or_shard.detach())
+        return paddle.zeros_like(self._owners.part(shard.master_or_shard.detach(), self._dims[shard.name]))
 
     @property
     def values(self) -> dict[str, Tensor]:
         """Every tensor of the state, by "PARAMETER_SLOT"."""
         return self._values
 
-    def of_paddle(self, parameters: Sequence[Tensor]) -> tuple[Any, StepRate, NormClip]:
-        """A new optimizer of Paddle's for a program, its learning rate and what clips its gradients."""
-        rate, clip = StepRate(self.learning_rate), NormClip(self._train.max_grad_norm)
+    def of_paddle(self, parameters: Sequence[Tensor], mesh: Any) -> tuple[Any, StepRate, NormClip]:
+        """A new optimizer of Paddle's for a program over a mesh [data, tp], its learning rate and what clips its
+        gradients."""
+        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, self._dims)
+        made = self._of_paddle(parameters, rate, clip)
+        shares = StateShards(mesh, self._dims) if self._owners.count > 1 else None
+        return dist.shard_optimizer(made, shares), rate, clip
+
+    def _of_paddle(self, parameters: Sequence[Tensor], rate: StepRate, clip: NormClip | None) -> Any:
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
-        return paddle_optimizer(self._train, list(parameters), rate, decay, clip), rate, clip
+        return paddle_optimizer(self._train, list(parameters), rate, decay, clip)
 
     # the interface for checkpoints
 
@@ -65,12 +141,14 @@ class ProgramOptimizer:
         """As `Optimizer.state`."""
         for shard in self.shards:
             for slot in self.slots:
-                yield StateTensor(shard, slot, self._values[f"{shard.name}_{slot}"])
+                yield OwnedState(shard, slot, self._values[f"{shard.name}_{slot}"], None, self._owners, self._dims)
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """As `Optimizer.load_state`."""
         for entry in self.state():
-            entry.value.copy_(paddle.to_tensor(read(entry)), True)
+            whole = paddle.to_tensor(read(entry))
+            dim = None if entry.is_scalar else self._dims[entry.shard.name]
+            entry.value.copy_(self._owners.part(whole, dim), True)
 
     def to_host(self, shard: ParameterShard) -> None:
         """As `Optimizer.to_host`: programs keep their state where it is."""
@@ -96,17 +174,18 @@ class StepRate(paddle.optimizer.lr.LRScheduler):
 class NormClip(paddle.nn.ClipGradByGlobalNorm):
     """Clipping by the global norm, which also tells the norm; it is told where nothing is clipped, too."""
 
-    def __init__(self, max_norm: float | None):
+    def __init__(self, max_norm: float | None, dims: Mapping[str, int | None]):
+        """`dims` by the name of a parameter, along which its gradient is cut over the data ranks."""
         super().__init__(1.0 if max_norm is None else max_norm)
-        self._max_norm = max_norm
+        self._max_norm, self._dims = max_norm, dims
         self.variable = f"global_norm_{next(_numbers)}"
         """Name of the variable in which a step leaves the norm before clipping. Where programs have one in common, only
         the last one that was made writes it (Paddle 3.3.1), and Paddle's own numbers begin anew for each."""
 
     def _pir_clip(self, params_grads: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Called while a program is made, with the gradients of a step; parameters that are frozen have none."""
-        squares = [gradient.square().sum() for _, gradient in params_grads if gradient is not None]
-        norm = paddle.sqrt(paddle.stack(squares).sum())
+        params_grads = [(p, g if g is None else self._summed(p, g)) for p, g in params_grads]
+        norm = paddle.sqrt(_sum_of_squares([gradient for _, gradient in params_grads if gradient is not None]))
         told = norm.reshape([1])
         told.persistable = True  # else it is freed before anybody can read it
         paddle._C_ops.set_persistable_value(told, self.variable)
@@ -115,3 +194,21 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
         limit = paddle.full([], self._max_norm, "float32")
         factor = limit / paddle.maximum(norm, limit)
         return [(p, gradient if gradient is None else gradient * factor) for p, gradient in params_grads]
+
+    def _summed(self, parameter: Any, gradient: Any) -> Any:
+        """A gradient summed over the data ranks, once for the norm and the update."""
+        wanted = over_data(parameter.placements, self._dims[parameter.name])
+        return dist.reshard(gradient, gradient.process_mesh, wanted)
+
+
+def _sum_of_squares(gradients: Sequence[Any]) -> Any:
+    """Over all elements of gradients, each counted once however many ranks hold it.
+
+    Where some are cut and others are not, their sums are not stacked together: Paddle 3.3.1 takes all of them for parts
+    of a sum then, and counts once a rank what every rank has whole.
+    """
+    alike: dict[str, list[Any]] = {}
+    for gradient in gradients:
+        alike.setdefault(str(gradient.placements), []).append(gradient.square().sum())
+    sums = [paddle.stack(squares).sum() for squares in alike.values()]
+    return paddle.stack([dist.reshard(s, s.process_mesh, [dist.Replicate()] * len(s.placements)) for s in sums]).sum()

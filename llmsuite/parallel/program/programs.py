@@ -30,8 +30,12 @@ from llmsuite.typing import Tensor
 
 Inputs = Mapping[str, np.ndarray]
 """Arrays of this rank's rows of a global batch by name, one micro-batch behind the other, rows first."""
+ONE_RANK = np.zeros([1, 1], "int64")
 Loss = Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """The model and the inputs of a micro-batch to sums by name; the one called "loss" is trained."""
+
+ROWS = [dist.Shard(0), dist.Replicate()]
+"""Placements of inputs: each data rank has rows of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,21 +54,20 @@ class Program:
 class StepPrograms:
     """The programs of a run, one for each shape of its batches, over one model and one optimizer."""
 
-    def __init__(self, model: Any, optimizer: ProgramOptimizer, loss: Loss, num_data_ranks: int = 1):
+    def __init__(self, model: Any, optimizer: ProgramOptimizer, loss: Loss, ranks: np.ndarray = ONE_RANK):
         """
         Args:
-            model: this rank's model, as it runs op by op.
+            model: this rank's part of the model, as it runs op by op.
             optimizer: over its parameters.
             loss: of the stage.
-            num_data_ranks: ranks that have the same model and rows of their own; all ranks there are.
+            ranks: all of them, [data, tp]: in a row those that have the same samples, and a part of the model each.
         """
         self._model, self._optimizer, self._loss = model, optimizer, loss
-        self._num_data_ranks = num_data_ranks
-        self._mesh = dist.ProcessMesh(list(range(num_data_ranks)), dim_names=["data"])
+        self._mesh = dist.ProcessMesh(ranks, dim_names=["data", "tp"])
         self._programs: dict[Any, Program] = {}
         self._scope = paddle.static.Scope()
         """The variables of all programs, apart from those of others in this process."""
-        self._parameters = {name: local_value(parameter) for name, parameter in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
         self.build_seconds = 0.0
         """Seconds that making programs has taken."""
 
@@ -90,7 +93,7 @@ class StepPrograms:
                 self.build_seconds += time.perf_counter() - started
             program = self._programs[key]
             program.rate.begin(step)
-            placed = [dtensor_from_local(paddle.to_tensor(a), self._mesh, [dist.Shard(0)]) for a in inputs.values()]
+            placed = [dtensor_from_local(paddle.to_tensor(a), self._mesh, ROWS) for a in inputs.values()]
             self._give(program.variables)
             with _quiet():  # it warns of rows of several micro-batches
                 told = np.asarray(program.run(*placed)).reshape(num_micro_batches, -1).sum(0)
@@ -101,24 +104,23 @@ class StepPrograms:
     def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
         with self._distributed() as parameters, _quiet():
             net = _Step(self._model, tuple(inputs), self._loss, self._mesh)
-            optimizer, rate, clip = self._optimizer.of_paddle([p for p in parameters.values() if not p.stop_gradient])
+            trained = [parameter for parameter in parameters.values() if not parameter.stop_gradient]
+            optimizer, rate, clip = self._optimizer.of_paddle(trained, self._mesh)
             strategy = dist.Strategy()
             if num_micro_batches > 1:
                 merge = strategy.gradient_merge
                 merge.enable, merge.k_steps, merge.avg = True, num_micro_batches, False
             specs = [
                 DistributedInputSpec(
-                    [self._num_data_ranks * len(array) // num_micro_batches, *array.shape[1:]],
+                    [self._mesh.shape[0] * len(array) // num_micro_batches, *array.shape[1:]],
                     array.dtype.name,
                     name=name,
                     mesh=self._mesh,
-                    placements=[dist.Shard(0)],
+                    placements=ROWS,
                 )
                 for name, array in inputs.items()
             ]
-            run = dist.to_static(
-                net, None, _first, dist.shard_optimizer(optimizer), strategy=strategy, input_spec=[specs, []]
-            )
+            run = dist.to_static(net, None, _first, optimizer, strategy=strategy, input_spec=[specs, []])
             run.train()
         self._take(self._parameters)
         return Program(run, rate, clip, net.sums, {**self._parameters, **self._state(run, clip.variable)})
@@ -150,19 +152,27 @@ class StepPrograms:
         """A distributed parameter in the memory of one of the model, with a name that programs know."""
         trained = not parameter.stop_gradient
         placed = EagerParamBase(shape=parameter.shape, dtype=parameter.dtype, name=name, trainable=trained)
-        placed._set_impl(dtensor_from_local(parameter.detach(), self._mesh, [dist.Replicate()]))
+        over_tp = parameter.placements if parameter.is_dist() else [dist.Replicate()]
+        local = local_value(parameter).detach()
+        placed._set_impl(dtensor_from_local(local, self._mesh, [dist.Replicate(), *over_tp]))
         return placed
 
     def _give(self, variables: Mapping[str, Tensor]) -> None:
         """Let the variables of a program be these tensors, in their memory."""
         for name, tensor in variables.items():
-            self._scope.var(name).get_tensor()._share_data_with(tensor.get_tensor())
+            self._scope.var(name).get_tensor()._share_data_with(_memory(tensor))
 
     def _take(self, variables: Mapping[str, Tensor]) -> None:
         """Let these tensors be the variables of a program, in their memory: Paddle empties parameters that it took, and
         an operation may have put its result elsewhere."""
         for name, tensor in variables.items():
-            tensor.get_tensor()._share_data_with(self._scope.var(name).get_tensor())
+            _memory(tensor)._share_data_with(self._scope.var(name).get_tensor())
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Where the part of a tensor that lies on this rank has its memory."""
+    found = tensor.get_tensor()
+    return found.get_tensor() if tensor.is_dist() else found
 
 
 class _Step(nn.Layer):
@@ -185,7 +195,7 @@ class _Step(nn.Layer):
         # what is trained is the sum of all of them, of which only the first has a gradient
         sums = paddle.stack([trained, *(number.detach() for number in found.values())])
         # else its placement decides whether a rank is told the sum or its own part
-        return dist.reshard(sums, self._mesh, [dist.Replicate()])
+        return dist.reshard(sums, self._mesh, [dist.Replicate()] * 2)
 
 
 def _first(sums: Tensor, *labels: Tensor) -> Tensor:

@@ -17,15 +17,17 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
         yield "engine.program", f"is step, which stage {recipe.stage} does not have; set it to layers"
     if context.shard_plan.experts:
         yield "engine.program", f"is step, which cannot route tokens (family {context.family.name}); set it to layers"
-    for axis in ("tensor", "pipeline"):
-        if (degree := getattr(parallel, f"{axis}_parallel_degree")) > 1:
-            message = f"is {degree}, and programs of engine.program step are for data parallel ranks only yet"
-            yield f"parallel.{axis}_parallel_degree", f"{message}; set it to 1, or engine.program to layers"
+    if (degree := parallel.pipeline_parallel_degree) > 1:
+        message = f"is {degree}, and programs of engine.program step have no pipeline yet"
+        yield "parallel.pipeline_parallel_degree", f"{message}; set it to 1, or engine.program to layers"
+    if parallel.sharding != "none" and context.degrees.dp > 1:
+        shared = f"is {context.degrees.sharding}, and programs of engine.program step shard over all data ranks"
+        yield "parallel.sharding_parallel_degree", f"{shared}; leave it out, or set engine.program to layers"
     for key, value, is_set, default in (
         ("engine.precision", engine.precision, engine.precision != "fp32", "fp32"),
         ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
-        ("parallel.sharding", parallel.sharding, parallel.sharding != "none", "none"),
+        ("parallel.sharding", parallel.sharding, parallel.sharding == "stage3", "stage2"),
         ("lora.rank", recipe.lora.rank, recipe.lora.rank is not None, "null"),
         ("reft.rank", recipe.reft.rank, recipe.reft.rank is not None, "null"),
         ("prefix.tokens", recipe.prefix.tokens, recipe.prefix.tokens is not None, "null"),
@@ -53,9 +55,9 @@ def _not_skipped(context: RuleContext) -> Iterator[Violation]:
 
 PROGRAM_RULES = (
     Rule(
-        "`program: step` with tensor or pipeline parallel, `sharding`, another stage than `pretrain` and `sft`, "
-        "experts, `recompute`, `offload_optimizer`, another precision than fp32, `lora`, `reft`, `prefix`, `qat`, "
-        "`mtp_loss_weight` or `micro_batch_tokens`",
+        "`program: step` with pipeline parallel, sharding `stage3` or over some of the data ranks, another stage than "
+        "`pretrain` and `sft`, experts, `recompute`, `offload_optimizer`, another precision than fp32, `lora`, `reft`, "
+        "`prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
         "such a program does not have it yet",
         (
             "--engine.mode=to_static",

@@ -23,6 +23,11 @@ def test_what_it_has(registry: Registry, recipe: str) -> None:
     assert _plan(registry, recipe).recipe.engine.compiles_steps
 
 
+def test_on_a_mesh(registry: Registry) -> None:
+    parallel = '--parallel={"tensor_parallel_degree":2,"sequence_parallel":true,"sharding":"stage2"}'
+    assert _plan(registry, "llama/sft", "--launch.num_devices=4", parallel).degrees.num_data_ranks == 2
+
+
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
@@ -31,18 +36,18 @@ def test_what_it_has(registry: Registry, recipe: str) -> None:
         ("qwen_moe/sft", [], r"engine.program: is step, which cannot route tokens \(family qwen_moe\)"),
         (
             "llama/sft",
-            ["--launch.num_devices=2", '--parallel={"tensor_parallel_degree":2}'],
-            "parallel.tensor_parallel_degree: is 2, and programs of engine.program step are for data parallel ranks",
-        ),
-        (
-            "llama/sft",
             ["--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}'],
             "parallel.pipeline_parallel_degree: is 2, .* set it to 1, or engine.program to layers",
         ),
         (
             "llama/sft",
-            ["--launch.num_devices=2", '--parallel={"sharding":"stage1"}'],
-            "parallel.sharding: is stage1, which engine.program step does not have; set it to none",
+            ["--launch.num_devices=2", '--parallel={"sharding":"stage3"}'],
+            "parallel.sharding: is stage3, which engine.program step does not have; set it to stage2",
+        ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=4", '--parallel={"sharding":"stage1","sharding_parallel_degree":2}'],
+            "parallel.sharding_parallel_degree: is 2, and programs of engine.program step shard over all data ranks",
         ),
         ("llama/sft", ["--engine.recompute=full"], "engine.recompute: is full, which engine.program step does not"),
         ("llama/sft", ["--engine.offload_optimizer=true"], "engine.offload_optimizer: is true, .* set it to false, or"),

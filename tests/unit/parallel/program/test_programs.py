@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 from paddle import nn
 
 from llmsuite.errors import UserError
-from llmsuite.parallel.program.optimizer import ProgramOptimizer
+from llmsuite.parallel.program.optimizer import Owners, ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from llmsuite.schema.recipe import TrainSection
 from tests.unit import alone
@@ -128,3 +130,46 @@ def test_values_that_are_loaded_later_count() -> None:
 def test_refuses_a_decay_that_is_not_there() -> None:
     with pytest.raises(UserError, match="sgd has no decoupled decay"):
         _programs(Product(), dataclasses.replace(SGD, weight_decay=0.1))
+
+
+class OneDim(NamedTuple):
+    """What of a `ParameterShard` decides how its state is cut."""
+
+    local_shape: list[int]
+    parameter: Any
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements", "expected"),
+    [
+        ([6, 4], [], 0),
+        ([5, 4], [], 1),
+        ([5, 3], [], None),
+        ([6, 4], [dist.Shard(0)], 1),  # that dim is cut over tp already
+        ([6, 4], [dist.Replicate()], 0),
+        ([6], [dist.Shard(0)], None),
+    ],
+)
+def test_the_dim_that_a_state_is_cut_along(shape: list[int], placements: list[Any], expected: int | None) -> None:
+    parameter = mock.Mock(placements=placements, is_dist=lambda: bool(placements))
+    assert Owners(2, 0).dim(OneDim(shape, parameter)) == expected
+    assert Owners(1, 0).dim(OneDim(shape, parameter)) is None
+
+
+def test_each_data_rank_has_a_part_of_the_state() -> None:
+    class Matrix(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix, self.odd = self.create_parameter([4, 6]), self.create_parameter([3])
+
+    model = Matrix()
+    shards = alone.shards({"matrix": model.matrix, "odd": model.odd})
+    parts = [ProgramOptimizer(shards, ADAMW, 4, Owners(2, rank)) for rank in range(2)]
+    shapes = {name: list(value.shape) for name, value in parts[0].values.items() if "moment1" in name}
+    assert shapes == {"matrix_moment1": [2, 6], "odd_moment1": [3]}
+    whole = {"matrix": np.arange(24.0, dtype="float32").reshape([4, 6]), "odd": np.arange(3.0, dtype="float32")}
+    for part in parts:
+        part.load_state(lambda entry: np.ones([1], "float32") if entry.is_scalar else whole[entry.shard.name])
+    found = np.concatenate([part.values["matrix_moment2"].numpy() for part in parts])
+    assert np.array_equal(found, whole["matrix"])
+    assert np.array_equal(parts[1].values["odd_moment2"].numpy(), whole["odd"])
