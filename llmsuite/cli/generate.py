@@ -119,7 +119,7 @@ def run(args: Any, registry: Registry) -> int:
         **{
             field.name: getattr(args, field.name)
             for field in dataclasses.fields(Sampling)
-            if field.name not in ("stop", "num_logprobs")
+            if field.name not in ("stop", "num_logprobs", "logit_bias")  # the last is of serve
         },
     )
     opened = open_generator(args, registry, cached=not args.no_cache)
