@@ -7,7 +7,7 @@ import functools
 import pkgutil
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite.schema.numbers import NonNegativeInt, PositiveFloat
 from llmsuite.schema.section import Section
@@ -21,6 +21,9 @@ class OpenaiSection(Section):
 
     urls: list[str] = dataclasses.field(default_factory=list)
     """Where they listen, such as ["http://127.0.0.1:8000"]; each draws a part of the completions."""
+    dialect: Literal["llmsuite", "vllm"] = "llmsuite"
+    """What they are. llmsuite: `llmsuite serve --rl`; vllm: vLLM from 0.32 on, with `--enable-scale-out` and with
+    VLLM_SERVER_DEV_MODE=1, without which it takes no weights."""
     weights_dir: str | None = None
     """Directory for the weights of each version, which the servers read under the same path. null: "weights" in
     output_dir. Only the newest stay."""

@@ -28,6 +28,7 @@ from llmsuite.models.shard_plan import WHOLE
 from llmsuite.rl.drawing import Drawing, Drawn, Request
 from llmsuite.rl.engine import EngineContext, Pending
 from llmsuite.rl.rollout_server import RolloutServer, Version
+from llmsuite.rl.vllm_server import VllmServer
 from llmsuite.threads import run_all
 from llmsuite.typing import Tensor
 
@@ -43,7 +44,8 @@ class RemoteEngine:
         urls, timeout, retries = section.urls, section.timeout, section.retries
         self._root = Path(section.weights_dir or plan.output_dir / "weights").absolute()
         self._closing = threading.Event()
-        self._servers = [RolloutServer(url, timeout, retries, self._closing) for url in urls]
+        kind = {"llmsuite": RolloutServer, "vllm": VllmServer}[section.dialect]
+        self._servers = [kind(url, timeout, retries, self._closing) for url in urls]
         self._family, self._config = plan.family, without_carried(plan.model_config)
         self._dtype = context.backend.parameter_dtype(plan.recipe.engine.precision)
         self._shapes = parameter_shapes(self._family, self._config) if self._draws else {}

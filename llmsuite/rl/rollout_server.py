@@ -42,7 +42,7 @@ class Version:
         return named == (self.number, self.digest)
 
 
-class _Failed(Exception):
+class Failed(Exception):
     """A try that did not succeed; another one may."""
 
 
@@ -69,18 +69,17 @@ class RolloutServer:
         Raises:
             UserError: it refuses, answers with something else, or no try has succeeded.
         """
-        body = _body(requests, drawing, stop_ids)
         for left in range(self._retries, -1, -1):
             try:
                 if self._has != version:
                     self._bring(version)
-                answer = self._post("completions", body)
-                if version.is_named_by(answer):
-                    return self._read(answer, requests, drawing, stop_ids)
+                drawn = self._ask(version, requests, drawing, stop_ids)
+                if drawn is not None:
+                    return drawn
                 why = (
                     f"it has lost the weights of version {version.number}: it was started anew, or has another trainer"
                 )
-            except _Failed as error:
+            except Failed as error:
                 why = str(error)
             self._has = None
             pause = min(_PAUSE * 2 ** (self._retries - left), _LONGEST_PAUSE)
@@ -91,22 +90,29 @@ class RolloutServer:
             "checkpoints of the run are as they were: see to the server, and go on with --resume"
         )
 
+    def _ask(
+        self, version: Version, requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[int]
+    ) -> list[list[Drawn]] | None:
+        """Completions of each request, or None if other weights have drawn them. Raises Failed, or UserError."""
+        answer = self._post("v1/completions", _body(requests, drawing, stop_ids))
+        return self._read(answer, requests, drawing, stop_ids) if version.is_named_by(answer) else None
+
     def _bring(self, version: Version) -> None:
-        """Let the server take weights. What was interrupted half way is done again."""
-        self._post("pause", {})
+        """Let the server take weights. What was interrupted half way is done again. Raises Failed, or UserError."""
+        self._post("v1/pause", {})
         new = {"directory": str(version.place), "version": version.number, "digest": version.digest}
-        for path, body in (("update_weights", new), ("resume", {})):
+        for path, body in (("v1/update_weights", new), ("v1/resume", {})):
             answer = self._post(path, body)
             if not version.is_named_by(answer):
-                raise _Failed(f"/v1/{path} answers with other weights: {_short(answer)}")
+                raise Failed(f"/{path} answers with other weights: {_short(answer)}")
         self._has = version
 
     def _post(self, path: str, body: Any) -> Any:
-        """The server's answer. Raises _Failed, or UserError where another try would be the same."""
+        """The server's answer. Raises Failed, or UserError where another try would be the same."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(_KEY):
             headers["Authorization"] = f"Bearer {key}"
-        asked = urllib.request.Request(f"{self._url}/v1/{path}", json.dumps(body).encode(), headers)
+        asked = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(asked, timeout=self._timeout) as response:
                 return json.loads(response.read())
@@ -114,12 +120,18 @@ class RolloutServer:
             with error:
                 said = _message(error.read().decode("utf-8", "replace"))
             if error.code < 500 and error.code not in (_BUSY, _CONFLICT):
-                raise UserError(f"rollout.openai: {self._url}/v1/{path} answers {error.code}: {said}") from error
-            raise _Failed(f"/v1/{path} answers {error.code}: {said}") from error
+                raise UserError(
+                    f"rollout.openai: {self._url}/{path} answers {error.code}: {said}{self._hint(error.code)}"
+                ) from error
+            raise Failed(f"/{path} answers {error.code}: {said}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise _Failed(f"/v1/{path}: {getattr(error, 'reason', None) or repr(error)}") from error
+            raise Failed(f"/{path}: {getattr(error, 'reason', None) or repr(error)}") from error
         except ValueError as error:
-            raise _Failed(f"/v1/{path}: the answer is not JSON: {error}") from error
+            raise Failed(f"/{path}: the answer is not JSON: {error}") from error
+
+    def _hint(self, code: int) -> str:
+        """What to do about an answer that is an error."""
+        return ""
 
     def _read(
         self, answer: Any, requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[int]
@@ -132,19 +144,26 @@ class RolloutServer:
                 raise ValueError(f"{len(rows)} choices in place of {len(requests) * count}")
             drawn = [_drawn(row, requests[i // count], drawing, stop_ids) for i, row in enumerate(rows)]
         except (TypeError, KeyError, ValueError) as error:
-            raise UserError(f"rollout.openai: {self._url} answers with wrong completions: {error!r}") from error
+            raise self._wrong(error) from error
         return [drawn[i : i + count] for i in range(0, len(drawn), count)]
+
+    def _wrong(self, error: Exception) -> UserError:
+        return UserError(f"rollout.openai: {self._url} answers with wrong completions: {error!r}")
+
+
+def seed_of(keys: Sequence[Sequence[int]]) -> int:
+    """A seed for requests with these keys, below 2**56."""
+    return int.from_bytes(hashlib.sha256(json.dumps(keys).encode()).digest()[:7], "big")
 
 
 def _body(requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[int]) -> dict[str, Any]:
     keys = [list(request.key) for request in requests]
-    seed = int.from_bytes(hashlib.sha256(json.dumps(keys).encode()).digest()[:7], "big")
     return {
         "prompt": [list(request.prompt_ids) for request in requests],
         "n": drawing.num_generations,
         "max_tokens": drawing.max_completion_length,
         "temperature": drawing.temperature,
-        "seed": seed,
+        "seed": seed_of(keys),
         "random_keys": keys,
         "stop_token_ids": sorted(stop_ids),
         "logprobs": 0,
@@ -155,9 +174,15 @@ def _body(requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[in
 
 def _drawn(row: Any, request: Request, drawing: Drawing, stop_ids: Collection[int]) -> Drawn:
     """A completion of an answer. Raises ValueError, TypeError or KeyError if it is none."""
-    ids, logprobs, reason = row["token_ids"], row["logprobs"]["token_logprobs"], row["finish_reason"]
     if tuple(row["prompt_token_ids"]) != request.prompt_ids:
         raise ValueError(f"choice {row['index']} is of another prompt")
+    return checked(row, row["logprobs"]["token_logprobs"], drawing, stop_ids)
+
+
+def checked(row: Any, logprobs: Any, drawing: Drawing, stop_ids: Collection[int]) -> Drawn:
+    """A completion of an answer, with the log-probabilities of its tokens. Raises ValueError, TypeError or KeyError if
+    it is none."""
+    ids, reason = row["token_ids"], row["finish_reason"]
     if not all(type(token) is int and token >= 0 for token in ids) or not np.isfinite(logprobs).all():
         raise ValueError(f"choice {row['index']} has no token ids with their log-probabilities")
     if len(ids) != len(logprobs) or not 1 <= len(ids) <= drawing.max_completion_length:
