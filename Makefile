@@ -26,7 +26,7 @@ demo-rl: $(VENV)/demo
 	rm -rf runs/digits-pretrain runs/digits-rl-start runs/digits-grpo
 	@echo; echo "== a tiny model learns to write, then sees a little of a task"
 	$(BIN)/llmsuite run recipes/llama/digits-pretrain.json --train.max_steps=600
-	$(BIN)/llmsuite run recipes/llama/digits-sft.json --train.max_steps=30 --output_dir=runs/digits-rl-start
+	$(BIN)/llmsuite run recipes/llama/digits-sft.json --train.max_steps=27 --output_dir=runs/digits-rl-start
 	@echo; echo "== it learns the rest from rewards of what it writes itself"
 	$(BIN)/llmsuite run recipes/llama/digits-grpo.json
 	@echo; echo "what it has written: runs/digits-grpo/completions.jsonl"
