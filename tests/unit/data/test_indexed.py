@@ -166,7 +166,7 @@ def test_zstandard_or_how_to_get_it(tmp_path: Path) -> None:
         ("a.txt.gz", gzip.compress(b"words" * 100, mtime=0)[:-9], r"a\.txt\.gz: cannot be read"),
         ("a.txt.gz", b"plain", r"a\.txt\.gz: cannot be read: Not a gzipped file"),
         ("a.parquet", b"plain", r"a\.parquet: cannot be read"),
-        ("a.csv", b"a", r"a\.csv: is none of \.txt"),
+        ("a.xlsx", b"a", r"a\.xlsx: is none of \.txt"),
         ("a.parquet.gz", b"a", r"is none of \.txt"),
     ],
 )

@@ -182,6 +182,7 @@ def test_rows_are_dropped_by_token_and_expert(dropping: Callable[..., np.ndarray
 
 @pytest.mark.parametrize("family", ["deepseek", "qwen_moe"])
 def test_a_model_drops_the_same_of_a_row_in_any_batch(family: str) -> None:
+    paddle.seed(3)
     model, plan = tiny(family), FAMILIES[family].shard_plan or WHOLE
     for parameter in model.parameters():
         parameter.set_value(paddle.randn(parameter.shape) * 0.2 + (parameter.ndim == 1))
@@ -199,7 +200,8 @@ def test_a_model_drops_the_same_of_a_row_in_any_batch(family: str) -> None:
 
     both = logits(IDS)
     alone = logits(IDS[1:])
-    np.testing.assert_allclose(alone, both[1:], rtol=0, atol=1e-5 * np.abs(both).max())
+    # other masks change them by as much as they are; rounding, which gates magnify, by 3e-5 with the worst of 48 seeds
+    np.testing.assert_allclose(alone, both[1:], rtol=0, atol=1e-3 * np.abs(both).max())
     assert np.abs(logits(IDS, step=2) - both).max() > 0.01 * np.abs(both).max()
     model.eval()
     assert np.abs(model(paddle.to_tensor(IDS)).numpy() - both).max() > 0.01 * np.abs(both).max()

@@ -160,7 +160,10 @@ def test_rules_of_a_section(section: Callable[..., Any]) -> None:
         ("nothing_like_it", "unknown key; known keys here: checkpoint, data, device, dpo, engine,"),
         ("learning_rate", "unknown key; did you mean 'train.learning_rate'?"),
         ("engine.learning_rate", "unknown key; did you mean 'train.learning_rate'?"),
-        ("launch.qqq", "unknown key; known keys here: devices, log_dir, master, max_restarts, nnodes, node_rank"),
+        (
+            "launch.qqq",
+            "unknown key; known keys here: devices, log_dir, master, max_restarts, min_nnodes, nnodes, node_rank",
+        ),
         ("dpo.betta", "unknown key; did you mean 'beta'?"),
         ("model.config.hidden_sise", "unknown key; did you mean 'hidden_size'?"),
         ("model.hidden_size", "unknown key; did you mean 'model.config.hidden_size'?"),
