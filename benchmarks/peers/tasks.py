@@ -43,6 +43,8 @@ class Task:
     rows: str = ""
     """File of LLaMA-Factory's `data/`, or an absolute path."""
     has_adapter: bool = False
+    base_dtype: str | None = None
+    """`lora.base_dtype`: how the frozen matrices are kept, by peers with bitsandbytes."""
     group: int = 0
     """Completions of a prompt, where a step draws some."""
     drawn: int = 0
@@ -64,6 +66,7 @@ TASKS = {
         Task("pretrain", "pretraining", "pretrain", 4, 1e-4, ("transformers", "paddlenlp", "paddlenlp-as-is")),
         Task("sft", "SFT", "sft", 4, 1e-5, (*TRL, "paddlenlp"), ALPACA),
         Task("lora", "LoRA", "lora", 4, 1e-4, (*TRL, "paddlenlp"), ALPACA, has_adapter=True),
+        Task("qlora", "LoRA on nf4", "lora", 4, 1e-4, TRL, ALPACA, has_adapter=True, base_dtype="nf4"),
         Task("dpo", "DPO", "dpo", 2, 1e-5, (*TRL, "trl-precomputed", "paddlenlp"), PAIRS),
         Task("grpo", "GRPO", "grpo", 4, 1e-6, TRL, ALPACA, group=4, drawn=64),
         Task("grpo-lora", "GRPO, LoRA", "grpo", 4, 1e-5, TRL, ALPACA, True, group=4, drawn=64),
@@ -116,7 +119,7 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
             "max_steps": steps, "global_batch_size": task.batch, "micro_batch_size": task.batch,
             "learning_rate": task.learning_rate, "lr_schedule": "constant",
         },
-        **({"lora": LORA} if task.has_adapter else {}),
+        **({"lora": LORA | ({"base_dtype": task.base_dtype} if task.base_dtype else {})} if task.has_adapter else {}),
         **({"dpo": {"loss": "sigmoid", "beta": BETA}} if task.stage == "dpo" else {}),
         **(_grpo_sections(task) if task.draws else {}),
         "engine": {"precision": precision},
@@ -132,7 +135,7 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         "kind": task.stage, "model": str(model), "eos": tokenizer.special_tokens["eos_token"],
         "rows": str(rows), "batch": task.batch, "steps": steps,
         "learning_rate": task.learning_rate, "max_length": task.length, "beta": BETA, "threads": threads,
-        "precision": precision, **LORA, "has_adapter": task.has_adapter,
+        "precision": precision, **LORA, "has_adapter": task.has_adapter, "base_dtype": task.base_dtype,
         "num_generations": task.group, "max_completion_length": task.drawn,
         "scratch": str(place / "peers"),
     }  # fmt: skip

@@ -15,7 +15,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from reward import share
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from turns import TakeTurns
 
@@ -50,7 +57,7 @@ def main() -> None:
     }  # fmt: skip
     if peer != "trl-as-is":  # whose defaults both are
         arguments |= {"bf16": task["precision"] == "bf16", "gradient_checkpointing": False}
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32, **_stored(task["base_dtype"]))
     kind = task["kind"]
     common: dict[str, Any] = {"callbacks": [Callback()]}
     if kind == "pretrain":
@@ -79,6 +86,13 @@ def main() -> None:
         GRPOTrainer(model, [of_texts], args=_grpo_config(task, arguments), **common).train()
     else:
         SFTTrainer(model, args=SFTConfig(**arguments), **common).train()
+
+
+def _stored(base_dtype: str | None) -> dict[str, Any]:
+    """Arguments for a model whose matrices are kept in 4 bits, as `lora.base_dtype` keeps them."""
+    if base_dtype is None:
+        return {}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=base_dtype)}
 
 
 def of_texts(completions: list[str], **_: Any) -> list[float]:

@@ -15,7 +15,14 @@ from llmsuite.cache import cache_root, locked
 TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PACKAGES = {
-    "torch": ["transformers==5.23.0", "trl==1.16.0", "peft==0.21.2", "accelerate==1.15.0", "datasets==5.2.0"],
+    "torch": [
+        "transformers==5.23.0",
+        "trl==1.16.0",
+        "peft==0.21.2",
+        "accelerate==1.15.0",
+        "datasets==5.2.0",
+        "bitsandbytes==0.50.2",
+    ],
     # what is beside paddlenlp: see pyproject.toml
     "paddlenlp": [
         "paddlepaddle==3.3.1",
