@@ -7,7 +7,8 @@ So what a rank can compute alone is given to kernels as plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -16,11 +17,25 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 
 from llmsuite.typing import Tensor
 
+_whole_steps = [False]
+
+
+@contextlib.contextmanager
+def whole_steps() -> Iterator[None]:
+    """While active, programs that are made are those of `dist.to_static`."""
+    before, _whole_steps[0] = _whole_steps[0], True
+    try:
+        yield
+    finally:
+        _whole_steps[0] = before
+
 
 def is_split(x: Tensor) -> bool:
-    """Whether ranks hold a distributed tensor in parts, or as copies, that they can compute with by themselves: not in
-    a program, where local parts have no gradient (Paddle 3.3.1), and not where each holds a summand."""
-    return x.is_dist() and paddle.in_dynamic_mode() and not any(place.is_partial() for place in x.placements)
+    """Whether ranks hold a distributed tensor in parts, or as copies, that they can compute with by themselves: not
+    where each holds a summand, and not in a program of `paddle.jit.to_static`, where local parts have no gradient
+    (Paddle 3.3.1)."""
+    has_parts = x.is_dist() and (paddle.in_dynamic_mode() or _whole_steps[0])
+    return has_parts and not any(place.is_partial() for place in x.placements)
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
@@ -37,6 +52,13 @@ def on_parts(kernel: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return _whole(local, mesh, placements)
 
 
+def constant_part(x: Tensor) -> Tensor:
+    """This rank's part of a tensor that has no gradient, for kernels."""
+    if not x.is_dist():
+        return x
+    return x._local_value() if paddle.in_dynamic_mode() else dtensor_to_local(x, x.process_mesh, x.placements)
+
+
 def on_rows(kernel: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
     """`kernel` of a distributed tensor, split (`is_split`) along any dim but its last, and of a weight that all ranks
     have. A rank makes its share of the weight's gradient: the sum over its own rows."""
@@ -48,5 +70,7 @@ def on_rows(kernel: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tenso
 
 
 def _whole(local: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    if not paddle.in_dynamic_mode():
+        return dtensor_from_local(local, mesh, placements)
     # of a view, such as a transposed tensor, `dtensor_from_local` would take the memory as it lies (Paddle 3.3.1)
     return dtensor_from_local(local.contiguous(), mesh, placements)

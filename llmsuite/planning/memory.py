@@ -82,7 +82,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
     plan, engine, parallel = layout.plan, layout.plan.recipe.engine, layout.plan.recipe.parallel
     backend = plan.device.factory()
     fused = backend.fused(engine.precision)
-    in_programs = plan.degrees.tp > 1 and engine.mode == "to_static"
+    in_programs = plan.degrees.tp > 1 and engine.compiles_layers
     experts = frozenset(name for name in layout.adapted if layout.shard_plan.is_expert(f"{name}.weight"))
     return ActivationSettings(
         num_bytes=element_bytes(plan),

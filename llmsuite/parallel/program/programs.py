@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from paddle.base.framework import EagerParamBase
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 
+from llmsuite.devices.local_parts import whole_steps
 from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
@@ -74,6 +76,11 @@ class StepPrograms:
     def __len__(self) -> int:
         return len(self._programs)
 
+    def operations(self) -> Counter[str]:
+        """How many operations of each name all programs have."""
+        made = (program.run.dist_main_program("train") for program in self._programs.values())
+        return Counter(operation.name() for program in made for operation in program.global_block().ops)
+
     def run(self, step: int, inputs: Inputs, num_micro_batches: int) -> dict[str, float]:
         """Do one step: update the parameters and the state of the optimizer.
 
@@ -102,7 +109,7 @@ class StepPrograms:
         return {**{name: float(number) for name, number in zip(program.sums, told)}, "grad_norm": float(norm[0])}
 
     def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
-        with self._distributed() as parameters, _quiet():
+        with self._distributed() as parameters, _quiet(), whole_steps():
             net = _Step(self._model, tuple(inputs), self._loss, self._mesh)
             trained = [parameter for parameter in parameters.values() if not parameter.stop_gradient]
             optimizer, rate, clip = self._optimizer.of_paddle(trained, self._mesh)

@@ -1,7 +1,7 @@
 """The operations of `llmsuite.devices.ops` by the kernels of this directory; equal to the plain forms up to rounding.
 
 Each rank computes its local part of distributed tensors. What a kernel cannot take goes to the plain form: numbers that
-are not float32, and distributed tensors inside a static program.
+are not float32, and distributed tensors inside a program of `paddle.jit.to_static`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import paddle
 from llmsuite.devices import ops
 from llmsuite.devices.cpu.build import Library
 from llmsuite.devices.cpu.kernels.source import KERNELS, build_kernels
-from llmsuite.devices.local_parts import are_alike, is_split, on_parts, on_rows
+from llmsuite.devices.local_parts import are_alike, constant_part, is_split, on_parts, on_rows
 from llmsuite.typing import Tensor
 
 
@@ -45,7 +45,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if not _takes(q, k, v):
         plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.span_mask(mask, q.dtype)
         return ops.attention(q, k, v, plain)
-    return _on_parts(lambda *local: _run("attention", *local, None if mask is None else _local(mask))[0], q, k, v)
+    given = None if mask is None else constant_part(mask)
+    return _on_parts(lambda *local: _run("attention", *local, _spans(local[0]) if given is None else given)[0], q, k, v)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -61,7 +62,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`ops.rotary` in one pass."""
     if not _takes(x):
         return ops.rotary(x, cos, sin)
-    return _on_parts(lambda local: _run("rotary", local, _local(cos), _local(sin))[0], x)
+    return _on_parts(lambda local: _run("rotary", local, constant_part(cos), constant_part(sin))[0], x)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -73,9 +74,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """`ops.cross_entropy` of logits that nothing else needs: their gradient takes their memory."""
-    if not _takes(logits) or logits.is_dist():
+    if not _takes(logits) or (logits.is_dist() and paddle.in_dynamic_mode()):
         return ops.cross_entropy(logits, targets)
-    return _run("cross_entropy", logits, targets)[0]
+    return _on_parts(lambda local: _run("cross_entropy", local, constant_part(targets))[0], logits)
 
 
 # products of inputs that are rounded to bfloat16, with float32 sums
@@ -145,9 +146,12 @@ def _on_parts(kernel: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return on_parts(kernel, *tensors) if tensors[0].is_dist() else kernel(*tensors)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The local part of a tensor that every rank has whole: `recompute` (Paddle 3.3.1) makes it a distributed one."""
-    return tensor._local_value() if tensor.is_dist() else tensor
+def _spans(q: Tensor) -> Tensor | None:
+    """Spans of rows of one document, where they have to be given: without an optional input Paddle 3.3.1 makes no
+    program of `dist.to_static`."""
+    if paddle.in_dynamic_mode():
+        return None
+    return paddle.zeros([q.shape[0], 3, q.shape[1]], "int64")
 
 
 def _run(name: str, *inputs: Any) -> list[Tensor]:
