@@ -42,6 +42,12 @@ def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:
         yield "data.packing", f"{why}; remove it"
 
 
+def _mixed_elsewhere(context: RuleContext) -> Iterator[Violation]:
+    stage = context.recipe.stage
+    if context.recipe.data.mix and hasattr(getattr(context.recipe, stage, None), "mix"):
+        yield "data.mix", f"has no effect in stage {stage}, whose files are mixed by {stage}.mix; name them there"
+
+
 def _nothing_to_go_back_to(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.train.may_roll_back and context.recipe.checkpoint.save_steps is None:
         key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
@@ -285,6 +291,7 @@ STAGE_RULES = (
         _nothing_to_evaluate,
     ),
     Rule("`packing` with a stage that does not pack", "it would have no effect", (), _nothing_to_pack),
+    Rule("`data.mix` with a stage that has a `mix` of its own", "it would have no effect", (), _mixed_elsewhere),
     Rule(
         "a reference by `adapter_off` without an adapter",
         "the reference would be the trained model itself",

@@ -93,6 +93,7 @@ def test_a_path_has_no_zero_byte(tmp_path: Path, registry: Registry) -> None:
     ("stage", "words", "says"),
     [
         ("pretrain", ["--data.packing=best_fit"], "data.packing: is best_fit; the samples of stage pretrain are not"),
+        ("pretrain", ['--data.mix={"more.jsonl": 1.0}'], "data.mix: has no effect in stage pretrain"),
         ("kto", ["--data.packing=best_fit"], "the samples of stage kto are not packed"),
         ("grpo", ["--data.packing=best_fit"], "the samples of stage grpo are not packed"),
     ],
