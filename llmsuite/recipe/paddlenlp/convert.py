@@ -13,7 +13,7 @@ from llmsuite.recipe.paddlenlp import content, execution
 from llmsuite.recipe.paddlenlp.arguments import Arguments
 from llmsuite.recipe.paddlenlp.conversion import Conversion, Converted, is_true
 from llmsuite.recipe.paddlenlp.family import family_of
-from llmsuite.recipe.paddlenlp.refused import is_off, refusal, refuse_without_training
+from llmsuite.recipe.paddlenlp.refused import is_off, refusal, refuse, refuse_without_training
 from llmsuite.recipe.paddlenlp.without import reason
 
 _SCRIPTS = {"pretrain": "pretrain", "finetune": "sft", "sft": "sft", "lora": "lora", "dpo": "dpo", "simpo": "dpo"}
@@ -64,7 +64,7 @@ def convert(
             run.left_out(key, value, "it says no")
         else:
             run.refuse(key, value, why or run.unknown(key))
-    _refuse(run.result.refused, name, leave_out)
+    refuse(run.result.refused, name, leave_out)
     if leave_out:
         run.result.recipe["source"] += f", without {', '.join(leave_out)}"
     return run.result
@@ -73,19 +73,7 @@ def convert(
 def _refuse_at_once(arguments: Arguments, name: str, leave_out: Sequence[str]) -> None:
     """What says more than that the stage or the family cannot be told."""
     found = [(key, value, refusal(key, value)) for key, value in arguments.values.items()]
-    _refuse([(key, value, why) for key, value, why in found if why is not None], name, leave_out)
-
-
-def _refuse(refused: Sequence[tuple[str, Any, str]], name: str, leave_out: Sequence[str]) -> None:
-    """Raise UserError for arguments that are not to be left out."""
-    wrong = [(key, value, why) for key, value, why in refused if key not in leave_out]
-    if wrong:
-        lines = "".join(f"\n  {key} = {value}: {why}" for key, value, why in wrong)
-        keys = ",".join(dict.fromkeys(key for key, _, _ in wrong))
-        raise UserError(
-            f"{name}: no recipe is this job, because of{lines}\nWithout them it is another job; if that is what you "
-            f"want, add --leave_out {keys}"
-        )
+    refuse([(key, value, why) for key, value, why in found if why is not None], name, leave_out)
 
 
 def _stage(arguments: Arguments, name: str, registry: Registry) -> str:

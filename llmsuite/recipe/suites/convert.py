@@ -11,6 +11,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.document import JSONC, YAML
 from llmsuite.recipe.paddlenlp.arguments import Arguments
 from llmsuite.recipe.paddlenlp.family import family_of
+from llmsuite.recipe.paddlenlp.refused import refuse
 from llmsuite.recipe.source import parse_json, read_text
 from llmsuite.recipe.suites.suite import Report, Run, Suite, find, is_on
 
@@ -60,7 +61,12 @@ def convert(
     """
     flat = suite.flatten(dict(values))
     at_once = [(key, value, _refusal(suite, key, value)) for key, value in flat.items()]
-    _refuse([(key, value, why) for key, value, why in at_once if why is not None], suite, name, leave_out)
+    refuse(
+        [(key, value, why) for key, value, why in at_once if why is not None],
+        name,
+        leave_out,
+        f"this job of {suite.name}",
+    )
     stage = suite.stage(flat, name, stage)
     for kind, given in (("stage", stage), ("model", family)):
         if given is not None and given not in (registry.stages if kind == "stage" else registry.models):
@@ -86,7 +92,7 @@ def _finished(run: Run, leave_out: Sequence[str]) -> Report:
             report.left_out.append((key, value, "it says no"))
         else:
             report.refused.append((key, value, why or run.unknown(key)))
-    _refuse(report.refused, suite, run.name, leave_out)
+    refuse(report.refused, run.name, leave_out, f"this job of {suite.name}")
     reachable = {*run.arguments.values, *(key for key, _, _ in report.refused)}
     if absent := [key for key in leave_out if key not in reachable]:
         raise UserError(f"--leave_out: {run.name} has no {', '.join(absent)}")
@@ -107,18 +113,6 @@ def _finished(run: Run, leave_out: Sequence[str]) -> Report:
 def _refusal(suite: Suite, key: str, value: Any) -> str | None:
     found = find(suite.refused, key)
     return found.why if found is not None and found.applies(value) else None
-
-
-def _refuse(refused: Sequence[tuple[str, Any, str]], suite: Suite, name: str, leave_out: Sequence[str]) -> None:
-    """Raise UserError for arguments that are not to be left out."""
-    wrong = [(key, value, why) for key, value, why in refused if key not in leave_out]
-    if wrong:
-        lines = "".join(f"\n  {key} = {value}: {why}" for key, value, why in wrong)
-        keys = ",".join(dict.fromkeys(key for key, _, _ in wrong))
-        raise UserError(
-            f"{name}: no recipe is this job of {suite.name}, because of{lines}\nWithout them it is another job; if "
-            f"that is what you want, add --leave_out {keys}"
-        )
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from llmsuite.models.reft import add_interventions
 from llmsuite.models.token_values import tokens
 from llmsuite.parallel.fill import fill
 from llmsuite.train.initial_values import initial_values
+from tests.standin.passes import dtypes
 from tests.unit import alone
 from tests.unit.families import FAMILIES, tiny
 from tests.unit.low_precision import emulate
@@ -62,36 +63,16 @@ def _fill(model: Any, family: str, dtype: str) -> Any:
     return model
 
 
-def _outputs(model: Any) -> dict[str, set[str]]:
-    """The dtypes of what each module gives in a pass, filled by the pass."""
-    found: dict[str, set[str]] = {}
-
-    def note(name: str) -> Any:
-        def hook(layer: Any, inputs: Any, output: Any) -> None:
-            given = output if isinstance(output, tuple) else (output,)
-            flat = [t for one in given for t in (one if isinstance(one, tuple) else (one,))]
-            floats = [t for t in flat if isinstance(t, paddle.Tensor) and t.is_floating_point()]
-            found.setdefault(name, set()).update(str(t.dtype).removeprefix("paddle.") for t in floats)
-
-        return hook
-
-    for name, module in model.named_sublayers():
-        module.register_forward_post_hook(note(name))
-    return found
-
-
 def _loss(model: Any) -> Any:
     hidden, _ = model.hidden_states(paddle.to_tensor(IDS), document_starts=paddle.to_tensor(STARTS))
     return model.token_nll(hidden.flatten(0, 1), paddle.to_tensor(np.roll(IDS, -1, 1).flatten()))
 
 
 def _check(model: Any, dtype: str) -> None:
-    found, gates = _outputs(model), {name for name, module in model.named_sublayers() if isinstance(module, Gate)}
+    found, gates = dtypes(model), {name for name, module in model.named_sublayers() if isinstance(module, Gate)}
     nll = _loss(model)
     assert nll.dtype == paddle.float32
-    assert {name: dtypes for name, dtypes in found.items() if dtypes != {dtype}} == {
-        name: {"float32"} for name in gates
-    }
+    assert {name: kinds for name, kinds in found.items() if kinds != {dtype}} == {name: {"float32"} for name in gates}
     assert len(found) > 10
     nll.mean().backward()
     trained = {name: p for name, p in model.named_parameters() if not p.stop_gradient}
