@@ -17,7 +17,7 @@ from llmsuite.recipe.write import recipe_text
 from llmsuite.specs import Command
 
 if TYPE_CHECKING:
-    from llmsuite.recipe.paddlenlp.conversion import Converted
+    from llmsuite.recipe.conversion.conversion import Converted
 
 
 _Action = Literal["new", "from-paddlenlp", "from-llamafactory", "from-trl", "from-paddleformers"]
@@ -64,7 +64,7 @@ def run(args: Any, registry: Registry) -> int:
     options = (registry, args.stage, args.family, args.num_devices, leave_out)
     found: Converted
     if args.action == "from-paddlenlp":
-        from llmsuite.recipe.paddlenlp.arguments import read_arguments
+        from llmsuite.recipe.conversion.arguments import read_arguments
         from llmsuite.recipe.paddlenlp.convert import convert
 
         found = convert(read_arguments(path), path.name, *options)

@@ -175,6 +175,18 @@ def test_no_modules_import_each_other() -> None:
     assert cycles(house()) == []
 
 
+def test_conversions_of_suites_do_not_know_each_other() -> None:
+    """What they share is in llmsuite.recipe.conversion."""
+    rooms = ("llmsuite.recipe.paddlenlp", "llmsuite.recipe.suites", "llmsuite.recipe.conversion")
+    crossing = [
+        f"{module}:{line} imports {target}"
+        for module, target, line in imports(house())
+        if module.startswith(rooms) and target.startswith(rooms[:2])
+        if module.split(".")[2] != target.split(".")[2]
+    ]
+    assert crossing == []
+
+
 def test_docstrings_name_their_thing_first() -> None:
     assert [
         f"{module}:{line}: {text[:60]}" for module, line, text in docstrings(house()) if text.startswith("Of ")

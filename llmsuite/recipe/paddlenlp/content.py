@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.paddlenlp.conversion import Conversion, is_true
+from llmsuite.recipe.conversion.conversion import Conversion, is_true
+from llmsuite.recipe.conversion.family import preset_of
 from llmsuite.recipe.paddlenlp.refused import DROPOUT
-from llmsuite.specs import ModelFamily
 
-_SUFFIXES = re.compile(r"^meta-|-(instruct|chat|hf|base|en|bf16)\b", re.IGNORECASE)
 _LOSSES = {"ipo": "ipo_mean"}
 """Losses that have another name here."""
 _SIMPO_GAMMA = 0.5
@@ -351,9 +350,3 @@ def evaluation(run: Conversion, own: dict[str, Any]) -> None:
 
 def _is_number(text: str) -> bool:
     return re.fullmatch(r"[0-9.]+([eE][-+]?[0-9]+)?", text) is not None
-
-
-def preset_of(name: str, family: ModelFamily) -> str | None:
-    """The shape the family has under a model's name, without what says how it was tuned."""
-    plain = _SUFFIXES.sub("", name.rstrip("/").rpartition("/")[2]).lower()
-    return plain if plain in family.presets else None

@@ -9,11 +9,12 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.conversion.arguments import Arguments
+from llmsuite.recipe.conversion.conversion import Conversion, Converted, is_true
+from llmsuite.recipe.conversion.family import family_of
+from llmsuite.recipe.conversion.refuse import refuse
 from llmsuite.recipe.paddlenlp import content, execution
-from llmsuite.recipe.paddlenlp.arguments import Arguments
-from llmsuite.recipe.paddlenlp.conversion import Conversion, Converted, is_true
-from llmsuite.recipe.paddlenlp.family import family_of
-from llmsuite.recipe.paddlenlp.refused import is_off, refusal, refuse, refuse_without_training
+from llmsuite.recipe.paddlenlp.refused import is_off, refusal, refuse_without_training
 from llmsuite.recipe.paddlenlp.without import reason
 
 _SCRIPTS = {"pretrain": "pretrain", "finetune": "sft", "sft": "sft", "lora": "lora", "dpo": "dpo", "simpo": "dpo"}

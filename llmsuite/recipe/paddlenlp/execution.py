@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmsuite.recipe.paddlenlp.conversion import Conversion, is_true
+from llmsuite.recipe.conversion.conversion import Conversion, is_true
 
 _PER_MACHINE = 8
 _BALANCE = 0.001

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.paddlenlp.conversion import is_true
+from llmsuite.recipe.conversion.conversion import is_true
 
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
@@ -101,18 +101,6 @@ def refuse_without_training(name: str, values: Mapping[str, Any]) -> None:
     if is_true(values.get("do_predict")):
         raise UserError(f"{name}: do_predict without do_train generates only; that is `llmsuite generate`")
     raise UserError(f"{name}: do_train is not true, and without it PaddleNLP trains nothing; set it in the file")
-
-
-def refuse(refused: Sequence[tuple[str, Any, str]], name: str, leave_out: Sequence[str], job: str = "this job") -> None:
-    """Raise UserError for arguments, each with its value and the reason, that are not to be left out."""
-    wrong = [(key, value, why) for key, value, why in refused if key not in leave_out]
-    if wrong:
-        lines = "".join(f"\n  {key} = {value}: {why}" for key, value, why in wrong)
-        keys = ",".join(dict.fromkeys(key for key, _, _ in wrong))
-        raise UserError(
-            f"{name}: no recipe is {job}, because of{lines}\nWithout them it is another job; if that is what you want, "
-            f"add --leave_out {keys}"
-        )
 
 
 def refusal(key: str, value: Any) -> str | None:

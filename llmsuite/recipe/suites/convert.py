@@ -8,10 +8,10 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.conversion.arguments import Arguments
+from llmsuite.recipe.conversion.family import family_of
+from llmsuite.recipe.conversion.refuse import refuse
 from llmsuite.recipe.document import JSONC, YAML
-from llmsuite.recipe.paddlenlp.arguments import Arguments
-from llmsuite.recipe.paddlenlp.family import family_of
-from llmsuite.recipe.paddlenlp.refused import refuse
 from llmsuite.recipe.source import parse_json, read_text
 from llmsuite.recipe.suites.suite import Report, Run, Suite, find, is_on
 

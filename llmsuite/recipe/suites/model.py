@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmsuite.recipe.paddlenlp.content import preset_of
+from llmsuite.recipe.conversion.family import preset_of
 from llmsuite.recipe.suites.suite import Run
 
 _ROUTED = ("qwen_moe", "ernie_moe", "deepseek")

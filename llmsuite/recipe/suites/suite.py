@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.paddlenlp.arguments import Arguments
-from llmsuite.recipe.paddlenlp.conversion import Conversion, Converted
+from llmsuite.recipe.conversion.arguments import Arguments
+from llmsuite.recipe.conversion.conversion import Conversion, Converted
 from llmsuite.specs import ModelFamily
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "0", "false", "False", "no", "No", "none", "None", "null", [], {})

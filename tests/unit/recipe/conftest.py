@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.paddlenlp.arguments import Arguments
+from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.paddlenlp.convert import Converted, convert
 from tests.unit.recipe.paddlenlp_arguments import Convert
 

@@ -10,9 +10,9 @@ import pytest
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import ALLOW_LIST, Registry
-from llmsuite.recipe.paddlenlp.arguments import read_arguments
+from llmsuite.recipe.conversion.arguments import read_arguments
+from llmsuite.recipe.conversion.family import family_of
 from llmsuite.recipe.paddlenlp.convert import convert
-from llmsuite.recipe.paddlenlp.family import family_of
 from tests.unit.recipe.paddlenlp_arguments import SFT, Convert
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.paddlenlp.arguments import read_arguments
+from llmsuite.recipe.conversion.arguments import read_arguments
 from llmsuite.recipe.paddlenlp.convert import convert
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text

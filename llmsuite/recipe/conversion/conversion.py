@@ -8,8 +8,8 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.load import recipe_type
-from llmsuite.recipe.paddlenlp.arguments import Arguments
 from llmsuite.schema.keys import walk
 from llmsuite.specs import ModelFamily
 

@@ -1,4 +1,4 @@
-"""The arguments of a run of PaddleNLP: a JSON file, or the command line in a shell script."""
+"""The arguments of a run of another suite: a JSON file, or the command line in a shell script."""
 
 from __future__ import annotations
 

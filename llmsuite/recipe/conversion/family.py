@@ -1,4 +1,4 @@
-"""Which family of models a name of PaddleNLP or Hugging Face is of."""
+"""Which family of models, and which shape of it, a name of PaddleNLP or Hugging Face is of."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ _MODEL_TYPES = (
     (r"gpt", "gpt2"),
 )
 
+_SUFFIXES = re.compile(r"^meta-|-(instruct|chat|hf|base|en|bf16)\b", re.IGNORECASE)
+
 
 def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -> ModelFamily:
     """The family that has the model of a name, which an argument `key` gives.
@@ -63,3 +65,9 @@ def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -
             f"there are: {known}"
         )
     return found
+
+
+def preset_of(name: str, family: ModelFamily) -> str | None:
+    """The shape the family has under a model's name, without what says how it was tuned."""
+    plain = _SUFFIXES.sub("", name.rstrip("/").rpartition("/")[2]).lower()
+    return plain if plain in family.presets else None
