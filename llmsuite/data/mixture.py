@@ -19,15 +19,16 @@ S = TypeVar("S")
 class Mixture(Sequence[S]):
     """Samples of several files in proportion to their weights.
 
-    One pass has every sample of every file: once for the file that takes longest, once or more for the others.
+    One pass has every sample of every file: once for the file that takes longest and for those without a weight, once
+    or more for the others.
     """
 
-    def __init__(self, parts: Sequence[Sequence[S]], weights: Sequence[float]):
-        """Every part has at least one sample."""
+    def __init__(self, parts: Sequence[Sequence[S]], weights: Sequence[float | None]):
+        """Every part has at least one sample; one weight at least is a number."""
         self._parts = parts
-        scale = max(len(part) / weight for part, weight in zip(parts, weights))
+        scale = max(len(part) / weight for part, weight in zip(parts, weights) if weight is not None)
         # the small difference keeps the part that sets the scale at its own length, however the division rounds
-        counts = [max(len(part), math.ceil(scale * weight - 1e-6)) for part, weight in zip(parts, weights)]
+        counts = [max(len(part), math.ceil(scale * (weight or 0.0) - 1e-6)) for part, weight in zip(parts, weights)]
         self._ends = list(itertools.accumulate(counts))
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
 from llmsuite.schema.columns import columns_of
 from llmsuite.schema.engine import EngineSection
@@ -21,6 +21,7 @@ from llmsuite.schema.numbers import (
     BatchSize,
     Decay,
     Fraction,
+    MixWeight,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -70,8 +71,9 @@ class DataSection(Section):
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     """What each field of the data format is made of: the name of a column, or a template with columns in braces such as
     "{question} {context}". Rows get exactly these fields. Default: rows are taken as they are."""
-    mix: dict[str, Annotated[float, Gt(0), Le(1e6)]] = dataclasses.field(default_factory=dict)
-    """More files to train on, each with the number of its samples for one of train. Not for pretrain: pretrain.mix."""
+    mix: dict[str, MixWeight] = dataclasses.field(default_factory=dict)
+    """More files to train on, each with the number of its samples for one of train, or with null for each of its
+    samples once. Not for pretrain: pretrain.mix."""
     max_samples: PositiveInt | None = None
     """Read only the first so many rows (in pretraining: samples) of each file, for training and evaluation."""
     on_bad_row: Literal["error", "skip"] = "error"

@@ -55,7 +55,8 @@ class PretrainStage(Stage[np.ndarray]):
 
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
         """Windows of the files; those that `pretrain.split` holds back are for evaluation."""
-        corpora = [(train, 1.0), *((self._mixed_file(name), weight) for name, weight in self._mix.items())]
+        corpora: list[tuple[Path, float | None]] = [(train, 1.0)]
+        corpora += [(self._mixed_file(name), weight) for name, weight in self._mix.items()]
         parts: list[TokenWindows] = []
         held_back: list[TokenWindows] = []
         for path, _ in corpora:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Lt
 
-from llmsuite.schema.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from llmsuite.schema.numbers import Fraction, MixWeight, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
 from llmsuite.specs import PrePass, StageProfile
 
@@ -195,8 +195,9 @@ class InferSection(Section):
 class PretrainSection(Section):
     """Next-token prediction over text: samples of data.max_length tokens, cut from the documents joined together."""
 
-    mix: dict[str, Annotated[float, Gt(0), Le(1e6)]] = dataclasses.field(default_factory=dict)
-    """More files to train on, named as in data.train, each with the number of its samples for one of data.train."""
+    mix: dict[str, MixWeight] = dataclasses.field(default_factory=dict)
+    """More files to train on, named as in data.train, each with the number of its samples for one of data.train, or
+    with null for each of its samples once."""
     split: str | None = None
     """Without data.eval: the parts of the documents to train on, to evaluate on and to leave out, such as
     "969,30,1"."""

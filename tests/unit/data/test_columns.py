@@ -157,6 +157,9 @@ def test_several_files_have_weights(tmp_path: Path, opened: Callable[..., Stage[
     assert sum("a" in text.split("?")[0] for text in texts) >= 4
     assert len(set(texts)) == 7
     assert len(opened(mix={str(second): 1.5}, max_samples=2).read_all(first, second)[0]) == 2 + 3
+    together = opened(mix={str(second): None}).read_all(first, second)[0]
+    assert len(together) == 4 + 3  # the rows of both, each once
+    assert len({tuple(sample.ids.tolist()) for sample in together}) == 7
     with pytest.raises(UserError, match=r"data\.mix: nowhere\.csv is not a file"):
         opened(mix={"nowhere.csv": 1.0}).read_all(first, None)
 
