@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.suites import llamafactory_words, model, trainer
+from llmsuite.recipe.suites import llamafactory_data, llamafactory_words, model, trainer
 from llmsuite.recipe.suites.suite import Run, Suite, is_on
 
 _DEFAULTS = trainer.Defaults(recompute=True)
@@ -18,11 +16,6 @@ _TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "smollm": "chatml",
 """Templates with the turns of one that is built in, and without a system turn of their own."""
 _OWN_TEMPLATES = {"qwen": r"qwen-?2\.5", "smollm2": "smollm2"}
 """Those whose text, with its system turn, is that of the tokenizers of some models."""
-_COLUMNS = {
-    "prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
-    "messages": "conversations", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "kto_tag",
-}  # fmt: skip
-"""Columns of dataset_info.json under the names that formats here know."""
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
 
 
@@ -54,11 +47,14 @@ def _recipe(run: Run) -> dict[str, Any]:
     own = _own_section(run)
     parallel = trainer.parallel(run) | _megatron(run)
     run.hinted_devices = run.number("ray_num_workers", None)
+    data = _data(run)
+    if run.section == "pretrain" and data["train"].endswith(".txt"):
+        own["documents"] = "lines"
     recipe: dict[str, Any] = {
         "stage": run.stage,
         "source": f"LLaMA-Factory {run.name}",
         "model": model.model(run),
-        "data": _data(run),
+        "data": data,
         "parallel": parallel,
         "engine": _engine(run, kind),
     }
@@ -148,10 +144,7 @@ def _data(run: Run) -> dict[str, Any]:
     elif run.flag("packing"):
         run.refuse("packing", True, "without neat_packing tokens see the other rows of a pack; data.packing keeps them "
                                     "apart, as neat_packing does")  # fmt: skip
-    found: dict[str, Any] = {"train": _rows(run, "dataset"), "max_length": length}
-    if run.given("eval_dataset") is not None:
-        found["eval"] = _rows(run, "eval_dataset")
-    run.take("max_samples"), run.take("dataset_dir")
+    found: dict[str, Any] = {**llamafactory_data.rows(run), "max_length": length}
     if is_on(run.given("neat_packing")) and run.section == "sft":
         found["packing"] = "best_fit"
         run.note("data.packing: packs are filled best-fit, so there may be fewer of them than there")
@@ -182,48 +175,6 @@ def _template(run: Run) -> dict[str, Any]:
     why = "adds a system turn of its own" if name in _OWN_TEMPLATES else "is a text of LLaMA-Factory's own"
     run.refuse("template", name, f"{why}; where the template of {weights} is meant, leave it out: data.chat_template")
     return {}
-
-
-def _rows(run: Run, key: str) -> str:
-    """The file of one data set, or one that is to be made of several or of a part."""
-    names, most = run.words(key), run.given("max_samples")
-    if not names:
-        raise UserError(f"{run.name}: has no {key}")
-    directory = str(run.given("dataset_dir") or "data")
-    places = [_place(run, name, directory, most) for name in names]
-    if len(places) == 1 and (most is None or "rows=" in places[0]):
-        return places[0]
-    path = f"{directory.rpartition(':')[2]}/{'+'.join(names)}.jsonl"
-    part = f", the first {most} of each" if most is not None else ""
-    run.note(f"{'data.train' if key == 'dataset' else 'data.eval'}: is a file to make: {path}, with the rows of "
-             f"{', '.join(places)}{part}")  # fmt: skip
-    return path
-
-
-def _place(run: Run, name: str, directory: str, most: int | None) -> str:
-    """Where a data set of dataset_info.json is, as a value of `data.train`."""
-    index = Path(directory) / "dataset_info.json"
-    if not index.is_file():
-        run.note(f"data.train: {index} is not here, which says where {name} is; taken for {directory}/{name}.json")
-        return f"{directory}/{name}.json"
-    try:
-        entry = json.loads(index.read_text(encoding="utf-8")).get(name)
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{index}: cannot be read as JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise UserError(f"{run.name}: {index} has no data set {name}")
-    columns = entry.get("columns") or {}
-    odd = {theirs: column for theirs, column in columns.items() if column not in (None, _COLUMNS.get(theirs))}
-    if odd and run.section != "pretrain":
-        run.note(f"data.train: {name} has columns of its own ({', '.join(odd.values())}); see `llmsuite list formats`")
-    if "file_name" in entry:
-        return f"{directory}/{entry['file_name']}"
-    if "hf_hub_url" in entry:
-        options = [f"split={entry.get('split', 'train')}"]
-        options += [f"config={entry['subset']}"] if entry.get("subset") else []
-        options += [f"rows={most}"] if most is not None else []
-        return f"hf:{entry['hf_hub_url']}?{'&'.join(options)}"
-    raise UserError(f"{run.name}: data set {name} of {index} is neither a file nor on the Hugging Face hub")
 
 
 def _lora(run: Run) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.suites import model, trainer, trl_words
+from llmsuite.recipe.suites import model, trainer, trl_data, trl_words
 from llmsuite.recipe.suites.suite import Run, Suite, is_on
 
 _STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "rm": "rm"}
@@ -52,7 +52,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     has_eval = trainer.evaluates(run, recipe["train"])
     if not has_eval:
-        recipe["data"].pop("eval")
+        recipe["data"].pop("eval", None)
     if own := _own_section(run):
         recipe[run.section] = own
     if adapters:
@@ -83,8 +83,7 @@ def _data(run: Run) -> dict[str, Any]:
     if length is None:
         run.refuse("max_length", "null", "data.max_length is a number")
         length = _LENGTH
-    train, held_out = _rows(run)
-    found: dict[str, Any] = {"train": train, "eval": held_out, "max_length": length}
+    found: dict[str, Any] = {**trl_data.rows(run), "max_length": length}
     if run.section == "sft" and run.flag("packing"):
         strategy = run.take("packing_strategy") or "bfd"
         if strategy != "bfd":
@@ -94,34 +93,6 @@ def _data(run: Run) -> dict[str, Any]:
     if order == "sequential":
         found["shuffle"] = False
     return found | trainer.loading(run)
-
-
-def _rows(run: Run) -> tuple[str, str]:
-    """Data to train on and to evaluate on."""
-    parts = run.take("datasets") or []
-    splits = [
-        str(run.take(f"dataset_{kind}_split") or default) for kind, default in (("train", "train"), ("test", "test"))
-    ]
-    name, config = run.take("dataset_name"), run.take("dataset_config")
-    if parts:
-        if len(parts) > 1 or not isinstance(parts[0], dict):
-            run.refuse("datasets", f"{len(parts)} data sets", "data.train is one; join their rows in a file")
-        first = parts[0] if isinstance(parts[0], dict) else {}
-        odd = sorted(set(first) - {"path", "name", "split", "data_files"})
-        if odd:
-            run.refuse("datasets", ", ".join(odd), "data.train takes whole rows of a split")
-        files = first.get("data_files")
-        if files is not None:
-            if not isinstance(files, str):
-                run.refuse("datasets", "data_files", "data.train is one file; join them")
-            return str(files), str(files)
-        name, config, splits[0] = first.get("path"), first.get("name"), first.get("split") or splits[0]
-    if name is None:
-        raise UserError(f"{run.name}: has no dataset_name and no datasets")
-    if Path(str(name)).exists():
-        return str(name), str(name)
-    more = f"&config={config}" if config else ""
-    return f"hf:{name}?split={splits[0]}{more}", f"hf:{name}?split={splits[1]}{more}"
 
 
 def _own_section(run: Run) -> dict[str, Any]:

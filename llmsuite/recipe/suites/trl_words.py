@@ -75,6 +75,7 @@ BECOMES: Mapping[str, str] = {
     "load_in_4bit": "lora.base_dtype",
     "bnb_4bit_quant_type": "lora.base_dtype",
     "use_bnb_nested_quant": "lora.base_dtype",
+    "datasets": "data.train, data.mix, data.columns",
     "dataset*": "data.train, data.eval",
     "max_length": "data.max_length",
     "packing*": "data.packing",

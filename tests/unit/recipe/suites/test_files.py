@@ -89,7 +89,7 @@ def test_files(path: Path, registry: Registry, tmp_path: Path, monkeypatch: pyte
     root = Path(os.environ[variable]).resolve()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no hub: some models' sizes are known, others' not
     monkeypatch.setenv("LLMSUITE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(root)  # where their commands are run: data/dataset_info.json is read
     files = found["files"]
     assert listed(root, found) == set(files)
     assert {name for name in files if digest(root / name) != files[name]["sha256"]} == set(), found["commit"]

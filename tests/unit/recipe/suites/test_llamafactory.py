@@ -106,30 +106,6 @@ def test_evaluation(converted: Converted) -> None:
     assert "eval" not in converted(ACTION, {**SFT, "eval_dataset": "held"}).recipe["data"]  # eval_strategy is no
 
 
-def test_rows(converted: Converted, tmp_path: Path) -> None:
-    several = converted(ACTION, {**SFT, "dataset": "a,b", "max_samples": 1000})
-    assert several.recipe["data"]["train"] == "data/a+b.jsonl"
-    assert any("data/a.json, data/b.json, the first 1000 of each" in note for note in several.notes)
-    (tmp_path / "data").mkdir()
-    index = {
-        "local": {"file_name": "rows.jsonl"},
-        "hub": {"hf_hub_url": "org/rows", "subset": "en"},
-        "odd": {"file_name": "odd.json", "columns": {"prompt": "question", "response": "output"}},
-        "other": {"script_url": "x"},
-    }
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(index))
-    assert converted(ACTION, {**SFT, "dataset": "local"}).recipe["data"]["train"] == "data/rows.jsonl"
-    hub = converted(ACTION, {**SFT, "dataset": "hub", "max_samples": 10}).recipe["data"]["train"]
-    assert hub == "hf:org/rows?split=train&config=en&rows=10"
-    assert any("columns of its own (question)" in note for note in converted(ACTION, {**SFT, "dataset": "odd"}).notes)
-    for name, message in (
-        ("nothing", "has no data set nothing"),
-        ("other", "neither a file nor on the Hugging Face hub"),
-    ):
-        with pytest.raises(UserError, match=message):
-            converted(ACTION, {**SFT, "dataset": name})
-
-
 NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; nearest key: train.learning_rate"),
     ({**SFT, "template": "qwen"}, "template = qwen: adds a system turn"),

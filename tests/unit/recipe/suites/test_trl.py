@@ -81,11 +81,21 @@ def test_data(converted: Converted, tmp_path: Path) -> None:
     assert (evaluated["train"], evaluated["eval"]) == (
         "hf:org/rows?split=train&config=en", "hf:org/rows?split=held&config=en",
     )  # fmt: skip
-    (tmp_path / "rows.jsonl").touch()
-    assert data(dataset_name="rows.jsonl")["train"] == "rows.jsonl"
+    (tmp_path / "mine").mkdir()
+    assert data(dataset_name="mine")["train"] == "mine"
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / "mine" / name).touch()
+    assert data(dataset_name="mine")["train"] == "mine/train.jsonl"
+    assert data(dataset_name="mine", eval_strategy="steps")["eval"] == "mine/test.jsonl"
     listed = [{"path": "json", "data_files": "mine.jsonl"}]
     assert data(dataset_name=None, datasets=listed)["train"] == "mine.jsonl"
     assert data(dataset_name=None, datasets=[{"path": "o/r", "split": "a"}])["train"] == "hf:o/r?split=a"
+    several = data(dataset_name=None, datasets=[{"path": "o/a", "columns": ["messages"]},
+                                                {"path": "o/b", "name": "en", "columns": ["messages"]}])  # fmt: skip
+    assert several["mix"] == {"hf:o/b?split=train&config=en": None}  # each row once
+    assert several["columns"] == {"messages": "messages"}
+    files = data(dataset_name=None, datasets=[{"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}])
+    assert (files["train"], files["mix"]) == ("a.jsonl", {"b.jsonl": None})
     assert data(packing=True)["packing"] == "best_fit"
 
 
@@ -108,7 +118,12 @@ def test_strategy(converted: Converted) -> None:
         ({**SFT, "max_length": None}, "sft", "max_length = null"),
         ({**SFT, "dtype": "bfloat16"}, "sft", "dtype = bfloat16"),
         ({**SFT, "chat_template_path": "x"}, "sft", "chat_template_path = x"),
-        ({**SFT, "datasets": [{"path": "a"}, {"path": "b"}]}, "sft", "datasets = 2 data sets"),
+        ({**SFT, "datasets": [{"path": "a", "fraction": 0.5}]}, "sft", "datasets = fraction: data.train and data.mix"),
+        ({**SFT, "datasets": [{"path": "a"}, {"path": "a"}]}, "sft", "data.mix has each file once"),
+        ({**SFT, "datasets": [{"path": "a", "columns": ["b"]}, {"path": "c"}]}, "sft", "data.columns is for all"),
+        ({**SFT, "datasets": [{"path": "a", "data_files": {"train": "x"}}]}, "sft", "name files without splits"),
+        ({**SFT, "datasets": [{"path": "a"}], "eval_strategy": "steps"}, "sft", "no rows to evaluate on"),
+        ({**SFT, "dataset_name": ".", "eval_strategy": "steps"}, "sft", "dataset_test_split = test: . has no file"),
         ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "sft", r"router_aux_loss_coef = 0\.001"),
         ({**ADAPTERS, "lora_task_type": "SEQ_CLS"}, "sft", "lora_task_type = SEQ_CLS"),
         ({**ADAPTERS, "load_in_4bit": True, "use_bnb_nested_quant": True}, "sft", "use_bnb_nested_quant = True"),

@@ -1,0 +1,79 @@
+"""Data sets of TRL: by name, or a mixture of several whose rows count alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.recipe.suites.suite import Run, is_on
+
+_KNOWN = ("path", "name", "split", "data_files", "columns")
+
+
+def rows(run: Run) -> dict[str, Any]:
+    """The keys of section `data` that name files and their columns."""
+    parts = run.take("datasets") or []
+    train, test = (run.take(f"dataset_{kind}_split") or kind for kind in ("train", "test"))
+    name, config = run.take("dataset_name"), run.take("dataset_config")
+    if parts:
+        return _mixture(run, [part if isinstance(part, dict) else {"path": str(part)} for part in parts])
+    if name is None:
+        raise UserError(f"{run.name}: has no dataset_name and no datasets")
+    if Path(str(name)).exists():
+        return {"train": _split(run, Path(str(name)), train), **_held_out(run, Path(str(name)), test)}
+    more = f"&config={config}" if config else ""
+    return {"train": f"hf:{name}?split={train}{more}", "eval": f"hf:{name}?split={test}{more}"}
+
+
+def _split(run: Run, place: Path, split: str) -> str:
+    """The file of a split in a directory; the directory where its files name no split."""
+    found = sorted(file for file in place.iterdir() if split in file.name) if place.is_dir() else []
+    if len(found) > 1:
+        run.refuse("dataset_name", str(place), f"has {len(found)} files of split {split}; put them into a directory")
+    return str(found[0] if found else place)
+
+
+def _held_out(run: Run, place: Path, split: str) -> dict[str, str]:
+    if not _evaluates(run):
+        return {}
+    held_out = _split(run, place, split)
+    if held_out == str(place):
+        run.refuse("dataset_test_split", split, f"{place} has no file of this name to evaluate on")
+    return {"eval": held_out}
+
+
+def _evaluates(run: Run) -> bool:
+    return str(run.given("eval_strategy") or "no") != "no"
+
+
+def _mixture(run: Run, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of all parts, each once."""
+    if _evaluates(run) and not is_on(run.given("test_split_size")):
+        run.refuse("eval_strategy", run.given("eval_strategy"), "there are no rows to evaluate on beside datasets")
+    for part in parts:
+        if odd := sorted(set(part) - {*_KNOWN}):
+            run.refuse("datasets", ", ".join(odd), "data.train and data.mix take whole rows of a split")
+    places = [place for part in parts for place in _places(run, part)]
+    columns = [part.get("columns") for part in parts]
+    if any(chosen != columns[0] for chosen in columns):
+        run.refuse("datasets", "columns", "data.columns is for all files alike")
+    found: dict[str, Any] = {"train": places[0]}
+    if len(places) > 1:
+        found["mix"] = dict.fromkeys(places[1:])
+    if len({*places}) < len(places):
+        run.refuse("datasets", "the same twice", "data.mix has each file once")
+    if columns[0]:
+        found["columns"] = {str(column): str(column) for column in columns[0]}
+    return found
+
+
+def _places(run: Run, part: dict[str, Any]) -> list[str]:
+    files = part.get("data_files")
+    if isinstance(files, dict):
+        run.refuse("datasets", "data_files", "data.train and data.mix name files without splits")
+        return [", ".join(map(str, files))]
+    if files is not None:
+        return [str(file) for file in ([files] if isinstance(files, str) else files)]
+    config = f"&config={part['name']}" if part.get("name") else ""
+    return [f"hf:{part.get('path')}?split={part.get('split') or 'train'}{config}"]
