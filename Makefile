@@ -10,7 +10,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo demo-rl test test-unit test-multi parity matrix faults bench scaling check docs lock audit sbom clean
+.PHONY: demo demo-rl test test-unit test-multi parity matrix faults bench scaling check docs site lock audit sbom clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -86,8 +86,13 @@ check: $(VENV)/dev
 docs: $(VENV)/test
 	$(BIN)/python docs/generate.py
 
+# English and Chinese into build/site; a link that leads nowhere, or a page that the navigation lacks, fails
+site: $(VENV)/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f mkdocs.zh.yml
+
 # The packages of everything but gpu and xpu, whose wheels come from another index, with the digests of their files.
-EXTRAS = cpu data ms plot eval demo serve math verifiers test dev
+EXTRAS = cpu data ms plot eval demo serve math verifiers docs test dev
 
 lock: $(TOOLS)/ready $(VENV)/dev
 	$(TOOLS)/bin/uv pip compile pyproject.toml $(EXTRAS:%=--extra %) --generate-hashes --universal \
@@ -119,6 +124,10 @@ $(VENV)/test: $(VENV)/python
 
 $(VENV)/dev: $(VENV)/python
 	$(BIN)/pip install --quiet -e '.[cpu,test,dev]'
+	touch $@
+
+$(VENV)/site: $(VENV)/python
+	$(BIN)/pip install --quiet -e '.[docs]'
 	touch $@
 
 # apart from the others, whose packages they would change

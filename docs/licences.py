@@ -33,7 +33,7 @@ def licence_of(name: str) -> str | None:
     classified = [
         text.rpartition(" :: ")[2] for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")
     ]
-    written = (metadata.get("License") or "").strip()
+    written = (metadata.get("License") or "").strip().removeprefix("UNKNOWN")
     named = metadata.get("License-Expression") or (written if 0 < len(written) <= _LONGEST else "")
     return named.splitlines()[0] if named else ", ".join(classified) or "not named in its metadata"
 

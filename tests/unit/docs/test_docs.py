@@ -115,14 +115,19 @@ def _options(command: Command) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def test_options_on_the_pages_exist(registry: Registry) -> None:
-    """Options of the command, or keys of a recipe."""
+def options_of(registry: Registry) -> dict[str, set[str]]:
+    """Of each command its options, and keys of a recipe where it takes them."""
     reference = (ROOT / "docs" / "reference" / "keys.md").read_text("utf-8")
     keys = {"--parallel", *(f"--{key}" for key in re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE))}
-    known = {
+    return {
         name: _options(c) | {"--plugin"} | (keys if c.takes_overrides else set())
         for name, c in registry.commands.items()
     }
+
+
+def test_options_on_the_pages_exist(registry: Registry) -> None:
+    """Options of the command, or keys of a recipe."""
+    known = options_of(registry)
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for line in re.findall(r"^llmsuite .*$", text, re.MULTILINE):
