@@ -88,7 +88,9 @@ def test_files_on_the_pages_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "docs" / "guide" / "recipes.md"], ids=lambda page: page.name
+    "page",
+    [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "docs" / "guide" / "recipes.md"],
+    ids=lambda page: page.name,
 )
 def test_recipes_on_the_pages_are_valid(page: Path, tmp_path: Path, registry: Registry) -> None:
     recipes = [block for block in _blocks(page, "json") if '"stage"' in block]
@@ -126,12 +128,14 @@ def options_of(registry: Registry) -> dict[str, set[str]]:
 
 
 def test_options_on_the_pages_exist(registry: Registry) -> None:
-    """Options of the command, or keys of a recipe."""
+    """Options of the command, or keys of a recipe; with a plugin also those that the page writes a section for."""
     known = options_of(registry)
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        fields = set(re.findall(r"^    (\w+): ", "\n".join(_blocks(page, "python")), re.MULTILINE))
         for line in re.findall(r"^llmsuite .*$", text, re.MULTILINE):
-            words = re.findall(r"(?<=[ '])--[\w.-]+", line)
+            own = fields if "--plugin" in line else set()
+            words = [w for w in re.findall(r"(?<=[ '])--[\w.-]+", line) if w.rpartition(".")[2] not in own]
             assert [word for word in words if word not in known[line.split()[1]]] == [], (page.name, line)
 
 

@@ -17,7 +17,11 @@ from tests.paths import ROOT
 from tests.unit.docs.test_docs import options_of
 
 GUIDE = ROOT / "docs" / "guide"
-FAQ = re.findall(r"^### `(.+)`\n<!-- (\S+) -->$", (GUIDE / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
+PAGES = {"English": GUIDE / "faq.md", "Chinese": ROOT / "docs" / "zh" / "guide" / "faq.md"}
+FAQ = {
+    language: re.findall(r"^### `(.+)`\n<!-- (\S+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for language, page in PAGES.items()
+}
 ROW = re.compile(r"^\| \[[^]]*\]\(([\w./-]+)#([\w-]+)\)(.*)\|$", re.MULTILINE)
 
 
@@ -43,14 +47,17 @@ def _is_said(message: str, texts: list[str]) -> bool:
     return any(plain(message).strip("…") in plain(text) for text in texts)
 
 
-@pytest.mark.parametrize(("message", "module"), FAQ, ids=[message[:40] for message, _ in FAQ])
+@pytest.mark.parametrize(("message", "module"), FAQ["English"], ids=[message[:40] for message, _ in FAQ["English"]])
 def test_each_question_is_a_message_of_the_code(message: str, module: str) -> None:
     assert _is_said(message, _texts(module)), f"{module} does not say: {message}"
 
 
 def test_all_questions_are_looked_up() -> None:
-    headings = re.findall(r"^### ", (GUIDE / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(FAQ) == len(headings) > 20
+    for language, page in PAGES.items():
+        assert len(FAQ[language]) == len(re.findall(r"^### ", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(FAQ["English"]) > 20
+    assert len(FAQ["Chinese"]) > 10
+    assert set(FAQ["Chinese"]) <= set(FAQ["English"])
     assert not _is_said("… overwrite each other; reinstall", _texts("llmsuite/cli/doctor.py"))
 
 
@@ -102,7 +109,11 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
         assert [w for w in words if w.startswith("--") and w.partition("=")[0] not in known[words[1]]] == [], words
 
 
-@pytest.mark.parametrize("page", sorted(GUIDE.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [*sorted(GUIDE.glob("*.md")), *sorted((ROOT / "docs" / "zh" / "guide").glob("*.md"))],
+    ids=lambda page: str(page.relative_to(ROOT / "docs")),
+)
 def test_keys_on_the_guides_exist(page: Path) -> None:
     """`section.key`, where the section is one of recipes."""
     reference = (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8")
