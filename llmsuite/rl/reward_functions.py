@@ -29,13 +29,14 @@ def exact(section: ExactSection) -> Score:
     """1 where the text is the answer of the row."""
     column, ended = section.column, section.ended
 
-    def score(completions: Sequence[Completion]) -> list[float]:
-        return [
-            float(c.text.strip() == str(answer_of(c, "exact", column)).strip() and not (ended and c.truncated))
-            for c in completions
-        ]
+    def score_one(completion: Completion) -> float | ValueError:
+        try:
+            answer = str(answer_of(completion, "exact", column))
+        except ValueError as error:  # in its place: the other rows, of the same call, have theirs
+            return error
+        return float(completion.text.strip() == answer.strip() and not (ended and completion.truncated))
 
-    return score
+    return lambda completions: [score_one(c) for c in completions]
 
 
 def form(section: FormatSection) -> Score:

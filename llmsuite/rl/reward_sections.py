@@ -131,10 +131,13 @@ def _spec(
     return RewardSpec(name=name, help=help, config_cls=section, factory=make, level=level, runs=runs)
 
 
+# a comparison and a subtraction cannot hang, and cost less than a message to another process and back
 BUILTIN = [
-    _spec("exact", "1 for the answer of the row", ExactSection, "reward_functions:exact"),
+    _spec("exact", "1 for the answer of the row", ExactSection, "reward_functions:exact", runs="main"),
     _spec("format", "1 for a form that a regular expression gives", FormatSection, "reward_functions:form"),
-    _spec("length", "minus the distance from a number of tokens", LengthSection, "reward_functions:length"),
+    _spec(
+        "length", "minus the distance from a number of tokens", LengthSection, "reward_functions:length", runs="main"
+    ),
     _spec("countdown", "1 for numbers combined to a target", CountdownSection, "reward_functions:countdown"),
     _spec("math", "1 for what equals the answer as mathematics", MathSection, "reward_functions:mathematical"),
     _spec(

@@ -63,6 +63,17 @@ def test_a_row_without_the_column_names_its_others(make: Making) -> None:
     rewards = make({"exact": 1.0}, {"exact": reward_sections.ExactSection(column="gold")})
     assert np.isnan(rewards.score([completion("4", columns={"task": "sum"})])).all()
     assert "the row has no 'gold' (reward.exact.column); its other columns: answer, task" in rewards.first_failure
+    both = [completion("4", columns=columns) for columns in ({"gold": 4}, {})]
+    assert rewards.score(both).ravel().tolist() == pytest.approx([1, np.nan], nan_ok=True)
+
+
+def test_what_cannot_hang_starts_no_process(make: Making, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(sources: object) -> None:
+        pytest.fail("a process was started")
+
+    monkeypatch.setattr("llmsuite.rl.worker_pool._Worker", started)
+    rewards = make({"exact": 1.0, "length": 1.0}, {"length": reward_sections.LengthSection(target=2)})
+    assert rewards.score([completion("4"), completion("5")]).tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
