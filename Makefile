@@ -92,7 +92,7 @@ site: $(VENV)/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f mkdocs.zh.yml
 
 # The packages of everything but gpu and xpu, whose wheels come from another index, with the digests of their files.
-EXTRAS = cpu data ms plot eval demo serve math verifiers docs test dev
+EXTRAS = cpu data ms plot eval demo gguf serve math verifiers docs test dev
 
 lock: $(TOOLS)/ready $(VENV)/dev
 	$(TOOLS)/bin/uv pip compile pyproject.toml $(EXTRAS:%=--extra %) --generate-hashes --universal \

@@ -172,7 +172,7 @@ class ModelFamily:
     layout. It may have `from_paddlenlp(name, config)`, our name of a tensor in files of PaddleNLP that have names of
     their own, None for others; and `is_carried(name, config)`: whether a tensor of an HF file, which is no parameter,
     goes along from the weights to all that is made of them; `num_nextn_predict_layers` says that there are some.
-    With `gguf_architectures` also `from_gguf(name)` and `gguf_to_hf(name, value, config)`."""
+    With `gguf_architectures` also `from_gguf(name)` and `gguf_to_hf(name, value, config)`, perhaps the inverse two."""
     shard_plan: ShardPlan | None = None
     """How its parameters are cut for tensor parallelism; None for a family that cannot be."""
     anatomy: Callable[[Any], Anatomy] | None = None

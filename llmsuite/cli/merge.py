@@ -11,6 +11,9 @@ from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
+_LAYOUT = Literal["hf", "paddlenlp", "gguf"]
+_LAYOUT_HELP = "gguf: one file for llama.cpp, with a Modelfile for Ollama; after pip install 'llmsuite[gguf]'"
+
 
 def _common_arguments(parser: Any) -> None:
     from jsonargparse.typing import PositiveInt
@@ -18,10 +21,10 @@ def _common_arguments(parser: Any) -> None:
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
     parser.add_argument(
         "--dtype",
-        type=Literal["fp32", "bf16", "fp16", "fp8", "int8"] | None,
+        type=Literal["fp32", "bf16", "fp16", "fp8", "int8", "q8_0", "q5_1", "q4_1"] | None,
         default=None,
         help="default: unchanged, or bf16 for FP8 models; fp8 has one scale for each block of 128 x 128; int8, with "
-        "scales, only for a run trained with qat.weight_bits",
+        "scales, only for a run trained with qat.weight_bits; q8_0, q5_1 and q4_1 are of GGUF, whose default is fp16",
     )
     parser.add_argument(
         "--max-shard-size", type=str, default=None, help="size limit of each file, such as 5GB (default: 4GiB)"
@@ -47,7 +50,7 @@ def _merge_arguments(parser: Any) -> None:
     parser.add_argument(
         "--base", type=str | None, default=None, help="base model of an adapter that does not name its own"
     )
-    parser.add_argument("--layout", type=Literal["hf", "paddlenlp"], default="hf")
+    parser.add_argument("--layout", type=_LAYOUT, default="hf", help=_LAYOUT_HELP)
     _common_arguments(parser)
 
 
@@ -55,7 +58,7 @@ def _convert_arguments(parser: Any) -> None:
     parser.add_argument(
         "source", type=str, help="a model in the HF, PaddleNLP or llmsuite layout, a LoRA adapter, or a run"
     )
-    parser.add_argument("--layout", type=Literal["hf", "paddlenlp"], required=True)
+    parser.add_argument("--layout", type=_LAYOUT, required=True, help=_LAYOUT_HELP)
     _common_arguments(parser)
 
 
@@ -77,6 +80,7 @@ def run(args: Any, registry: Registry) -> int:
     target = Path(args.output)
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
+    _check_gguf(args)
     if args.fused and args.layout != "paddlenlp":
         raise UserError("--fused: only PaddleNLP has fused matrices; add --layout paddlenlp")
     if args.max_shard_size is not None and args.split_num:
@@ -103,6 +107,8 @@ def run(args: Any, registry: Registry) -> int:
                 f"{adapter} was trained on matrices stored as {format.dtype} in blocks of {format.block}; merged are "
                 "the values that these stand for"
             )
+    if args.layout == "gguf":
+        return _write_gguf(model, target, args)
     if is_int8:
         model = quantised(model, rounded_layers(model.path))
     size = (
@@ -119,6 +125,42 @@ def run(args: Any, registry: Registry) -> int:
     print(
         f"wrote {target}: {model.family.name}, {len(rewrite.specs)} tensors in {files} file{'s' * (files > 1)}, "
         f"{rewrite.num_bytes / 1e6:,.0f} MB of {dtypes}, {args.layout} layout"
+    )
+    return 0
+
+
+def _check_gguf(args: Any) -> None:
+    """Raises UserError for options that contradict --layout."""
+    own = ("q8_0", "q5_1", "q4_1")
+    if args.layout != "gguf":
+        if args.dtype in own:
+            raise UserError(
+                f"--dtype {args.dtype}: is a dtype of GGUF; add --layout gguf, or choose fp32, bf16 or fp16"
+            )
+        return
+    if args.dtype in ("fp8", "int8"):
+        raise UserError(f"--dtype {args.dtype}: GGUF has none; choose fp32, bf16, fp16, {', '.join(own)}")
+    if idle := [key for key in ("max_shard_size", "split_num") if args.get(key)]:
+        raise UserError(f"--{idle[0].replace('_', '-')}: a GGUF model is one file")
+
+
+def _write_gguf(model: Any, target: Path, args: Any) -> int:
+    from llmsuite.convert.gguf_export import GgufExport
+    from llmsuite.files import committed_directory
+    from llmsuite.inference.ollama import MODELFILE, modelfile, read_dialogue
+    from llmsuite.progress import track_bytes
+
+    export = GgufExport(model, args.dtype or "fp16")
+    dialogue = read_dialogue(model.path)
+    export.check_room(target)
+    with committed_directory(target, {"format": 1}) as directory:
+        with track_bytes(export.num_bytes, f"writing {target}") as progress:
+            export.write(directory / "model.gguf", dialogue, progress)
+        text = modelfile(model.path, "model.gguf", export.vocabulary.adds_bos)
+        (directory / MODELFILE).write_text(text, encoding="utf-8")
+    print(
+        f"wrote {target / 'model.gguf'}: {export.architecture}, {len(export.tensors)} tensors, "
+        f"{export.num_bytes / 1e6:,.0f} MB, matrices of {export.kinds}, tokenizer {export.vocabulary.split}"
     )
     return 0
 
@@ -156,6 +198,8 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.files import committed_directory
     from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 
+    if args.layout == "gguf":
+        raise UserError(f"--layout gguf: {source} is an adapter; llmsuite merge writes it into its base, as GGUF too")
     keys = ["dtype", "max_shard_size", "split_num", "fused", *["allow_pickle"] * (not is_beside(source))]
     if idle := [key for key in keys if args.get(key)]:
         raise UserError(f"--{idle[0].replace('_', '-')}: {source} is an adapter, which is written as it is")

@@ -5,7 +5,9 @@ The byte-pair tokenizers of GGUF (`tokenizer.ggml.model = gpt2`) are supported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,15 @@ from llmsuite.checkpoint.model_dir import Layout, check_config
 from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.convert.gguf_header import check_header
+from llmsuite.convert.gguf_tokenizer import field, read_tokenizer, save_tokenizer
 from llmsuite.errors import UserError
-from llmsuite.files import write_json
+from llmsuite.models.gguf_names import ROPE_FACTORS
 from llmsuite.specs import ModelFamily
 
-_CONTROL_TOKEN, _USER_TOKEN = 3, 4  # gguf.TokenType.CONTROL, USER_DEFINED
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_SCALING = "llmsuite.rope_scaling"
+"""The field in which llmsuite writes rope_scaling as config.json has it: of some kinds GGUF has the numbers only."""
 
-# How text is split before merging, by `tokenizer.ggml.pre`: whether each digit stands alone.
-_SINGLE_DIGITS = {"smollm": True, "gpt-2": False, "default": False}
+_BIASES = {"attention_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
 
 
 def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamily], layout: Layout = "hf") -> None:
@@ -37,11 +39,11 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
         import gguf
         from gguf.quants import dequantize
     except ImportError as error:
-        raise UserError("reading GGUF needs the package gguf; install it with: pip install 'llmsuite[demo]'") from error
+        raise UserError("reading GGUF needs the package gguf; install it with: pip install 'llmsuite[gguf]'") from error
     check_header(source)
     try:
         reader = gguf.GGUFReader(source)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
+        fields = {name: found.contents() for name, found in reader.fields.items()}
     except Exception as error:  # the reader checks little: a damaged file fails anywhere in it
         raise UserError(f"{source}: is not a readable GGUF file: {error}") from error
 
@@ -52,20 +54,20 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
         raise UserError(f"{source}: architecture {architecture!r} is not supported; supported: {', '.join(known)}")
     names = family.names()
     tensors = {}
+    factors = None
     for tensor in reader.tensors:
         name = names.from_gguf(tensor.name)
         if name is not None:
             tensors[name] = tensor
-        elif tensor.name == _ROPE_FACTORS and not np.all(dequantize(tensor.data, tensor.tensor_type) == 1):
-            raise UserError(
-                f"{source}: {_ROPE_FACTORS} scales the rotary frequencies by numbers whose rule is not in the file; "
-                "import the model from its HF directory instead"
-            )
+        elif tensor.name == ROPE_FACTORS:
+            factors = dequantize(tensor.data, tensor.tensor_type)
     try:
-        config = _config(source, family, fields, tied="lm_head.weight" not in tensors)
-    except (TypeError, ValueError, OverflowError) as error:
+        config = _config(source, family, fields, tensors)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{source}: a field of its shape is none: {error}") from error
     check_config(source, family, config)
+    if factors is not None:
+        _check_factors(source, factors, config)
     wanted = list(names.parameter_names(config))
     missing, unexpected = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or unexpected:
@@ -85,19 +87,26 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
     for name in wanted:
         shape = tuple(int(n) for n in reversed(tensors[name].shape))
         specs.append(TensorSpec(name, shape[::-1] if names.is_linear(name) else shape, "float32"))
-    _write_tokenizer(source, directory, fields)
+    save_tokenizer(*read_tokenizer(source, fields), directory)
     write_model(directory, family, config, read, specs, layout)
 
 
-def _config(source: Path, family: ModelFamily, fields: Mapping[str, Any], tied: bool) -> Any:
+def _config(source: Path, family: ModelFamily, fields: Mapping[str, Any], tensors: Collection[str]) -> Any:
     def get(key: str, default: Any = None) -> Any:
-        return _field(source, fields, f"{fields['general.architecture']}.{key}", default)
+        return field(source, fields, f"{fields['general.architecture']}.{key}", default)
 
-    scaling = get("rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise UserError(f"{source}: rotary scaling {scaling!r} is not supported; supported: none, linear")
+    kind = get("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise UserError(f"{source}: rotary scaling {kind!r} is not supported; supported: none, linear")
+    scaling = {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None
+    if ROPE_SCALING in fields:
+        scaling = json.loads(fields[ROPE_SCALING])
+    known = {f.name for f in dataclasses.fields(family.config_cls)}
+    biases = {key: f"model.layers.0.{part}.bias" in tensors for key, part in _BIASES.items() if key in known}
     return family.config_cls(
-        vocab_size=len(_field(source, fields, "tokenizer.ggml.tokens")),
+        model_type=fields["general.architecture"],
+        **biases,
+        vocab_size=len(field(source, fields, "tokenizer.ggml.tokens")),
         hidden_size=get("embedding_length"),
         intermediate_size=get("feed_forward_length"),
         num_hidden_layers=get("block_count"),
@@ -108,60 +117,23 @@ def _config(source: Path, family: ModelFamily, fields: Mapping[str, Any], tied: 
         # stored as float32; seven digits give back the number that was meant
         rms_norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),
         rope_theta=float(get("rope.freq_base", 10000.0)),
-        rope_scaling={"rope_type": "linear", "factor": get("rope.scaling.factor")} if scaling == "linear" else None,
-        tie_word_embeddings=tied,
+        rope_scaling=scaling,
+        tie_word_embeddings="lm_head.weight" not in tensors,
         bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=fields.get("tokenizer.ggml.eos_token_id"),
     )
 
 
-def _field(source: Path, fields: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    value = fields.get(name, default)
-    if value is None:
-        raise UserError(f"{source}: lacks the field {name}")
-    return value
+def rope_factors(config: Any) -> np.ndarray:
+    """By what the rotary frequencies of a shape without scaling are divided to be those of the shape, [pairs]."""
+    plain = np.asarray(dataclasses.replace(config, rope_scaling=None).rope_frequencies())
+    return (plain / np.asarray(config.rope_frequencies())).astype("float32")
 
 
-def _write_tokenizer(source: Path, directory: Path, fields: Mapping[str, Any]) -> None:
-    kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or split not in _SINGLE_DIGITS:
+def _check_factors(source: Path, factors: np.ndarray, config: Any) -> None:
+    expected = rope_factors(config)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-5):
         raise UserError(
-            f"{source}: tokenizer {kind!r} with pre-tokenizer {split!r} is not supported; supported: gpt2 with "
-            f"{', '.join(_SINGLE_DIGITS)}. Put the model's own tokenizer.json beside the weights instead"
+            f"{source}: {ROPE_FACTORS} scales the rotary frequencies by numbers whose rule is not in the file; "
+            "import the model from its HF directory instead"
         )
-    try:
-        tokenizer, config = _tokenizer(source, fields, _SINGLE_DIGITS[split])
-    except UserError:
-        raise
-    except Exception as error:  # what the library raises has no type of its own, and the fields may be of any
-        raise UserError(f"{source}: its fields of a tokenizer are none: {error}") from error
-    tokenizer.save(str(directory / "tokenizer.json"))
-    write_json(directory / "tokenizer_config.json", config)
-
-
-def _tokenizer(source: Path, fields: Mapping[str, Any], single_digits: bool) -> tuple[Any, dict[str, Any]]:
-    """The tokenizer and the content of its tokenizer_config.json."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    tokens = _field(source, fields, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in _field(source, fields, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if single_digits:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    else:
-        tokenizer.pre_tokenizer = byte_level
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = _field(source, fields, "tokenizer.ggml.token_type")
-    control = [token for token, kind in zip(tokens, kinds) if kind == _CONTROL_TOKEN]
-    whole = [token for token, kind in zip(tokens, kinds) if kind == _USER_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in whole])
-
-    config: dict[str, Any] = {"tokenizer_class": "PretrainedTokenizerFast"}
-    for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = fields.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            config[f"{role}_token"] = tokens[token_id]
-    config["chat_template"] = fields.get("tokenizer.chat_template")
-    return tokenizer, config

@@ -226,7 +226,7 @@ def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, st
     if choice in BUILTIN:
         return ChatTemplate(BUILTIN[choice], special_tokens, choice)
     assert choice == "tokenizer", choice
-    source = _of_tokenizer(tokenizer_dir)
+    source = tokenizer_template(tokenizer_dir)
     if source is None:
         raise UserError(
             f"{tokenizer_dir}: has no chat template; set data.chat_template to one of: {', '.join(BUILTIN)}"
@@ -234,7 +234,7 @@ def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, st
     return ChatTemplate(source, special_tokens, str(tokenizer_dir))
 
 
-def _of_tokenizer(directory: Path) -> str | None:
+def tokenizer_template(directory: Path) -> str | None:
     """chat_template.jinja, else the entry of tokenizer_config.json (which may be a list of named ones)."""
     separate = directory / "chat_template.jinja"
     if separate.is_file():

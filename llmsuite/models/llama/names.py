@@ -10,24 +10,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from llmsuite.models import gguf_names
 from llmsuite.models.decoder_names import Shapes, attention_shapes, decoder_shapes, layer_shapes, mlp_shapes
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.llama.config import LlamaConfig
 
-_GGUF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IGNORED = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")
+from_gguf, to_gguf = gguf_names.from_gguf, gguf_names.to_gguf
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
 
 def parameter_names(config: LlamaConfig) -> Iterator[str]:
@@ -63,22 +53,25 @@ def paddlenlp_prefix(config: LlamaConfig) -> str | None:
     return None if config.attention_bias or config.mlp_bias else f"{config.model_type}."
 
 
-def from_gguf(name: str) -> str | None:
-    """Our name of a GGUF tensor; None for one that is computed, not trained."""
-    if _IGNORED.fullmatch(name):
-        return None
-    base, _, suffix = name.rpartition(".")
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", base):
-        part = _GGUF_LAYER.get(match[2])
-        return f"model.layers.{match[1]}.{part}.{suffix}" if part else name
-    return f"{_GGUF_TOP[base]}.{suffix}" if base in _GGUF_TOP else name
-
-
 def gguf_to_hf(name: str, value: np.ndarray, config: LlamaConfig) -> np.ndarray:
     """A GGUF matrix [outputs, inputs], or a bias, as HF has it: GGUF interleaves the rotary halves of q and k. `name`
     is ours."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    heads = _rotated_heads(name, config)
     if heads is None:
         return value
     pairs = value.reshape(heads, value.shape[0] // heads // 2, 2, *value.shape[1:])
     return pairs.swapaxes(1, 2).reshape(value.shape)
+
+
+def hf_to_gguf(name: str, value: np.ndarray, config: LlamaConfig) -> np.ndarray:
+    """The inverse of `gguf_to_hf`."""
+    heads = _rotated_heads(name, config)
+    if heads is None:
+        return value
+    halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
+    return halves.swapaxes(1, 2).reshape(value.shape)
+
+
+def _rotated_heads(name: str, config: LlamaConfig) -> int | None:
+    """Heads of a parameter whose outputs are rotated; None for others."""
+    return {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])

@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
+from llmsuite.models import gguf_names
 from llmsuite.models.decoder_names import Shapes, attention_shapes, decoder_shapes, layer_shapes, mlp_shapes
 from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.qwen.config import QwenConfig
 
+from_gguf, to_gguf = gguf_names.from_gguf, gguf_names.to_gguf
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
 
@@ -47,3 +51,11 @@ def from_hf(name: str, config: QwenConfig) -> str | None:
 def paddlenlp_prefix(config: QwenConfig) -> str | None:
     """The prefix that PaddleNLP writes in place of `model.`; it has no Qwen3."""
     return "qwen2." if config.model_type == "qwen2" else None
+
+
+def gguf_to_hf(name: str, value: np.ndarray, config: QwenConfig) -> np.ndarray:
+    """A GGUF matrix [outputs, inputs], or a bias, as HF has it: the same."""
+    return value
+
+
+hf_to_gguf = gguf_to_hf

@@ -1,0 +1,227 @@
+"""Writes a model as a GGUF file, which llama.cpp, Ollama and LM Studio run.
+
+The library gguf has the format and quantises; names, fields and the order of rotary halves are those that llama.cpp's
+`convert_hf_to_gguf.py` writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.convert.gguf import ROPE_SCALING, rope_factors
+from llmsuite.convert.gguf_tokenizer import Vocabulary, read_vocabulary
+from llmsuite.errors import UserError
+from llmsuite.models.gguf_names import ROPE_FACTORS
+from llmsuite.models.head import head_of
+
+DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_1": "Q4_1"}
+"""What matrices are stored as, by the words of the command line and of GGUF."""
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_1": 3, "Q8_0": 7, "Q5_1": 9, "BF16": 32}  # of gguf.LlamaFileType
+_FEW_BITS = ("Q5_1", "Q4_1")
+_ENDS = ("token_embd.weight", "output.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialogue:
+    """What a GGUF file says of conversations besides its vocabulary."""
+
+    bos_id: int | None
+    eos_id: int
+    pad_id: int | None
+    eot_id: int | None = None
+    """A further token that ends an answer."""
+    chat_template: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    ours: str
+    theirs: str
+    shape: tuple[int, ...]
+    """[outputs, inputs], as HF has it."""
+    kind: Any
+    """A gguf.GGMLQuantizationType."""
+    num_bytes: int
+
+
+class GgufExport:
+    """A model to be written as GGUF; checked before anything is written."""
+
+    def __init__(self, model: ModelDirectory, dtype: str = "fp16"):
+        """
+        Args:
+            model: of a family whose names have GGUF's.
+            dtype: of `DTYPES`, for matrices whose rows are whole blocks; other matrices get fp16, all else fp32. The
+                embedding and the output projection have 8 bits where the others have 4 or 5.
+
+        Raises:
+            UserError: GGUF has no form of it here, or the package gguf is missing.
+        """
+        self._gguf = _library()
+        self.model, self.config, names = model, model.config, model.family.names()
+        self._wanted = DTYPES[dtype]
+        self.architecture = self._architecture()
+        self._check_shape()
+        self.vocabulary: Vocabulary = read_vocabulary(model.path, self.config.vocab_size)
+        self.tensors: list[_Tensor] = []
+        for name in names.parameter_names(self.config):
+            theirs = names.to_gguf(name)
+            assert theirs is not None, f"{name} has no name in GGUF"
+            shape = model.spec(name).shape[::-1] if names.is_linear(name) else model.spec(name).shape
+            self.tensors.append(self._tensor(name, theirs, shape))
+
+    def _architecture(self) -> str:
+        family, names = self.model.family, self.model.family.names()
+        if not family.gguf_architectures or not hasattr(names, "to_gguf"):
+            raise UserError(
+                f"{self.model.path}: is a {family.name}; GGUF is written of families whose names in it are known, such "
+                "as llama and qwen. Choose --layout hf, and convert that with llama.cpp's convert_hf_to_gguf.py"
+            )
+        model_type = self.config.to_hf()["model_type"]
+        return str(model_type if model_type in family.gguf_architectures else family.gguf_architectures[0])
+
+    def _check_shape(self) -> None:
+        if head_of(self.config) != "language_model":
+            raise UserError(f"{self.model.path}: has a score head; GGUF is written of language models")
+        if self.model.beside is not None:
+            raise UserError(f"{self.model.path}: has interventions or prefixes beside it, which GGUF has no place for")
+        scaling = self.config.rope_scaling or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in ("default", "linear", "llama3"):
+            raise UserError(
+                f"{self.model.path}: rope_scaling is of type {kind!r}; GGUF is written with default, linear, llama3. "
+                "For texts that need no longer context, set rope_scaling to null in its config.json"
+            )
+
+    def _tensor(self, ours: str, theirs: str, shape: tuple[int, ...]) -> _Tensor:
+        kinds = self._gguf.GGMLQuantizationType
+        kind = kinds.F32 if len(shape) < 2 else kinds[self._wanted]
+        if self._wanted in _FEW_BITS and theirs in _ENDS:
+            kind = kinds.Q8_0
+        block, num_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        if shape[-1] % block:
+            kind = kinds.F16
+            block, num_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        return _Tensor(ours, theirs, shape, kind, int(np.prod(shape)) // block * num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def kinds(self) -> str:
+        """What the matrices are stored as."""
+        return "/".join(sorted({tensor.kind.name for tensor in self.tensors if len(tensor.shape) > 1}))
+
+    def check_room(self, target: Path) -> None:
+        """Raises UserError unless the file fits onto the disk."""
+        place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
+        free = shutil.disk_usage(place).free
+        if self.num_bytes > free:
+            raise UserError(f"{target}: needs {self.num_bytes / 1e9:,.1f} GB; {place} has {free / 1e9:,.1f} GB left")
+
+    def write(self, path: Path, dialogue: Dialogue, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Write the file; one tensor at a time is in memory.
+
+        Raises:
+            UserError: a value is too large for fp16.
+        """
+        with self._writer(path) as writer:
+            self._add_fields(writer)
+            self._add_tokenizer(writer, dialogue)
+            factors = rope_factors(self.config)
+            if scales := not np.all(factors == 1) and not self._is_linear:
+                writer.add_string(ROPE_SCALING, json.dumps(self.config.rope_scaling))
+                writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+            for tensor in self.tensors:
+                # by its bytes' dtype the library knows the shape as one of numbers
+                writer.add_tensor_info(tensor.theirs, tensor.shape, np.dtype("float32"), tensor.num_bytes, tensor.kind)
+            writer.write_header_to_file(path)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            if scales:
+                writer.write_tensor_data(factors)
+            for tensor in self.tensors:
+                writer.write_tensor_data(self._stored(tensor))
+                progress(tensor.num_bytes)
+
+    @contextlib.contextmanager
+    def _writer(self, path: Path) -> Iterator[Any]:
+        writer = self._gguf.GGUFWriter(None, self.architecture)
+        try:
+            yield writer
+        finally:
+            writer.close()
+
+    @property
+    def _is_linear(self) -> bool:
+        scaling = self.config.rope_scaling or {}
+        return scaling.get("rope_type", scaling.get("type")) == "linear"
+
+    def _add_fields(self, writer: Any) -> None:
+        config = self.config
+        writer.add_name(self.model.path.absolute().name)
+        writer.add_file_type(_FILE_TYPES[self._wanted])
+        writer.add_quantization_version(self._gguf.GGML_QUANT_VERSION)
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_size)
+        writer.add_value_length(config.head_size)
+        writer.add_rope_dimension_count(config.head_size)
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if self._is_linear:
+            writer.add_rope_scaling_type(self._gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(float(config.rope_scaling["factor"]))
+
+    def _add_tokenizer(self, writer: Any, dialogue: Dialogue) -> None:
+        vocabulary = self.vocabulary
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(vocabulary.split)
+        writer.add_token_list(vocabulary.tokens)
+        writer.add_token_types(vocabulary.kinds)
+        writer.add_token_merges(vocabulary.merges)
+        writer.add_add_bos_token(vocabulary.adds_bos)
+        ids = {"bos": dialogue.bos_id, "eos": dialogue.eos_id, "eot": dialogue.eot_id, "pad": dialogue.pad_id}
+        for role, token in ids.items():
+            if token is not None:
+                getattr(writer, f"add_{role}_token_id")(token)
+        if dialogue.chat_template is not None:
+            writer.add_chat_template(dialogue.chat_template)
+
+    def _stored(self, tensor: _Tensor) -> np.ndarray:
+        names, kinds = self.model.family.names(), self._gguf.GGMLQuantizationType
+        value = self.model.read(tensor.ours)
+        value = (value.T if names.is_linear(tensor.ours) else value).astype("float32")
+        value = np.ascontiguousarray(names.hf_to_gguf(tensor.ours, value, self.config))
+        if tensor.kind == kinds.F32:
+            return value
+        if tensor.kind == kinds.F16:
+            with np.errstate(over="ignore"):
+                half = value.astype("float16")
+            if not np.array_equal(np.isfinite(half), np.isfinite(value)):
+                raise UserError(f"{self.model.path}: {tensor.ours!r} has values too large for fp16; use --dtype bf16")
+            return half
+        return np.ascontiguousarray(self._gguf.quantize(value, tensor.kind))
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError("writing GGUF needs the package gguf; install it with: pip install 'llmsuite[gguf]'") from error
+    return gguf

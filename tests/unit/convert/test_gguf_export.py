@@ -1,0 +1,188 @@
+"""A model that was written as GGUF is read back as the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+
+from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.cli.main import main
+from llmsuite.convert.gguf import import_gguf
+from llmsuite.convert.gguf_export import DTYPES, GgufExport
+from llmsuite.data.chat_template import load_template
+from llmsuite.data.rows import Message
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import UserError
+from llmsuite.files import broken_file
+from tests.unit.convert.gguf_cases import SHAPES, SPLITS, export, write_case, write_tokenizer
+from tests.unit.families import CASES, FAMILIES
+
+GROUPED = "llama/grouped_query"
+TEXTS = ("hello 1234 World's\n\n  café <|im_end|>x", "日本語  \t|| it'll", "a\u0301 e", "")
+
+
+def back(path: Path) -> ModelDirectory:
+    """The model that our reader makes of a GGUF file."""
+    directory = path.with_suffix("")
+    directory.mkdir()
+    import_gguf(path, directory, FAMILIES)
+    return open_model(directory, FAMILIES)
+
+
+def refusal(model: ModelDirectory, dtype: str = "fp16") -> str:
+    with pytest.raises(UserError) as caught:
+        export(model, model.path.parent / "refused.gguf", dtype)
+    return str(caught.value)
+
+
+def turned(name: str, value: np.ndarray) -> np.ndarray:
+    return value.T if FAMILIES["llama"].names().is_linear(name) else value
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_the_same_model_is_read_back(tmp_path: Path, case: str) -> None:
+    model = write_case(tmp_path / "source", case)
+    found = back(export(model, tmp_path / "model.gguf"))
+    # what GGUF has no field for is of training, or said otherwise
+    ignored = {"initializer_range": 0.02, "kept": None, "model_type": "", "head_dim": 1}
+    ignored |= {"bos_token_id": 1, "pad_token_id": 0}  # those of the tokenizer
+    ours, theirs = (dataclasses.asdict(m.config) | ignored for m in (model, found))
+    assert (ours, model.config.head_size) == (theirs, found.config.head_size)
+    assert found.config.rope_frequencies() == model.config.rope_frequencies()
+    assert found.names == model.names
+    for name in model.names:
+        assert np.array_equal(found.read(name), model.read(name)), name
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "fp32"])
+def test_matrices_are_those_of_the_dtype(tmp_path: Path, dtype: str) -> None:
+    model = write_case(tmp_path / "source", "llama/llama3_rope", intermediate_size=72)
+    found = back(export(model, tmp_path / "model.gguf", dtype))
+    kinds = gguf.GGMLQuantizationType
+    for name in model.names:
+        value = np.ascontiguousarray(turned(name, model.read(name)))
+        kind = kinds[DTYPES[dtype]]
+        if name in ("model.embed_tokens.weight", "lm_head.weight") and dtype in ("q5_1", "q4_1"):
+            kind = kinds.Q8_0
+        if name.endswith("down_proj.weight") and dtype.startswith("q"):
+            kind = kinds.F16  # rows of 72 are no whole blocks
+        near = dequantize(quantize(value, kind), kind).reshape(value.shape) if value.ndim > 1 else value
+        assert np.array_equal(turned(name, found.read(name)), near), name
+        assert value.ndim == 1 or not np.array_equal(near, value)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_same_tokenizer_is_read_back(tmp_path: Path, split: str) -> None:
+    model = write_case(tmp_path / "source", GROUPED, split)
+    found = back(export(model, tmp_path / "model.gguf"))
+    ours, theirs = TextTokenizer(model.path), TextTokenizer(found.path)
+    assert [theirs.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
+    assert (theirs.vocab_size, theirs.control_tokens) == (ours.vocab_size, ours.control_tokens)
+    assert theirs.special_tokens == {k: v for k, v in ours.special_tokens.items() if k != "unk_token"}
+    talk = [Message("system", "s"), Message("user", "u")]
+    texts = [
+        load_template("tokenizer", t.directory, t.special_tokens).render(talk, add_generation_prompt=True)
+        for t in (ours, theirs)
+    ]
+    assert texts[0] == texts[1]
+    assert "<|im_start|>user\nu" in texts[0]
+
+
+def test_splittings_differ(tmp_path: Path) -> None:
+    """Else the test above would hold for any of them."""
+    found = {}
+    for split in SPLITS:
+        write_tokenizer(tmp_path / split, split)
+        found[split] = [TextTokenizer(tmp_path / split).encode(text) for text in TEXTS]
+    assert found["qwen2"] != found["smollm"]
+
+
+def test_a_token_in_front_of_each_text(tmp_path: Path) -> None:
+    model = write_case(tmp_path / "source", GROUPED)
+    bos = "<|im_start|>"
+    single = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    begin = {"type": "TemplateProcessing", "single": single, "pair": single}
+    begin["special_tokens"] = {bos: {"id": bos, "ids": [1], "tokens": [bos]}}
+    write_tokenizer(model.path, post_processor={"type": "Sequence", "processors": [begin]})
+    export(model, tmp_path / "model.gguf")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is True
+    found = back(tmp_path / "model.gguf").path / "tokenizer.json"
+    assert json.loads(found.read_text(encoding="utf-8"))["post_processor"]["single"] == single
+
+
+def test_families_and_shapes_without_a_form_in_gguf(tmp_path: Path) -> None:
+    gpt = write_case(tmp_path / "gpt", next(case for case in CASES if case.startswith("gpt/")))
+    assert "is a gpt; GGUF is written of families" in refusal(gpt)
+    yarn = write_case(tmp_path / "yarn", "qwen/qwen2_yarn")
+    assert "rope_scaling is of type 'yarn'" in refusal(yarn)
+    model = write_case(tmp_path / "model", GROUPED)
+    assert "has a score head" in refusal(
+        dataclasses.replace(model, config=dataclasses.replace(model.config, head="score"))
+    )
+    assert "interventions or prefixes" in refusal(dataclasses.replace(model, beside=object()))
+    assert not (tmp_path / "refused.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder": {"type": "WordPiece"}}, "is a BPE tokenizer with decoder WordPiece"),
+        ({"model": {"type": "Unigram", "vocab": []}}, "is a Unigram tokenizer"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text as none of default, gpt-2, llama-bpe"),
+        ({"normalizer": {"type": "Lowercase"}}, "normalizer Lowercase"),
+        ({"added_tokens": [{"content": "<x>", "id": 600, "special": True}]}, "a token with the id 600"),
+        ({"added_tokens": [{"content": "<x>"}]}, "is no tokenizer of the library"),
+        ({"model": 3}, "is no tokenizer of the library"),
+    ],
+)
+def test_a_tokenizer_without_a_form_in_gguf(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    model = write_case(tmp_path / "model", GROUPED)
+    write_tokenizer(model.path, **change)
+    assert message in refusal(model)
+    (model.path / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refusal(model)
+
+
+def test_values_too_large_for_fp16_are_named(tmp_path: Path) -> None:
+    model = write_case(tmp_path / "model", GROUPED)
+    values = {name: model.read(name) * np.float32(1e6) for name in model.names}
+    changed = dataclasses.replace(model)
+    changed.read = lambda name, index=None: values[name]  # type: ignore[method-assign]
+    assert "'model.embed_tokens.weight' has values too large for fp16; use --dtype bf16" in refusal(changed)
+    export(changed, tmp_path / "wide.gguf", "bf16")
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_case(source, "qwen/qwen3")
+    assert main(["convert", str(source), "-o", str(target), "--layout", "gguf"]) == 0
+    assert "qwen3, 25 tensors" in capfd.readouterr().out
+    assert sorted(path.name for path in target.iterdir()) == ["Modelfile", "manifest.json", "model.gguf"]
+    assert broken_file(target) is None
+    assert (target / "Modelfile").read_text(encoding="utf-8").startswith("FROM ./model.gguf\nTEMPLATE ")
+    assert main(["import", str(target / "model.gguf"), "-o", str(tmp_path / "back")]) == 0
+    small = ["merge", str(source), "-o", str(tmp_path / "small"), "--layout", "gguf", "--dtype", "q8_0"]
+    assert main(small) == 0
+    capfd.readouterr()
+    for options, message in (
+        (["hf", "--dtype", "q8_0"], "--dtype q8_0: is a dtype of GGUF; add --layout gguf"),
+        (["gguf", "--dtype", "fp8"], "--dtype fp8: GGUF has none"),
+        (["gguf", "--split-num", "2"], "--split-num: a GGUF model is one file"),
+    ):
+        assert main(["convert", str(source), "-o", str(tmp_path / "none"), "--layout", *options]) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_the_disk_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = GgufExport(write_case(tmp_path / "model", GROUPED))
+    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": found.num_bytes - 1}))
+    with pytest.raises(UserError, match=r"needs 0\.0 GB"):
+        found.check_room(tmp_path / "target")

@@ -1,0 +1,83 @@
+"""llama.cpp answers with a GGUF file as llmsuite does with its source: the same tokens and log-probabilities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xllamacpp
+
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.convert.gguf import import_gguf
+from llmsuite.convert.gguf_export import DTYPES
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.generate import Generator
+from llmsuite.inference.load import load_model
+from llmsuite.inference.sampling import Sampling
+from tests.unit.convert.gguf_cases import SHAPES, SPLITS, export, write_case
+from tests.unit.families import FAMILIES
+
+PROMPTS = ("Hello 1234 World's end,\n\n  it'll  be", "日本語 and cafés", "a")
+COUNT = 12
+
+
+def answers(path: Path, banned: list[int]) -> list[dict[str, Any]]:
+    """What llama.cpp continues each prompt with, greedily."""
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = str(path), 512, 1
+    params.cpuparams.n_threads, params.verbosity = 1, -1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it has sums in fp16
+    server = xllamacpp.Server(params)
+    bias = [[token, False] for token in banned]
+    asked = {"n_predict": COUNT, "temperature": 0, "logprobs": 1, "logit_bias": bias}
+    return [server.handle_completions({"prompt": prompt, **asked}) for prompt in PROMPTS]
+
+
+def compare(directory: Path, path: Path, tolerance: float) -> None:
+    """Raises AssertionError unless both give the same tokens, with log-probabilities that differ by no more."""
+    tokenizer = TextTokenizer(directory)
+    decoder = ModelDecoder(load_model(open_model(directory, FAMILIES), CpuBackend()))
+    generator = Generator(decoder, tokenizer, stop_ids=set())
+    # its server leaves out tokens that are no whole characters, and ends at some
+    banned = [token for token in range(520) if token >= tokenizer.vocab_size or "\ufffd" in tokenizer.decode([token])]
+    banned += [token for token in range(tokenizer.vocab_size) if not tokenizer.decode([token])]
+    sampling = Sampling(max_new_tokens=COUNT, num_logprobs=0, logit_bias=tuple((token, -100) for token in banned))
+    for prompt, theirs in zip(PROMPTS, answers(path, banned)):
+        ids = tokenizer.encode(prompt)
+        ((ours,),) = generator.answers([ids], sampling)
+        tokens = theirs["choices"][0]["logprobs"]["content"][:COUNT]
+        assert theirs["usage"]["prompt_tokens"] == len(ids), prompt
+        assert [token["id"] for token in tokens] == list(ours.ids), prompt
+        for token, kept in zip(tokens, ours.logprobs):
+            assert abs(token["logprob"] - kept.logprob) <= tolerance, (prompt, token)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_every_shape(tmp_path: Path, case: str) -> None:
+    model = write_case(tmp_path / "source", case)
+    compare(model.path, export(model, tmp_path / "model.gguf"), 1e-4)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_splitting(tmp_path: Path, split: str) -> None:
+    model = write_case(tmp_path / "source", "llama/grouped_query", split)
+    compare(model.path, export(model, tmp_path / "model.gguf"), 1e-4)
+
+
+def test_the_values_of_fp16(tmp_path: Path) -> None:
+    """llama.cpp rounds the inputs of such matrices too, so that log-probabilities differ by more."""
+    path = export(write_case(tmp_path / "source", "llama/llama3_rope"), tmp_path / "model.gguf", "fp16")
+    (tmp_path / "back").mkdir()
+    import_gguf(path, tmp_path / "back", FAMILIES)
+    compare(tmp_path / "back", path, 0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_read(tmp_path: Path, dtype: str) -> None:
+    """With 8 bits and fewer inputs are rounded as coarsely as matrices, and tokens may be others."""
+    path = export(write_case(tmp_path / "source", "llama/llama3_rope"), tmp_path / "model.gguf", dtype)
+    assert all(answer["usage"]["completion_tokens"] == COUNT for answer in answers(path, [*range(97, 260), 0, 1, 2]))
