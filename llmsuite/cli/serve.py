@@ -61,6 +61,7 @@ def run(args: Any, registry: Registry) -> int:
         _check_rl(args, key)
     try:
         import fastapi  # noqa: F401
+        import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

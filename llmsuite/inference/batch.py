@@ -11,6 +11,7 @@ import numpy as np
 
 from llmsuite.errors import UserError
 from llmsuite.inference.decoder import Cache, Decoder, join, keep_rows, num_columns
+from llmsuite.inference.guided import Guide
 from llmsuite.inference.sampling import Sampling, choose, forbid, generator, log_softmax, penalise
 from llmsuite.inference.text import TextStream
 
@@ -38,6 +39,7 @@ class Line:
         stop_ids: set[int],
         text: TextStream | None = None,
         number: int = 0,
+        guide: Guide | None = None,
     ):
         """
         Args:
@@ -46,6 +48,7 @@ class Line:
             stop_ids: tokens that end the answer; they are not among its ids.
             text: decodes the answer and looks for stop texts; None to use token ids only.
             number: which answer to this prompt it is; each has its own random numbers.
+            guide: the grammar that it follows; None for any text.
         """
         self.prompt, self.sampling, self.stop_ids, self.text = list(prompt), sampling, stop_ids, text
         self.ids: list[int] = []
@@ -54,12 +57,15 @@ class Line:
         self.error: Exception | None = None
         """Why it cannot go on."""
         self._random = generator(sampling.seed, number)
+        self._guide = guide
 
     def choose(self, logits: np.ndarray) -> int:
         """The next token. logits: [V]."""
         penalised = penalise(logits, self.sampling, self.prompt, self.ids)
         if len(self.ids) < self.sampling.min_new_tokens:
             penalised = forbid(penalised, self.stop_ids)
+        if self._guide is not None:
+            penalised = self._guide.apply(penalised)
         return choose(penalised, self.sampling, self._random)
 
     def take(self, token: int, logits: np.ndarray) -> str:
@@ -68,6 +74,8 @@ class Line:
             self.finished = "stop"
             return self.text.finish() if self.text else ""
         self.ids.append(token)
+        if self._guide is not None:
+            self._guide.take(token)
         if self.sampling.num_logprobs is not None:
             self.logprobs.append(_logprob(token, logits, self.sampling.num_logprobs))
         released = self.text.push(token) if self.text else ""

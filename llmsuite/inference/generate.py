@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.batch import Batch, Line, TokenLogprob, check_room
 from llmsuite.inference.beam import Beams, beam_search
 from llmsuite.inference.decoder import Decoder
+from llmsuite.inference.guided import Grammars, Guide
 from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.text import TextStream
 
@@ -58,10 +60,15 @@ class Generator:
         self.decoder, self.tokenizer, self._agree = decoder, tokenizer, agree
         self.stop_ids = {tokenizer.eos_id} if stop_ids is None else stop_ids
 
-    def line(self, prompt: Sequence[int], sampling: Sampling, number: int = 0) -> Line:
-        """A new answer. Raises UserError when prompt and answer are too long for the model."""
+    def line(self, prompt: Sequence[int], sampling: Sampling, number: int = 0, guide: Guide | None = None) -> Line:
+        """A new answer, which may follow a grammar. Raises UserError when there is no room for it in the model."""
         check_room(prompt, sampling.max_new_tokens, self.decoder)
-        return Line(prompt, sampling, self.stop_ids, TextStream(self.tokenizer, sampling.stop), number)
+        return Line(prompt, sampling, self.stop_ids, TextStream(self.tokenizer, sampling.stop), number, guide)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for `line`."""
+        return Grammars(self.tokenizer, self.decoder.vocab_size, self.stop_ids)
 
     def answers(
         self,

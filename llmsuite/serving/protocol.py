@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
@@ -97,7 +97,8 @@ class Function(BaseModel):
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+    """Whether calls have to fit the parameters; they do where `tool_choice` asks for a call."""
 
 
 class Tool(BaseModel):
@@ -108,6 +109,55 @@ class Tool(BaseModel):
     function: Function
 
 
+class Named(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The one tool that has to be called."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: Named
+
+
+class JsonSchema(BaseModel):
+    """What an answer has to be, as JSON Schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """Answers fit the schema either way."""
+
+
+class ResponseFormat(BaseModel):
+    """What kind of answer there has to be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def check(self) -> ResponseFormat:
+        """Raises ValueError unless the schema is where the type is."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema has to be given with type json_schema, and only then")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema of an answer; None for any text."""
+        if self.type == "text":
+            return None
+        found = self.json_schema.json_schema if self.json_schema is not None else None
+        return {"type": "object"} if found is None else found
+
+
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
@@ -115,9 +165,9 @@ class ChatRequest(Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
@@ -139,6 +189,18 @@ class ChatRequest(Request):
         if not self.tools or self.tool_choice == "none":
             return ""
         return json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools], ensure_ascii=False)
+
+    @property
+    def has_to_call(self) -> bool:
+        """Whether the answer has to be a call of a tool."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools of which one has to be called."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return [tool for tool in tools if named in (None, tool["function"]["name"])]
 
     @property
     def num_drawn(self) -> int:

@@ -18,6 +18,7 @@ from llmsuite.data.rows import ToolCall
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line
 from llmsuite.inference.generate import Generator
+from llmsuite.inference.guided import Guide
 from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages, tool_names
 from llmsuite.serving import protocol
 from llmsuite.serving.limits import Limits
@@ -145,14 +146,38 @@ class Service:
         if len(prompts) * count > protocol.MAX_ANSWERS:
             raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_ANSWERS} a request")
         self._check_biases(asked)
+        guide = self._guide(asked)
         lines = []
         for prompt in prompts:
             room = max(1, min(self.limits.max_new_tokens, self.generator.decoder.max_length - len(prompt)))
             if wanted is not None and wanted > self.limits.max_new_tokens:
                 raise UserError(f"max_tokens: is {wanted}; this server gives at most {self.limits.max_new_tokens}")
             sampling = asked.sampling(wanted or room, num_logprobs)
-            lines += [self.generator.line(prompt, sampling, number) for number in range(count)]
+            guides = [guide.copy() if guide is not None else None for _ in range(count)]
+            lines += [self.generator.line(prompt, sampling, number, own) for number, own in enumerate(guides)]
         return lines, len(prompts)
+
+    def _guide(self, asked: ChatRequest | CompletionRequest) -> Guide | None:
+        """The grammar that answers have to follow. Raises UserError."""
+        if isinstance(asked, CompletionRequest):
+            return None
+        schema = asked.response_format.schema_of_answer if asked.response_format is not None else None
+        if not asked.has_to_call and any(tool.function.strict for tool in asked.tools or ()):
+            raise UserError(
+                "tools: strict: true is for calls that have to be: with tool_choice required, or a function"
+            )
+        if (schema is not None or asked.has_to_call) and asked.min_tokens:
+            raise UserError(
+                "min_tokens: not with response_format or a tool_choice that ends the answer where it is whole"
+            )
+        if not asked.has_to_call:
+            return None if schema is None else self.generator.grammars.of_schema(schema, "response_format")
+        if schema is not None:
+            raise UserError("response_format: not with a tool_choice that asks for a call")
+        if not asked.callable_tools:
+            raise UserError("tool_choice: asks for a call of a tool that is not in tools")
+        several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
+        return self.generator.grammars.of_calls(self.prompter.calls, asked.callable_tools, several)
 
     def _check_biases(self, asked: ChatRequest | CompletionRequest) -> None:
         size = self.generator.decoder.vocab_size
