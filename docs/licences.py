@@ -8,11 +8,13 @@ in an environment with these packages: `make lock` has written which.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK, PAGE = ROOT / "requirements" / "cpu.lock", ROOT / "docs" / "reference" / "licences.md"
+VENDORED = ROOT / "llmsuite" / "web" / "vendored" / "vendored.json"
 _LONGEST = 60
 """What is longer is a text and no name."""
 
@@ -50,7 +52,19 @@ def page() -> str:
         "|---|---|",
     ]
     rows = ((name, licence_of(name)) for name in sorted(locked()))
-    return "\n".join([*lines, *(f"| {name} | {found} |" for name, found in rows if found is not None)]) + "\n"
+    packages = [f"| {name} | {found} |" for name, found in rows if found is not None]
+    return "\n".join([*lines, *packages, *libraries()]) + "\n"
+
+
+def libraries() -> list[str]:
+    """The JavaScript libraries that come with the package."""
+    recorded = json.loads(VENDORED.read_text(encoding="utf-8"))
+    rows = dict.fromkeys(
+        f"| [{one['package']}](https://www.npmjs.com/package/{one['package']}) {one['version']} | {one['licence']} |"
+        for one in recorded
+    )
+    lines = ["", "Libraries for browsers in `llmsuite/web/vendored`, with their licences beside them:", ""]
+    return [*lines, "| JavaScript library | licence |", "|---|---|", *rows]
 
 
 if __name__ == "__main__":

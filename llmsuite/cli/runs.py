@@ -87,27 +87,28 @@ def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _add_report_arguments(parser: Any) -> None:
     parser.add_argument("runs", type=str, nargs="+", help="directory of the run; further ones are drawn beside it")
+    parser.add_argument("--png", action="store_true", help="write each chart as report/NAME.png too; needs matplotlib")
 
 
 def _report(args: Any, registry: Registry) -> int:
     from llmsuite.observe.report import write_report
     from llmsuite.observe.runs import read_run
 
-    for path in write_report([read_run(Path(path)) for path in args.runs]):
+    for path in write_report([read_run(Path(path)) for path in args.runs], args.png):
         print(path)
     return 0
 
 
 def _add_watch_arguments(parser: Any) -> None:
-    parser.add_argument("run", type=str, help="directory of the run")
+    parser.add_argument("runs", type=str, nargs="+", help="directory of the run; further ones are drawn beside it")
     parser.add_argument("--port", type=int, default=8080, help="on the loopback address; 0 for any that is free")
 
 
 def _watch(args: Any, registry: Registry) -> int:
     from llmsuite.observe.watch import make_server
 
-    with make_server(Path(args.run), args.port) as server:
-        print(f"watching {args.run} on http://127.0.0.1:{server.server_port}/", flush=True)
+    with make_server([Path(path) for path in args.runs], args.port) as server:
+        print(f"watching {', '.join(args.runs)} on http://127.0.0.1:{server.server_port}/", flush=True)
         for number in (
             signal.SIGINT,
             signal.SIGTERM,
@@ -118,9 +119,7 @@ def _watch(args: Any, registry: Registry) -> int:
 
 
 RUNS = Command(name="runs", help="list, show or compare runs", add_arguments=_add_arguments, run=_run)
-REPORT = Command(
-    name="report", help="write a page and pictures of a run", add_arguments=_add_report_arguments, run=_report
-)
+REPORT = Command(name="report", help="write the page of a run", add_arguments=_add_report_arguments, run=_report)
 WATCH = Command(
     name="watch", help="serve the page of a run that goes on", add_arguments=_add_watch_arguments, run=_watch
 )

@@ -63,16 +63,44 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def last_completions(run: Path, most: int) -> list[dict[str, Any]]:
-    """The completions of a run's last rollout, `most` of them at most; of a very long rollout its end."""
+def sampled_completions(run: Path, rollouts: int, most: int) -> list[list[dict[str, Any]]]:
+    """Completions of some rollouts over the whole run, the last one too, each `most` of them at most.
+
+    Of a long file only the places are read that are shown.
+    """
     path = run / COMPLETIONS
     if not path.is_file():
         return []
+    found: dict[int, list[dict[str, Any]]] = {}
     with open(path, "rb") as file:
-        start = max(0, path.stat().st_size - _TAIL_BYTES)
+        size = path.stat().st_size
+        for number in range(rollouts - 1):
+            rows = _rollout_at(file, size * number // max(1, rollouts - 1), most)
+            if rows:
+                found.setdefault(rows[0]["step"], rows)
+        start = max(0, size - _TAIL_BYTES)
         file.seek(start)
         lines = file.read().splitlines(keepends=True)[1 if start else 0 :]
-    rows = [row for line in lines if line.endswith(b"\n") and (row := _row(line)) is not None]
-    if not rows:
-        return []
-    return list(itertools.islice((row for row in rows if row["step"] == rows[-1]["step"]), most))
+    last = [row for line in lines if line.endswith(b"\n") and (row := _row(line)) is not None]
+    if last:
+        step = last[-1]["step"]
+        found[step] = list(itertools.islice((row for row in last if row["step"] == step), most))
+    return [found[step] for step in sorted(found)]
+
+
+def _rollout_at(file: Any, start: int, most: int) -> list[dict[str, Any]]:
+    """The first completions of the first rollout that begins behind a place."""
+    file.seek(start)
+    before = None
+    if start:
+        file.readline()  # a part of a line
+        before = _row(file.readline())
+    rows: list[dict[str, Any]] = []
+    while len(rows) < most and file.tell() < start + _TAIL_BYTES:
+        line = file.readline()
+        row = _row(line) if line.endswith(b"\n") else None
+        if row is None or (rows and row["step"] != rows[0]["step"]):
+            break
+        if before is None or row["step"] != before["step"]:
+            rows.append(row)
+    return rows

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.observe.completions import last_completions
+from llmsuite.observe.completions import sampled_completions
 from llmsuite.observe.events import ENVIRONMENT, read_events
 
 Record = dict[str, Any]
-_MOST_COMPLETIONS = 64
+_SAMPLED_ROLLOUTS, _MOST_COMPLETIONS = 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,10 @@ class Run:
     """Times of each rank, from `ranks.jsonl`."""
     events: list[Record]
     environment: Record
-    completions: list[Record] = dataclasses.field(default_factory=list)
-    """Completions of the last rollout, from `completions.jsonl`."""
+    samples: list[list[Record]] = dataclasses.field(default_factory=list)
+    """Completions of some rollouts, the last one too, from `completions.jsonl`."""
+    heard: float | None = None
+    """When it last recorded a step, in seconds since 1970."""
 
     @property
     def status(self) -> str:
@@ -66,7 +68,8 @@ def read_run(directory: Path) -> Run:
         _records(directory / "ranks.jsonl"),
         read_events(directory),
         _object(directory / ENVIRONMENT),
-        last_completions(directory, _MOST_COMPLETIONS),
+        sampled_completions(directory, _SAMPLED_ROLLOUTS, _MOST_COMPLETIONS),
+        (directory / "metrics.jsonl").stat().st_mtime,
     )
 
 

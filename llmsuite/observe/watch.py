@@ -1,70 +1,58 @@
-"""Serves the live report of a run, to browsers on this machine only."""
+"""Serves the live report of runs, to browsers on this machine only."""
 
 from __future__ import annotations
 
 import hashlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from llmsuite.errors import UserError
 from llmsuite.observe.report import content, page
 from llmsuite.observe.runs import read_run
+from llmsuite.web.local import LocalHandler, LocalServer
 
 _FILES = ("metrics.jsonl", "ranks.jsonl", "events.jsonl", "completions.jsonl", "environment.json", "recipe.json")
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-def make_server(directory: Path, port: int) -> ThreadingHTTPServer:
+def make_server(directories: Sequence[Path], port: int) -> LocalServer:
     """A server on the loopback address; call its `serve_forever`.
 
     Args:
-        directory: of the run.
+        directories: of the runs, which are drawn beside each other.
         port: 0 for any that is free.
 
     Raises:
-        UserError: it is not a run, or the port is taken.
+        UserError: one is not a run, or the port is taken.
     """
-    read_run(directory)
+    first = page([read_run(directory) for directory in directories], live=True)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(LocalHandler):
         def do_GET(self) -> None:
-            # against DNS rebinding: a web page may reach this address, but not under this name
-            if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
-                self.send_error(403)
-            elif self.path == "/":
-                self._answer(page([read_run(directory)], live=True), "")
+            if not self.is_local():
+                return
+            if self.path == "/":
+                self.answer(first.html, Content_Security_Policy=first.policy)
             elif self.path == "/content":
-                tag = _tag(directory)
-                if self.headers.get("If-None-Match") == tag:
-                    self.send_response(304)
-                    self.end_headers()
-                else:
-                    self._answer(content([read_run(directory)]), tag)
+                answer_content(self, directories)
             else:
                 self.send_error(404)
 
-        def _answer(self, text: str, tag: str) -> None:
-            body = text.encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Content-Security-Policy", _POLICY)
-            self.send_header("Cache-Control", "no-store")
-            if tag:
-                self.send_header("ETag", tag)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
-
-    try:
-        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise UserError(f"--port {port}: {error.strerror}; choose another one, or 0 for any") from error
+    return LocalServer(port, Handler)
 
 
-def _tag(directory: Path) -> str:
-    """An ETag that changes when a file of the run changes."""
-    stats = [(directory / name).stat() for name in _FILES if (directory / name).is_file()]
+def answer_content(handler: LocalHandler, directories: Sequence[Path]) -> None:
+    """Answer with what runs have recorded, or 304 if that is what the browser has."""
+    tag = _tag(directories)
+    if handler.headers.get("If-None-Match") == tag:
+        handler.send_response(304)
+        handler.end_headers()
+        return
+    found = content([read_run(directory) for directory in directories])
+    handler.answer(json.dumps(found), "application/json", ETag=tag)
+
+
+def _tag(directories: Sequence[Path]) -> str:
+    """An ETag that changes when a file of a run changes."""
+    files = [directory / name for directory in directories for name in _FILES]
+    stats = [path.stat() for path in files if path.is_file()]
     return '"' + hashlib.sha256(repr([(s.st_size, s.st_mtime_ns) for s in stats]).encode()).hexdigest()[:16] + '"'

@@ -75,7 +75,7 @@ class Output(Silence):
         write_text_atomic(directory / "recipe.json", recipe_text(view.recipe))
         recipe = view.recipe
         write_environment(directory, environment(recipe["device"], view.mesh, view.num_ranks))
-        add_event(directory, "started" if resume_step == 0 else "resumed", step=resume_step)
+        add_event(directory, "started" if resume_step == 0 else "resumed", step=resume_step, of=view.total_steps)
         self._file = MetricsFile(directory / "metrics.jsonl", resume_step)
         self._ranks = MetricsFile(directory / "ranks.jsonl", resume_step) if view.num_ranks > 1 else None
         self._completions = CompletionsFile(directory / COMPLETIONS, resume_step) if draws else None

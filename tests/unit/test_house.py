@@ -28,7 +28,7 @@ LAYERS = (
         "progress",
         "typing",
     ),  # of the root
-    ("hub",),
+    ("hub", "web"),
     ("devices",),
     ("models",),
     ("schema",),

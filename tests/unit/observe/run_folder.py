@@ -60,3 +60,29 @@ def make_run(
     (directory / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
     (directory / "environment.json").write_text(json.dumps({"host": "<host>", "mesh": "pp1 dp2 sharding1 tp1"}))
     return directory
+
+
+def make_preferences(directory: Path, num_steps: int, text: str = "It is **Paris**.") -> Path:
+    """A DPO run with evaluations and a rollout: what has a chart of its own."""
+    sections = {
+        "stage": "dpo",
+        "model": {"family": "llama", "preset": "smollm2-135m", "weights": "models/smollm2-135m-instruct"},
+        "data": {"train": "data/preference/train.jsonl", "eval": "data/preference/eval.jsonl"},
+        "lora": {"rank": 8, "method": "lora"},
+    }
+    run = make_run(directory, num_steps=1, sections=sections, max_steps=num_steps, global_batch_size=8)
+    lines = []
+    for step in range(1, num_steps + 1):
+        pair = {"rewards/chosen": step / 100, "rewards/rejected": -step / 50, "rewards/margin": 3 * step / 100}
+        logps = {"logps/chosen": -30.0 + step / 20, "logps/rejected": -80.0 - step / 10}
+        lines.append(record(step, 0.69 * 0.99**step, **pair, **logps, **{"rewards/accuracy": 0.75}))
+        if step % 50 == 0 or step == num_steps:
+            lines.append({"step": step, "eval/loss": 0.68 * 0.99**step, "eval/rewards/accuracy": 0.875})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = {"step": 1, "group": 0, "prompt": "What is the capital of France?", "text": text, "reward": 1.0,
+           "rewards": {"exact": 1.0}, "advantage": 0.5, "num_tokens": 6, "finish_reason": "stop"}  # fmt: skip
+    rows = [{**row, "step": step} for step in (1, num_steps)]
+    (run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = {"host": "host", "mesh": "pp1 dp2 sharding1 tp1", "ranks": 2, "device": "cpu"}
+    (run / "environment.json").write_text(json.dumps(environment))
+    return run

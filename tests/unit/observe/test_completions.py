@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmsuite.observe.completions import COMPLETIONS, CompletionsFile, last_completions
-from llmsuite.observe.report import page
+from llmsuite.observe.completions import COMPLETIONS, CompletionsFile, sampled_completions
+from llmsuite.observe.report import content
 from llmsuite.observe.runs import read_run
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.table import completion_rows
@@ -55,20 +55,30 @@ def test_a_line_that_a_kill_has_cut_is_gone(tmp_path: Path, cut: int, resume_ste
     assert read(path)[-1] == (9, 0)
 
 
-def test_the_last_rollout_is_found(tmp_path: Path) -> None:
-    assert last_completions(tmp_path, 5) == []
+def shown(path: Path, rollouts: int, most: int) -> list[tuple[int, list[int]]]:
+    return [(r[0]["step"], [row["number"] for row in r]) for r in sampled_completions(path, rollouts, most)]
+
+
+def test_rollouts_are_sampled_over_the_run(tmp_path: Path) -> None:
+    assert shown(tmp_path, 3, 5) == []
     write(tmp_path / COMPLETIONS, 0, {1: 2, 5: 4})
     with open(tmp_path / COMPLETIONS, "a") as file:
         file.write('{"step": 6, "num')
-    assert [(row["step"], row["number"]) for row in last_completions(tmp_path, 3)] == [(5, 0), (5, 1), (5, 2)]
+    assert shown(tmp_path, 3, 3) == [(1, [0, 1]), (5, [0, 1, 2])]
+    assert shown(tmp_path, 1, 1) == [(5, [0])]
+    write(tmp_path / COMPLETIONS, 0, dict.fromkeys(range(1, 101), 4))
+    found = shown(tmp_path, 5, 2)
+    assert [numbers for _, numbers in found] == [[0, 1]] * 5
+    assert [abs(step - wanted) <= 3 for (step, _), wanted in zip(found, (1, 25, 50, 75, 100))] == [True] * 5
 
 
-def test_the_end_of_a_large_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmsuite.observe.completions._TAIL_BYTES", 150)
+def test_of_a_large_file_a_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmsuite.observe.completions._TAIL_BYTES", 300)
     write(tmp_path / COMPLETIONS, 0, {1: 50, 2: 50})
-    found = last_completions(tmp_path, 50)
-    assert found
-    assert [row["number"] for row in found] == list(range(50 - len(found), 50))
+    first, last = sampled_completions(tmp_path, 4, 50)
+    assert 0 < len(first) < 50
+    assert [row["number"] for row in first] == list(range(len(first)))
+    assert [row["number"] for row in last] == list(range(50 - len(last), 50)), "the end of the last one"
 
 
 def completion(text: str, group: int, number: int) -> Completion:
@@ -109,13 +119,15 @@ def test_the_report_shows_them(tmp_path: Path) -> None:
         metrics.write(
             json.dumps({"step": 4, "loss": 0.0, "reward": 0.5, "completions/length": 3.0, "entropy": 1.5}) + "\n"
         )
-    text = page([read_run(run)])
-    assert "<h2>Completions of step 3</h2>" in text
+    found = content([read_run(run)])
+    text = found["html"]
+    assert "<summary>Completions of step 3</summary>" in text
     assert "&lt;b&gt;01&lt;/b&gt;" in text
     assert text.count("Prompt 0?") == text.count("Prompt 1?") == 1
-    assert "<td>missing</td>" in text
-    assert "<td>0.25</td>" in text
-    assert [name for name in ("reward", "completions", "entropy", "kl") if f'<figure id="{name}"' in text] == [
+    assert "<span>reward <b>missing</b></span>" in text
+    assert "<span>advantage <b>0.25</b></span>" in text
+    names = [chart["name"] for chart in found["charts"]]
+    assert [name for name in ("reward", "completions", "entropy", "kl") if name in names] == [
         "reward",
         "completions",
         "entropy",
@@ -128,6 +140,6 @@ def test_the_report_shows_the_turns_of_episodes(tmp_path: Path) -> None:
     file = CompletionsFile(run / COMPLETIONS, 0)
     file.write(1, [{**rows()[0], "text": "7", "turns": turns}, {**rows()[1], "turns": turns[:1], "failure": "it hung"}])
     file.close()
-    text = page([read_run(run)])
-    assert "<td>assistant: 5\nuser: higher\nassistant: 7</td>" in text
-    assert "<td>assistant: 5\n(failed: it hung)</td>" in text
+    text = content([read_run(run)])["html"]
+    assert "<pre>assistant: 5\nuser: higher\nassistant: 7</pre>" in text
+    assert "<pre>assistant: 5\n(failed: it hung)</pre>" in text

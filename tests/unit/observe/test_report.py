@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
+import hashlib
 import json
+import os
 import re
+import socket
+import struct
+import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
+from llmsuite.observe.charts import Curve, drawn_charts
 from llmsuite.observe.events import add_event, environment, read_events
-from llmsuite.observe.report import figures, page, write_report
+from llmsuite.observe.pictures import passes, passes_svg
+from llmsuite.observe.report import content, page, write_report
 from llmsuite.observe.runs import differing, find_runs, read_run
+from llmsuite.observe.summary import cards, event_line, in_words
 from llmsuite.observe.watch import make_server
 from llmsuite.planning.schedule import orders, simulate
-from tests.unit.observe.run_folder import PIPELINE, make_run, record
+from llmsuite.web.document import VENDORED
+from tests.paths import ROOT
+from tests.unit.observe.run_folder import PIPELINE, make_preferences, make_run, record
 
 CHARTS = ["loss", "learning_rate", "grad_norm", "throughput", "memory", "data_wait", "ranks"]
 Capsys = pytest.CaptureFixture[str]
@@ -96,52 +109,185 @@ class Page(HTMLParser):
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
-    text = page([read_run(make_run(tmp_path / "a"))])
-    found = Page(text)
-    assert found.tags.count("svg") == len(CHARTS)
-    assert "script" not in found.tags
-    assert all(address.startswith("#") for address in found.addresses)
-    used = {a[1:] for a in found.addresses} | set(re.findall(r"url\(#([^)]+)\)", text))
-    assert used <= set(found.ids)
+    document = page([read_run(make_run(tmp_path / "a"))])
+    found = Page(document.html)
+    assert all(address.startswith(("#", "data:")) for address in found.addresses)
     assert len(set(found.ids)) == len(found.ids), "an id is there twice"
-    assert "&lt;host&gt;" in text
-    assert "<host>" not in text
+    assert "&lt;host&gt;" in content([read_run(tmp_path / "a")])["html"]
+    assert "<host>" not in document.html
+    allowed = set(re.findall(r"'sha256-([^']+)'", document.policy))
+    written = re.findall(r"<(script|style)>(.*?)</\1>", document.html, re.DOTALL)
+    digests = {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for _, text in written}
+    assert digests == allowed, "the policy allows what is written into the page, and nothing else"
+
+
+def test_libraries_are_those_that_are_recorded() -> None:
+    for folder in (VENDORED, ROOT / "tests" / "vendored"):
+        recorded = json.loads((folder / "vendored.json").read_text())
+        assert {path.name for path in folder.iterdir() if path.suffix in (".js", ".css")} == {
+            one["file"] for one in recorded
+        }
+        for one in recorded:
+            data = (folder / one["file"]).read_bytes()
+            assert hashlib.sha256(data).hexdigest() == one["sha256"], one["file"]
+            assert (folder / one["file"]).with_suffix(".LICENSE").is_file()
+            assert b"</script" not in data
+
+
+def drawn(*runs: Path) -> dict[str, list[Curve]]:
+    return {one.chart.name: one.curves for one in drawn_charts([read_run(run) for run in runs])}
+
+
+def test_the_metrics_of_each_stage_have_charts(tmp_path: Path) -> None:
+    run = make_preferences(tmp_path / "a", num_steps=4)
+    more = {"rewards/exact": 0.5, "rewards/form": 0.25, "rewards/exact/std": 0.1, "reward": 0.75, "reward/std": 0.2,
+            "rewards/missing": 0.0, "kl": 0.01, "entropy": 1.5, "pass@4": 0.5, "of/a_plugin": 3.0,
+            "tokens": 9.0}  # fmt: skip
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(record(5, 0.1, **more)) + "\n")
+        file.write(json.dumps({"step": 5, "eval/of/a_plugin": 4.0, "eval/kl": None}) + "\n")
+    found = drawn(run)
+    assert [name for name in found if name not in CHARTS] == [
+        *("accuracy", "margin", "pairs", "logps", "reward", "passes", "components", "spread", "kl", "entropy"),
+        *("without_signal", "of-a_plugin"),
+    ]
+    assert [(c.label, c.steps, c.dashed) for c in found["accuracy"]] == [
+        ("train", [1, 2, 3, 4], False), ("eval", [4], True)
+    ]  # fmt: skip
+    assert [c.label for c in found["pairs"]] == ["chosen", "rejected"]
+    assert [(c.label, c.values) for c in found["components"]] == [("exact", [0.5]), ("form", [0.25])]
+    assert [c.label for c in found["spread"]] == ["all", "exact"]
+    assert [(c.label, c.values) for c in found["of-a_plugin"]] == [("train", [3.0]), ("eval", [4.0])]
+    assert found["memory"][0].values[0] == 2.5
+
+
+def test_what_is_no_number_is_not_drawn(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", num_steps=2)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "loss": NaN, "grad_norm": Infinity}\n')
+    assert drawn(run)["loss"][0].steps == [1, 2]
+    json.dumps(content([read_run(run)]), allow_nan=False)
+
+
+def test_of_a_long_run_every_peak_is_drawn(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", num_steps=1)
+    values = [1.0 + 1e-9 * step for step in range(30000)]
+    values[17321], values[23456] = 50.0, -3.0
+    lines = [json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(values)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    chart = next(drawn_charts([read_run(run)])).data()
+    (curve,) = chart["curves"]
+    assert len(curve["steps"]) <= 2001
+    pairs = dict(zip(curve["steps"], curve["values"]))
+    assert (pairs[17321], pairs[23456], max(pairs)) == (50.0, -3.0, 29999)
+    assert list(pairs) == sorted(pairs)
+
+
+def test_many_ranks_are_three_curves(tmp_path: Path) -> None:
+    curves = drawn(make_run(tmp_path / "a", num_steps=1, num_ranks=64))["ranks"]
+    assert [(c.label, round(c.values[0], 6)) for c in curves] == [
+        ("least busy", 0.1),
+        ("median", 3.3),
+        ("busiest", 6.4),
+    ]
 
 
 def test_the_schedule_of_a_pipeline_is_drawn(tmp_path: Path) -> None:
     """As `llmsuite.parallel.schedule` orders it: two ranks with two chunks each, 8 samples of two data ranks."""
     run = read_run(make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8))
-    drawn = {name: figure for name, _, figure in figures([run])}
-    assert list(drawn) == [*CHARTS, "schedule"]
-    bars = [bar for bars in drawn["schedule"].axes[0].collections for bar in bars.get_paths()]
+    timeline = passes(run.recipe)
+    assert timeline is not None
+    bars = re.findall(r'<rect class="(\w+) chunk(\d)" x="([\d.]+)".*?width="([\d.]+)"', passes_svg(timeline))
     assert len(bars) == 2 * 4 * 2 * 2
+    assert {kind for kind, *_ in bars} == {"forward", "backward"}
+    assert max(float(x) + float(width) for *_, x, width in bars) == pytest.approx(1000, abs=0.1)
     played = simulate(orders("interleaved", 2, 4, 2), [1.0] * 4, [2.0] * 4)
-    assert max(bar.vertices[:, 0].max() for bar in bars) == played.length
-    assert f"ranks wait {played.bubble:.1%}" in page([run])
+    assert f"Ranks wait {played.bubble:.1%} of" in content([run])["html"]
     long = read_run(make_run(tmp_path / "b", sections=PIPELINE, global_batch_size=2000))
-    assert f"of {4 * 2 * 2 * 2} passes each" in page([long])
+    assert f"of {4 * 2 * 2 * 2} passes each" in content([long])["html"]
 
 
 def test_no_picture_of_passes_whose_number_depends_on_lengths(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8, micro_batch_tokens=512))
-    assert [name for name, _, _ in figures([run])] == CHARTS
+    assert passes(run.recipe) is None
+    assert "Passes of the pipeline" not in content([run])["html"]
 
 
 def test_two_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
-    runs = [read_run(make_run(tmp_path / "one")), read_run(make_run(tmp_path / "two", learning_rate=0.5))]
-    text = page(runs)
+    runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two", learning_rate=0.5)]
+    text = content([read_run(run) for run in runs])["html"]
     assert "Recipes differ in" in text
-    assert "<td>train.learning_rate</td><td>0.001</td><td>0.5</td>" in text
-    assert ">two train</text>" in text
+    assert '<th scope="row">train.learning_rate</th><td>0.001</td><td>0.5</td>' in text
+    assert '<th scope="row">Status</th>' in text
+    curves = drawn(*runs)["loss"]
+    assert [c.label for c in curves] == ["one train", "one eval", "two train", "two eval"]
+    assert [c.colour for c in curves] == [0, 0, 1, 1]
 
 
-def test_a_report_is_a_page_and_pictures(tmp_path: Path, capsys: Capsys) -> None:
-    path = make_run(tmp_path / "a")
+def test_cards_say_how_far_a_run_is(tmp_path: Path) -> None:
+    path = make_preferences(tmp_path / "a", num_steps=100)
+    events = [{"time": "2026-01-01T00:00:00+00:00", "event": "started", "step": 0, "of": 500},
+              {"time": "2026-01-01T00:10:00+00:00", "event": "saved", "step": 50},
+              {"time": "2026-01-01T05:00:00+00:00", "event": "resumed", "step": 50, "of": 500}]  # fmt: skip
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    now = events_seconds("2026-01-01T05:05:00+00:00")
+    os.utime(path / "metrics.jsonl", (now - 90, now - 90))
+    found = {card.label: (card.value, card.note) for card in cards(read_run(path), now)}
+    assert found["Steps"] == ("100 of 500", "15 min 00 s so far, about 3 min 20 s left")  # 400 steps of 0.5 s
+    assert found["Status"] == ("running", "last record 1 min 30 s ago: is it still there?")
+    assert found["Preferred rightly"] == ("75.0%", "0.875 in the evaluation of step 100")
+    assert found["Model"] == ("smollm2-135m", "weights models/smollm2-135m-instruct")
+    assert found["Data"] == ("preference/train.jsonl", "evaluated on data/preference/eval.jsonl")
+    assert found["Stage"] == ("dpo", "lora of rank 8, batches of 8")
+    assert found["Mesh"] == ("pp1 dp2 sharding1 tp1", "2 ranks on cpu host")
+    assert found["Tokens a second"][1] == "1.83 seconds of a device for 1,000 tokens"
+    add_event(path, "stopped", step=100)
+    ended = {card.label: card for card in cards(read_run(path), now)}
+    assert ended["Status"].value == "stopped"
+    assert "left" not in ended["Steps"].note
+
+
+def events_seconds(text: str) -> float:
+    return datetime.datetime.fromisoformat(text).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.25, "0.2 s"), (59, "59 s"), (125, "2 min 05 s"), (3 * 3600 + 20 * 60, "3 h 20 min"), (200000, "2 d 7 h")],
+)
+def test_times_are_for_people(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        ({"event": "started", "step": 0, "of": 500}, "Started, 500 steps to go"),
+        ({"event": "skipped", "step": 7, "loss": 12.5, "grad_norm": 99.0},
+         "Left out the bad step 7 (loss 12.5, gradient norm 99)"),
+        ({"event": "rolled back", "step": 9, "to": 5}, "Went back from step 9 to the checkpoint of step 5"),
+        ({"event": "restarting", "step": 8, "restart": 1, "of": 3, "why": "rank 1 was killed"},
+         "Restart 1 of 3 from step 8: rank 1 was killed"),
+        ({"event": "failed", "error": "UserError: no"}, "Failed: UserError: no"),
+        ({"event": "failed", "exit_code": 1}, "Failed with exit code 1; see logs/workerlog.0"),
+        ({"event": "of a plugin", "x": 1}, "of a plugin: x 1"),
+    ],
+    ids=lambda value: value["event"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_events_are_told_in_words(event: dict[str, Any], words: str) -> None:
+    assert event_line({"time": "2026-01-01T00:01:00.000+00:00", **event}) == ("2026-01-01 00:01:00 UTC", words)
+
+
+def test_a_report_is_a_page_and_pictures_on_demand(tmp_path: Path, capsys: Capsys) -> None:
+    path = make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8)
     assert main(["report", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(path / "report.html")]
+    assert main(["report", str(path), "--png"]) == 0
+    names = [*CHARTS, "schedule"]
     assert capsys.readouterr().out.splitlines() == [
-        str(path / "report.html"), *(str(path / "report" / f"{name}.png") for name in CHARTS)
+        str(path / "report.html"), *(str(path / "report" / f"{name}.png") for name in names)
     ]  # fmt: skip
-    for name in CHARTS:
+    for name in names:
         assert (path / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -152,10 +298,13 @@ def test_no_step_no_report(tmp_path: Path) -> None:
         write_report([read_run(path)])
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+def test_without_matplotlib_there_is_a_page_and_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    runs = [read_run(make_run(tmp_path / "a"))]
+    assert write_report(runs) == [tmp_path / "a" / "report.html"]
     with pytest.raises(UserError, match="pip install matplotlib"):
-        write_report([read_run(make_run(tmp_path / "a"))])
+        write_report(runs, pictures=True)
 
 
 def test_runs_are_listed_shown_and_compared(tmp_path: Path, capsys: Capsys) -> None:
@@ -182,7 +331,7 @@ def test_runs_are_listed_shown_and_compared(tmp_path: Path, capsys: Capsys) -> N
 def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """A run that goes on, and the address it is served at."""
     path = make_run(tmp_path / "a", end=None)
-    server = make_server(path, 0)
+    server = make_server([path], 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     yield path, f"http://127.0.0.1:{server.server_port}"
@@ -194,17 +343,18 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 def test_the_served_page_changes_with_the_run(served: tuple[Path, str]) -> None:
     path, url = served
     with urllib.request.urlopen(url + "/") as answer:
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; ")
         assert "fetch(" in answer.read().decode()
     with urllib.request.urlopen(url + "/content") as answer:
         tag = answer.headers["ETag"]
-        assert "<td>last step</td><td>5</td>" in answer.read().decode()
+        assert json.load(answer)["charts"][0]["curves"][0]["steps"] == [1, 2, 3, 4, 5]
     same = urllib.request.Request(url + "/content", headers={"If-None-Match": tag})
     with pytest.raises(urllib.error.HTTPError, match="304"):
         urllib.request.urlopen(same)
     with open(path / "metrics.jsonl", "a") as file:
         file.write(json.dumps(record(6, 0.4)) + "\n")
     with urllib.request.urlopen(same) as answer:
-        assert "<td>last step</td><td>6</td>" in answer.read().decode()
+        assert json.load(answer)["charts"][0]["curves"][0]["values"][-1] == 0.4
 
 
 @pytest.mark.parametrize(("path", "host", "code"), [("/", "evil.example:80", 403), ("/recipe.json", None, 404)])
@@ -213,7 +363,24 @@ def test_nothing_else_is_served(served: tuple[Path, str], path: str, host: str |
         urllib.request.urlopen(urllib.request.Request(served[1] + path, headers={"Host": host} if host else {}))
 
 
+def test_a_page_that_is_closed_is_no_error(served: tuple[Path, str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a browser that leaves in the middle of an answer nothing is printed."""
+    path, url = served
+    lines = "".join(json.dumps(record(step, 1.0, **{f"m{i}": step / 7 for i in range(40)})) + "\n"
+                    for step in range(6, 2000))  # fmt: skip
+    (path / "metrics.jsonl").write_text(lines)
+    port = int(url.rpartition(":")[2])
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
+            connection.sendall(f"GET /content HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+            connection.recv(100)
+    with urllib.request.urlopen(url + "/content") as answer:
+        assert len(answer.read()) > 100000
+    assert capfd.readouterr().err == ""
+
+
 def test_a_port_that_is_taken_is_told(served: tuple[Path, str]) -> None:
     port = int(served[1].rpartition(":")[2])
     with pytest.raises(UserError, match=f"--port {port}: "):
-        make_server(served[0], port)
+        make_server([served[0]], port)

@@ -1,0 +1,62 @@
+"""A server for browsers on this machine only."""
+
+from __future__ import annotations
+
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from llmsuite.errors import UserError
+
+_SECONDS = 30
+"""For which a client may be silent."""
+
+
+class LocalServer(ThreadingHTTPServer):
+    """Listens on the loopback address; call its `serve_forever`."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, handler: type[LocalHandler]):
+        """`port`: 0 for any that is free. Raises UserError when it is taken."""
+        try:
+            super().__init__(("127.0.0.1", port), handler)
+        except (OSError, OverflowError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"--port {port}: {why}; choose another one, or 0 for any") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser may close its page in the middle of an answer; all else is printed."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
+
+class LocalHandler(BaseHTTPRequestHandler):
+    """Answers only what is asked under a name of this machine."""
+
+    timeout = _SECONDS
+
+    def is_local(self) -> bool:
+        """Refuse other names, against DNS rebinding: a web page may reach this address, but not under this name."""
+        if self.headers.get("Host", "").rpartition(":")[0] in ("127.0.0.1", "localhost"):
+            return True
+        self.send_error(403)
+        return False
+
+    def answer(self, text: str, kind: str = "text/html", status: int = 200, **headers: str) -> None:
+        """Send a text. In names of headers, _ is -."""
+        body = text.encode("utf-8", "replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
