@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -16,11 +15,11 @@ from llmsuite.inference.batch import Line
 from llmsuite.serving import protocol, training
 from llmsuite.serving.events import EventStream
 from llmsuite.serving.limits import BodyLimits, KnownHosts
+from llmsuite.serving.page import chat_page
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import R, Service
 from llmsuite.serving.weights import ServedWeights
 
-_PAGE = Path(__file__).with_name("page.html")
 _PATHS = ("/", "/healthz", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", *training.PATHS)
 
 
@@ -159,8 +158,8 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/")
     async def page() -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": policy})
+        document = chat_page()
+        return HTMLResponse(document.html, headers={"Content-Security-Policy": document.policy})
 
 
 def _text(line: Line) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import json
-import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +21,7 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.tools import load
+from tests.tools.browser import IS_THERE, REASON, chromium, screenshot, severe, view
 from tests.unit.inference.test_export import write_family
 
 KEY = "the-key"
@@ -303,57 +302,36 @@ def test_a_full_server_says_so_and_ends_well(runner: Runner) -> None:
     assert server.process.returncode == 0
 
 
-@pytest.mark.skipif(not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs chromium-driver")
-def test_the_chat_page_in_a_browser(server: Server, tmp_path: Path) -> None:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-    from selenium.webdriver.common.by import By
+@pytest.mark.skipif(not IS_THERE, reason=REASON)
+def test_the_chat_page_shows_what_the_api_answers(server: Server, tmp_path: Path) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
-    options = webdriver.ChromeOptions()
-    quiet = ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync")
-    for word in ("headless", "no-sandbox", "disable-gpu", *quiet, "window-size=900,700", f"user-data-dir={tmp_path}/p"):
-        options.add_argument(f"--{word}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
-    try:
+    with chromium(tmp_path / "profile") as browser:
+        view(browser, 900, "light")
         browser.get(server.url + "/")
         wait = WebDriverWait(browser, 60)
-        wait.until(lambda b: b.find_element(By.ID, "model").text == "tiny")
+        wait.until(lambda b: b.find_element("id", "model").text == "tiny")
         # without the key, the server's own words are shown
-        browser.find_element(By.ID, "text").send_keys("Hello there\n")
-        wait.until(lambda b: "API key" in b.find_element(By.CSS_SELECTOR, "li.error").text)
-        browser.find_element(By.TAG_NAME, "summary").click()
+        browser.find_element("id", "text").send_keys("Hello there\n")
+        wait.until(lambda b: b.find_elements("css selector", "li.error"))
+        assert "API key" in browser.find_element("css selector", "li.error").text
+        browser.find_element("css selector", "#settings summary").click()
         for field, value in (("key", KEY), ("temperature", "0"), ("tokens", "12")):
-            element = browser.find_element(By.ID, field)
+            element = browser.find_element("id", field)
             element.clear()
             element.send_keys(value)
-        browser.find_element(By.ID, "new").click()
+        browser.find_element("id", "new").click()
         for number, text in enumerate(("Hello there", "<b>And</b> now?"), 1):
-            browser.find_element(By.ID, "text").send_keys(text + "\n")
-            wait.until(lambda b, n=number: len(b.find_elements(By.CSS_SELECTOR, "li.assistant[data-done]")) == n)
-        turns = [li.get_property("textContent") for li in browser.find_elements(By.CSS_SELECTOR, "#turns li")]
-        ask = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), turns)]
-        answers = [
-            server.client().chat.completions.create(
-                model="tiny",
-                messages=ask[:count],
-                temperature=0,
-                max_tokens=12,  # type: ignore[arg-type]
+            browser.find_element("id", "text").send_keys(text + "\n")
+            wait.until(lambda b, n=number: len(b.find_elements("css selector", "li.assistant[data-done]")) == n)
+        turns = browser.execute_script("return JSON.parse(localStorage['llmsuite.chats'])[0].turns")
+        ask: Any = [{key: turn[key] for key in ("role", "content")} for turn in turns]
+        assert [turn["content"] for turn in ask[::2]] == ["Hello there", "<b>And</b> now?"]
+        for count in (1, 3):
+            answer = server.client().chat.completions.create(
+                model="tiny", messages=ask[:count], temperature=0, max_tokens=12
             )
-            for count in (1, 3)
-        ]
-        assert turns[1::2] == [answer.choices[0].message.content for answer in answers]
-        assert turns[::2] == ["Hello there", "<b>And</b> now?"], "text is text"
-        place = Path(os.environ.get("LLMSUITE_SCREENSHOTS", str(tmp_path)))
-        place.mkdir(parents=True, exist_ok=True)
-        assert browser.save_screenshot(str(place / "chat.png"))
-        assert (place / "chat.png").stat().st_size > 5000
-        severe = [
-            entry
-            for entry in browser.get_log("browser")
-            if entry["level"] == "SEVERE" and "401" not in entry["message"]
-        ]
-        assert severe == []
-    finally:
-        browser.quit()
+            assert ask[count]["content"] == answer.choices[0].message.content
+            assert turns[count]["note"].startswith("12 tokens, ")
+        assert severe(browser, "401") == []
+        screenshot(browser, "chat.png", tmp_path)

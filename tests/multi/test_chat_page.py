@@ -1,0 +1,253 @@
+"""The page to chat on in a browser, before a server that says what it is told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.serving.page import chat_page
+from llmsuite.web.local import LocalHandler, LocalServer
+from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view
+
+pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
+MARKDOWN = """Here is **how**, with `x = 1`:
+
+```python
+def double(x):  # twice
+    return 2 * x
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+<img src=x onerror="document.title='owned'"><script>document.title='owned'</script>
+[a link](javascript:document.title='owned') and [another](https://example.com) ![picture](https://example.com/x.png)
+<form action="https://example.com"><input name="password"></form><p style="position:fixed" id="send">end</p>
+"""
+
+
+class Scripted(LocalHandler):
+    """A chat server: echoes, and knows the words "markdown", "nothing", "slowly" and "fail"."""
+
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        if self.path == "/":
+            self.answer(chat_page().html, Content_Security_Policy=chat_page().policy)
+        elif self.path == "/healthz":
+            self.answer(json.dumps({"status": "ok", "model": "scripted"}), "application/json")
+        else:
+            self.answer(json.dumps({"data": [{"id": "scripted"}, {"id": "other"}]}), "application/json")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        said = body["messages"][-1]["content"]
+        if said == "fail":
+            self.answer(json.dumps({"error": {"message": "max_tokens: at most 64"}}), "application/json", 400)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        words = {"markdown": MARKDOWN, "nothing": "", "slowly": "word " * 600}.get(said, f"You said: {said}")
+        for part in words.splitlines(keepends=True) if said == "markdown" else words.split(" "):
+            self.event({"choices": [{"delta": {"content": part + ("" if said == "markdown" else " ")}}]})
+            time.sleep(0.02)
+        self.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        self.event({"choices": [], "usage": {"completion_tokens": len(words.split())}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, chunk: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """The page in the browser, with nothing kept; `page.asked` is what its server was asked."""
+    handler = type("Handler", (Scripted,), {"asked": []})
+    server = LocalServer(0, handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    view(browser, 1440, "light")
+    browser.get(f"http://127.0.0.1:{server.server_port}/")
+    browser.asked = handler.asked
+    yield browser
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def say(page: Any, text: str) -> None:
+    page.find_element("id", "text").send_keys(text + "\n")
+
+
+def wait(page: Any, done: Any) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(page, 60).until(done)
+
+
+def talk(page: Any, text: str) -> None:
+    """Say something and wait for the end of the answer."""
+    count = len(page.find_elements("css selector", "li[data-done]"))
+    say(page, text)
+    wait(page, lambda b: len(b.find_elements("css selector", "li[data-done]")) == count + 1)
+
+
+def said(page: Any) -> list[str]:
+    return [place.text for place in page.find_elements("css selector", "#turns .said")]
+
+
+def press(page: Any, name: str, number: int = -1) -> None:
+    page.find_elements("xpath", f"//ol[@id='turns']//button[normalize-space()='{name}']")[number].click()
+
+
+@pytest.mark.parametrize(("width", "scheme"), VIEWS)
+def test_it_can_be_read_and_used_everywhere(page: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    view(page, width, scheme)
+    talk(page, "markdown")
+    talk(page, "nothing")
+    say(page, "fail")
+    wait(page, lambda b: b.find_elements("css selector", "li.error"))
+    assert any("400" in line for line in severe(page)), "the refused request, which the browser tells"
+    for summary in page.find_elements("css selector", "summary"):
+        summary.click()
+    page.execute_script("document.activeElement.blur(); scrollTo(0, 0)")
+    assert faults(page) == []
+    screenshot(page, f"chat-{width}-{scheme}.png", tmp_path)
+
+
+def test_markdown_is_shown_and_nothing_of_it_acts(page: Any) -> None:
+    talk(page, "markdown")
+    answer = page.find_element("css selector", "li.assistant .said")
+    assert answer.find_element("css selector", "strong").text == "how"
+    assert answer.find_element("css selector", "pre .hljs-keyword").text == "def"
+    assert len(answer.find_elements("css selector", "td")) == 2
+    assert answer.find_elements("css selector", "img, script, form, input, [style], [id], [onerror]") == []
+    links = [(link.text, link.get_attribute("href")) for link in answer.find_elements("css selector", "a")]
+    assert links == [("a link", None), ("another", "https://example.com/")]
+    assert answer.find_elements("css selector", "a")[1].get_attribute("rel") == "noopener noreferrer"
+    assert '<img src=x onerror="document.title=' in answer.text, "HTML is text"
+    assert page.title == "scripted"
+    assert severe(page) == []
+    talk(page, "<b>bold?</b>")
+    assert said(page)[2] == "<b>bold?</b>"
+
+
+def test_settings_are_sent_and_kept(page: Any) -> None:
+    page.find_element("css selector", "#settings summary").click()
+    for field, value in (
+        ("system", "Be brief."),
+        ("temperature", "0.2"),
+        ("top_p", "0.9"),
+        ("tokens", "33"),
+        ("seed", "5"),
+    ):
+        element = page.find_element("id", field)
+        element.clear()
+        element.send_keys(value)
+    page.find_element("id", "key").send_keys("secret")
+    page.find_element("css selector", "#which option[value=other]").click()
+    talk(page, "Hello")
+    asked = page.asked[-1]
+    assert asked["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    assert [asked[key] for key in ("model", "temperature", "top_p", "max_tokens", "seed")] == ["other", 0.2, 0.9, 33, 5]
+    assert "tokens/s" in page.find_element("css selector", ".note").text
+    page.refresh()
+    assert page.find_element("id", "system").get_property("value") == "Be brief."
+    assert page.find_element("id", "tokens").get_property("value") == "33"
+    assert "secret" not in page.execute_script("return JSON.stringify(localStorage)")
+
+
+def test_a_stopped_answer_stays_in_the_conversation(page: Any) -> None:
+    say(page, "slowly")
+    wait(page, lambda b: len(b.find_elements("css selector", ".said")) == 2 and said(b)[1].count("word") > 3)
+    page.find_element("id", "send").click()
+    wait(page, lambda b: b.find_elements("css selector", "li[data-done]"))
+    kept = said(page)[1]
+    assert "stopped" in page.find_element("css selector", ".note").text
+    talk(page, "And now?")
+    messages = page.asked[-1]["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert messages[0]["content"] == "slowly"
+    assert messages[1]["content"].split() == kept.split()
+    assert severe(page) == []
+
+
+def test_an_answer_without_a_word_says_so(page: Any) -> None:
+    talk(page, "nothing")
+    assert said(page) == ["nothing", "The model ended its answer without a word."]
+
+
+def test_what_fails_is_told_and_tried_again(page: Any) -> None:
+    say(page, "fail")
+    wait(page, lambda b: b.find_elements("css selector", "li.error"))
+    assert said(page) == ["fail", "max_tokens: at most 64"]
+    press(page, "Try again")
+    wait(page, lambda b: len(b.asked) == 2)
+    wait(page, lambda b: b.find_elements("css selector", "li.error"))
+    talk(page, "better")
+    assert page.asked[-1]["messages"] == [{"role": "user", "content": "better"}], "what had no answer is gone"
+    assert said(page) == ["better", "You said: better"]
+    severe(page)
+
+
+def test_answers_are_drawn_again_and_messages_changed(page: Any) -> None:
+    talk(page, "one")
+    talk(page, "two")
+    press(page, "Regenerate", 0)
+    wait(page, lambda b: len(b.asked) == 3)
+    wait(page, lambda b: len(b.find_elements("css selector", "li[data-done]")) == 1)
+    assert page.asked[-1]["messages"] == [{"role": "user", "content": "one"}]
+    press(page, "Edit", 0)
+    area = page.find_element("css selector", ".edit")
+    area.clear()
+    area.send_keys("three\n")
+    wait(page, lambda b: len(b.asked) == 4 and b.find_elements("css selector", "li[data-done]"))
+    assert said(page) == ["three", "You said: three"]
+
+
+def test_conversations_are_kept_in_the_browser(page: Any) -> None:
+    talk(page, "first")
+    page.find_element("id", "new").click()
+    talk(page, "second")
+    page.refresh()
+    page.find_element("css selector", "#past summary").click()
+    assert [each.text for each in page.find_elements("css selector", "#conversations .open")] == ["second", "first"]
+    page.find_elements("css selector", "#conversations .open")[1].click()
+    assert said(page) == ["first", "You said: first"]
+    talk(page, "more")
+    assert [message["content"].strip() for message in page.asked[-1]["messages"]] == [
+        "first",
+        "You said: first",
+        "more",
+    ]
+    page.find_elements("css selector", "#conversations li button:last-child")[0].click()
+    assert [each.text for each in page.find_elements("css selector", "#conversations .open")] == ["second"]
+    page.find_element("id", "forget").click()
+    page.refresh()
+    assert page.find_element("css selector", "#past summary").text == "History (0)"
+    assert severe(page) == []
+
+
+def test_copying_says_what_became_of_it(page: Any) -> None:
+    permissions = {"origin": page.current_url.rstrip("/"), "permissions": ["clipboardReadWrite"]}
+    page.execute_cdp_cmd("Browser.grantPermissions", permissions)
+    talk(page, "markdown")
+    page.find_element("css selector", ".block button").click()
+    wait(page, lambda b: b.find_element("css selector", ".block button").text == "Copied")
+    copied = page.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
+    assert copied.strip() == "def double(x):  # twice\n    return 2 * x"
