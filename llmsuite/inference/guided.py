@@ -38,7 +38,8 @@ class Grammars:
             stop_ids: tokens that end an answer: allowed where the grammar is complete.
         """
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, sorted(stop_ids)
-        self._lock, self._known = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._known: Any = None
 
     def of_schema(self, schema: Mapping[str, Any], key: str) -> Guide:
         """JSON that a schema allows.
