@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,13 @@ class OpenedModel:
     """The live model as one that can take new weights (`llmsuite.inference.refresh.RefreshableModel`), if asked for."""
 
 
-def open_generator(args: Any, registry: Registry, cached: bool = True, refreshable: bool = False) -> OpenedModel:
+def open_generator(
+    args: Any,
+    registry: Registry,
+    cached: bool = True,
+    refreshable: bool = False,
+    adapters: Mapping[str, Path] | None = None,
+) -> OpenedModel:
     """Start Paddle and load the model.
 
     Args:
@@ -37,6 +44,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True, refreshab
         registry: of devices and families.
         cached: whether to keep keys and values between tokens.
         refreshable: whether its weights will be replaced; on one device, and not of an exported model.
+        adapters: directories by the names of adapters that rows of a batch may have; on one device.
 
     Raises:
         UserError: there is no such model, device or precision.
@@ -52,6 +60,7 @@ def open_generator(args: Any, registry: Registry, cached: bool = True, refreshab
     start_paddle(backend, args.num_devices, join=is_worker())
     from llmsuite.cli.export import find_program, find_weights
     from llmsuite.data.tokenizer import TextTokenizer
+    from llmsuite.inference.adapters import AdaptedDecoder, read_adapters
     from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
@@ -81,9 +90,11 @@ def open_generator(args: Any, registry: Registry, cached: bool = True, refreshab
         model = load_model(source, backend, precision, mesh, stored)
         if refreshable:
             taking = RefreshableModel(model, backend.ops(precision))
-        elif args.num_devices == 1:
+        elif args.num_devices == 1 and not adapters:  # joined matrices are not those of adapters
             fuse(model, backend.ops(precision))
         decoder = ModelDecoder(model, mesh)
+        if adapters:
+            decoder = AdaptedDecoder(model, read_adapters(adapters, source, args.allow_pickle))
     if not cached:
         decoder = Uncached(decoder)
 

@@ -46,6 +46,14 @@ def add_arguments(parser: Any) -> None:
         "--header_timeout", type=PositiveFloat, default=10.0, help="seconds a client may be silent, or read nothing"
     )
     parser.add_argument(
+        "--adapters",
+        type=str,
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="LoRA adapters over the model, each of which answers requests for its name",
+    )
+    parser.add_argument(
         "--rl",
         action="store_true",
         help="be the engine of a trainer (off by default): let clients replace the weights by those in a directory of "
@@ -71,7 +79,8 @@ def run(args: Any, registry: Registry) -> int:
 
     name = args.name or _name(args.model)
     find_model_arguments(args)
-    opened = open_generator(args, registry, refreshable=args.rl)
+    adapters = _adapters(args, name)
+    opened = open_generator(args, registry, refreshable=args.rl, adapters=adapters)
     from llmsuite.inference.prompts import Prompter
     from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
@@ -102,6 +111,23 @@ def _check_rl(args: Any, key: str | None) -> None:
         raise UserError("--rl: the weights of an exported model cannot be replaced; use --engine dynamic")
     if key is None and not _is_loopback(args.host):
         raise UserError(f"--rl: {args.host} can be reached by others, who could replace the weights; set --api_key")
+
+
+def _adapters(args: Any, name: str) -> dict[str, Path]:
+    """The directories of `--adapters` by their names. Raises UserError."""
+    found: dict[str, Path] = {}
+    for given in args.adapters:
+        own, sign, place = given.partition("=")
+        if not (own and sign and place):
+            raise UserError(f"--adapters {given}: has to be NAME=DIR")
+        if own in found or own == name:
+            raise UserError(
+                f"--adapters {given}: {own!r} is the name of the model or of another adapter; choose another"
+            )
+        found[own] = Path(place)
+    if found and (args.rl or args.engine == "static" or args.precision != "fp32"):
+        raise UserError("--adapters: with --engine dynamic and --precision fp32, and without --rl")
+    return found
 
 
 def _name(model: str) -> str:

@@ -222,6 +222,23 @@ class Adapted:
                 raise UserError(f"{config_path}: {key} is {value!r}; a number is needed")
         return float(alpha / rank)
 
+    def pairs(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The factors of each matrix by its name, [inputs, rank] with the scale in it and [rank, outputs], float32.
+
+        Raises:
+            UserError: the adapter is more than such factors.
+        """
+        more = [*self._structures, *self._replaced, *self._biases]
+        more += [target for target, f in self._factors.items() if f.mixer or f.magnitudes]
+        if more:
+            raise UserError(f"{self._path}: what it has of {more[0]} is no plain pair of factors; merge it instead")
+        found = {}
+        for target, of in self._factors.items():
+            first, second = (self._files.read(name).astype("float32") for name in (of.first, of.second))
+            first, second = (first.T, second.T) if of.by_rows else (first, second)
+            found[target] = np.ascontiguousarray(first * np.float32(of.scale)), np.ascontiguousarray(second)
+        return found
+
     def _replacement(self, target: str) -> np.ndarray:
         value = self._files.read(self._replaced[target])
         by_rows = (self._path / CONFIGS[0]).is_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Line:
         text: TextStream | None = None,
         number: int = 0,
         guide: Guide | None = None,
+        adapter: str | None = None,
     ):
         """
         Args:
@@ -49,6 +50,7 @@ class Line:
             text: decodes the answer and looks for stop texts; None to use token ids only.
             number: which answer to this prompt it is; each has its own random numbers.
             guide: the grammar that it follows; None for any text.
+            adapter: which one of the decoder it is made with; None for the model as it is.
         """
         self.prompt, self.sampling, self.stop_ids, self.text = list(prompt), sampling, stop_ids, text
         self.ids: list[int] = []
@@ -57,7 +59,7 @@ class Line:
         self.error: Exception | None = None
         """Why it cannot go on."""
         self._random = generator(sampling.seed, number)
-        self._guide = guide
+        self._guide, self.adapter = guide, adapter
 
     def choose(self, logits: np.ndarray) -> int:
         """The next token. logits: [V]."""
@@ -104,6 +106,12 @@ def check_room(prompt: Sequence[int], max_new_tokens: int, decoder: Decoder, wha
         raise UserError(f"{what} has token {max(prompt)}; the model's end at {decoder.vocab_size - 1}")
 
 
+def _adapters(lines: Sequence[Line]) -> dict[str, Any]:
+    """What a decoder with adapters is told of the rows of a pass; nothing where no row has one."""
+    names = [line.adapter for line in lines]
+    return {"adapters": names} if any(name is not None for name in names) else {}
+
+
 class Batch:
     """The unfinished lines, and their cache."""
 
@@ -145,7 +153,7 @@ class Batch:
         else:
             lines = list(self.lines)
             last = np.asarray([[line.ids[-1]] for line in lines], "int64")
-            logits, cache = self._decoder.forward(last, self._padding, self._cache)
+            logits, cache = self._decoder.forward(last, self._padding, self._cache, **_adapters(lines))
         self._cache = cache
         tokens = self._agree([self._act(line, partial(line.choose, row), 0) for line, row in zip(lines, logits)])
         texts = [self._act(line, partial(line.take, t, row), "") for line, t, row in zip(lines, tokens, logits)]
@@ -171,7 +179,7 @@ class Batch:
         ids = np.zeros([len(lines), length], "int64")
         for row, line in zip(ids, lines):
             row[length - len(line.prompt) :] = line.prompt
-        logits, cache = self._decoder.forward(ids, padding, None)
+        logits, cache = self._decoder.forward(ids, padding, None, **_adapters(lines))
         return logits, cache, padding
 
     def drop(self, dropped: Sequence[Line]) -> None:

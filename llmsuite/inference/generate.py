@@ -60,10 +60,17 @@ class Generator:
         self.decoder, self.tokenizer, self._agree = decoder, tokenizer, agree
         self.stop_ids = {tokenizer.eos_id} if stop_ids is None else stop_ids
 
-    def line(self, prompt: Sequence[int], sampling: Sampling, number: int = 0, guide: Guide | None = None) -> Line:
-        """A new answer, which may follow a grammar. Raises UserError when there is no room for it in the model."""
+    def line(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        number: int = 0,
+        guide: Guide | None = None,
+        adapter: str | None = None,
+    ) -> Line:
+        """A new answer; see `Line`. Raises UserError when there is no room for it in the model."""
         check_room(prompt, sampling.max_new_tokens, self.decoder)
-        return Line(prompt, sampling, self.stop_ids, TextStream(self.tokenizer, sampling.stop), number, guide)
+        return Line(prompt, sampling, self.stop_ids, TextStream(self.tokenizer, sampling.stop), number, guide, adapter)
 
     @functools.cached_property
     def grammars(self) -> Grammars:

@@ -123,8 +123,9 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": service.name, "object": "model", "created": 0, "owned_by": "local", **service.marks()}
-        return {"object": "list", "data": [model]}
+        head = {"object": "model", "created": 0, "owned_by": "local"}
+        adapters = [{"id": name, **head, "parent": service.name} for name in service.adapters]
+        return {"object": "list", "data": [{"id": service.name, **head, **service.marks()}, *adapters]}
 
 
 async def _answer(
@@ -141,7 +142,7 @@ async def _answer(
     choices = [{"index": n, **choice(line, asked)} for n, line in enumerate(service.chosen(asked, job, num_prompts))]
     for one, text in zip(choices, service.echoed(asked)):
         one["text"] = text + one["text"]
-    head = protocol.envelope(name, service.name)
+    head = protocol.envelope(name, asked.model or service.name)
     return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
 
 

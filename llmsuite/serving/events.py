@@ -22,7 +22,7 @@ class EventStream:
         self._service, self._asked, self._job, self._num_prompts = service, asked, job, num_prompts
         self._is_chat = isinstance(asked, ChatRequest)
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        self._head = {**protocol.envelope(kind, service.name), **service.marks()}
+        self._head = {**protocol.envelope(kind, asked.model or service.name), **service.marks()}
         self._num_sent = [0] * len(job.lines)
         """Tokens of each answer whose log-probabilities have been sent."""
         self._held = [""] * len(job.lines)

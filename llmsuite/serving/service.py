@@ -85,9 +85,11 @@ class Service:
     """A model that is served: requests are checked here, and become lines of the scheduler."""
 
     def __init__(self, generator: Generator, prompter: Prompter, name: str, limits: Limits, metrics: Metrics):
-        """`prompter` has the model's chat template; `name` is what clients call the model."""
+        """`prompter` has the model's chat template; `name` is what clients call the model, without an adapter of its
+        decoder: these have names of their own."""
         self.generator, self.prompter, self.name, self.limits, self.metrics = generator, prompter, name, limits, metrics
         self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting)
+        self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
         self.marks: Callable[[], dict[str, Any]] = dict
         """What every answer names beside the model, such as the version of its weights."""
 
@@ -107,8 +109,9 @@ class Service:
                 raise HTTPException(400, f"the body {NO_TEXT}") from None
             raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
         model = getattr(asked, "model", None)
-        if model not in (None, self.name):
-            raise HTTPException(404, f"model {model!r} is not served here; this is {self.name!r}")
+        if model not in (None, self.name, *self.adapters):
+            served = " and ".join(map(repr, (self.name, *self.adapters)))
+            raise HTTPException(404, f"model {model!r} is not served here; this is {served}")
         return asked
 
     async def read(self, request: Request, kind: type[R]) -> R:
@@ -147,6 +150,7 @@ class Service:
             raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_ANSWERS} a request")
         self._check_biases(asked)
         guide = self._guide(asked)
+        adapter = [asked.model] if asked.model in self.adapters else []
         lines = []
         for prompt in prompts:
             room = max(1, min(self.limits.max_new_tokens, self.generator.decoder.max_length - len(prompt)))
@@ -154,7 +158,7 @@ class Service:
                 raise UserError(f"max_tokens: is {wanted}; this server gives at most {self.limits.max_new_tokens}")
             sampling = asked.sampling(wanted or room, num_logprobs)
             guides = [guide.copy() if guide is not None else None for _ in range(count)]
-            lines += [self.generator.line(prompt, sampling, number, own) for number, own in enumerate(guides)]
+            lines += [self.generator.line(prompt, sampling, number, own, *adapter) for number, own in enumerate(guides)]
         return lines, len(prompts)
 
     def _guide(self, asked: ChatRequest | CompletionRequest) -> Guide | None:

@@ -1,0 +1,159 @@
+"""Adapters over one model: each request gets the answers of the model that is merged with its adapter, in one batch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import safetensors.numpy
+from starlette.testclient import TestClient
+
+from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.cli.serve import _adapters
+from llmsuite.convert.adapter import add_adapter
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.errors import UserError
+from llmsuite.inference.adapters import AdaptedDecoder, read_adapters
+from llmsuite.inference.batch import Batch, Line
+from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.generate import Generator
+from llmsuite.inference.load import load_model
+from llmsuite.inference.prompts import Prompter
+from llmsuite.inference.sampling import Sampling
+from llmsuite.serving.app import make_app
+from llmsuite.serving.limits import Limits
+from llmsuite.serving.metrics import Metrics
+from llmsuite.serving.service import Service
+from tests.unit import tiny_llama
+from tests.unit.tiny_llama import FAMILIES
+
+CONFIG = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512)
+TARGETS = {"a": ("q_proj", "v_proj", "down_proj"), "b": ("q_proj", "gate_proj", "o_proj"), "c": ("lm_head",)}
+PROMPTS = ([5, 80, 33, 99, 7], [300, 4], [17, 18, 19], [5, 80, 33, 99, 7], [401])
+GREEDY = Sampling(max_new_tokens=10)
+
+
+def write_adapter(directory: Path, name: str, changes: Any = (), extra: Any = ()) -> Path:
+    """As HF PEFT saves it."""
+    directory.mkdir(parents=True)
+    random, tensors = np.random.default_rng(len(name) + ord(name[0])), {}
+    for target, value in tiny_llama.values(CONFIG).items():
+        if target.split(".")[-2] in TARGETS[name]:
+            module = f"base_model.model.{target.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = random.normal(size=[3, value.shape[0]]).astype("float32")
+            tensors[f"{module}.lora_B.weight"] = random.normal(size=[value.shape[1], 3]).astype("float32")
+    safetensors.numpy.save_file({**tensors, **dict(extra)}, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(TARGETS[name]), **dict(changes)}
+    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and its adapters."""
+    found = tmp_path_factory.mktemp("adapters")
+    tiny_llama.write(found / "base", CONFIG, tokenizer=tiny_llama.TOKENIZER)
+    for name in TARGETS:
+        write_adapter(found / name, name)
+    return found
+
+
+def base_of(place: Path) -> ModelDirectory:
+    return open_model(place / "base", FAMILIES)
+
+
+def adapted(place: Path) -> AdaptedDecoder:
+    base = base_of(place)
+    return AdaptedDecoder(load_model(base, CpuBackend()), read_adapters({n: place / n for n in TARGETS}, base))
+
+
+def merged_answers(place: Path, name: str | None) -> list[list[int]]:
+    """Those of a model of its own, one prompt at a time."""
+    base = base_of(place)
+    decoder = ModelDecoder(load_model(base if name is None else add_adapter(base, place / name), CpuBackend()))
+    generator = Generator(decoder, TextTokenizer(place / "base"), stop_ids=set())
+    return [list(answer.ids) for prompt in PROMPTS for (answer,) in generator.answers([prompt], GREEDY)]
+
+
+def test_a_batch_of_several_adapters(place: Path) -> None:
+    names = (None, "a", "b", "c", "a")
+    lines = [Line(prompt, GREEDY, set(), adapter=name) for prompt, name in zip(PROMPTS, names)]
+    batch = Batch(adapted(place))
+    batch.advance(lines[:2])
+    batch.advance(lines[2:])  # the others join
+    while batch.lines:
+        batch.advance()
+    alone = {name: merged_answers(place, name) for name in (None, "a", "b", "c")}
+    assert [line.ids for line in lines] == [alone[name][number] for number, name in enumerate(names)]
+    assert len({str(answers) for answers in alone.values()}) == 4, "else any adapter would do"
+
+
+def test_requests_choose_by_model(place: Path) -> None:
+    tokenizer = TextTokenizer(place / "base")
+    generator = Generator(adapted(place), tokenizer, stop_ids=set())
+    service = Service(generator, Prompter(tokenizer, "chatml"), "base", Limits(), Metrics())
+    with TestClient(make_app(service)) as http:
+        client = openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=http)
+        assert [(m.id, getattr(m, "parent", None)) for m in client.models.list()] == [
+            ("base", None),
+            *((name, "base") for name in TARGETS),
+        ]
+        for name in ("base", *TARGETS):
+            found = client.completions.create(model=name, prompt=list(PROMPTS[0]), temperature=0, max_tokens=10)
+            expected = merged_answers(place, None if name == "base" else name)[0]
+            assert (found.model, found.choices[0].text) == (name, tokenizer.decode(expected))
+            events = client.completions.create(
+                model=name, prompt=list(PROMPTS[0]), temperature=0, max_tokens=10, stream=True
+            )
+            assert {event.model for event in events} == {name}
+        with pytest.raises(openai.NotFoundError, match="model 'd' is not served here; this is 'base' and 'a' and 'b'"):
+            client.completions.create(model="d", prompt="Hi")
+
+
+def test_adapters_that_are_more_than_factors(place: Path, tmp_path: Path) -> None:
+    def refusal(directory: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            AdaptedDecoder(load_model(base_of(place), CpuBackend()), read_adapters({"x": directory}, base_of(place)))
+        return str(caught.value)
+
+    lengths = {
+        f"base_model.model.{name.removesuffix('.weight')}.lora_magnitude_vector.weight": np.ones(v.shape[1], "float32")
+        for name, v in tiny_llama.values(CONFIG).items()
+        if name.split(".")[-2] in TARGETS["a"]
+    }
+    assert "no plain pair of factors; merge it" in refusal(
+        write_adapter(tmp_path / "dora", "a", {"use_dora": True}, lengths)
+    )
+    embedding = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": np.ones([3, 512], "float32"),
+        "base_model.model.model.embed_tokens.lora_embedding_B": np.ones([24, 3], "float32"),
+    }
+    assert "model.embed_tokens.weight is no matrix of its own" in refusal(
+        write_adapter(tmp_path / "embedding", "a", (), embedding)
+    )
+    assert "is no LoRA adapter" in refusal(place / "base")
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "message"),
+    [
+        (["a"], {}, "--adapters a: has to be NAME=DIR"),
+        (["a=x", "a=y"], {}, "'a' is the name of the model or of another adapter"),
+        (["m=x"], {}, "'m' is the name of the model"),
+        (["a=x"], {"rl": True}, "without --rl"),
+        (["a=x"], {"precision": "int8"}, "with --engine dynamic and --precision fp32"),
+    ],
+)
+def test_arguments(given: list[str], more: dict[str, Any], message: str) -> None:
+    args = argparse.Namespace(**{"adapters": given, "rl": False, "engine": "dynamic", "precision": "fp32", **more})
+    with pytest.raises(UserError, match=message):
+        _adapters(args, "m")
+    args = argparse.Namespace(adapters=["a=x", "b=y=z"], rl=False, engine="dynamic", precision="fp32")
+    assert _adapters(args, "m") == {"a": Path("x"), "b": Path("y=z")}
