@@ -24,6 +24,11 @@ _LENGTH, _BALANCE = 1024, 0.001
 
 
 def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
+    if found := [key for key in ("reward_funcs", "num_generations") if is_on(values.get(key))]:
+        raise UserError(
+            f"{name}: no recipe is this job of TRL, because of {found[0]} = {values[found[0]]}, which is for GRPO and "
+            "RLOO; llmsuite recipe new --stage grpo"
+        )
     words = re.split(r"[^a-z]+", Path(name).stem.lower())
     stage = told or next((_STAGES[word] for word in words if word in _STAGES), None)
     if stage is None or stage not in {*_STAGES.values(), "lora"}:
