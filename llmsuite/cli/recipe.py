@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from llmsuite.recipe.conversion.conversion import Converted
 
 
-_Action = Literal["new", "from-paddlenlp", "from-llamafactory", "from-trl", "from-paddleformers", "from-swift"]
+_Action = Literal[
+    "new", "from-paddlenlp", "from-llamafactory", "from-trl", "from-paddleformers", "from-axolotl", "from-swift"
+]
 
 
 def add_arguments(parser: Any) -> None:

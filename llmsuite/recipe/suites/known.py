@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmsuite.recipe.suites.axolotl import AXOLOTL
 from llmsuite.recipe.suites.llamafactory import LLAMA_FACTORY
 from llmsuite.recipe.suites.paddleformers import PADDLE_FORMERS
 from llmsuite.recipe.suites.suite import Suite
@@ -12,6 +13,7 @@ SUITES: dict[str, Suite] = {
     "from-llamafactory": LLAMA_FACTORY,
     "from-trl": TRL,
     "from-paddleformers": PADDLE_FORMERS,
+    "from-axolotl": AXOLOTL,
     "from-swift": SWIFT,
 }
 """By the action of `llmsuite recipe`."""

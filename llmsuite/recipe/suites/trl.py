@@ -103,7 +103,10 @@ def _data(run: Run) -> dict[str, Any]:
 def _own_section(run: Run) -> dict[str, Any]:
     if run.section == "sft":
         if run.flag("completion_only_loss"):
-            why = 'rows are messages, where "weight": 0 leaves a turn out; write prompt and completion as messages'
+            why = (
+                "texts of prompt and completion are joined without a chat template there; where yours are turns, leave "
+                "both out: data.format trl_completion learns the completion only"
+            )
             run.refuse("completion_only_loss", True, why)
         elif not run.flag("assistant_only_loss"):
             why = "every token is learnt, of conversations too; set it to true to learn what the assistant says"
