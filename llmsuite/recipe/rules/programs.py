@@ -27,7 +27,6 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
         ("engine.precision", engine.precision, engine.precision != "fp32", "fp32"),
         ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
-        ("parallel.sharding", parallel.sharding, parallel.sharding == "stage3", "stage2"),
         ("lora.rank", recipe.lora.rank, recipe.lora.rank is not None, "null"),
         ("reft.rank", recipe.reft.rank, recipe.reft.rank is not None, "null"),
         ("prefix.tokens", recipe.prefix.tokens, recipe.prefix.tokens is not None, "null"),
@@ -55,7 +54,7 @@ def _not_skipped(context: RuleContext) -> Iterator[Violation]:
 
 PROGRAM_RULES = (
     Rule(
-        "`program: step` with pipeline parallel, sharding `stage3` or over some of the data ranks, another stage than "
+        "`program: step` with pipeline parallel, sharding over some of the data ranks, another stage than "
         "`pretrain` and `sft`, experts, `recompute`, `offload_optimizer`, another precision than fp32, `lora`, `reft`, "
         "`prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
         "such a program does not have it yet",
