@@ -12,7 +12,7 @@ from llmsuite.hub.fetch import fetch_named
 from llmsuite.hub.listing import Report, Want
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.pins import hub_names, value_of
+from llmsuite.recipe.pins import Named, hub_names, rename
 from llmsuite.recipe.resolve import RunPlan, resolve
 from llmsuite.recipe.shape import base_named
 
@@ -34,20 +34,20 @@ def fetch_names(
     Raises:
         RecipeError: something cannot be fetched, or the model is not the one that the recipe describes.
     """
-    named = list(hub_names(plan.recipe))
-    if not named:
+    names = hub_names(plan.recipe)
+    if not names:
         return plan
     if resume:
-        _take_recorded(plan)
-    for _, key, want, _ in named:
-        if want is Want.MODEL:
-            _fetch(plan, key, Want.CONFIG if loads_model else Want.TOKENIZER, report)
+        _take_recorded(plan, names)
+    for named in names:
+        if named.want is Want.MODEL:
+            _fetch(plan, named, Want.CONFIG if loads_model else Want.TOKENIZER, report)
     plan = dataclasses.replace(resolve(plan.loaded, registry), smoke_of=plan.smoke_of)
-    for _, key, want, _ in named:
-        if want is Want.ROWS:
-            _pin_rows(plan, key, report)
-        elif want is Want.TOKENIZER or loads_model:
-            _fetch(plan, key, want, report)
+    for named in names:
+        if named.want is Want.ROWS:
+            _pin_rows(plan, named, report)
+        elif named.want is Want.TOKENIZER or loads_model:
+            _fetch(plan, named, named.want, report)
     if loads_model and not plan.stage.trains and plan.weights is not None:
         base = base_named(resolve(plan.loaded, registry).weights or plan.weights)
         if base is not None:
@@ -59,41 +59,38 @@ def fetch_names(
     return dataclasses.replace(resolve(plan.loaded, registry), smoke_of=plan.smoke_of)
 
 
-def _fetch(plan: RunPlan, dotted: str, want: Want, report: Report) -> None:
-    section = plan.recipe.__dict__[dotted.partition(".")[0]]
-    given = value_of(section, dotted)
+def _fetch(plan: RunPlan, named: Named, want: Want, report: Report) -> None:
     try:
-        found = fetch_named(given, want, report)
+        found = fetch_named(named.name, want, report)
     except UserError as error:
-        raise _problem(plan, dotted, given, error) from error
+        raise _problem(plan, named, error) from error
     if found is not None:
-        section.__dict__[dotted.partition(".")[2]] = str(found.name)
+        rename(plan.loaded, named, str(found.name))
 
 
-def _pin_rows(plan: RunPlan, dotted: str, report: Report) -> None:
-    section = plan.recipe.__dict__[dotted.partition(".")[0]]
-    given = value_of(section, dotted)
+def _pin_rows(plan: RunPlan, named: Named, report: Report) -> None:
     try:
-        section.__dict__[dotted.partition(".")[2]] = pin_data(given, report)
+        found = pin_data(named.name, report)
     except UserError as error:
-        raise _problem(plan, dotted, given, error) from error
+        raise _problem(plan, named, error) from error
+    rename(plan.loaded, named, found)
 
 
-def _problem(plan: RunPlan, dotted: str, given: str, error: UserError) -> RecipeError:
-    name = hub_name(given)
-    unlike = "" if name is None or name.hub else f"{given} is not here (working directory: {Path.cwd()}), and "
-    return RecipeError([plan.loaded.problem(dotted, f"{unlike}{error}")])
+def _problem(plan: RunPlan, named: Named, error: UserError) -> RecipeError:
+    name = hub_name(named.name)
+    unlike = "" if name is None or name.hub else f"{named.name} is not here (working directory: {Path.cwd()}), and "
+    return RecipeError([plan.loaded.problem(named.key, f"{unlike}{error}")])
 
 
-def _take_recorded(plan: RunPlan) -> None:
+def _take_recorded(plan: RunPlan, names: list[Named]) -> None:
     """Take the commits from the recipe that the run has recorded, where the names are the same."""
     path = plan.output_dir / "recipe.json"
     recorded = read_json_file(path) if path.is_file() else {}
-    for section, key, _, _ in list(hub_names(plan.recipe)):
-        section_name, _, field = key.partition(".")
-        found = recorded.get(section_name, {}).get(field)
-        then, now = (hub_name(value) if isinstance(value, str) else None for value in (found, value_of(section, key)))
-        if then is None or now is None or now.is_pinned:
+    for named in names:
+        section_name, _, field = named.key.partition(".")
+        found = named.recorded(recorded.get(section_name, {}).get(field))
+        then, now = (hub_name(value) if value is not None else None for value in (found, named.name))
+        if found is None or then is None or now is None or now.is_pinned:
             continue
         if then.is_pinned and then.at(then.hub, None) == now.at(now.hub or then.hub, None):
-            section.__dict__[field] = found
+            rename(plan.loaded, named, found)

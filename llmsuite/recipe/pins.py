@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from llmsuite.errors import RecipeError
 from llmsuite.hub.here import pinned
 from llmsuite.hub.listing import Kind, Want
 from llmsuite.hub.names import hub_name
+from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.schema.recipe import Recipe
 
 _KEYS: tuple[tuple[str, str, Want, Kind], ...] = (
@@ -16,25 +19,75 @@ _KEYS: tuple[tuple[str, str, Want, Kind], ...] = (
     ("data", "train", Want.ROWS, "dataset"),
     ("data", "eval", Want.ROWS, "dataset"),
     ("data", "prompts", Want.ROWS, "dataset"),
+    ("data", "mix", Want.ROWS, "dataset"),
+    ("pretrain", "mix", Want.ROWS, "dataset"),
 )
-"""The keys that may name something on a hub, and what a run needs of it."""
+"""The keys that may name something on a hub, and what a run needs of it. A mix has a name in each of its keys."""
 
 
-def apply_pins(recipe: Recipe) -> None:
-    """Write the commits that the launcher has found into the recipe of a rank."""
-    for section, key, _, kind in hub_names(recipe):
-        section.__dict__[key.partition(".")[2]] = pinned(value_of(section, key), kind)
+@dataclasses.dataclass
+class Named:
+    """Something that a recipe names on a hub."""
+
+    section: Any
+    key: str
+    """Dotted, as in messages."""
+    name: str
+    """What stands in the recipe; reading it here does not count as reading the key."""
+    want: Want
+    kind: Kind
+
+    def recorded(self, value: Any) -> str | None:
+        """The name in the same place of another value of this key; None where there is none."""
+        now = self.section.__dict__[self.key.partition(".")[2]]
+        if isinstance(value, dict) and isinstance(now, dict) and len(value) == len(now):
+            return str(list(value)[list(now).index(self.name)])
+        return value if isinstance(value, str) and isinstance(now, str) else None
 
 
-def hub_names(recipe: Recipe) -> Iterator[tuple[Any, str, Want, Kind]]:
-    """The section, dotted key, need and kind of what a recipe names on a hub."""
+def apply_pins(loaded: LoadedRecipe) -> None:
+    """Write the commits that the launcher has found into the recipe of a rank.
+
+    Raises:
+        RecipeError: two names of a mix are the same.
+    """
+    for named in hub_names(loaded.recipe):
+        rename(loaded, named, pinned(named.name, named.kind))
+
+
+def rename(loaded: LoadedRecipe, named: Named, name: str) -> None:
+    """Write another name for it into the recipe, in the same place.
+
+    Raises:
+        RecipeError: the name stands in the same mix already.
+    """
+    field = named.key.partition(".")[2]
+    value = named.section.__dict__[field]
+    if isinstance(value, str):
+        named.section.__dict__[field] = name
+    elif name != named.name:
+        if name in value:
+            message = f"{named.name} is {name}, which is there already; name it once, with one weight"
+            raise RecipeError([loaded.problem(named.key, message)])
+        named.section.__dict__[field] = {name if k == named.name else k: weight for k, weight in value.items()}
+    named.name = name
+
+
+def hub_names(recipe: Recipe) -> list[Named]:
+    """What a recipe names on a hub."""
+    return list(_hub_names(recipe))
+
+
+def _hub_names(recipe: Recipe) -> Iterator[Named]:
     for section_name, key, want, kind in _KEYS:
-        section = recipe.__dict__[section_name]
-        value = section.__dict__.get(key)
-        if isinstance(value, str) and hub_name(pinned(value, kind)) is not None:
-            yield section, f"{section_name}.{key}", want, kind
+        section = recipe.__dict__.get(section_name)
+        value = None if section is None else section.__dict__.get(key)
+        for name in [value] if isinstance(value, str) else value or ():
+            if hub_name(pinned(name, kind)) is not None:
+                yield Named(section, f"{section_name}.{key}", name, want, kind)
 
 
-def value_of(section: Any, dotted: str) -> str:
-    """The value of a key, without counting as reading it."""
-    return str(section.__dict__[dotted.partition(".")[2]])
+def mixed_names(recipe: Recipe) -> list[str]:
+    """The files of mixes, without counting as reading the keys."""
+    sections = (recipe.__dict__.get(name) for name in ("data", "pretrain"))
+    return [name for section in sections if section is not None for name in section.__dict__.get("mix") or ()]

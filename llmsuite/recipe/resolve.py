@@ -20,7 +20,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.python_files import python_function
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import LoadedRecipe, load
-from llmsuite.recipe.pins import apply_pins
+from llmsuite.recipe.pins import apply_pins, mixed_names
 from llmsuite.recipe.problems import in_order
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
 from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
@@ -149,6 +149,9 @@ class RunPlan:
             prompts = self.recipe.data.prompts
             return dataclasses.replace(self, train_file=fetch(prompts, report)) if is_remote(prompts) else self
         train, evaluation = self.recipe.data.train, self.recipe.data.eval
+        for name in mixed_names(self.recipe):
+            if is_remote(name):
+                fetch(name, report)
         return dataclasses.replace(
             self,
             train_file=fetch(train, report) if is_remote(train) else self.train_file,
@@ -331,12 +334,12 @@ def plan_run(
     """
     if not smoke:
         loaded = load(path, overrides, registry, layers)
-        apply_pins(loaded.recipe)
+        apply_pins(loaded)
         return resolve(loaded, registry)
     # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
     written = read_document(path).value
     trains = isinstance(written, dict) and written.get("train")
     loaded = load(path, overrides, registry, layers=[*([("--smoke", SMOKE_LENGTH)] if trains else ()), *layers])
     small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry)), *layers])
-    apply_pins(small.recipe)
+    apply_pins(small)
     return dataclasses.replace(resolve(small, registry), smoke_of=degrees_of(loaded.recipe))
