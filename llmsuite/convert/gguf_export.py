@@ -94,6 +94,11 @@ class GgufExport:
             raise UserError(f"{self.model.path}: has a score head; GGUF is written of language models")
         if self.model.beside is not None:
             raise UserError(f"{self.model.path}: has interventions or prefixes beside it, which GGUF has no place for")
+        if (window := getattr(self.config, "sliding_window", None)) is not None:
+            raise UserError(
+                f"{self.model.path}: attention has a window (sliding_window {window}), which GGUF has no place for in "
+                "this family. For texts that are not longer, set sliding_window to null in its config.json"
+            )
         scaling = self.config.rope_scaling or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ("default", "linear", "llama3"):
@@ -164,6 +169,11 @@ class GgufExport:
 
     @property
     def _is_linear(self) -> bool:
+        if (window := getattr(self.config, "sliding_window", None)) is not None:
+            raise UserError(
+                f"{self.model.path}: attention has a window (sliding_window {window}), which GGUF has no place for in "
+                "this family. For texts that are not longer, set sliding_window to null in its config.json"
+            )
         scaling = self.config.rope_scaling or {}
         return scaling.get("rope_type", scaling.get("type")) == "linear"
 

@@ -19,18 +19,22 @@ from llmsuite.devices.local_parts import are_alike, is_split, on_parts, on_rows
 from llmsuite.typing import Tensor
 
 
-def causal_mask(num_queries: int, num_keys: int, dtype: Any) -> Tensor:
-    """[1, 1, L, S] to be added to scores: 0 where query i may see key j (j <= i + S - L), else -1e9 (-1e4 in fp16)."""
-    visible = paddle.tril(paddle.ones([num_queries, num_keys], dtype="float32"), num_keys - num_queries)
+def causal_mask(num_queries: int, num_keys: int, dtype: Any, window: int | None = None) -> Tensor:
+    """[1, 1, L, S] to be added to scores: 0 where query i may see key j (j <= i + S - L), else -1e9 (-1e4 in fp16).
+    With a window W it sees the last W of these keys."""
+    last = num_keys - num_queries
+    visible = paddle.tril(paddle.ones([num_queries, num_keys], dtype="float32"), last)
+    if window is not None:
+        visible = paddle.triu(visible, last - window + 1)
     return _added(visible, dtype).unsqueeze([0, 1])
 
 
-def document_mask(document_starts: Tensor, dtype: Any) -> Tensor:
-    """`causal_mask` of rows of several documents, [B, 1, L, L]; `document_starts` as in `document_spans`."""
-    return span_mask(document_spans(document_starts), dtype)
+def document_mask(document_starts: Tensor, dtype: Any, window: int | None = None) -> Tensor:
+    """`causal_mask` of rows of several documents, [B, 1, L, L]; arguments as in `document_spans`."""
+    return span_mask(document_spans(document_starts, window), dtype)
 
 
-def document_spans(document_starts: Tensor) -> Tensor:
+def document_spans(document_starts: Tensor, window: int | None = None) -> Tensor:
     """The keys that each token sees in rows of several documents, [B, 3, L]: from the first number up to, but without,
     the second, and from the third up to the token itself.
 
@@ -38,6 +42,8 @@ def document_spans(document_starts: Tensor) -> Tensor:
     Where this number changes, a new part of the row begins. A part that begins at the number itself is a new document.
     Any other part continues the first tokens of the last document before it, at the position it has: it sees those
     tokens and itself, but nothing between. So several answers share one prompt.
+
+    With a window W a token sees itself and the W - 1 positions of its document before its own.
     """
     at = paddle.arange(document_starts.shape[1], dtype=document_starts.dtype).expand_as(document_starts)
     is_start = paddle.logical_or(document_starts != document_starts.roll(1, 1), at == 0)
@@ -45,16 +51,43 @@ def document_spans(document_starts: Tensor) -> Tensor:
     own = paddle.cummax(paddle.where(is_start, at, nowhere), 1)[0]
     begin = paddle.cummax(paddle.where(paddle.logical_and(is_start, document_starts == at), at, nowhere), 1)[0]
     end = paddle.minimum(begin + own - document_starts, own)
+    if window is not None:
+        before = window - 1
+        begin = paddle.maximum(begin, begin + at - document_starts - before)
+        end, own = paddle.maximum(begin, end), paddle.maximum(own, at - before)
     return paddle.stack([begin, end, own], 1)
 
 
 def span_mask(spans: Tensor, dtype: Any) -> Tensor:
-    """The mask to be added to scores, [B, 1, L, L], for the spans of `document_spans`."""
+    """The mask to be added to scores, [B, 1, L, L], for the spans of `document_spans` [B, 3, L]."""
     begin, end, own = (part.unsqueeze(-1) for part in spans.unbind(1))
     at = paddle.arange(spans.shape[2], dtype=spans.dtype)
     of_document = paddle.logical_and(at >= begin, at < end)
     of_part = paddle.logical_and(at >= own, at <= at.unsqueeze(-1))
     return _added(paddle.logical_or(of_document, of_part).astype("float32"), dtype).unsqueeze(1)
+
+
+def step_mask(
+    queries: Tensor, keys: Tensor, padding: Tensor, dtype: Any, num_seen: int = 0, window: int | None = None
+) -> Tensor:
+    """The mask of a pass of generation over a batch that is padded on the left, [B, 1, L, S], to be added to scores.
+
+    Args:
+        queries: their columns, [L].
+        keys: their columns, [S].
+        padding: [B], how many of the first columns of each row nobody sees, behind `num_seen` that everybody sees.
+        dtype: of the scores.
+        num_seen: see `padding`.
+        window: a query sees so many columns at most, its own and the last ones before it.
+    """
+    hidden = (keys > queries.unsqueeze(1)).unsqueeze(0)
+    if window is not None:
+        hidden = paddle.logical_or(hidden, (keys <= queries.unsqueeze(1) - window).unsqueeze(0))
+    padded = (keys < padding.unsqueeze(1) + num_seen).unsqueeze(1)
+    if num_seen:
+        padded = paddle.logical_and(padded, keys >= num_seen)
+    lowest = 1e4 if dtype == paddle.float16 else 1e9
+    return (paddle.logical_or(hidden, padded).astype("float32") * -lowest).astype(dtype).unsqueeze(1)
 
 
 def _added(visible: Tensor, dtype: Any) -> Tensor:
@@ -191,10 +224,11 @@ class DecoderWeights:
 class Ops:
     """The forms a model uses; a device backend replaces the ones it has a kernel for."""
 
-    causal_mask: Callable[[int, int, Any], Tensor | None] = causal_mask
-    """Built once a forward pass and handed to every layer; None when `attention` is causal by itself."""
-    document_mask: Callable[[Tensor, Any], Tensor] = document_mask
-    """The mask of rows of several documents, in the form that `attention` takes."""
+    causal_mask: Callable[..., Tensor | None] = causal_mask
+    """Built once a forward pass and handed to every layer; None when `attention` is causal by itself. It is given the
+    window of models that have one."""
+    document_mask: Callable[..., Tensor] = document_mask
+    """The mask of rows of several documents, in the form that `attention` takes; with a window as `causal_mask`."""
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
@@ -240,6 +274,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
         return on_parts(lambda q, k, v: flash_attention(q, k, v, mask), q, k, v)
     if mask is not None:
         assert mask.dtype == paddle.int32, "flash attention is given its causality as a flag"
+        if mask.shape[0] != q.shape[0]:  # a window alone is the same in all rows
+            mask = mask.expand([q.shape[0], *mask.shape[1:]])
         return F.flashmask_attention(q, k, v, mask, causal=True)
     output, _ = F.flash_attention.flash_attention(q, k, v, causal=q.shape[1] > 1)
     return output
@@ -250,10 +286,11 @@ def _local_mask(mask: Tensor | None) -> Tensor | None:
     return mask._local_value() if mask is not None and mask.is_dist() else mask
 
 
-def document_ends(document_starts: Tensor, dtype: Any) -> Tensor:
+def document_ends(document_starts: Tensor, dtype: Any, window: int | None = None) -> Tensor:
     """`document_mask` as flash attention takes it, [B, 1, L, 1] int32: the first row of scores that does not see a key,
-    which is where the key's document ends. The parts of a document that continue its first tokens (`document_spans`)
-    have to continue as many of them, as behind a prefix."""
+    which is where the key's document ends, or has left it behind its window. The parts of a document that continue its
+    first tokens (`document_spans`) have to continue as many of them, as behind a prefix; there are none with a window,
+    for which rows between those that see a key would not see it."""
     length = document_starts.shape[1]
     at = paddle.arange(length, dtype=document_starts.dtype).expand_as(document_starts)
     _, end, own = document_spans(document_starts).unbind(1)
@@ -262,6 +299,8 @@ def document_ends(document_starts: Tensor, dtype: Any) -> Tensor:
     part_ends, document_ends = _next_begins(own == at, at), _next_begins(is_new, at)
     last_part = paddle.take_along_axis(end, document_ends - 1, 1)  # as many tokens as each part continues
     ends = paddle.where(at < last_part, document_ends, part_ends)
+    if window is not None:
+        ends = paddle.minimum(ends, at + window)
     return ends.astype("int32").unsqueeze([1, 3])
 
 
@@ -273,9 +312,14 @@ def _next_begins(is_begin: Tensor, at: Tensor) -> Tensor:
     return paddle.cummin(following.flip(1), 1)[0].flip(1)
 
 
-def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
-    """For attention kernels that are causal by themselves, which need as many queries as keys, or one query."""
+def no_mask(num_queries: int, num_keys: int, dtype: Any, window: int | None = None) -> Tensor | None:
+    """For attention kernels that are causal by themselves, which need as many queries as keys, or one query. With a
+    window, as `document_ends`, [1, 1, L, 1]: the keys of a single query are none that flash attention leaves out."""
     assert num_queries in (1, num_keys), "chunked prefill is not supported with flash attention"
+    if window is None:
+        return None
+    assert num_queries == num_keys, "a single query has no window with flash attention"
+    return (paddle.arange(num_keys, dtype="int32") + window).clip(max=num_keys).reshape([1, 1, -1, 1])
 
 
 def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

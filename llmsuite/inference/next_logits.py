@@ -26,6 +26,8 @@ class NextLogits:
         x, model = self._model.embed_at(ids, positions).squeeze(1), self._model
         # the method of the class: the one of this model repeats them for every head
         cos, sin, _ = type(model).layer_inputs_at(model, positions, None, x.dtype)
+        if model.window is not None:
+            padding = padding.clip(min=filled + 1 - model.window)  # what the kernel passes over
         return self._kernel(self._weights, x, cos, sin, padding, cache, filled)
 
 

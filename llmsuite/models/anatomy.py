@@ -24,6 +24,8 @@ class GroupedQuery:
     """Whether queries, keys and values have biases."""
     output_biased: bool = False
     """Whether the output has a bias."""
+    window: int | None = None
+    """How many tokens a token sees at most; None for all before it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

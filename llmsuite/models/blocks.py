@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, is_first_choice, matmul, nll_and_entropy
+from llmsuite.devices.ops import Ops, is_first_choice, matmul, nll_and_entropy, step_mask
 from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.rope import magnitude
 from llmsuite.typing import Tensor
@@ -170,9 +170,11 @@ class CausalLM(nn.Layer):
     matmul = staticmethod(matmul)
 
     def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
-        """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head`."""
+        """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head` and a
+        `sliding_window`."""
         super().__init__()
         self.config, self.ops = config, ops
+        self.window: int | None = getattr(config, "sliding_window", None)
         self.cross_entropy, self.nll_and_entropy = ops.cross_entropy, nll_and_entropy
         self.is_first_choice = is_first_choice
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
@@ -189,9 +191,11 @@ class CausalLM(nn.Layer):
 
     def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor | None:
         """The attention mask, in the form that `ops.attention` takes; arguments as in `layer_inputs`."""
+        keys = start + length
+        window = [] if self.window is None or self.window >= keys else [self.window]
         if document_starts is not None:
-            return self.ops.document_mask(document_starts, dtype)
-        return self.ops.causal_mask(length, start + length, dtype)
+            return self.ops.document_mask(document_starts, dtype, *window)
+        return self.ops.causal_mask(length, keys, dtype, *window)
 
     def hidden_states(
         self, input_ids: Tensor, cache: list[LayerCache] | None = None, document_starts: Tensor | None = None
@@ -278,14 +282,9 @@ class CausalLM(nn.Layer):
             queries, keys = paddle.arange(length) + start, paddle.arange(start + length)
         else:  # columns that are still free are later than every query
             queries, keys = paddle.arange(filled, filled + length), paddle.arange(start)
-        first = padding.unsqueeze(1)
-        positions = paddle.clip(queries.unsqueeze(0) - first, min=0)
+        positions = paddle.clip(queries.unsqueeze(0) - padding.unsqueeze(1), min=0)
         x = self.embed_at(input_ids, positions)
-        later, padded = (keys > queries.unsqueeze(1)).unsqueeze(0), (keys < first + num_seen).unsqueeze(1)
-        if num_seen:
-            padded = paddle.logical_and(padded, keys >= num_seen)
-        lowest = 1e4 if x.dtype == paddle.float16 else 1e9
-        mask = (paddle.logical_or(later, padded).astype("float32") * -lowest).astype(x.dtype).unsqueeze(1)
+        mask = step_mask(queries, keys, padding, x.dtype, num_seen, self.window)
         inputs = self.layer_inputs_at(positions, mask, x.dtype)
         present = []
         for i, layer in enumerate(self.model.layers):

@@ -18,8 +18,9 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from llmsuite.errors import UserError
 from llmsuite.models.blocks import LayerCache, halves
-from llmsuite.models.prefix_shapes import NETWORK, PREFIX_KEY, PREFIX_VALUE, network_shapes, prefix_shapes
+from llmsuite.models.prefix_shapes import NETWORK, PREFIX_KEY, PREFIX_VALUE, WINDOW, network_shapes, prefix_shapes
 from llmsuite.models.targets import is_trained
 from llmsuite.typing import Tensor
 
@@ -140,7 +141,12 @@ def add_prefixes(
 
     Returns:
         The network, where there is one.
+
+    Raises:
+        UserError: attention has a window.
     """
+    if model.window is not None:
+        raise UserError(f"prefix: {WINDOW.format(model.window)}")
     model.num_prefix_tokens = tokens
     assert network_size is None or not model.ops.heads_first, "for generation prefixes have been made"
     for name, parameter in model.named_parameters():

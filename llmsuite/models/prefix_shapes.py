@@ -15,6 +15,11 @@ TABLE, INNER, INNER_BIAS = "prefix_table", "prefix_inner", "prefix_inner_bias"
 """Last words of its parameters: the embedding of the prefix, and the first layer."""
 ATTENTION = "self_attn"
 """Name of the attention in its decoder layer."""
+WINDOW = (
+    "attention of the model has a window (sliding_window {}), behind which later tokens would leave a prefix; set "
+    "model.config.sliding_window to null where no sequence is longer than it, else train lora"
+)
+"""Why such a model has no prefix."""
 
 
 def attentions(shapes: Mapping[str, Sequence[int]], layers: str) -> dict[str, int]:

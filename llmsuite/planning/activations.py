@@ -301,6 +301,8 @@ def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: Activatio
     if batch.documents and is_fused(anatomy.layers[0], outside):  # the bounds of each token's document
         extended = batch.tokens + batch.rows * settings.prefix
         kept += extended * settings.document_mask_bytes
+    elif isinstance(attention, GroupedQuery) and attention.window is not None and attention.window < batch.length:
+        kept += batch.length * settings.document_mask_bytes if is_fused(anatomy.layers[0], outside) else 0
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
     size = attention.rope if isinstance(attention, Latent) else attention.head_size

@@ -96,7 +96,9 @@ def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch, prefix: int
         weights += hidden * mlp.width * (2 if isinstance(mlp, GeluMLP) else 3)
     if layer.predicts_further:
         weights += 2 * hidden * hidden
-    return 2.0 * weights * batch.tokens + each * batch.rows * float(batch.length + prefix) ** 2
+    length = float(batch.length + prefix)
+    hidden_tokens = max(length - what.window, 0.0) if isinstance(what, GroupedQuery) and what.window else 0.0
+    return 2.0 * weights * batch.tokens + each * batch.rows * (length**2 - hidden_tokens**2)
 
 
 def head_flops(anatomy: Anatomy, batch: MicroBatch) -> float:

@@ -72,6 +72,9 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 _ANSWERS = {"generation.max_new_tokens": 16, "generation.max_samples": 8}
 """Few and short answers at evaluations."""
 
+_SMALL_WINDOW = 24
+"""Tokens that a token attends to where attention has a window: fewer than most sequences have."""
+
 _SMALL_BLOCK = 8
 """Inputs that share a scale in a quantised base: the tiny shapes are whole blocks of it, cut eightfold too."""
 
@@ -158,6 +161,8 @@ def _shape(recipe: Recipe, family: ModelFamily, stage: StageSpec, tp: int, parts
             continue  # the run need not say it
         if value is None or isinstance(value, (str, bool)):  # of a size, only keep that it is not set
             shape[key] = value
+    if getattr(config, "sliding_window", None) is not None:
+        shape["sliding_window"] = _SMALL_WINDOW
     if num_mtp_layers(config):
         shape["num_nextn_predict_layers"] = config.num_nextn_predict_layers
     for key, least in (("num_attention_heads", tp), ("num_key_value_heads", tp), ("num_hidden_layers", parts)):

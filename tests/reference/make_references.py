@@ -1,7 +1,8 @@
 """Writes tests/reference/FAMILY/CASE/: tiny models as HF transformers saves them, and the logits it gets from them.
 
 Needs torch, transformers, numpy and safetensors, and neither Paddle nor llmsuite; made with torch 2.15 and
-transformers 5.23. (Some of Llama: make_llama_reference.py.) Run it from anywhere; a second run writes the same values:
+transformers 5.23, llama/mistral_window with torch 2.13. (Some of Llama: make_llama_reference.py.) Run it from
+anywhere; a second run writes the same values:
 
     python tests/reference/make_references.py [FAMILY ...]
 """
@@ -63,6 +64,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "attention_bias_tied": ("llama", {**QWEN, "attention_bias": True, "tie_word_embeddings": True}),
         "yarn": ("llama", {**QWEN, "num_attention_heads": 2, "rope_parameters": YARN}),
         "mistral": ("mistral", {**QWEN, "sliding_window": None, "head_dim": 10, "pad_token_id": 3}),
+        "mistral_window": ("mistral", {**QWEN, "sliding_window": 5, "num_hidden_layers": 3}),
     },
     "qwen": {
         "qwen2": ("qwen2", QWEN),

@@ -63,7 +63,8 @@ def _flashmask_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *, causa
     _plain(ends)
     length = k.shape[1]
     _require(causal and ends.dtype == paddle.int32, f"a mask of {ends.dtype}")
-    _require(ends.ndim == 4 and ends.shape[1] in (1, k.shape[2]) and ends.shape[2:] == [length, 1], str(ends.shape))
+    _require(ends.ndim == 4 and ends.shape[0] == q.shape[0], f"a mask of {ends.shape} for {q.shape}")
+    _require(ends.shape[1] in (1, k.shape[2]) and ends.shape[2:] == [length, 1], str(ends.shape))
     rows = paddle.arange(q.shape[1], dtype="int32").reshape([1, 1, -1, 1])
     seen = paddle.logical_and(rows < ends.transpose([0, 1, 3, 2]), rows >= paddle.arange(length, dtype="int32"))
     return _attend(q, k, v, (seen.astype("float32") - 1) * 1e9)

@@ -14,6 +14,7 @@ def anatomy(config: LlamaConfig) -> Anatomy:
         head_size=config.head_size,
         biased=config.attention_bias,
         output_biased=config.attention_bias,
+        window=config.sliding_window,
     )
     layer = LayerAnatomy(attention=attention, mlp=GatedMLP(width=config.intermediate_size, biased=config.mlp_bias))
     return Anatomy(hidden=config.hidden_size, vocabulary=config.vocab_size, layers=[layer] * config.num_hidden_layers)

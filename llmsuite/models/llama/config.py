@@ -27,7 +27,7 @@ class LlamaConfig(GroupedQueryConfig):
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3", "yarn")
 
     model_type: Literal["llama", "mistral"] = "llama"
-    """mistral: the same by another name, with attention to all tokens."""
+    """mistral: the same by another name, with or without a window of attention."""
     vocab_size: PositiveInt = 32000
     hidden_size: PositiveInt = 4096
     intermediate_size: PositiveInt = 11008
@@ -43,6 +43,8 @@ class LlamaConfig(GroupedQueryConfig):
     """Whether queries, keys, values and the output of attention have biases."""
     mlp_bias: bool = False
     """Whether the matrices of the MLP have biases."""
+    sliding_window: PositiveInt | None = None
+    """With mistral: a token attends to so many tokens at most, itself and the last ones before it. Null: to all."""
     bos_token_id: TokenId | None = 1
     eos_token_id: TokenId | list[TokenId] | None = 2
 
@@ -59,6 +61,8 @@ class LlamaConfig(GroupedQueryConfig):
         for key in ("attention_bias", "mlp_bias"):
             if self.model_type == "mistral" and getattr(self, key):
                 yield key, "is true; a mistral has no biases"
+        if self.model_type == "llama" and self.sliding_window is not None:
+            yield "sliding_window", f"is {self.sliding_window}; a llama has no window: set model_type to mistral"
         yield from super().problems()
 
     @classmethod
@@ -73,14 +77,18 @@ class LlamaConfig(GroupedQueryConfig):
             raise UserError(f"config.json: hidden_act is {activation!r}; the llama family has silu")
         if data.get("model_type") == "mistral":
             data = {**_OF_MISTRAL, **data}
-            _check_window(data)
+            _check_layers(data)
+        else:
+            data = {key: value for key, value in data.items() if key != "sliding_window"}
         return cls(**cls.hf_fields(data, cls.rope_theta))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
         shape = dataclasses.asdict(self)
         if self.model_type == "mistral":
-            shape = {key: value for key, value in shape.items() if not key.endswith("_bias")} | {"sliding_window": None}
+            shape = {key: value for key, value in shape.items() if not key.endswith("_bias")}
+        else:
+            del shape["sliding_window"]
         return with_head(
             self,
             {
@@ -103,16 +111,14 @@ _OF_MISTRAL: dict[str, Any] = {
 }
 
 
-def _check_window(data: Mapping[str, Any]) -> None:
-    window = data["sliding_window"]
-    if window is not None:
+def _check_layers(data: Mapping[str, Any]) -> None:
+    """Layers are all alike, whatever others may make of a list of their kinds."""
+    kind = "full_attention" if data["sliding_window"] is None else "sliding_attention"
+    if set(data.get("layer_types") or ()) - {kind}:
         raise UserError(
-            f"config.json: sliding_window is {window}; the llama family attends to all tokens. Sequences of at most "
-            f"{window} tokens are not changed by it: if yours are, set sliding_window to null and "
-            f"max_position_embeddings to {window}"
+            f"config.json: layer_types is not {kind} only, as that of a mistral with sliding_window "
+            f"{data['sliding_window']} is; layers that differ in this are not supported"
         )
-    if set(data.get("layer_types") or ()) - {"full_attention"}:
-        raise UserError("config.json: layer_types is not full_attention only, as the llama family is")
 
 
 _LLAMA_3_1 = {
@@ -144,11 +150,12 @@ _MISTRAL = {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
 }
 
 # config.json of huggingface.co/huggyllama/llama-7b and llama-13b (facebook/llama-7b and 13b with PaddleNLP),
 # meta-llama/Llama-2-7b-hf, Llama-2-13b-hf, Meta-Llama-3-8B, Llama-3.1-8B-Instruct, Llama-3.1-405B,
-# mistralai/Mistral-7B-Instruct-v0.3, Mistral-Nemo-Instruct-2407, HuggingFaceTB/SmolLM2-135M-Instruct
+# mistralai/Mistral-7B-v0.1, Mistral-7B-Instruct-v0.3, Mistral-Nemo-Instruct-2407, HuggingFaceTB/SmolLM2-135M-Instruct
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "llama-13b": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, **_13B},
@@ -163,7 +170,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 126,
         "num_attention_heads": 128,
     },
-    "mistral-7b-v0.3": {**_MISTRAL, "vocab_size": 32768, "hidden_size": 4096, "max_position_embeddings": 32768},
+    "mistral-7b-v0.1": {**_MISTRAL, "rope_theta": 10000.0, "sliding_window": 4096},
+    "mistral-7b-v0.3": {**_MISTRAL, "vocab_size": 32768},
     "mistral-nemo-12b": {
         **_MISTRAL,
         "vocab_size": 131072,

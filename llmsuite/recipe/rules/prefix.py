@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmsuite.models.prefix_shapes import attentions
+from llmsuite.models.prefix_shapes import WINDOW, attentions
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.rules.frozen import what_changes_the_model
 from llmsuite.schema.rule import Rule, Violation
@@ -58,6 +58,12 @@ def _no_room(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def _window(context: RuleContext) -> Iterator[Violation]:
+    window = getattr(context.config, "sliding_window", None)
+    if context.recipe.prefix.tokens is not None and window is not None:
+        yield "prefix.tokens", f"is {context.recipe.prefix.tokens}; {WINDOW.format(window)}"
+
+
 PREFIX_RULES = (
     Rule(
         "`prefix.tokens` with `lora.rank` or `reft.rank`",
@@ -88,6 +94,12 @@ PREFIX_RULES = (
         "a prefix takes positions",
         ("--prefix.tokens=4096",),
         _no_room,
+    ),
+    Rule(
+        "`prefix.tokens` with a model whose attention has a window (`sliding_window`)",
+        "later tokens would not see the prefix",
+        (),
+        _window,
     ),
 )
 """Rules about the section `prefix`."""

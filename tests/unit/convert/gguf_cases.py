@@ -17,7 +17,9 @@ from llmsuite.train.initial_values import initial_values
 from tests.paths import DATA
 from tests.unit.families import CASES, FAMILIES, read_config
 
-SHAPES = [case for case in CASES if case.startswith(("llama/", "qwen/")) and "yarn" not in case]
+SHAPES = [
+    case for case in CASES if case.startswith(("llama/", "qwen/")) and "yarn" not in case and "window" not in case
+]
 TOKENIZER = DATA / "tokenizer"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -123,6 +123,7 @@ def test_families_and_shapes_without_a_form_in_gguf(tmp_path: Path) -> None:
     assert "is a gpt; GGUF is written of families" in refusal(gpt)
     yarn = write_case(tmp_path / "yarn", "qwen/qwen2_yarn")
     assert "rope_scaling is of type 'yarn'" in refusal(yarn)
+    assert "has a window (sliding_window 5)" in refusal(write_case(tmp_path / "window", "llama/mistral_window"))
     model = write_case(tmp_path / "model", GROUPED)
     assert "has a score head" in refusal(
         dataclasses.replace(model, config=dataclasses.replace(model.config, head="score"))

@@ -32,10 +32,10 @@ from tests.unit.families import FAMILIES
 from tests.unit.tiny_llama import TOKENIZER
 
 
-def write_family(directory: Path, family: str, seed: int = 3) -> Path:
-    """The smoke shape of a family with random weights and the embedded tokenizer."""
+def write_family(directory: Path, family: str, seed: int = 3, **shape: Any) -> Path:
+    """The smoke shape of a family, or a variation of it, with random weights and the embedded tokenizer."""
     spec = FAMILIES[family]
-    config = spec.config_cls(**spec.smoke)
+    config = spec.config_cls(**{**spec.smoke, **shape})
     shapes = parameter_shapes(spec, config)
 
     def value(name: str) -> np.ndarray:
@@ -47,11 +47,13 @@ def write_family(directory: Path, family: str, seed: int = 3) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=[*sorted(FAMILIES), "mistral"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model and what was exported from it."""
+    """A model and what was exported from it; the mistral has a window that most texts are longer than."""
     place = tmp_path_factory.mktemp("export")
-    source = open_model(write_family(place / "model", request.param), FAMILIES)
+    window = {"model_type": "mistral", "sliding_window": 5}
+    family, shape = ("llama", window) if request.param == "mistral" else (request.param, {})
+    source = open_model(write_family(place / "model", family, **shape), FAMILIES)
     export(source, place / "static", CpuBackend(), source.path, decoding_loop=True)
     return place / "model", place / "static"
 

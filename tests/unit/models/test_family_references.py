@@ -50,6 +50,8 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("llama/yarn", {"rope_scaling": None}),
     ("llama/mistral", {"rope_theta": 12000.0}),
+    ("llama/mistral_window", {"sliding_window": None}),
+    ("llama/mistral_window", {"sliding_window": 6}),
     ("qwen/qwen2", {"rms_norm_eps": 1e-4}),
     ("qwen/qwen2", {"rope_theta": 12000.0}),
     ("qwen/qwen2_yarn", {"rope_scaling": None}),
@@ -245,8 +247,7 @@ def test_keys_for_others_are_written_as_they_were_read(case: str, tmp_path: Path
 
 def test_a_mistral_without_the_key_has_the_window_of_its_default() -> None:
     data = {key: value for key, value in read_config("llama/mistral").items() if key != "sliding_window"}
-    with pytest.raises(UserError, match="sliding_window is 4096"):
-        FAMILIES["llama"].config_cls.from_hf(data)
+    assert FAMILIES["llama"].config_cls.from_hf(data).sliding_window == 4096
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("llama/")])
@@ -340,12 +341,8 @@ def test_the_bias_of_the_choice_is_kept_and_gets_no_gradient() -> None:
 
 
 REFUSED = [
-    (
-        "llama/mistral",
-        {"sliding_window": 4096},
-        "sliding_window is 4096; .* set sliding_window to null and max_position",
-    ),
     ("llama/mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not full_attention"),
+    ("llama/mistral_window", {"layer_types": ["full_attention"]}, "layer_types is not sliding_attention only, as that"),
     ("llama/biases", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the llama family has silu"),
     ("qwen/qwen2", {"use_sliding_window": True}, "use_sliding_window is True; the qwen family has False only"),
     ("qwen/qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not full_attention only"),
@@ -369,6 +366,7 @@ REFUSED = [
         ("llama/biases", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
         ("llama/mistral", {"attention_bias": True}, "attention_bias"),
         ("llama/mistral", {"mlp_bias": True}, "mlp_bias"),
+        ("llama/biases", {"sliding_window": 5}, "sliding_window"),
         ("qwen/qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ("qwen/qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
         ("qwen/qwen2", {"hidden_size": 26}, "hidden_size"),

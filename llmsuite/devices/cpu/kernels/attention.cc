@@ -4,7 +4,7 @@
 //
 // Shapes: B batch, L queries, S keys, H query heads, J key-value heads, K head size. Query i of a row attends to
 // keys 0 to i + S - L. With spans [B, 3, L], and as many queries as keys: to [spans[b, 0, i], spans[b, 1, i]) and to
-// [spans[b, 2, i], i].
+// [spans[b, 2, i], i]. Spans [1, 3, L] are those of all rows.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -21,6 +21,7 @@ constexpr int kRowMajor = 101, kPlain = 111, kTransposed = 112;
 
 struct Shape {
   int64_t B, L, S, H, J, K;
+  int64_t spans_step = 0;                    // between the spans of two rows
   int64_t wide() const { return H * K; }     // between two queries
   int64_t narrow() const { return J * K; }   // between two keys
   int64_t blocks() const { return (L + kBlock - 1) / kBlock; }
@@ -32,7 +33,10 @@ Shape Read(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::opti
   PD_CHECK(k.shape() == v.shape() && s.H % s.J == 0 && s.L <= s.S, "q, k and v do not fit together");
   if (spans) {
     PD_CHECK(spans->dtype() == paddle::DataType::INT64 && spans->is_contiguous(), "spans: int64, without gaps");
-    PD_CHECK(s.L == s.S && spans->numel() == s.B * 3 * s.L, "spans: [B, 3, L], of as many queries as keys");
+    const bool is_one = spans->shape()[0] == 1;
+    PD_CHECK(s.L == s.S && spans->numel() == (is_one ? 1 : s.B) * 3 * s.L,
+             "spans: [B, 3, L] or [1, 3, L], of as many queries as keys");
+    s.spans_step = is_one ? 0 : 3 * s.L;
   }
   return s;
 }
@@ -120,7 +124,7 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
     for (int64_t b = 0; b < s.B; ++b)
       for (int64_t h = 0; h < s.H; ++h)
         for (int64_t number = s.blocks() - 1; number >= 0; --number) {  // the longest first
-          const Block block(s, number, pb ? pb + b * 3 * s.L : nullptr);
+          const Block block(s, number, pb ? pb + b * s.spans_step : nullptr);
           const int64_t n = block.keys(), j = h / (s.H / s.J);
           const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
           for (int run = 0; run < 2; ++run) {
@@ -196,7 +200,7 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
     for (int64_t b = 0; b < s.B; ++b)
       for (int64_t h = 0; h < s.H; ++h)
         for (int64_t number = 0; number < s.blocks(); ++number) {
-          const Block block(s, number, pb ? pb + b * 3 * s.L : nullptr);
+          const Block block(s, number, pb ? pb + b * s.spans_step : nullptr);
           const int64_t n = block.keys(), rows = block.rows;
           const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
           for (int run = 0; run < 2; ++run) {

@@ -28,13 +28,17 @@ def load(what: Library = KERNELS) -> bool:
     return library is not None
 
 
-def no_mask(num_queries: int, num_keys: int, dtype: Any) -> None:
-    """`causal_mask` of an attention that is causal by itself."""
+def no_mask(num_queries: int, num_keys: int, dtype: Any, window: int | None = None) -> Tensor | None:
+    """`causal_mask` of an attention that is causal by itself. With a window, as `spans`, [1, 3, L]."""
+    if window is None:
+        return None
+    assert num_queries == num_keys, "spans are of as many queries as keys"
+    return ops.document_spans(paddle.zeros([1, num_keys], "int64"), window)
 
 
-def spans(document_starts: Tensor, dtype: Any) -> Tensor:
+def spans(document_starts: Tensor, dtype: Any, window: int | None = None) -> Tensor:
     """`document_mask` as `attention` takes it: `ops.document_spans`, [B, 3, L]."""
-    return ops.document_spans(document_starts)
+    return ops.document_spans(document_starts, window)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
