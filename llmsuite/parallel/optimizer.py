@@ -20,8 +20,24 @@ from llmsuite.schema.recipe import TrainSection
 from llmsuite.typing import Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class PaddleKinds:
+    """The classes of Paddle's optimizers, or of ones that are built on these."""
+
+    adamw: Any = paddle.optimizer.AdamW
+    sgd: Any = paddle.optimizer.SGD
+
+
+PLAIN = PaddleKinds()
+
+
 def paddle_optimizer(
-    train: TrainSection, parameters: Sequence[Tensor], rate: Any, decay: Collection[str], clip: Any = None
+    train: TrainSection,
+    parameters: Sequence[Tensor],
+    rate: Any,
+    decay: Collection[str],
+    clip: Any = None,
+    kinds: PaddleKinds = PLAIN,
 ) -> Any:
     """Paddle's optimizer of a recipe.
 
@@ -31,12 +47,13 @@ def paddle_optimizer(
         rate: the learning rate, a number or a scheduler.
         decay: names of the parameters whose weights decay.
         clip: what it does to the gradients first.
+        kinds: classes to choose from.
 
     Raises:
         UserError: the optimizer has no decoupled decay.
     """
     if train.optimizer == "adamw":
-        return paddle.optimizer.AdamW(
+        return kinds.adamw(
             learning_rate=rate,
             parameters=parameters,
             beta1=train.adam_beta1,
@@ -48,7 +65,7 @@ def paddle_optimizer(
         )
     if train.weight_decay:
         raise UserError("train.weight_decay: sgd has no decoupled decay; set it to 0 or use adamw")
-    return paddle.optimizer.SGD(learning_rate=rate, parameters=parameters, grad_clip=clip)
+    return kinds.sgd(learning_rate=rate, parameters=parameters, grad_clip=clip)
 
 
 class SavedOptimizer(Protocol):

@@ -17,9 +17,8 @@ import paddle.distributed as dist
 
 from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import LearningRate
-from llmsuite.parallel.optimizer import StateTensor, paddle_optimizer
+from llmsuite.parallel.optimizer import PaddleKinds, StateTensor, paddle_optimizer
 from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
-from llmsuite.parallel.program.slices import SlicedShard, over_tp, slice_dim
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.recipe import TrainSection
 from llmsuite.typing import Tensor
@@ -29,7 +28,8 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """The data ranks that have a part of the optimizer's state each: one of equal slices along a dim, see `slices`."""
+    """The data ranks that have a part of the optimizer's state each. A part is one of equal slices along a dim, as
+    Paddle's auto-parallel cuts: other than that of `ParameterShard`, which is one of the flattened values."""
 
     count: int
     rank: int
@@ -38,7 +38,10 @@ class Owners:
 
     def dim(self, shard: ParameterShard) -> int | None:
         """The dim that the state of a parameter is cut along; None where every rank has the whole."""
-        return slice_dim(shard.local_shape, over_tp(shard.parameter), self.count)
+        over_tp = shard.parameter.placements if shard.parameter.is_dist() else []
+        of_tp = {place.get_dim() for place in over_tp if place.is_shard()}
+        free = (i for i, size in enumerate(shard.local_shape) if i not in of_tp and size % self.count == 0)
+        return next(free, None) if self.count > 1 else None
 
     def part(self, whole: Tensor, dim: int | None) -> Tensor:
         """This rank's part of values that are cut along a dim."""
@@ -102,9 +105,7 @@ class ProgramOptimizer:
         self.shards, self._train, self._owners = list(shards), train, owners
         self._max_norm = train.max_grad_norm
         self.slots = [*OPTIMIZER_SLOTS[train.optimizer]]
-        # a shard that is a slice itself brings its state together as it does the parameter
-        self._has_slices = any(isinstance(shard, SlicedShard) for shard in self.shards)
-        self._cuts = {shard.name: None if self._has_slices else owners.dim(shard) for shard in self.shards}
+        self._dims = {shard.name: owners.dim(shard) for shard in self.shards}
         self.learning_rate = LearningRate(train, total_steps).at
         self._values = {
             f"{shard.name}_{slot}": self._first_value(shard, slot) for shard in self.shards for slot in self.slots
@@ -115,7 +116,7 @@ class ProgramOptimizer:
         first = FIRST_VALUES.get(slot)
         if first is not None:
             return paddle.full([1], first(self._train), dtype="float32")
-        return paddle.zeros_like(self._owners.part(shard.master_or_shard.detach(), self._cuts[shard.name]))
+        return paddle.zeros_like(self._owners.part(shard.master_or_shard.detach(), self._dims[shard.name]))
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -125,16 +126,16 @@ class ProgramOptimizer:
     def of_paddle(self, parameters: Sequence[Tensor], mesh: Any) -> tuple[Any, StepRate, NormClip]:
         """A new optimizer of Paddle's for a program over a mesh [data, tp], its learning rate and what clips its
         gradients."""
-        dims = {p.name: slice_dim(p.shape, p.placements[1:], self._owners.count) for p in parameters}
-        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims)
+        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, self._dims)
         made = self._of_paddle(parameters, rate, clip)
-        # the state of a slice is cut as it is, by itself
-        shares = StateShards(mesh, dims) if self._owners.count > 1 and not self._has_slices else None
+        shares = StateShards(mesh, self._dims) if self._owners.count > 1 else None
         return dist.shard_optimizer(made, shares), rate, clip
 
     def _of_paddle(self, parameters: Sequence[Tensor], rate: StepRate, clip: NormClip | None) -> Any:
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
-        return paddle_optimizer(self._train, list(parameters), rate, decay, clip)
+        made = paddle_optimizer(self._train, list(parameters), rate, decay, clip, _KINDS)
+        made.factors = {shard.name: shard.parameter.optimize_attr["learning_rate"] for shard in self.shards}
+        return made
 
     # the interface for checkpoints
 
@@ -142,17 +143,42 @@ class ProgramOptimizer:
         """As `Optimizer.state`."""
         for shard in self.shards:
             for slot in self.slots:
-                yield OwnedState(shard, slot, self._values[f"{shard.name}_{slot}"], None, self._owners, self._cuts)
+                yield OwnedState(shard, slot, self._values[f"{shard.name}_{slot}"], None, self._owners, self._dims)
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """As `Optimizer.load_state`."""
         for entry in self.state():
             whole = paddle.to_tensor(read(entry))
-            dim = None if entry.is_scalar else self._cuts[entry.shard.name]
+            dim = None if entry.is_scalar else self._dims[entry.shard.name]
             entry.value.copy_(self._owners.part(whole, dim), True)
 
     def to_host(self, shard: ParameterShard) -> None:
         """As `Optimizer.to_host`: programs keep their state where it is."""
+
+
+class _WithFactors:
+    """A part of an optimizer: each parameter has its own factor of the learning rate, as `ParamAttr` gives it. In
+    programs of `dist.to_static` Paddle 3.3.1 knows nothing of it, and takes the same rate for all without a word."""
+
+    factors: Mapping[str, float]
+    """By the name of a parameter."""
+
+    def _create_param_lr(self, param_and_grad: tuple[Any, Any]) -> Any:
+        """Called while a program is made, for each parameter."""
+        rate = super()._create_param_lr(param_and_grad)  # type: ignore[misc]
+        factor = self.factors[param_and_grad[0].name]
+        return rate if factor == 1 else rate * factor
+
+
+class _AdamW(_WithFactors, paddle.optimizer.AdamW):
+    """Paddle's, with these factors."""
+
+
+class _SGD(_WithFactors, paddle.optimizer.SGD):
+    """The same."""
+
+
+_KINDS = PaddleKinds(_AdamW, _SGD)
 
 
 class StepRate(paddle.optimizer.lr.LRScheduler):
