@@ -15,7 +15,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 
 from llmsuite.devices.local_parts import whole_steps
-from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate, over_data
-from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
+from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
@@ -58,30 +56,20 @@ class Program:
 class StepPrograms:
     """The programs of a run, one for each shape of its batches, over one model and one optimizer."""
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: ProgramOptimizer,
-        loss: Loss,
-        ranks: np.ndarray = ONE_RANK,
-        slices: Mapping[str, SlicedShard] = MappingProxyType({}),
-    ):
+    def __init__(self, model: Any, optimizer: ProgramOptimizer, loss: Loss, ranks: np.ndarray = ONE_RANK):
         """
         Args:
             model: this rank's part of the model, as it runs op by op.
             optimizer: over its parameters.
             loss: of the stage.
             ranks: all of them, [data, tp]: in a row those that have the same samples, and a part of the model each.
-            slices: the parameters whose slices the data ranks have, by name; the model has none of them itself.
         """
         self._model, self._optimizer, self._loss = model, optimizer, loss
         self._mesh = dist.ProcessMesh(ranks, dim_names=["data", "tp"])
         self._programs: dict[Any, Program] = {}
         self._scope = paddle.static.Scope()
         """The variables of all programs, apart from those of others in this process."""
-        self._slices = slices
-        own = model.named_parameters()
-        self._parameters = {name: slices[name].stored if name in slices else value for name, value in own}
+        self._parameters = dict(model.named_parameters())
         self.build_seconds = 0.0
         """Seconds that making programs has taken."""
 
@@ -162,8 +150,7 @@ class StepPrograms:
         try:
             for name, (table, attribute) in places.items():
                 table[attribute] = placed[name]
-            with whole_where_used(places, list(self._slices)):
-                yield placed
+            yield placed
         finally:
             for name, (table, attribute) in places.items():
                 table[attribute] = own[name]
@@ -173,9 +160,8 @@ class StepPrograms:
         trained = not parameter.stop_gradient
         placed = EagerParamBase(shape=parameter.shape, dtype=parameter.dtype, name=name, trainable=trained)
         over_tp = parameter.placements if parameter.is_dist() else [dist.Replicate()]
-        local = local_value(self._parameters[name]).detach()
-        dim = self._slices[name].dim if name in self._slices else None
-        placed._set_impl(dtensor_from_local(local, self._mesh, over_data([dist.Replicate(), *over_tp], dim)))
+        local = local_value(parameter).detach()
+        placed._set_impl(dtensor_from_local(local, self._mesh, [dist.Replicate(), *over_tp]))
         return placed
 
     def _give(self, variables: Mapping[str, Tensor]) -> None:
@@ -214,9 +200,10 @@ class _Step(nn.Layer):
         trained = found.pop("loss")
         self.sums = ("loss", *found)
         # what is trained is the sum of all of them, of which only the first has a gradient
-        sums = paddle.stack([trained, *(number.detach() for number in found.values())])
-        # else its placement decides whether a rank is told the sum or its own part
-        return dist.reshard(sums, self._mesh, [dist.Replicate()] * 2)
+        sums = [trained, *(number.detach() for number in found.values())]
+        # each by itself: of parts of sums and whole ones in one stack Paddle 3.3.1 takes all for parts. And else its
+        # placement would decide whether a rank is told the sum or its own part
+        return paddle.stack([dist.reshard(number, self._mesh, [dist.Replicate()] * 2) for number in sums])
 
 
 def _first(sums: Tensor, *labels: Tensor) -> Tensor:
