@@ -68,6 +68,7 @@ class DoraEmbedding(LoraEmbedding):
             update = paddle.matmul(self.lora_A, self.lora_B) * self.scaling
             squares = (self.weight + update).astype("float32").square().sum(0)
             length = (self.complete_columns(squares) + 1e-12).sqrt().astype(y.dtype)
+        length = length.detach()  # in a program that is being made, `no_grad` says nothing
         return super()._adapted(y, input_ids) * (self.lora_magnitude / length)
 
 

@@ -104,6 +104,7 @@ class DoraLinear(LoraLinear):
             whole = (self.dense_weight(x.dtype) + self.get_delta_weight()).astype("float32")
             # the columns that pad a vocabulary have no length
             length = (self.complete_columns(whole.square().sum(0)) + 1e-12).sqrt().astype(x.dtype)
+        length = length.detach()  # in a program that is being made, `no_grad` says nothing
         y = self.complete_sum(self.weight_product(x)) + self._update(x)
         y = y * (self.lora_magnitude / length)
         return y if self.bias is None else y + self.bias

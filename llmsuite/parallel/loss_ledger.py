@@ -50,7 +50,7 @@ class LossLedger:
             self._sums.setdefault(name, []).append(kept)
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
-    def count(self, **numbers: int) -> None:
+    def count(self, **numbers: float) -> None:
         """Book numbers that are summed and never divided, such as tokens."""
         for name, number in numbers.items():
             self._counts[name] = self._counts.get(name, 0.0) + number

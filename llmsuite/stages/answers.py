@@ -1,18 +1,19 @@
 """Answers to prompts as token ids, as batches, and their log-probabilities: for the stages that compare answers.
 
-Shapes: A answers, D hidden, N tokens of answers.
+Shapes: A answers, L length, D hidden, N tokens of answers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 
 from llmsuite.rl.completion import Completion
+from llmsuite.stages import language_model
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.reference_cache import answer_key
 from llmsuite.train.stage import Batch
@@ -164,6 +165,22 @@ def logps_of_answers(nll: Tensor, batch: Batch) -> Tensor:
     is_owner = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
     # losses take differences of these sums, in which the last digits of float32 would be lost
     return -paddle.mv(paddle.to_tensor(is_owner.astype("float64")), nll.astype("float64"))
+
+
+def program_inputs(batch: Batch, length: int) -> dict[str, np.ndarray]:
+    """A batch of one answer a row as arrays [A, length]: of each position the id, the target behind it, and 1 where
+    that is a token of the answer, else 0."""
+    ones = np.ones(len(batch["targets"]), "float32")
+    found = language_model.program_inputs({**batch, "weights": ones}, length, has_documents=False)
+    found["is_answer"] = found.pop("weights")
+    return found
+
+
+def program_logps(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """`answer_logps` of `program_inputs`. Logits are made for all positions, as a program cannot pick some."""
+    hidden, _ = model.hidden_states(inputs["input_ids"])  # [A, L, D]
+    nll = model.token_nll(hidden.flatten(0, 1), inputs["targets"].flatten()).reshape(inputs["targets"].shape)
+    return -(nll.astype("float64") * inputs["is_answer"].astype("float64")).sum(-1)
 
 
 def log_ratios(logps: Tensor, batch: Batch) -> Tensor:

@@ -9,8 +9,10 @@ Shapes: P pairs, A = 2 P answers (chosen first).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from llmsuite.stages.answers import pack_rows
 from llmsuite.stages.pair_loss import PairLoss
@@ -18,6 +20,7 @@ from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import DpoSection
 from llmsuite.train.stage import Batch, LossTerms, PrePassKind, StageContext, Sums
+from llmsuite.typing import Tensor
 
 
 class DpoStage(PairStage):
@@ -59,3 +62,15 @@ class DpoStage(PairStage):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """See `PairLoss.terms`."""
         return self._pair_loss.terms(model, batch)
+
+    def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
+        """See `PairLoss.program_inputs`."""
+        return self._pair_loss.program_inputs(batch, length)
+
+    def program_weights(self, batch: Batch) -> dict[str, float]:
+        """See `PairLoss.program_weights`."""
+        return self._pair_loss.program_weights(batch)
+
+    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `PairLoss.program_loss`."""
+        return self._pair_loss.program_loss(model, inputs)

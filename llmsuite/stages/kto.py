@@ -12,7 +12,7 @@ Shapes: A answers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,20 @@ import paddle
 
 from llmsuite.data.rows import Unpaired
 from llmsuite.errors import UserError
-from llmsuite.stages.answers import Answer, answer_logps, collate, ensure_eos, log_ratios
+from llmsuite.stages.answers import (
+    Answer,
+    answer_logps,
+    collate,
+    ensure_eos,
+    log_ratios,
+    program_inputs,
+    program_logps,
+)
 from llmsuite.stages.preference_losses import apo_zero, kto
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import KtoSection
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, PrePassKind, Stage, StageContext, Sums
+from llmsuite.typing import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +54,7 @@ class KtoStage(Stage[LabelledAnswer]):
     def __init__(self, section: KtoSection, context: StageContext):
         super().__init__(section, context)
         self._kind, self._beta = section.loss, section.beta
-        self._weights = np.array([section.undesirable_weight, section.desirable_weight], dtype="float32")
+        self._desirable_weight, self._undesirable_weight = section.desirable_weight, section.undesirable_weight
         self._takes_reference = section.reference
         self._profile = section.profile()
         self._max_length = context.recipe.data.max_length
@@ -136,19 +145,53 @@ class KtoStage(Stage[LabelledAnswer]):
         """Sum over the answers; every answer weighs 1, whatever the weight of its kind, as in the paper."""
         ratios = log_ratios(answer_logps(model, batch), batch)
         desirable = paddle.to_tensor(batch["desirable"])
-        rewards, num_answers, num_desirable = (self._beta * ratios).detach(), batch["weight"], batch["desirable"].sum()
+        rewards, num_answers, counts = (self._beta * ratios).detach(), batch["weight"], self.program_weights(batch)
         sums: dict[str, tuple[Any, float]] = {
-            "rewards/desirable": ((rewards * desirable).sum(), float(num_desirable)),
-            "rewards/undesirable": ((rewards * (1 - desirable)).sum(), float(num_answers - num_desirable)),
+            "rewards/desirable": ((rewards * desirable).sum(), counts["rewards/desirable"]),
+            "rewards/undesirable": ((rewards * (1 - desirable)).sum(), counts["rewards/undesirable"]),
         }
+        kl = 0.0
         if self._kind == "kto":
             kl = max(0.0, batch["prepass_stats"]["kl"])
             sums["kl"] = kl * num_answers, num_answers
-            losses = kto(ratios, desirable, self._beta, kl)
-        else:
-            losses = apo_zero(ratios, desirable, self._beta)
-        weights = paddle.to_tensor(self._weights[batch["desirable"].astype("int64")])
-        return LossTerms((losses * weights).sum(), num_answers, self._profile.checked(sums))
+        losses = self._losses(ratios, desirable, kl)
+        return LossTerms(losses.sum(), num_answers, self._profile.checked(sums))
+
+    def _losses(self, ratios: Tensor, desirable: Tensor, kl: Tensor | float) -> Tensor:
+        """[A], times the weight of its kind."""
+        wanted, unwanted = self._desirable_weight, self._undesirable_weight
+        weights = desirable * wanted + (1 - desirable) * unwanted
+        if self._kind == "kto":
+            return kto(ratios, desirable, self._beta, kl) * weights
+        return apo_zero(ratios, desirable, self._beta) * weights
+
+    def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
+        """See `answers.program_inputs`; [A]: log-probabilities under the reference, 1 for answers that are wanted, the
+        divergence, and weights."""
+        desirable = batch["desirable"]
+        found = program_inputs(batch, length) | {"reference": batch["reference"], "desirable": desirable}
+        if self._kind == "kto":
+            found["kl"] = np.full(len(desirable), max(0.0, batch["prepass_stats"]["kl"]), "float32")
+        return {**found, "weights": np.ones(len(desirable), "float32")}
+
+    def program_weights(self, batch: Batch) -> dict[str, float]:
+        """How many answers of each kind there are."""
+        num_desirable = float(batch["desirable"].sum())
+        return {"rewards/desirable": num_desirable, "rewards/undesirable": batch["weight"] - num_desirable}
+
+    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sum over the answers."""
+        ratios = (program_logps(model, inputs) - inputs["reference"]).astype("float32")
+        desirable, weights = inputs["desirable"], inputs["weights"]
+        rewards = (self._beta * ratios).detach()
+        sums = {
+            "rewards/desirable": (rewards * desirable * weights).sum(),
+            "rewards/undesirable": (rewards * (1 - desirable) * weights).sum(),
+        }
+        if self._kind == "kto":
+            sums["kl"] = (inputs["kl"] * weights).sum()
+        losses = self._losses(ratios, desirable, inputs.get("kl", 0.0))
+        return {"loss": (losses * weights).sum(), **self._profile.checked(sums)}
 
 
 def unrelated_answers(answers: Sequence[Answer], max_length: int) -> list[Answer | None]:

@@ -5,6 +5,8 @@ Shapes: P pairs, A = 2 P answers (chosen first), N tokens of answers.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,20 @@ import paddle
 
 from llmsuite.specs import StageProfile
 from llmsuite.stages import preference_losses
-from llmsuite.stages.answers import log_ratios, logps_of_answers, num_tokens, token_nll
+from llmsuite.stages.answers import (
+    log_ratios,
+    logps_of_answers,
+    num_tokens,
+    program_inputs,
+    program_logps,
+    token_nll,
+)
+from llmsuite.stages.pairs import side_by_side
 from llmsuite.stages.sections import DpoSection
 from llmsuite.train.stage import Batch, LossTerms, PrePassKind, Sums
 from llmsuite.typing import Tensor
+
+SIDES = "chosen", "rejected"
 
 
 class PairLoss:
@@ -33,8 +45,7 @@ class PairLoss:
         """Pairs per token, the reference of these answers, or the mean log-ratios of both kinds of answers."""
         weights = _pair_weights(batch)
         if kind == "batch":
-            chosen, _ = np.split(num_tokens(batch), 2)
-            return {"pairs_per_token": (batch["weight"], float((chosen * weights).sum()))}
+            return {"pairs_per_token": (batch["weight"], _chosen_tokens(batch))}
         logps = self._logps(model, batch)[0]
         if kind in ("adapters_off", "reference"):
             batch["reference"] = logps.numpy()
@@ -53,24 +64,13 @@ class PairLoss:
         weights, num_pairs = paddle.to_tensor(_pair_weights(batch)), batch["weight"]
         losses, reward_chosen, reward_rejected = self._compare(logps, batch)
         total = (losses * weights).sum()
-        margin = reward_chosen - reward_rejected
-        observed = {
-            "rewards/chosen": reward_chosen,
-            "rewards/rejected": reward_rejected,
-            "rewards/margin": margin,
-            "rewards/accuracy": (margin > 0).astype("float32"),
-            "logps/chosen": chosen,
-            "logps/rejected": rejected,
-        }
+        observed = _observed(reward_chosen, reward_rejected, chosen, rejected)
         sums: dict[str, tuple[Tensor, float]] = {
             name: ((v.detach() * weights).sum(), num_pairs) for name, v in observed.items()
         }
         if self._sft_weight:
             of_chosen = -(chosen * weights).sum()
-            sums["nll/chosen"] = (
-                of_chosen.detach(),
-                float((np.split(num_tokens(batch), 2)[0] * _pair_weights(batch)).sum()),
-            )
+            sums["nll/chosen"] = of_chosen.detach(), _chosen_tokens(batch)
             # everything is divided by the number of pairs; this term by that of tokens
             total = total + of_chosen * (self._sft_weight * batch["prepass_stats"]["pairs_per_token"])
         if "drawn" in batch:
@@ -85,18 +85,26 @@ class PairLoss:
 
     def _compare(self, logps: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """[P] each: losses, rewards of the chosen answers, rewards of the rejected ones."""
+        given = [logps.split(2), paddle.to_tensor(num_tokens(batch)).split(2)]
+        reference = paddle.to_tensor(batch["reference"]).split(2) if self._has_reference else [None] * 2
+        kl = [0.0] * 2
+        if self._kind == "kto_pair":
+            kl = [max(0.0, batch["prepass_stats"][f"kl/{side}"]) for side in SIDES]
+        return self._of_sides(*(_Side(*numbers) for numbers in zip(*given, reference, kl)))
+
+    def _of_sides(self, chosen: _Side, rejected: _Side) -> tuple[Tensor, Tensor, Tensor]:
+        """What `_compare` gives."""
         if not self._has_reference:
-            logps = logps.astype("float32")
-            chosen, rejected = (logps / paddle.to_tensor(num_tokens(batch))).split(2)  # mean over the tokens
-            rewards = self._beta * chosen, self._beta * rejected
+            means = chosen.mean_logps, rejected.mean_logps
+            rewards = self._beta * means[0], self._beta * means[1]
             if self._kind == "simpo":
-                losses = preference_losses.simpo(chosen, rejected, self._beta, self._gamma, self._smoothing)
+                losses = preference_losses.simpo(*means, self._beta, self._gamma, self._smoothing)
             else:
                 assert self._kind == "orpo", self._kind
-                losses = self._beta * preference_losses.odds_ratio(chosen, rejected)
+                losses = self._beta * preference_losses.odds_ratio(*means)
             return losses, *rewards
-        chosen, rejected = log_ratios(logps, batch).split(2)
-        rewards = self._beta * chosen, self._beta * rejected
+        ratios = chosen.log_ratios, rejected.log_ratios
+        rewards = self._beta * ratios[0], self._beta * ratios[1]
         margin = rewards[0] - rewards[1]
         if self._kind == "sigmoid":
             losses = preference_losses.sigmoid(margin, self._smoothing)
@@ -105,13 +113,96 @@ class PairLoss:
         elif self._kind == "ipo":
             losses = preference_losses.ipo(margin, self._beta)
         elif self._kind == "ipo_mean":
-            of_chosen, of_rejected = paddle.to_tensor(num_tokens(batch)).split(2)
-            losses = preference_losses.ipo(rewards[0] / of_chosen - rewards[1] / of_rejected, self._beta)
+            losses = preference_losses.ipo(rewards[0] / chosen.tokens - rewards[1] / rejected.tokens, self._beta)
         else:
             assert self._kind == "kto_pair", self._kind
-            kl_chosen, kl_rejected = (max(0.0, batch["prepass_stats"][f"kl/{side}"]) for side in ("chosen", "rejected"))
-            losses = preference_losses.kto_pair(chosen, rejected, kl_chosen, kl_rejected, self._beta)
+            losses = preference_losses.kto_pair(*ratios, chosen.kl, rejected.kl, self._beta)
         return losses, *rewards
+
+    # in programs, where the rejected answer of each pair follows the chosen one
+
+    def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
+        """See `answers.program_inputs`; of the pairs their weights [P] and, [P, 2], what the loss takes of both sides:
+        numbers of tokens, log-probabilities under the reference, mean log-ratios of the global batch."""
+        found = {name: side_by_side(array) for name, array in program_inputs(batch, length).items()}
+        weights, stats = _pair_weights(batch), batch.get("prepass_stats", {})
+        found |= {"weights": weights, "num_tokens": np.stack(np.split(num_tokens(batch), 2), 1)}
+        if self._has_reference:
+            found["reference"] = np.stack(np.split(batch["reference"], 2), 1)
+        if self._kind == "kto_pair":
+            kl = [max(0.0, stats[f"kl/{side}"]) for side in SIDES]
+            found["kl"] = np.tile(np.array(kl, "float32"), [len(weights), 1])
+        if self._sft_weight:
+            found["pairs_per_token"] = np.full(len(weights), stats["pairs_per_token"], "float32")
+        return found
+
+    def program_weights(self, batch: Batch) -> dict[str, float]:
+        """Those of the sums that are no means over pairs."""
+        return {"nll/chosen": _chosen_tokens(batch)} if self._sft_weight else {}
+
+    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`terms` of `program_inputs`."""
+        logps, weights = program_logps(model, inputs).reshape([-1, 2]), inputs["weights"]
+        sides = [
+            _Side(
+                logps[:, i],
+                inputs["num_tokens"][:, i],
+                inputs["reference"][:, i] if self._has_reference else None,
+                inputs["kl"][:, i] if self._kind == "kto_pair" else 0.0,
+            )
+            for i in (0, 1)
+        ]
+        losses, reward_chosen, reward_rejected = self._of_sides(*sides)
+        chosen, rejected = (side.logps.astype("float32") for side in sides)
+        observed = _observed(reward_chosen, reward_rejected, chosen, rejected)
+        total = (losses * weights).sum()
+        sums = {name: (v.detach() * weights).sum() for name, v in observed.items()}
+        if self._sft_weight:
+            total = total - (chosen * weights * inputs["pairs_per_token"]).sum() * self._sft_weight
+            sums["nll/chosen"] = -(chosen.detach() * weights).sum()
+        return {"loss": total, **self._profile.checked(sums)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """The chosen answers of some pairs, or the rejected ones; [P] each."""
+
+    logps: Tensor
+    """Log-probabilities, float64."""
+    tokens: Tensor
+    """How many each answer has, float32."""
+    reference: Tensor | None
+    """Log-probabilities under the reference, float64; None without one."""
+    kl: Tensor | float
+    """Mean log-ratio over the global batch, not below 0, for `kto_pair`."""
+
+    @property
+    def log_ratios(self) -> Tensor:
+        """To the reference, float32."""
+        return (self.logps - self.reference).astype("float32")
+
+    @property
+    def mean_logps(self) -> Tensor:
+        """Means over the tokens of each answer, float32."""
+        return self.logps.astype("float32") / self.tokens
+
+
+def _observed(reward_chosen: Tensor, reward_rejected: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Metrics of pairs by name, [P] each, of their rewards and log-probabilities."""
+    margin = reward_chosen - reward_rejected
+    return {
+        "rewards/chosen": reward_chosen,
+        "rewards/rejected": reward_rejected,
+        "rewards/margin": margin,
+        "rewards/accuracy": (margin > 0).astype("float32"),
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+
+
+def _chosen_tokens(batch: Batch) -> float:
+    """Tokens of the chosen answers of the pairs that are learnt from."""
+    return float((np.split(num_tokens(batch), 2)[0] * _pair_weights(batch)).sum())
 
 
 def _pair_weights(batch: Batch) -> np.ndarray:

@@ -122,3 +122,9 @@ def pack(pairs: Sequence[Pair], lengths: np.ndarray, max_length: int) -> list[Pa
 def chosen_then_rejected(samples: Sequence[Pair | Pairs]) -> list[list[Answer]]:
     """Rows of a batch: the chosen answers of each sample in the first half, the rejected ones in the second."""
     return [[pair.answers[side] for pair in sample.pairs] for side in (0, 1) for sample in samples]
+
+
+def side_by_side(rows: np.ndarray) -> np.ndarray:
+    """Rows of P chosen answers, then those of P rejected ones, to rows in which the rejected answer follows the chosen
+    one: programs cut rows over ranks, and a pair stays together so."""
+    return np.stack(np.split(rows, 2), 1).reshape(rows.shape)

@@ -3,23 +3,25 @@
 rows -> token ids of prompt, chosen and rejected answer -> one forward pass over both answers -> score of the last token
 of each, its end of sequence -> loss of the difference
 
-Shapes: P pairs, A = 2 P answers (chosen first), D hidden.
+Shapes: P pairs, A = 2 P answers (chosen first), L length, D hidden.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import paddle
 
 from llmsuite.stages.answers import pack_inputs
 from llmsuite.stages.language_model import hidden_at_positions
-from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected
+from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected, side_by_side
 from llmsuite.stages.preference_losses import bradley_terry
 from llmsuite.stages.sections import RmSection
 from llmsuite.train.stage import Batch, LossTerms, StageContext
+from llmsuite.typing import Tensor
 
 
 class RmStage(PairStage):
@@ -52,15 +54,38 @@ class RmStage(PairStage):
         """Sum over the pairs; every pair weighs 1."""
         last = hidden_at_positions(model, batch)  # [A, D]
         chosen, rejected = model.scores(last).split(2)
+        losses, observed = self._compare(chosen, rejected)
+        num_pairs = batch["weight"]
+        sums = {name: (value.detach().sum(), num_pairs) for name, value in observed.items()}
+        return LossTerms(losses.sum(), num_pairs, self._profile.checked(sums))
+
+    def _compare(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scores [P] to losses and metrics, [P] each."""
         losses = bradley_terry(chosen, rejected, self._margin)
         if self._centering:
             losses = losses + self._centering * (chosen + rejected).square()
-        observed = {
+        return losses, {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margin": chosen - rejected,
             "rewards/accuracy": (chosen > rejected).astype("float32"),
         }
-        num_pairs = batch["weight"]
-        sums = {name: (value.detach().sum(), num_pairs) for name, value in observed.items()}
-        return LossTerms(losses.sum(), num_pairs, self._profile.checked(sums))
+
+    def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
+        """Ids and, 1 at the last token of each answer and 0 elsewhere, [A, length], each pair side by side; the weights
+        of the pairs, [P]."""
+        ids = batch["input_ids"]
+        is_last = np.zeros([len(ids), length], "float32")
+        is_last[np.divmod(batch["positions"], ids.shape[1])] = 1
+        wider = np.pad(ids, [(0, 0), (0, length - ids.shape[1])])  # nothing sees what is behind it
+        found = {"input_ids": side_by_side(wider), "is_last": side_by_side(is_last)}
+        return {**found, "weights": np.ones(len(ids) // 2, "float32")}
+
+    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sum over the pairs."""
+        hidden, _ = model.hidden_states(inputs["input_ids"])  # [A, L, D]
+        last = paddle.matmul(inputs["is_last"].unsqueeze(1), hidden).squeeze(1)  # [A, D]; a program cannot pick some
+        scores, weights = model.scores(last).reshape([-1, 2]), inputs["weights"]
+        losses, observed = self._compare(scores[:, 0], scores[:, 1])
+        sums = {name: (value.detach() * weights).sum() for name, value in observed.items()}
+        return {"loss": (losses * weights).sum(), **self._profile.checked(sums)}

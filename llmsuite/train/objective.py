@@ -36,5 +36,8 @@ class ProgramObjective(Objective, Protocol):
     def program_inputs(self, batch: Batch, length: int) -> Mapping[str, np.ndarray]:
         """The arrays of a batch that a program takes."""
 
+    def program_weights(self, batch: Batch) -> Mapping[str, float]:
+        """The weights of sums of `program_loss` that are not those of the loss."""
+
     def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """`loss` of the inputs of a program."""

@@ -296,6 +296,11 @@ class Stage(abc.ABC, Generic[S]):
         """
         raise AssertionError(f"{type(self).__name__} has `in_programs` in its spec and no method `program_inputs`")
 
+    def program_weights(self, batch: Batch) -> Mapping[str, float]:
+        """By name the weights that sums of `program_loss` have in a batch, of those that are another mean than the
+        loss: the engine divides by their sums over the global batch in place of that of the loss."""
+        return {}
+
     def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The same loss as `loss`, of the inputs of a program; it is called while the program is made.
 

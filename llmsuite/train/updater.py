@@ -18,13 +18,14 @@ from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
 from llmsuite.parallel.program.lengths import bucket
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
-from llmsuite.parallel.program.slices import SlicedShard
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.build import BuiltModel
 from llmsuite.train.data import length_multiple
 from llmsuite.train.objective import Batch, ProgramObjective
-from llmsuite.train.passes import BatchReader, Passes
+from llmsuite.train.passes import BatchReader, Passes, run_prepasses
 from llmsuite.train.step import StepRules, train_step
+
+_WEIGHT = "weight of "
 
 
 class Updater(abc.ABC):
@@ -92,9 +93,7 @@ class ProgramUpdater(Updater):
             owners = Owners(plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
         self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps, owners)
         self._objective = objective
-        slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
-        model, ranks = built.part.model, mesh.rows("tp")
-        self._programs = StepPrograms(model, self.optimizer, objective.program_loss, ranks, slices)
+        self._programs = StepPrograms(built.part.model, self.optimizer, objective.program_loss, mesh.rows("tp"))
         multiple = length_multiple(plan)
         self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
 
@@ -116,13 +115,16 @@ class ProgramUpdater(Updater):
         passes.model.step = step
         ledger, batches = LossLedger(), BatchReader(passes.objective, micro_batches)
         ledger.vote(**votes)
-        taken = batches.all()
+        run_prepasses(passes, batches)
+        taken = [batches.take(number) for number in range(len(batches.all()))]
         for batch in taken:
             ledger.count(**{name: batch[entry] for name, entry in COUNTS.items()})
+            ledger.count(**{_WEIGHT + name: own for name, own in self._objective.program_weights(batch).items()})
             ledger.book({"loss": (0.0, batch["weight"])})  # the loss itself comes out of the program, added up
         weight, metrics = ledger.reduce()
         rules.check_weight(step, weight)
-        metrics |= self._programs.run(step, self._inputs(taken, weight), len(taken))
+        weights = {name.removeprefix(_WEIGHT): metrics.pop(name) for name in [*metrics] if name.startswith(_WEIGHT)}
+        metrics |= _means(self._programs.run(step, self._inputs(taken, weight), len(taken)), weight, weights)
         metrics |= {
             "learning_rate": self.optimizer.learning_rate(step),
             "reader_seconds": batches.seconds,
@@ -144,3 +146,10 @@ class ProgramUpdater(Updater):
         inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         inputs["weights"] = (inputs["weights"] / weight).astype("float32")
         return inputs
+
+
+def _means(sums: Mapping[str, float], weight: float, weights: Mapping[str, float]) -> dict[str, float]:
+    """Sums that are divided by the weight of the loss as means: those with weights of their own are divided by these,
+    and left out where they are 0."""
+    own = {name: sums[name] * weight / of_sum for name, of_sum in weights.items() if of_sum}
+    return {**{name: value for name, value in sums.items() if name not in weights}, **own}

@@ -15,6 +15,8 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
     engine, train, parallel = recipe.engine, recipe.train, recipe.parallel
     if not context.stage.in_programs:
         yield "engine.program", f"is step, which stage {recipe.stage} does not have; set it to layers"
+    if recipe.data.packing != "none" and context.stage.rows_per_sample > 1:
+        yield "data.packing", f"is {recipe.data.packing}, which stage {recipe.stage} has no program for; set it to none"
     if context.shard_plan.experts:
         yield "engine.program", f"is step, which cannot route tokens (family {context.family.name}); set it to layers"
     if (degree := parallel.pipeline_parallel_degree) > 1:
@@ -27,7 +29,7 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
         ("engine.precision", engine.precision, engine.precision != "fp32", "fp32"),
         ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
-        ("lora.rank", recipe.lora.rank, recipe.lora.rank is not None, "null"),
+        ("parallel.sharding", parallel.sharding, parallel.sharding == "stage3", "stage2"),
         ("reft.rank", recipe.reft.rank, recipe.reft.rank is not None, "null"),
         ("prefix.tokens", recipe.prefix.tokens, recipe.prefix.tokens is not None, "null"),
         ("qat.weight_bits", recipe.qat.weight_bits, recipe.qat.weight_bits is not None, "null"),
@@ -37,6 +39,20 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
         if is_set:
             message = "which engine.program step does not have"
             yield key, f"is {value}, {message}; set it to {default}, or engine.program to layers"
+
+
+def _not_on_these_ranks(context: RuleContext) -> Iterator[Violation]:
+    recipe, parallel = context.recipe, context.recipe.parallel
+    is_plain = recipe.stage in ("pretrain", "sft") and recipe.lora.rank is None
+    if not recipe.engine.compiles_steps or is_plain:
+        return
+    what = f"stage {recipe.stage}" if recipe.lora.rank is None else "adapters"
+    if (degree := parallel.pipeline_parallel_degree) > 1:
+        message = f"is {degree}, and programs of {what} have no pipeline"
+        yield "parallel.pipeline_parallel_degree", f"{message}; set it to 1, or engine.program to layers"
+    if parallel.sharding == "stage3":
+        message = f"is stage3, which programs of {what} do not have"
+        yield "parallel.sharding", f"{message}; set it to stage2, or engine.program to layers"
 
 
 def _not_skipped(context: RuleContext) -> Iterator[Violation]:
@@ -54,9 +70,9 @@ def _not_skipped(context: RuleContext) -> Iterator[Violation]:
 
 PROGRAM_RULES = (
     Rule(
-        "`program: step` with pipeline parallel, sharding over some of the data ranks, another stage than "
-        "`pretrain` and `sft`, experts, `recompute`, `offload_optimizer`, another precision than fp32, `lora`, `reft`, "
-        "`prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
+        "`program: step` with pipeline parallel, sharding `stage3` or over some of the data ranks, another stage than "
+        "`pretrain`, `sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `recompute`, `offload_optimizer`, "
+        "another precision than fp32, `reft`, `prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
         "such a program does not have it yet",
         (
             "--engine.mode=to_static",
@@ -65,8 +81,23 @@ PROGRAM_RULES = (
             "--launch.num_devices=1",
             "--engine.recompute=none",
             "--engine.precision=fp32",
+            "--engine.offload_optimizer=true",
         ),
         _not_in_a_step,
+    ),
+    Rule(
+        "`program: step` with pipeline parallel or sharding `stage3`, in another stage than `pretrain` and `sft`, or "
+        "with adapters",
+        "it is tested on data and tensor parallel ranks only",
+        (
+            "--engine.mode=to_static",
+            "--engine.program=step",
+            '--parallel={"pipeline_parallel_degree":2}',
+            "--launch.num_devices=2",
+            "--engine.recompute=none",
+            "--engine.precision=fp32",
+        ),
+        _not_on_these_ranks,
     ),
     Rule(
         "`program: step` with `on_nonfinite: skip`, or with `spike_factor` and `on_spike: skip`",

@@ -18,7 +18,22 @@ def _plan(registry: Registry, recipe: str, *words: str) -> RunPlan:
     return plan_run(ROOT / f"recipes/{recipe}.json", list(given.values()), registry, smoke=True)
 
 
-@pytest.mark.parametrize("recipe", ["llama/sft", "llama/pretrain", "qwen/sft", "gpt/pretrain", "ernie/sft"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "llama/sft",
+        "llama/pretrain",
+        "qwen/sft",
+        "gpt/pretrain",
+        "ernie/sft",
+        "llama/lora",
+        "qwen/lora",
+        "llama/dpo",
+        "llama/orpo",
+        "llama/rm",
+        "llama/kto",
+    ],
+)
 def test_what_it_has(registry: Registry, recipe: str) -> None:
     assert _plan(registry, recipe).recipe.engine.compiles_steps
 
@@ -32,7 +47,18 @@ def test_on_a_mesh(registry: Registry) -> None:
     ("recipe", "words", "message"),
     [
         ("llama/sft", ["--engine.mode=dynamic"], "engine.program: is step, but mode is dynamic"),
-        ("llama/dpo", [], "engine.program: is step, which stage dpo does not have; set it to layers"),
+        ("llama/grpo", [], "engine.program: is step, which stage grpo does not have; set it to layers"),
+        ("llama/dpo", ["--data.packing=best_fit"], "data.packing: is best_fit, which stage dpo has no program for"),
+        (
+            "llama/dpo",
+            ["--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}'],
+            "parallel.pipeline_parallel_degree: is 2, and programs of stage dpo have no pipeline; set it to 1",
+        ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=2", '--parallel={"sharding":"stage3"}', "--lora.rank=4"],
+            "parallel.sharding: is stage3, which programs of adapters do not have; set it to stage2",
+        ),
         ("qwen_moe/sft", [], r"engine.program: is step, which cannot route tokens \(family qwen_moe\)"),
         (
             "llama/sft",
@@ -41,12 +67,20 @@ def test_on_a_mesh(registry: Registry) -> None:
         ),
         (
             "llama/sft",
+            ["--launch.num_devices=2", '--parallel={"sharding":"stage3"}'],
+            "parallel.sharding: is stage3, which engine.program step does not have; set it to stage2",
+        ),
+        (
+            "llama/sft",
             ["--launch.num_devices=4", '--parallel={"sharding":"stage1","sharding_parallel_degree":2}'],
             "parallel.sharding_parallel_degree: is 2, and programs of engine.program step shard over all data ranks",
         ),
         ("llama/sft", ["--engine.recompute=full"], "engine.recompute: is full, which engine.program step does not"),
         ("llama/sft", ["--engine.offload_optimizer=true"], "engine.offload_optimizer: is true, .* set it to false, or"),
-        ("llama/sft", ["--lora.rank=4"], "lora.rank: is 4, .* set it to null, or engine.program to layers"),
+        ("llama/lora", ["--lora.method=mora"], "lora.method: is mora, which is computed again in the backward pass"),
+        ("llama/lora", ["--lora.init=lora_ga"], "lora.init: is lora_ga, which takes gradients of frozen matrices"),
+        ("llama/lora", ["--lora.dropout=0.1"], "lora.dropout: is 0.1, but layers that are alike share one program"),
+        ("llama/lora", ["--lora.base_dtype=nf4"], "lora.base_dtype: is nf4, which programs compiled by to_static"),
         ("llama/sft", ["--prefix.tokens=4"], "prefix.tokens: is 4, which engine.program step does not have"),
         ("llama/sft", ["--qat.weight_bits=8"], "qat.weight_bits: is 8, which engine.program step does not have"),
         (

@@ -37,7 +37,7 @@ def _llama() -> Any:
     return model
 
 
-def _batch(with_documents: bool) -> dict[str, np.ndarray]:
+def random_batch(with_documents: bool) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     weights = draw.random([B, L], "float32")
     ids = draw.integers(0, CONFIG.vocab_size, [2, B, L])
@@ -48,7 +48,7 @@ def _batch(with_documents: bool) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("with_documents", [False, True])
 def test_equals_op_by_op(with_documents: bool) -> None:
     model, other = _llama(), _llama()
-    parameters, batch = dict(model.named_parameters()), _batch(with_documents)
+    parameters, batch = dict(model.named_parameters()), random_batch(with_documents)
     programs = StepPrograms(model, ProgramOptimizer(alone.shards(parameters), TRAIN, 2), program_loss)
     told = programs.run(1, batch, 1)
     sums = program_loss(other, {name: paddle.to_tensor(array) for name, array in batch.items()})
