@@ -12,7 +12,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from llmsuite.inference.batch import Line
-from llmsuite.serving import protocol, training
+from llmsuite.serving import protocol, responses, training
 from llmsuite.serving.events import EventStream
 from llmsuite.serving.limits import BodyLimits, KnownHosts
 from llmsuite.serving.page import chat_page
@@ -20,7 +20,16 @@ from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import R, Service
 from llmsuite.serving.weights import ServedWeights
 
-_PATHS = ("/", "/healthz", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", *training.PATHS)
+_PATHS = (
+    "/",
+    "/healthz",
+    "/metrics",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    responses.PATH,
+    *training.PATHS,
+)
 
 
 def make_app(
@@ -55,6 +64,7 @@ def make_app(
     if weights is not None:
         training.add_api(app, service, weights)
     _add_api(app, service, weights)
+    responses.add_api(app, service)
     _add_pages(app, service)
     return app
 

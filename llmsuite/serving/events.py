@@ -25,11 +25,7 @@ class EventStream:
         self._head = {**protocol.envelope(kind, asked.model or service.name), **service.marks()}
         self._num_sent = [0] * len(job.lines)
         """Tokens of each answer whose log-probabilities have been sent."""
-        self._held = [""] * len(job.lines)
-        """Text of each answer that may turn out to be a call of a tool."""
-        self._is_text = [False] * len(job.lines)
-        """Whether each answer is known to call none."""
-        self._may_call = isinstance(asked, ChatRequest) and bool(asked.tools_as_text)
+        self._reader = CallReader(service, asked, len(job.lines))
 
     async def events(self) -> AsyncIterator[str]:
         """The events, in the order the text becomes certain."""
@@ -44,7 +40,7 @@ class EventStream:
                 if piece.text and is_first:
                     metrics.first_token.observe(time.monotonic() - begun)
                     is_first = False
-                text, calls = self._read(piece)
+                text, calls = self._reader.read(piece)
                 if text:
                     yield self._event([self._choice(piece.number, text, None, self._logprobs(piece))])
                 if calls:
@@ -62,20 +58,6 @@ class EventStream:
             return
         yield "data: [DONE]\n\n"
 
-    def _read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
-        """The text of a piece that can be sent, and at the end of an answer the tools that it calls."""
-        if not self._may_call or self._is_text[piece.number]:
-            return piece.text, []
-        assert isinstance(self._asked, ChatRequest)
-        calls = self._service.prompter.calls
-        held = self._held[piece.number] + piece.text
-        if piece.ended:
-            return self._service.calls(self._asked, held)
-        free = calls.free(held)
-        self._held[piece.number] = held[free:]
-        self._is_text[piece.number] |= free > 0 and not calls.mark
-        return held[:free], []
-
     def _event(self, choices: list[Any], **more: Any) -> str:
         return f"data: {json.dumps({**self._head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
 
@@ -92,3 +74,30 @@ class EventStream:
             return None
         form = protocol.chat_logprobs if self._is_chat else protocol.completion_logprobs
         return form(line.logprobs[: piece.num_logprobs], self._service.generator.tokenizer, begin)
+
+
+class CallReader:
+    """Tells text from calls of tools while answers come."""
+
+    def __init__(self, service: Service, asked: ChatRequest | CompletionRequest, count: int):
+        """`count`: answers to the request."""
+        self._service, self._asked = service, asked
+        self._held = [""] * count
+        """Text of each answer that may turn out to be a call of a tool."""
+        self._is_text = [False] * count
+        """Whether each answer is known to call none."""
+        self._may_call = isinstance(asked, ChatRequest) and bool(asked.tools_as_text)
+
+    def read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
+        """The text of a piece that can be sent, and at the end of an answer the tools that it calls."""
+        if not self._may_call or self._is_text[piece.number]:
+            return piece.text, []
+        assert isinstance(self._asked, ChatRequest)
+        calls = self._service.prompter.calls
+        held = self._held[piece.number] + piece.text
+        if piece.ended:
+            return self._service.calls(self._asked, held)
+        free = calls.free(held)
+        self._held[piece.number] = held[free:]
+        self._is_text[piece.number] |= free > 0 and not calls.mark
+        return held[:free], []

@@ -1,0 +1,300 @@
+"""POST /v1/responses of OpenAI's API: the same answers as those of chats, in its words.
+
+Nothing is kept of a response, so that a conversation is sent whole each time.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmsuite.data.rows import ToolCall
+from llmsuite.inference.batch import Line
+from llmsuite.inference.sampling import MAX_TEMPERATURE
+from llmsuite.serving.events import CallReader
+from llmsuite.serving.protocol import ChatRequest
+from llmsuite.serving.service import Job, Service
+
+PATH = "/v1/responses"
+_Short = Annotated[str, Field(max_length=1000)]
+_PARTS = ("input_text", "output_text", "text")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class FunctionTool(_Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(_Strict):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Format(_Strict):
+    """What kind of answer there has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    answer_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class Text(_Strict):
+    """How the answer's text is."""
+
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseRequest(_Strict):
+    """The body of a request."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stream: bool | None = None
+    text: Text | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    # these change no answer
+    store: bool | None = None
+    metadata: Annotated[dict[_Short, _Short], Field(max_length=64)] | None = None
+    user: str | None = None
+    safety_identifier: _Short | None = None
+    service_tier: _Short | None = None
+    prompt_cache_key: _Short | None = None
+    prompt_cache_retention: _Short | None = None
+    stream_options: dict[Literal["include_obfuscation"], bool] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: Annotated[list[str], Field(max_length=0)] | None = None
+    background: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    # these would change it; null does not
+    previous_response_id: None = None
+    conversation: None = None
+    reasoning: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    # not in OpenAI's API
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat. Raises HTTPException naming an item of the input that is not understood."""
+        given = self.model_dump(exclude_none=True, by_alias=True)
+        keys = ("model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls")
+        asked: dict[str, Any] = {key: given[key] for key in keys if key in given}
+        asked["messages"] = self._messages()
+        if self.max_output_tokens is not None:
+            asked["max_completion_tokens"] = self.max_output_tokens
+        tools = [{key: value for key, value in tool.items() if key != "type"} for tool in given.get("tools", ())]
+        if tools:
+            asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
+        choice = given.get("tool_choice")
+        if choice is not None:
+            named = isinstance(choice, dict)
+            asked["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if named else choice
+        form = given.get("text", {}).get("format")
+        if form is not None:
+            schema = {key: value for key, value in form.items() if key != "type"}
+            asked["response_format"] = {"type": form["type"], **({"json_schema": schema} if schema else {})}
+        try:
+            return ChatRequest.model_validate(asked)
+        except ValueError as error:
+            raise HTTPException(400, _first_fault(error)) from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            return [*system, {"role": "user", "content": self.input}]
+        messages: list[dict[str, Any]] = [*system]
+        for number, item in enumerate(self.input):
+            where, kind = f"input[{number}]", item.get("type", "message")
+            if kind == "message":
+                messages.append({"role": item.get("role"), "content": _text(item.get("content"), where)})
+            elif kind == "function_call":
+                call = {key: item.get(key) for key in ("name", "arguments")}
+                last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+                if last is None:
+                    last = {"role": "assistant", "content": None}
+                    messages.append(last)
+                entry = {"id": item.get("call_id"), "type": "function", "function": call}
+                last.setdefault("tool_calls", []).append(entry)
+            elif kind == "function_call_output":
+                output = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"), where)}
+                messages.append({"role": "tool", **output})
+            else:
+                known = "message, function_call and function_call_output"
+                raise HTTPException(400, f"{where}: type {str(kind)[:100]!r} is not understood here; {known} are")
+        return messages
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a turn. Raises HTTPException when there is something else in it."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    found = [part.get("text") if isinstance(part, dict) and part.get("type") in _PARTS else None for part in parts]
+    if not all(isinstance(text, str) for text in found):
+        raise HTTPException(400, f"{where}: a text is needed, or a list of parts of type {' or '.join(_PARTS[:2])}")
+    return "".join(map(str, found))
+
+
+def _first_fault(error: ValueError) -> str:
+    errors = getattr(error, "errors", None)
+    found = errors()[0] if errors is not None else {"loc": (), "msg": str(error)}
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+
+
+def add_api(app: FastAPI, service: Service) -> None:
+    """The route of responses."""
+
+    @app.post(PATH)
+    async def respond(request: Request) -> Response:
+        asked = await service.body(request, ResponseRequest)
+        chat = asked.as_chat()
+        job, _ = await service.start(chat)
+        made = _Response(asked, chat, service, job)
+        if asked.stream:
+            headers = {"Cache-Control": "no-store"}
+            return StreamingResponse(made.events(), media_type="text/event-stream", headers=headers)
+        await service.whole(request, job)
+        (line,) = job.lines
+        assert line.text is not None
+        said, calls = service.calls(chat, line.text.text)
+        output = [made.message(said, line)] if said or not calls else []
+        return JSONResponse(made.whole([*output, *map(_call, calls)], line))
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    ids = {"id": f"fc_{secrets.token_hex(12)}", "call_id": f"call_{secrets.token_hex(12)}"}
+    return {**ids, "type": "function_call", "name": call.name, "arguments": call.arguments, "status": "completed"}
+
+
+class _Response:
+    """One response, as it is made."""
+
+    def __init__(self, asked: ResponseRequest, chat: ChatRequest, service: Service, job: Job):
+        self._asked, self._chat, self._service, self._job = asked, chat, service, job
+        self._head = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": asked.model or service.name,
+            **service.marks(),
+        }
+        self._message_id, self._count = f"msg_{secrets.token_hex(12)}", 0
+
+    def whole(self, output: Sequence[dict[str, Any]], line: Line | None) -> dict[str, Any]:
+        """The response with its output; one that is not done without a line."""
+        given, usage = self._asked.model_dump(by_alias=True), None
+        is_cut = line is not None and line.finished == "length"
+        if line is not None:
+            counts = {"input_tokens": len(line.prompt), "output_tokens": len(line.ids)}
+            usage = {
+                **counts,
+                "total_tokens": sum(counts.values()),
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": 0},
+            }
+        echoed = (
+            "instructions",
+            "max_output_tokens",
+            "temperature",
+            "top_p",
+            "metadata",
+            "user",
+            "previous_response_id",
+        )
+        return {
+            **self._head,
+            **{key: given[key] for key in echoed},
+            "status": "in_progress" if line is None else "incomplete" if is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": list(output),
+            "parallel_tool_calls": self._asked.parallel_tool_calls is not False,
+            "text": {"format": (given["text"] or {}).get("format") or {"type": "text"}},
+            "tool_choice": given["tool_choice"] or "auto",
+            "tools": given["tools"] or [],
+            "truncation": "disabled",
+            "store": False,
+            "usage": usage,
+        }
+
+    def message(self, text: str | None, line: Line | None) -> dict[str, Any]:
+        """The turn of the assistant; one that has just begun without a text."""
+        status = "in_progress" if line is None else "incomplete" if line.finished == "length" else "completed"
+        content = [] if text is None else [_part(text)]
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The response as it comes, in server-sent events."""
+        reader, begun, text = CallReader(self._service, self._chat, 1), time.monotonic(), ""
+        metrics, output = self._service.metrics, list[dict[str, Any]]()
+        (line,) = self._job.lines
+        place = {"output_index": 0, "content_index": 0, "item_id": self._message_id}
+        try:
+            yield self._event("response.created", response=self.whole([], None))
+            yield self._event("response.in_progress", response=self.whole([], None))
+            is_open, calls = False, list[ToolCall]()
+            async for piece in self._job.pieces():
+                more, calls = reader.read(piece)
+                if (more or (piece.ended and not calls)) and not is_open:
+                    is_open = True
+                    metrics.first_token.observe(time.monotonic() - begun)
+                    yield self._event("response.output_item.added", output_index=0, item=self.message(None, None))
+                    yield self._event("response.content_part.added", **place, part=_part(""))
+                if more:
+                    text += more
+                    yield self._event("response.output_text.delta", **place, delta=more, logprobs=[])
+            if is_open:
+                yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+                yield self._event("response.content_part.done", **place, part=_part(text))
+                output.append(self.message(text, line))
+                yield self._event("response.output_item.done", output_index=0, item=output[0])
+            for call in map(_call, calls):
+                at = {"output_index": len(output), "item_id": call["id"]}
+                output.append(call)
+                begun_call = {**call, "arguments": "", "status": "in_progress"}
+                yield self._event("response.output_item.added", output_index=at["output_index"], item=begun_call)
+                yield self._event("response.function_call_arguments.delta", **at, delta=call["arguments"])
+                named = {"name": call["name"], "arguments": call["arguments"]}
+                yield self._event("response.function_call_arguments.done", **at, **named)
+                yield self._event("response.output_item.done", output_index=at["output_index"], item=call)
+            whole = self.whole(output, line)
+            metrics.duration.observe(time.monotonic() - begun)
+            yield self._event(f"response.{whole['status']}", response=whole)
+        except HTTPException as error:  # the status has been sent
+            yield self._event("error", code="server_error", message=error.detail, param=None)
+
+    def _event(self, kind: str, **more: Any) -> str:
+        data = {"type": kind, "sequence_number": self._count, **more}
+        self._count += 1
+        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

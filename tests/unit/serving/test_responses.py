@@ -1,0 +1,137 @@
+"""/v1/responses gives what chats give, as the openai client reads it, whole and as a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pydantic
+import pytest
+from starlette.testclient import TestClient
+
+from llmsuite.serving.app import make_app
+from tests.unit.serving.served import make_service
+from tests.unit.serving.test_tools import CALLS, TOOLS, says
+
+CHAT: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "Who?"}], "seed": 3}
+ASK: dict[str, Any] = {"model": "toy", "input": "Who?", "max_output_tokens": 20, "extra_body": {"seed": 3}}
+FLAT: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+@pytest.fixture
+def client() -> Iterator[openai.OpenAI]:
+    service = make_service()
+    decoder: Any = service.generator.decoder
+    decoder.table[:, 2] = -50.0
+    ends = [i for i in range(3, 400) if service.generator.tokenizer.decode([i]) in ('"', "}", "]")]
+    decoder.table[:, ends] += np.float32(4)
+    with TestClient(make_app(service)) as http:
+        yield openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=http)
+
+
+def test_the_text_is_that_of_a_chat(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(**CHAT, max_tokens=20)
+    found = client.responses.create(**ASK)
+    assert found.output_text == chat.choices[0].message.content
+    assert (found.status, found.model) == ("incomplete", "toy")
+    assert found.incomplete_details is not None
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert found.usage is not None
+    assert chat.usage is not None
+    counts = (found.usage.input_tokens, found.usage.output_tokens, found.usage.total_tokens)
+    assert counts == (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
+    turns = [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]
+    told = client.chat.completions.create(**{**CHAT, "messages": turns}, max_tokens=20)
+    assert client.responses.create(**ASK, instructions="Be brief.").usage.input_tokens == told.usage.prompt_tokens  # type: ignore[union-attr]
+
+
+def test_a_stream_ends_with_the_whole(client: openai.OpenAI) -> None:
+    alone = client.responses.create(**ASK)
+    events = list(client.responses.create(**ASK, stream=True))
+    kinds = [event.type for event in events]
+    begin = ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+    end = [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert (kinds[:4], kinds[-4:]) == (begin, end)
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == alone.output_text
+    with client.responses.stream(**ASK) as stream:
+        for event in stream:
+            if event.type == "response.incomplete":
+                assert event.response.output_text == alone.output_text
+
+
+def test_types_of_the_client(client: openai.OpenAI) -> None:
+    class Person(pydantic.BaseModel):
+        name: str = pydantic.Field(max_length=6)
+        age: int = pydantic.Field(ge=0, le=99)
+
+    found = client.responses.parse(**{**ASK, "max_output_tokens": 300}, text_format=Person)
+    assert isinstance(found.output_parsed, Person)
+    assert found.status == "completed"
+
+
+def test_calls_and_what_came_of_them() -> None:
+    seen: list[list[int]] = []
+    turns: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]}]
+    with says(f"Let me see.\n{CALLS}", seen) as client:
+        found = client.responses.create(model="toy", input=turns, tools=FLAT)
+        calls = found.output[1:]
+        assert found.output_text == "Let me see."
+        names = [(call.name, json.loads(call.arguments)) for call in calls if call.type == "function_call"]
+        assert names == [("add", {"a": 1}), ("sum", {})]
+        turns += [item.model_dump(exclude_none=True) for item in found.output]
+        turns += [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+            for call in calls
+            if call.type == "function_call"
+        ]
+        client.responses.create(model="toy", input=turns, tools=FLAT)
+        # the same conversation as a chat
+        chat = client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "1+1?"}], tools=TOOLS)
+        own: Any = chat.choices[0].message.model_dump(exclude_none=True)
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": "2"}
+            for call in chat.choices[0].message.tool_calls or ()
+        ]
+        client.chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": "1+1?"}, own, *results], tools=TOOLS
+        )
+        assert seen[0] == seen[2]
+        assert seen[1] == seen[3] != seen[0]
+        events = list(client.responses.create(model="toy", input="1+1?", tools=FLAT, stream=True))
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [json.loads(event.arguments) for event in done] == [{"a": 1}, {}]
+    assert [event.output_index for event in done] == [1, 2]
+    (last,) = [event for event in events if event.type == "response.completed"]
+    assert [item.type for item in last.response.output] == ["message", "function_call", "function_call"]
+    assert last.response.output_text == "Let me see.\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"background": True}, "background"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: type 'item_reference' is not understood"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]: a text is needed"),
+        ({"input": [{"role": "wizard", "content": "Hi"}]}, "needs role"),
+        ({"input": []}, "at least one"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"text": {"format": {"type": "json_schema"}}}, "json_schema"),
+        ({"tool_choice": "required"}, "tool_choice: asks for a call"),
+    ],
+)
+def test_what_is_not_done_is_refused(client: openai.OpenAI, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.responses.create(**{**ASK, **change})
