@@ -123,6 +123,11 @@ class AdaptedDecoder(ModelDecoder):
         with self._rows(adapters):
             return super().forward(ids, padding, cache)
 
+    def embed(self, texts: Sequence[Sequence[int]], adapter: str | None = None) -> np.ndarray:
+        """See `ModelDecoder.embed`; with an adapter, or None for the model as it is."""
+        with self._rows([adapter] * len(texts)):
+            return super().embed(texts)
+
     @contextlib.contextmanager
     def _rows(self, names: Sequence[str | None]) -> Iterator[None]:
         self._active.names = names

@@ -99,6 +99,25 @@ class ModelDecoder:
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
 
+    def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        """The mean of the last normed hidden states of the tokens of each text, [B, D] float32, of length 1.
+
+        Raises:
+            UserError: interventions or prefixes edit the model's prompts.
+        """
+        if self.edited_ends is not None or self._num_prefix:
+            raise UserError("embeddings: this model has interventions or prefixes for prompts, and these are none")
+        length = max(map(len, texts))
+        padding = np.asarray([length - len(text) for text in texts], "int64")
+        ids = np.zeros([len(texts), length], "int64")
+        for row, text in zip(ids, texts):
+            row[length - len(text) :] = text
+        with paddle.no_grad():
+            hidden, _ = self._model.decode_step(paddle.to_tensor(ids), paddle.to_tensor(padding), None)
+        values = hidden.astype("float32").numpy()
+        means = np.stack([row[start:].mean(0) for row, start in zip(values, padding)])
+        return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+
     def _distributed(self, cache: Cache) -> Cache:
         if self._tensor_mesh is None:
             return cache

@@ -12,7 +12,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from llmsuite.inference.batch import Line
-from llmsuite.serving import protocol, responses, training
+from llmsuite.serving import embeddings, protocol, responses, training
 from llmsuite.serving.events import EventStream
 from llmsuite.serving.limits import BodyLimits, KnownHosts
 from llmsuite.serving.page import chat_page
@@ -28,6 +28,7 @@ _PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     responses.PATH,
+    embeddings.PATH,
     *training.PATHS,
 )
 
@@ -65,6 +66,7 @@ def make_app(
         training.add_api(app, service, weights)
     _add_api(app, service, weights)
     responses.add_api(app, service)
+    embeddings.add_api(app, service)
     _add_pages(app, service)
     return app
 

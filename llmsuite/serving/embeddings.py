@@ -1,0 +1,105 @@
+"""POST /v1/embeddings of OpenAI's API: texts as vectors, by the model that is served."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmsuite.errors import UserError
+from llmsuite.inference.batch import check_room
+from llmsuite.serving.service import Service, refusals
+
+PATH = "/v1/embeddings"
+MAX_TEXTS = 2048
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+_Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
+_Ids = Annotated[list[_Id], Field(min_length=1)]
+
+
+class EmbeddingRequest(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+    @property
+    def texts(self) -> list[str] | list[list[int]]:
+        """One entry for each vector."""
+        if isinstance(self.input, str):
+            return [self.input]
+        return [self.input] if isinstance(self.input[0], int) else self.input
+
+
+def add_api(app: FastAPI, service: Service) -> None:
+    """The route of embeddings."""
+
+    @app.post(PATH)
+    async def embed(request: Request) -> Response:
+        asked = await service.body(request, EmbeddingRequest)
+        deadline = time.monotonic() + service.limits.request_timeout
+        try:
+            texts = await asyncio.to_thread(_checked, service, asked)
+            vectors = await _embedded(service, request, asked, texts, deadline)
+        except UserError as error:
+            raise HTTPException(400, str(error)) from None
+        if asked.dimensions not in (None, vectors.shape[1]):
+            raise HTTPException(400, f"dimensions: is {asked.dimensions}; this model's vectors have {vectors.shape[1]}")
+        count = sum(map(len, texts))
+        service.metrics.prompt_tokens.inc(count)
+        found = [
+            {"object": "embedding", "index": number, "embedding": _written(vector, asked)}
+            for number, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "data": found, "model": asked.model or service.name, "usage": usage})
+
+
+def _checked(service: Service, asked: EmbeddingRequest) -> list[list[int]]:
+    """The ids of each text. Raises UserError naming one that is empty or too long."""
+    decoder = service.generator.decoder
+    if not hasattr(decoder, "embed") or service.marks():
+        raise UserError("embeddings: are given by models that are served as they are, not with --engine static or --rl")
+    found = [service.prompter.plain(text) if isinstance(text, str) else text for text in asked.texts]
+    for number, ids in enumerate(found):
+        check_room(ids, 0, decoder, f"input {number}")
+    return found
+
+
+async def _embedded(
+    service: Service, request: Request, asked: EmbeddingRequest, texts: list[list[int]], deadline: float
+) -> np.ndarray:
+    """The vectors [N, D]; between its batches those of others go on. Raises HTTPException."""
+    decoder: Any = service.generator.decoder
+    more = {"adapter": asked.model} if asked.model in service.adapters else {}
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # those of a length share a batch
+    found: dict[int, np.ndarray] = {}
+    size = service.limits.batch_size
+    for start in range(0, len(order), size):
+        if time.monotonic() > deadline:
+            raise HTTPException(504, "the vectors took longer than the server's request_timeout")
+        if await request.is_disconnected():
+            raise HTTPException(499, "the client has gone")
+        chosen = order[start : start + size]
+        with refusals():
+            made = service.scheduler.call(partial(decoder.embed, [texts[number] for number in chosen], **more))
+        found |= dict(zip(chosen, await asyncio.wrap_future(made)))
+    return np.stack([found[number] for number in range(len(texts))])
+
+
+def _written(vector: np.ndarray, asked: EmbeddingRequest) -> Any:
+    """A vector as the client wants it: base64 is of float32, the low byte first."""
+    if asked.encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return [float(value) for value in vector]
