@@ -131,13 +131,13 @@ def test_a_run_without_its_server_ends_and_is_resumed(runner: Runner, server: li
 
 
 def test_a_server_that_is_killed_and_started_anew_goes_on(runner: Runner, server: list[Server], stale: Path) -> None:
-    words = [*WORDS, *ALONE, *STALE, *served(server[-1]), f"--output_dir={runner.directory / 'killed'}"]
+    url, port = server[-1].url, server[-1].port
+    words = [*WORDS, *ALONE, *STALE, *asking(url, 12), f"--output_dir={runner.directory / 'killed'}"]
     process = runner.start_and_hold("killed", 2, *words)
-    port = server[-1].port
     server[-1].process.send_signal(signal.SIGKILL)
     server[-1].process.communicate(timeout=60)
+    runner.let_go("killed")  # it asks in vain until there is another server
     server.append(Server(runner, runner.directory / "local", "--rl", "--batch_size", "8", "--port", str(port)))
-    runner.let_go("killed")
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert learnt(runner.metrics("killed")) == learnt(runner.metrics("stale"))
