@@ -17,7 +17,6 @@ from llmsuite.errors import UserError
 from llmsuite.progress import track
 
 _PART_CHARS = 1 << 19
-_LIBRARIES = ("tokenizers", "paddlenlp")
 
 
 def encode_once(texts: Sequence[str], tokenizer: TextTokenizer, root: Path) -> list[list[int]]:
@@ -25,7 +24,7 @@ def encode_once(texts: Sequence[str], tokenizer: TextTokenizer, root: Path) -> l
     entry one makes it, and the others wait.
 
     An entry is named by everything that its ids depend on: the texts, to which data format, chat template and stage
-    have been applied already, the files of the tokenizer, and the libraries that read them. So it cannot be stale. It
+    have been applied already, the files of the tokenizer, and the libraries that read these. So it cannot be stale. It
     is an indexed corpus with a document for each text, and appears when it is complete.
 
     Args:
@@ -52,7 +51,7 @@ def encode_once(texts: Sequence[str], tokenizer: TextTokenizer, root: Path) -> l
 
 
 def _name(texts: Sequence[str], tokenizer: TextTokenizer) -> str:
-    libraries = [f"{library} {importlib.metadata.version(library)}" for library in _LIBRARIES]
+    libraries = [f"{library} {importlib.metadata.version(library)}" for library in tokenizer.libraries]
     digest = hashlib.sha256("\0".join([tokenizer.digest(), *libraries]).encode())
     for text in texts:
         data = text.encode()

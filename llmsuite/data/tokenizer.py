@@ -36,7 +36,13 @@ class TextTokenizer:
         if (directory / "tokenizer.json").is_file():
             self._fast = _open_fast(directory / "tokenizer.json")
         elif config_path.is_file():
-            from paddlenlp.transformers import AutoTokenizer
+            try:
+                from paddlenlp.transformers import AutoTokenizer
+            except ModuleNotFoundError as error:
+                raise UserError(
+                    f"{directory}: has no tokenizer.json, and what it has is read by paddlenlp, which is not installed "
+                    f"({error}); put a tokenizer.json there, or install the extra cpu, gpu or xpu"
+                ) from error
 
             _check_regular(directory)
             try_out(directory, self.digest())
@@ -50,6 +56,11 @@ class TextTokenizer:
         if eos is None:
             raise UserError(f"{config_path}: names no eos_token, so no answer would have an end")
         self.eos_id = self.token_id(eos)
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """The packages that read it: ids depend on their versions."""
+        return ("tokenizers",) if self._fast else ("tokenizers", "paddlenlp")
 
     @property
     def special_tokens(self) -> dict[str, str]:

@@ -1,0 +1,107 @@
+"""What may be absent: nothing ends because of a package that it does not use."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmsuite.data.once import encode_once
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.errors import UserError
+from llmsuite.models.paddlenlp_peft import import_alone
+from tests.paths import DATA, ROOT
+from tests.unit.test_house import house
+from tests.unit.test_lock import tomllib
+
+NAMES = {"pyyaml": "yaml", "paddlepaddle": "paddle"}
+"""Packages whose module is called otherwise."""
+OF_THEIR_OWN = {
+    "llmsuite.serving": {"fastapi", "uvicorn", "prometheus_client"},
+    "llmsuite.inference.harness": {"lm_eval"},
+    "llmsuite.rl.verifiers_environment": {"verifiers"},
+}
+"""Modules that are imported when somebody asks for what they do, and what they need."""
+
+
+def needed() -> set[str]:
+    """Modules of the packages that every installation has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = [*project["dependencies"], *project["optional-dependencies"]["cpu-lean"]]
+    names = [re.match(r"[\w.-]+", text)[0].lower() for text in texts]  # type: ignore[index]
+    return {NAMES.get(name, name.replace("-", "_")) for name in names}
+
+
+def imported(tree: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """First words of the modules that a file imports, and whether that is done in a function or for types only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0], inside
+        later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        )
+        yield from imported(node, inside or later)
+
+
+def test_modules_import_what_every_installation_has() -> None:
+    known = needed() | {"llmsuite"} | set(sys.stdlib_module_names)
+    found = {
+        (name, module)
+        for name, tree in house().items()
+        for module, later in imported(tree)
+        if not later and module not in known
+    }
+    allowed = {
+        (name, module)
+        for name, module in found
+        for own, modules in OF_THEIR_OWN.items()
+        if name.startswith(own) and module in modules
+    }
+    assert found - allowed == set()
+    assert {module for _, module in allowed} == set().union(*OF_THEIR_OWN.values())
+
+
+def test_paddlenlp_is_imported_in_two_places() -> None:
+    places = {name for name, tree in house().items() if "paddlenlp" in {module for module, _ in imported(tree)}}
+    assert places == {"llmsuite.data.tokenizer", "llmsuite.data.trial"}
+
+
+@pytest.fixture
+def without_paddlenlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name == "paddlenlp":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "paddlenlp"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "paddlenlp", None)
+
+
+@pytest.mark.usefixtures("without_paddlenlp")
+def test_rows_are_tokenised_without_paddlenlp(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(DATA / "tokenizer")
+    assert encode_once(["ab"], tokenizer, tmp_path) == tokenizer.encode_batch(["ab"])
+
+
+@pytest.mark.usefixtures("without_paddlenlp")
+def test_what_paddlenlp_reads_says_so(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    with pytest.raises(UserError, match=r"has no tokenizer\.json, and what it has is read by paddlenlp, which is not"):
+        TextTokenizer(tmp_path)
+
+
+@pytest.mark.usefixtures("without_paddlenlp")
+def test_adapters_say_what_they_need() -> None:
+    with pytest.raises(UserError, match=r"lora\.rank: adapters are layers of paddlenlp, which is not installed"):
+        import_alone("paddlenlp.peft.lora.lora_layers")
