@@ -1,0 +1,20 @@
+# docker build -f docker/cpu.Dockerfile -t llmsuite:cpu .
+# docker run --rm -it --shm-size=2g -v "$PWD:/workspace" llmsuite:cpu run recipes/llama/sft.json --smoke
+FROM python:3.11-slim-bookworm
+
+# g++ builds what Paddle's CPU wheel lacks, at the first run; libgomp is what Paddle runs threads with
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ libgomp1 \
+    && rm -rf /var/lib/apt/lists/*
+
+COPY pyproject.toml README.md CHANGELOG.md LICENSE /opt/llmsuite/
+COPY llmsuite /opt/llmsuite/llmsuite
+COPY recipes /opt/llmsuite/recipes
+COPY data /opt/llmsuite/data
+RUN pip install --no-cache-dir "/opt/llmsuite[cpu,data,plot,serve]"
+
+WORKDIR /workspace
+ENV LLMSUITE_CACHE=/workspace/.llmsuite
+EXPOSE 8000
+ENTRYPOINT ["llmsuite"]
+CMD ["doctor"]

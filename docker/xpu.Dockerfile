@@ -1,0 +1,18 @@
+# docker build -f docker/xpu.Dockerfile --build-arg BASE=IMAGE -t llmsuite:xpu .
+# IMAGE has the driver's libraries for Kunlun XPUs and Python 3.10 or 3.11, as Paddle's own images for XPU do.
+# Neither built nor run yet: no machine with an XPU was at hand.
+ARG BASE
+FROM ${BASE}
+
+COPY pyproject.toml README.md CHANGELOG.md LICENSE /opt/llmsuite/
+COPY llmsuite /opt/llmsuite/llmsuite
+COPY recipes /opt/llmsuite/recipes
+COPY data /opt/llmsuite/data
+RUN pip3 install --no-cache-dir --extra-index-url https://www.paddlepaddle.org.cn/packages/stable/xpu-p800/ \
+    "/opt/llmsuite[xpu,data,plot,serve]"
+
+WORKDIR /workspace
+ENV LLMSUITE_CACHE=/workspace/.llmsuite
+EXPOSE 8000
+ENTRYPOINT ["llmsuite"]
+CMD ["doctor", "--device", "xpu"]
