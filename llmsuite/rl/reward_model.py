@@ -8,20 +8,16 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
-from llmsuite.checkpoint.shapes import check_shapes
+from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import check_whole
+from llmsuite.inference.frozen import build_frozen
 from llmsuite.models.head import head_of
-from llmsuite.models.shard_plan import WHOLE
-from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.parallelize import parallelize_inference
 from llmsuite.recipe.shape import local_weights
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import ModelRewardSection
 from llmsuite.rl.reward_services import RewardServices
-from llmsuite.schema.degrees import Degrees
 from llmsuite.specs import Score
 
 _KEY = "reward.model.weights"
@@ -41,7 +37,7 @@ def model(section: ModelRewardSection, services: RewardServices) -> Score:
     source = open_model(path, services.families)
     if head_of(source.config) != "score":
         raise UserError(f"{_KEY}: {path} is a language model, which gives no scores; train one with stage rm")
-    scoring, tokenizer = _loaded(source, services), TextTokenizer(path)
+    scoring, tokenizer = build_frozen(source, services.device, services.precision), TextTokenizer(path)
     checked = False
 
     @paddle.no_grad()
@@ -60,19 +56,6 @@ def model(section: ModelRewardSection, services: RewardServices) -> Score:
         return found
 
     return score
-
-
-def _loaded(source: ModelDirectory, services: RewardServices) -> Any:
-    """The model on this device, in evaluation mode."""
-    family, device = source.family, services.device
-    with paddle.LazyGuard():
-        built = family.factory()(source.config, device.ops(services.precision))
-    check_shapes(source, {name: tuple(parameter.shape) for name, parameter in built.named_parameters()})
-    alone, plan = Mesh(Degrees(1, 1, 1, 1), 0), family.shard_plan or WHOLE
-    dtype = device.parameter_dtype(services.precision)
-    parallelize_inference(built, plan, alone, lambda name, shape, index: source.read(name, index), dtype)
-    built.eval()
-    return built
 
 
 def _check_tokens(completion: Completion, tokenizer: TextTokenizer) -> None:

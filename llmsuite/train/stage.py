@@ -16,25 +16,31 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from llmsuite.cache import cache_root
+from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.control import ControlTokens
 from llmsuite.data.mixture import Mixture, mixed_file
 from llmsuite.data.once import encode_once
-from llmsuite.data.read import Faults, Rows, read_rows
+from llmsuite.data.read import Rows, read_rows
 from llmsuite.data.rows import texts_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
-from llmsuite.files import sha256_of
+from llmsuite.files import check_whole, sha256_of
+from llmsuite.inference.frozen import build_frozen
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
+from llmsuite.recipe.shape import local_weights, missing_model
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardSpec
 from llmsuite.train.collator import with_collator
+from llmsuite.train.drop_counts import DropCounts
 from llmsuite.train.objective import Batch
 from llmsuite.typing import Tensor
 
-__all__ = ["Batch", "LossTerms", "PrePassKind", "RolledOut", "Rollouts", "Stage", "StageContext", "Sums"]
+__all__ = [
+    "Batch", "DropCounts", "LossTerms", "PrePassKind", "RolledOut", "Rollouts", "Stage", "StageContext", "Sums",
+]  # fmt: skip
 
 S = TypeVar("S")
 
@@ -70,60 +76,42 @@ class StageContext:
         """Changes with the initial weights, the shape or the precision. Known from `before_training` on."""
         return self.initial_digest()
 
+    def frozen_model(self, key: str, given: str) -> Any:
+        """A second model, such as a teacher: whole on this rank, which holds it beside its part of the first, on the
+        run's device and in its precision; `llmsuite plan` does not count it. For `Stage.before_training`. Call it under
+        `paddle.no_grad()`.
+
+        Args:
+            key: of the recipe that names it, for messages, such as "distil.teacher".
+            given: a model directory or a run.
+
+        Returns:
+            A `llmsuite.models.blocks.CausalLM`, of any family: `hidden_states`, `logits`, `token_nll`.
+
+        Raises:
+            UserError: there is none, or the same ids are other tokens for it.
+        """
+        services = self.reward_services
+        assert services is not None, "a context of a run has them"
+        path = local_weights(given)
+        if not (path / "config.json").is_file():
+            raise UserError(f"{key}: {missing_model(path, '')}")
+        check_whole(path)
+        source, theirs = open_model(path, services.families), TextTokenizer(path)
+        ids = range(self.tokenizer.vocab_size)
+        if theirs.vocab_size != len(ids) or theirs.pieces(ids) != self.tokenizer.pieces(ids):
+            raise UserError(
+                f"{key}: {path} has other tokens than {self.tokenizer.directory}, whose ids it would be given; choose "
+                "a model with the same vocabulary"
+            )
+        return build_frozen(source, services.device, services.precision)
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of the texts of a file, without special tokens. One rank of a run encodes them, and they are
         cached for later runs."""
         if self.keeps_tokens:
             return encode_once(texts, self.tokenizer, cache_root() / "tokens")
         return self.tokenizer.encode_batch(texts)
-
-
-@dataclasses.dataclass
-class DropCounts:
-    """Rows that are not trained on, by reason: valid ones that are dropped, and faulty ones."""
-
-    path: Path
-    read: int = 0
-    """Rows that could be read."""
-    unread: int = 0
-    """Rows that could not."""
-    dropped: dict[str, int] = dataclasses.field(default_factory=dict)
-    cut: int = 0
-    """Rows that are truncated."""
-    places: Sequence[str] = ()
-    """File and line of each row that could be read."""
-    faults: Faults = dataclasses.field(default_factory=Faults)
-
-    def drop(self, reason: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-
-    def bad(self, number: int, reason: str) -> None:
-        """Row `number`, counted from 0, is faulty. Raises UserError unless such rows are skipped."""
-        self.faults.add(self.places[number] if self.places else f"{self.path}: row {number + 1}", reason)
-        self.faults.check()
-
-    @property
-    def total(self) -> int:
-        """Rows of the file, whether they could be read or not."""
-        return self.read + self.unread
-
-    @property
-    def lost(self) -> int:
-        """Rows that are not used."""
-        return sum(self.dropped.values()) + self.faults.total
-
-    def reasons(self) -> list[str]:
-        """The reasons for which rows are not used, each with the number of rows."""
-        dropped = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
-        return [*dropped, self.faults.summary()] if self.faults.total else dropped
-
-    def check(self, report: Callable[[str], None]) -> None:
-        """Report the counts. Raises UserError when no row is left."""
-        reasons = "; ".join(self.reasons())
-        if self.lost == self.total:
-            raise UserError(f"{self.path}: none of its {self.total} rows can train anything: {reasons}")
-        text = f"{self.path}: {self.total - self.lost} of {self.total} rows are used"
-        report(f"{text}; dropped: {reasons}" if self.lost else text)
 
 
 @dataclasses.dataclass(frozen=True)
