@@ -22,6 +22,7 @@ from llmsuite.cli import (
     schema,
     serve,
     show,
+    studio,
     validate,
 )
 from llmsuite.plugins.hookspecs import hookimpl
@@ -47,6 +48,7 @@ def llmsuite_register_commands() -> list[Command]:
         runs.RUNS,
         runs.REPORT,
         runs.WATCH,
+        studio.COMMAND,
         generate.COMMAND,
         serve.COMMAND,
         evaluate.COMMAND,

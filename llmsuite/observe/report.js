@@ -19,7 +19,7 @@
 
   async function refresh() {
     try {
-      const answer = await fetch("content", seen ? {headers: {"If-None-Match": seen}} : {});
+      const answer = await fetch("content" + location.search, seen ? {headers: {"If-None-Match": seen}} : {});
       $("lost").hidden = true;
       if (answer.status === 200) {
         show(await answer.json());

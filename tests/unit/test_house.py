@@ -47,7 +47,7 @@ LAYERS = (
     ("train",),
     ("stages",),
     ("align",),
-    ("serving",),
+    ("serving", "studio"),
     ("builtin",),
     ("cli",),
     ("api",),

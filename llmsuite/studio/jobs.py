@@ -1,0 +1,146 @@
+"""What the page has started: runs, which outlive it, and servers of their models, which do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from llmsuite.errors import UserError
+from llmsuite.observe.runs import find_runs, is_run, read_run
+from llmsuite.observe.summary import cards
+from llmsuite.studio.recipes import Filled
+
+_TAIL = 4000
+_ADDRESS = re.compile(r"answers on (http://127\.0\.0\.1:\d+)")
+
+
+@dataclasses.dataclass
+class Job:
+    """A process and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def tail(self) -> str:
+        """The end of what it has printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+
+
+class Jobs:
+    """The processes of one studio."""
+
+    def __init__(self, root: Path):
+        """`root`: where runs are looked for besides those that are started here."""
+        self._root = root
+        self._runs: dict[str, Job] = {}
+        self._chats: dict[str, Job] = {}
+        self._lock = threading.Lock()
+        self._logs = tempfile.TemporaryDirectory(prefix="llmsuite-studio-")
+
+    def start(self, filled: Filled, output_dir: Path) -> str:
+        """Start a run; returns its name.
+
+        Raises:
+            UserError: its directory is taken.
+        """
+        name = str(output_dir)
+        with self._lock:
+            job = self._runs.get(name)
+            if job is not None and job.process.poll() is None:
+                raise UserError(f"{name}: this run goes on; stop it, or choose another output_dir")
+            is_replaced = filled.smoke and "output_dir" not in filled.changes  # by `run`: not worth keeping
+            if is_run(output_dir) and not is_replaced:
+                raise UserError(f"{name}: there is a run already; choose another output_dir")
+            self._runs[name] = self._spawn("run", *filled.words)
+            self._end(self._chats.pop(name, None))  # it has other weights
+        return name
+
+    def stop(self, name: str) -> None:
+        """Ask a run to save a checkpoint and end. Raises UserError if it was not started here."""
+        job = self._runs.get(name)
+        if job is None:
+            raise UserError(f"{name}: was not started here")
+        if job.process.poll() is None:
+            job.process.send_signal(signal.SIGTERM)
+
+    def talk(self, name: str) -> dict[str, Any]:
+        """Serve the model of a run; its address, or what became of the server so far. Raises UserError if there is no
+        such run."""
+        self.directory(name)
+        with self._lock:
+            job = self._chats.get(name)
+            if job is None:
+                job = self._chats[name] = self._spawn("serve", name, "--port", "0", "--name", Path(name).name)
+        found = _ADDRESS.search(job.log.read_text(encoding="utf-8", errors="replace"))
+        if job.process.poll() is not None:
+            with self._lock:
+                self._chats.pop(name, None)
+            raise UserError(f"the server of {name} has ended: {job.tail.strip()}")
+        return {"address": found[1] + "/" if found else None}
+
+    def known(self) -> list[dict[str, Any]]:
+        """Every run, those that were started here first."""
+        names = list(self._runs)
+        others = [str(path) for path in find_runs(self._root)] if self._root.is_dir() else []
+        return [self._told(name) for name in dict.fromkeys([*reversed(names), *others])]
+
+    def directory(self, name: str) -> Path:
+        """The directory of a run that the page may look at. Raises UserError if it is none."""
+        path = Path(name)
+        known = name in self._runs or (self._root.is_dir() and path in find_runs(self._root))
+        if not known or not is_run(path):
+            raise UserError(f"{name}: has recorded nothing yet, or is no run below {self._root}")
+        return path
+
+    def close(self) -> list[str]:
+        """End the servers; returns the runs that go on without the page."""
+        for job in self._chats.values():
+            self._end(job)
+        going = [name for name, job in self._runs.items() if job.process.poll() is None]
+        if not going:
+            self._logs.cleanup()
+        return going
+
+    def _told(self, name: str) -> dict[str, Any]:
+        job, path = self._runs.get(name), Path(name)
+        told: dict[str, Any] = {"run": name, "is_here": job is not None, "can_watch": is_run(path)}
+        alive = job is not None and job.process.poll() is None
+        if is_run(path):
+            told["cards"] = {card.label: [card.value, card.note] for card in cards(read_run(path))}
+        told["status"] = "starting" if alive and not is_run(path) else "" if not is_run(path) else read_run(path).status
+        if job is not None and not alive and job.process.returncode:
+            told |= {"status": "failed", "log": job.tail}
+        told["is_running"] = alive
+        told["can_talk"] = (path / "checkpoints" / "latest").is_file() and not alive
+        return told
+
+    def _spawn(self, *words: str) -> Job:
+        log = Path(self._logs.name) / f"{len(self._runs) + len(self._chats)}-{words[0]}-{threading.get_ident()}.log"
+        with open(log, "wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "llmsuite", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C at the page does not end a run
+            )
+        return Job(process, log)
+
+    @staticmethod
+    def _end(job: Job | None) -> None:
+        if job is None or job.process.poll() is not None:
+            return
+        job.process.terminate()
+        try:
+            job.process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            job.process.kill()
+            job.process.wait()
