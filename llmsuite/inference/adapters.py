@@ -123,6 +123,11 @@ class AdaptedDecoder(ModelDecoder):
         with self._rows(adapters):
             return super().forward(ids, padding, cache)
 
+    def prompt_logits(self, ids: Sequence[int], adapter: str | None = None) -> Iterator[np.ndarray]:
+        """See `ModelDecoder.prompt_logits`; with an adapter, or None for the model as it is."""
+        with self._rows([adapter]):
+            yield from super().prompt_logits(ids)
+
     def embed(self, texts: Sequence[Sequence[int]], adapter: str | None = None) -> np.ndarray:
         """See `ModelDecoder.embed`; with an adapter, or None for the model as it is."""
         with self._rows([adapter] * len(texts)):

@@ -79,7 +79,7 @@ class Line:
         if self._guide is not None:
             self._guide.take(token)
         if self.sampling.num_logprobs is not None:
-            self.logprobs.append(_logprob(token, logits, self.sampling.num_logprobs))
+            self.logprobs.append(token_logprob(token, logits, self.sampling.num_logprobs))
         released = self.text.push(token) if self.text else ""
         if self.text and self.text.stopped:
             self.finished = "stop"
@@ -89,7 +89,8 @@ class Line:
         return released
 
 
-def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
+def token_logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
+    """The log-probability of a token by logits [V], with so many of the most likely ones."""
     values = log_softmax(logits)
     best = np.argsort(-values, kind="stable")[:count]
     return TokenLogprob(token, float(values[token]), tuple((int(i), float(values[i])) for i in best))

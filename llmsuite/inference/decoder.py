@@ -6,7 +6,7 @@ but one. All tensors have the same columns, so rows can be dropped, reordered an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,8 @@ from llmsuite.models.token_values import tokens as tokens_with
 from llmsuite.typing import Tensor
 
 Cache = Sequence[Tensor]
+_POSITIONS = 128
+"""Positions of a prompt whose logits are in memory at once."""
 
 
 class Decoder(Protocol):
@@ -99,14 +101,32 @@ class ModelDecoder:
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
 
+    def prompt_logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+        """Logits [V] float32 behind each token of a text but the last, each a prediction of the next one.
+
+        Raises:
+            UserError: interventions or prefixes edit the model's prompts.
+        """
+        self._check_plain("echo: with logprobs")
+        tokens = paddle.to_tensor(np.asarray([ids], "int64"))
+        with paddle.no_grad():
+            hidden, _ = self._model.decode_step(tokens, paddle.zeros([1], "int64"), None)
+            for start in range(0, len(ids) - 1, _POSITIONS):
+                yield from self._gathered(self._model.logits(hidden[0, start : min(start + _POSITIONS, len(ids) - 1)]))
+
+    def _check_plain(self, what: str) -> None:
+        if self.edited_ends is not None or self._num_prefix:
+            raise UserError(
+                f"{what}: this model has interventions or prefixes, which are for prompts that are answered"
+            )
+
     def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """The mean of the last normed hidden states of the tokens of each text, [B, D] float32, of length 1.
 
         Raises:
             UserError: interventions or prefixes edit the model's prompts.
         """
-        if self.edited_ends is not None or self._num_prefix:
-            raise UserError("embeddings: this model has interventions or prefixes for prompts, and these are none")
+        self._check_plain("embeddings")
         length = max(map(len, texts))
         padding = np.asarray([length - len(text) for text in texts], "int64")
         ids = np.zeros([len(texts), length], "int64")

@@ -154,6 +154,12 @@ async def _answer(
     choices = [{"index": n, **choice(line, asked)} for n, line in enumerate(service.chosen(asked, job, num_prompts))]
     for one, text in zip(choices, service.echoed(asked)):
         one["text"] = text + one["text"]
+    given = service.chosen(asked, job, num_prompts)
+    for number, of_prompt in enumerate(await service.prompt_logprobs(asked, job, num_prompts)):
+        both = of_prompt + given[number].logprobs
+        choices[number]["logprobs"] = protocol.echoed_logprobs(
+            given[number].prompt[0], both, service.generator.tokenizer
+        )
     head = protocol.envelope(name, asked.model or service.name)
     return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
 

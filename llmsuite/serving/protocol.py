@@ -273,6 +273,16 @@ def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, 
     return {"tokens": texts[begin:], "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets[begin:]}
 
 
+def echoed_logprobs(first: int, kept: Sequence[TokenLogprob], tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Log-probabilities of a completion with its prompt, whose first token has none."""
+    found = completion_logprobs([TokenLogprob(first, 0.0, ()), *kept], tokenizer)
+    return {
+        **found,
+        "token_logprobs": [None, *found["token_logprobs"][1:]],
+        "top_logprobs": [None, *found["top_logprobs"][1:]],
+    }
+
+
 def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
     """The body of an error."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

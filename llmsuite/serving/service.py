@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.errors import UserError
-from llmsuite.inference.batch import Line
+from llmsuite.inference.batch import Line, TokenLogprob, token_logprob
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.guided import Guide
 from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages, tool_names
@@ -137,8 +138,12 @@ class Service:
         else:
             prompts, num_logprobs = self._prompts(asked.prompt), asked.logprobs
             wanted = wanted or 16  # as OpenAI has it
-            if asked.logprobs is not None and asked.echo:
-                raise UserError("echo: not with logprobs, as the tokens of a prompt get none here")
+            if asked.logprobs is not None and asked.echo and asked.stream:
+                raise UserError("echo: not with logprobs in a stream")
+            if asked.logprobs is not None and asked.echo and not hasattr(self.generator.decoder, "prompt_logits"):
+                raise UserError(
+                    "echo: not with logprobs and --engine static, whose programs give those of answers only"
+                )
             if asked.stream and (asked.best_of or 1) > (asked.n or 1):
                 raise UserError("best_of: not with stream, as the best answer is known at the end only")
             if asked.best_of is not None and asked.best_of < (asked.n or 1):
@@ -218,6 +223,30 @@ class Service:
             prompts = [prompts]
         texts = [p if isinstance(p, str) else self.generator.tokenizer.decode(p) for p in prompts]
         return [text for text in texts for _ in range(given)]
+
+    async def prompt_logprobs(
+        self, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int
+    ) -> list[list[TokenLogprob]]:
+        """Log-probabilities of the tokens of each prompt but the first, for each answer that is given; none where they
+        are not asked for. Raises HTTPException."""
+        if isinstance(asked, ChatRequest) or not asked.echo or asked.logprobs is None:
+            return []
+        decoder: Any = self.generator.decoder
+        more = [asked.model] if asked.model in self.adapters else []
+        found, count = [], asked.logprobs
+
+        def work(ids: Sequence[int]) -> list[TokenLogprob]:
+            return [token_logprob(t, row, count) for t, row in zip(ids[1:], decoder.prompt_logits(ids, *more))]
+
+        for line in job.lines[:: asked.num_drawn]:
+            with refusals():
+                made = self.scheduler.call(partial(work, line.prompt))
+            try:
+                found += [await asyncio.wrap_future(made)] * (asked.n or 1)
+            except UserError as error:
+                raise HTTPException(400, str(error)) from None
+        assert len(found) == num_prompts * (asked.n or 1)
+        return found
 
     def _prompts(self, given: Any) -> list[list[int]]:
         if isinstance(given, str):

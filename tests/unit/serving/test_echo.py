@@ -1,0 +1,86 @@
+"""`echo` with `logprobs`: those of a prompt's tokens too, by which evaluation harnesses score texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.convert.adapter import add_adapter
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.inference import decoder as decoding
+from llmsuite.inference.adapters import AdaptedDecoder, read_adapters
+from llmsuite.inference.evaluate import scorer
+from llmsuite.inference.generate import Generator
+from llmsuite.inference.load import load_model
+from llmsuite.inference.prompts import Prompter
+from llmsuite.serving.app import make_app
+from llmsuite.serving.limits import Limits
+from llmsuite.serving.metrics import Metrics
+from llmsuite.serving.service import Service
+from tests.unit import tiny_llama
+from tests.unit.serving.test_adapters import CONFIG, write_adapter
+from tests.unit.tiny_llama import FAMILIES
+
+PROMPTS = [[5, 80, 33, 99, 7, 21, 8], [300], [17, 18, 19]]
+ASK: dict[str, Any] = {"prompt": PROMPTS, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("echo")
+    tiny_llama.write(found / "base", CONFIG, tokenizer=tiny_llama.TOKENIZER)
+    write_adapter(found / "a", "a")
+    return found
+
+
+@pytest.fixture
+def client(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
+    monkeypatch.setattr(decoding, "_POSITIONS", 4)
+    base, tokenizer = open_model(place / "base", FAMILIES), TextTokenizer(place / "base")
+    decoder = AdaptedDecoder(load_model(base, CpuBackend()), read_adapters({"a": place / "a"}, base))
+    service = Service(Generator(decoder, tokenizer, set()), Prompter(tokenizer, None), "base", Limits(), Metrics())
+    with TestClient(make_app(service)) as http:
+        yield openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=http)
+
+
+@pytest.mark.parametrize("adapter", [None, "a"])
+def test_log_probabilities_of_prompts(client: openai.OpenAI, place: Path, adapter: str | None) -> None:
+    base = open_model(place / "base", FAMILIES)
+    base = base if adapter is None else add_adapter(base, place / adapter)
+    model = tiny_llama.model(CONFIG)  # as it is trained
+    for name, parameter in model.named_parameters():
+        parameter.set_value(np.ascontiguousarray(base.read(name)))
+    found = client.completions.create(model=adapter or "base", **ASK)
+    tokenizer = TextTokenizer(place / "base")
+    for prompt, choice in zip(PROMPTS, found.choices):
+        kept: Any = choice.logprobs
+        assert kept.tokens[: len(prompt)] == [tokenizer.decode([token]) for token in prompt]
+        assert choice.text == "".join(kept.tokens)
+        assert (kept.token_logprobs[0], kept.top_logprobs[0]) == (None, None)
+        assert len(kept.token_logprobs) == len(kept.text_offset) == len(prompt) + 1
+        (expected,) = scorer(model, 1)([prompt])
+        given = np.asarray(kept.token_logprobs[1 : len(prompt)], "float64")
+        assert np.abs(given - expected).max(initial=0) <= 1e-4
+        # tokens of the same text, such as parts of characters, are one key
+        assert {len(top) for top in kept.top_logprobs[1:]} <= {1, 2}
+        assert kept.tokens[-1] in kept.top_logprobs[-1], "greedy"
+
+
+def test_each_answer_has_those_of_its_prompt(client: openai.OpenAI) -> None:
+    found = client.completions.create(model="base", **{**ASK, "temperature": 1}, n=2, best_of=3)
+    firsts = [(choice.logprobs.token_logprobs or [])[1:3] for choice in found.choices if choice.logprobs]
+    assert len(firsts) == 6
+    assert firsts[0] == firsts[1] != firsts[4] == firsts[5]
+
+
+def test_not_in_streams(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="echo: not with logprobs in a stream"):
+        client.completions.create(model="base", **ASK, stream=True)
