@@ -14,7 +14,8 @@ from tests.parity.condition import BF16
 from tests.parity.curve import CURVE, check_curve
 
 RECIPES = (
-    "llama/pretrain", "llama/sft", "llama/mistral-7b-sft", "llama/llama-biases-pretrain", "llama/lora", "llama/qlora",
+    "llama/pretrain", "llama/sft", "llama/mistral-7b-sft", "llama/mistral-7b-v0.1-pretrain",
+    "llama/llama-biases-pretrain", "llama/lora", "llama/qlora",
     "llama/dpo", "llama/simpo", "llama/orpo", "llama/kto", "llama/rm", "llama/prefix", "llama/reft",
     "qwen/sft", "qwen_moe/sft", "ernie/sft", "ernie_moe/lora", "gpt/sft", "gpt/gpt-345m-pretrain-qat",
     "deepseek/sft", "deepseek/lora", "deepseek/deepseek-v3-pretrain-mtp",
