@@ -93,7 +93,7 @@ class StepPrograms:
             The sums of the loss over the global batch, and "grad_norm".
         """
         key = num_micro_batches, tuple((name, array.shape, array.dtype.str) for name, array in inputs.items())
-        with paddle.static.scope_guard(self._scope):
+        with paddle.static.scope_guard(self._scope), _in_order():
             if key not in self._programs:
                 started = time.perf_counter()
                 self._programs[key] = self._build(inputs, num_micro_batches)
@@ -208,6 +208,19 @@ class _Step(nn.Layer):
 
 def _first(sums: Tensor, *labels: Tensor) -> Tensor:
     return sums
+
+
+@contextlib.contextmanager
+def _in_order() -> Iterator[None]:
+    """While active, the operations of a program run one after the other, in the thread that calls it. By itself Paddle
+    3.3.1 gives them to threads as they become ready; on the CPU each of these keeps freed memory to itself."""
+    flag = "FLAGS_enable_pir_in_executor_trace_run"
+    before = paddle.get_flags([flag])
+    paddle.set_flags({flag: True})
+    try:
+        yield
+    finally:
+        paddle.set_flags(before)
 
 
 @contextlib.contextmanager
