@@ -112,6 +112,7 @@ def _own_section(run: Run) -> dict[str, Any]:
         weight = run.number("center_rewards_coefficient", 0)
         return {"center_rewards": float(weight)} if weight else {}
     run.note("data.max_length: longer rows are dropped and counted; TRL cuts them")
+    run.note(f"{run.section}: what a chat template puts behind the end of an answer does not count; there it does")
     own: dict[str, Any] = {"beta": float(run.number("beta", 0.1))}
     losses = _LOSSES[run.section]
     first = next(iter(losses))

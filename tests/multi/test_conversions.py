@@ -1,0 +1,39 @@
+"""A run of a recipe made of another suite's file has the losses that the suite's own script had with it.
+
+tests/reference/make_trl_runs.py has run TRL's scripts and written their losses.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.paths import REFERENCE, ROOT
+from tests.reference.make_trl_runs import COUNT, ROWS
+from tests.reference.tiny_llama_files import write_model, write_rows
+
+FOUND: dict[str, Any] = json.loads((REFERENCE / "conversions/trl.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_losses_of_trl(command: str, runner: Runner, tmp_path: Path) -> None:
+    job = FOUND[command]
+    write_model(tmp_path / "tiny-llama", ROOT / "data/tokenizer")
+    write_rows(tmp_path / "rows", ROOT / ROWS[command], COUNT)
+    places = {
+        "model_name_or_path": str(tmp_path / "tiny-llama"), "dataset_name": str(tmp_path / "rows"),
+        "output_dir": str(runner.directory / command),
+    }  # fmt: skip
+    file, recipe = tmp_path / f"{command}.yaml", tmp_path / "recipe.json"
+    file.write_text(json.dumps({**job["arguments"], **places}), encoding="utf-8")
+    runner.run("recipe", "from-trl", str(file), "-o", str(recipe))
+    runner.run("run", str(recipe))
+    ours = [record["loss"] for record in runner.metrics(command)]
+    # sums of a few hundred float32 terms in another order, and eight steps of Adam from there
+    assert ours == pytest.approx(job["losses"], abs=2e-4)
+    assert ours[0] == pytest.approx(job["losses"][0], rel=2e-6)
+    assert abs(ours[-1] - ours[0]) > 0.2  # it is a run in which something is learnt
