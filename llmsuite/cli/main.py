@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from llmsuite import __version__, builtin
 from llmsuite.cli import commands
 from llmsuite.cli.exits import exit_code
+from llmsuite.cli.help import PlainHelp
 from llmsuite.errors import UserError
 from llmsuite.plugins.given import add_files, plugin_files
 from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
@@ -51,13 +52,13 @@ def take_plugins(words: list[str]) -> list[str]:
 
 
 def _run(words: list[str], registry: Registry) -> int:
-    parser = ArgumentParser(prog="llmsuite", description=_DESCRIPTION, version=__version__)
+    parser = ArgumentParser(prog="llmsuite", description=_DESCRIPTION, version=__version__, formatter_class=PlainHelp)
     parser.add_argument(_NO_PLUGINS, action="store_true", help="use what comes with llmsuite only")
     parser.add_argument(_PLUGIN, type=str, help="a Python file that is a plugin; with any command, also several times")
     subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
     options: dict[str, set[str]] = {}
     for command in list(registry.commands.values()):
-        subparser = ArgumentParser(description=command.help)
+        subparser = ArgumentParser(description=command.help, formatter_class=PlainHelp)
         try:
             command.add_arguments(subparser)
         except Exception as error:  # a plugin's code: it may raise anything

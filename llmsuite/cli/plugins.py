@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
+
+_WIDTH = 100
 
 
 def add_arguments(parser: Any) -> None:
@@ -14,11 +18,20 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("name", type=str | None, nargs="?", default=None, help="with info: the plugin's name")
 
 
+def _counted(provides: Iterable[str]) -> list[str]:
+    """Things such as "stage dpo", with a number for those of which there are several."""
+    kinds: dict[str, list[str]] = {}
+    for thing in provides:
+        kinds.setdefault(thing.rpartition(" ")[0], []).append(thing)
+    return [things[0] if len(things) == 1 else f"{len(things)} {kind}s" for kind, things in kinds.items()]
+
+
 def run(args: Any, registry: Registry) -> int:
     if args.action == "list":
         for info in registry.plugins:
             status = "broken" if info.error else "ok"
-            print(f"{info.name}  {info.distribution}  {status}  {', '.join(info.provides)}".rstrip())
+            row = f"{info.name}  {info.distribution}  {status}  {', '.join(_counted(info.provides))}".rstrip()
+            print(textwrap.fill(row, _WIDTH, subsequent_indent="    ", break_on_hyphens=False))
             if info.error:
                 print("".join(f"    {line}\n" for line in info.error.splitlines()), end="")
         return 0
