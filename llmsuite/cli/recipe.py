@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from llmsuite.recipe.conversion.conversion import Converted
 
 
-_Action = Literal["new", "from-paddlenlp", "from-llamafactory", "from-trl", "from-paddleformers"]
+_Action = Literal[
+    "new", "from-paddlenlp", "from-llamafactory", "from-trl", "from-paddleformers", "from-axolotl", "from-swift"
+]
 
 
 def add_arguments(parser: Any) -> None:
@@ -37,7 +39,7 @@ def add_arguments(parser: Any) -> None:
         type=str | None,
         nargs="?",
         default=None,
-        help="with from-…: YAML or JSON file of arguments; with from-paddlenlp JSON, or a shell script",
+        help="with from-…: YAML or JSON file of arguments; with from-paddlenlp and from-swift also a shell script",
     )
     parser.add_argument("-o", "--output", type=str | None, default=None, help="file to write; default: print it")
     parser.add_argument("--stage", type=str | None, default=None, help="see: llmsuite list stages")
@@ -73,7 +75,8 @@ def run(args: Any, registry: Registry) -> int:
         from llmsuite.recipe.suites.convert import read_values
         from llmsuite.recipe.suites.known import SUITES
 
-        found = convert_suite(SUITES[args.action], read_values(path), path.name, *options)
+        suite = SUITES[args.action]
+        found = convert_suite(suite, read_values(path, suite), path.name, *options)
     problems = _give(found.recipe, args.output, registry)
     _tell(found, sys.stderr if args.output is None else sys.stdout)
     for problem in problems:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmsuite.data.formats import SHAREGPT_ROLES, Row, check_order, has_keys, text_at, texts_at
+from llmsuite.data.formats import SHAREGPT_ROLES, Row, check_order, has_keys, messages_at, text_at, texts_at
 from llmsuite.data.rows import ROLES, Conversation, Message, ToolCall
 from llmsuite.specs import DataFormat
 
@@ -88,6 +88,20 @@ def openai(row: Row) -> Conversation:
         supervised.append(_is_supervised(turn, where, role))
     check_order(messages, "messages")
     return Conversation(tuple(messages), tuple(supervised), tools_at(row))
+
+
+def trl_completion(row: Row) -> Conversation:
+    """`{"prompt", "completion"}`, each text or a list of `{"role", "content"}`; "tools" is optional.
+
+    The completion is one turn of the assistant, and nothing else is supervised. Texts are turns too.
+    """
+    prompt = messages_at(row["prompt"], "prompt", "user")
+    completion = messages_at(row["completion"], "completion", "assistant")
+    if len(completion) != 1 or completion[0].role != "assistant":
+        raise ValueError("'completion' is not one turn of the assistant; with more of them use 'messages'")
+    messages = (*prompt, *completion)
+    check_order(messages, "prompt")
+    return Conversation(messages, (*(False for _ in prompt), True), tools_at(row))
 
 
 def _rounds(messages: list[Message], rounds: Sequence[tuple[str, str]], flags: Sequence[bool]) -> Conversation:
@@ -197,6 +211,13 @@ BUILTIN = [
         kind="conversation",
         matches=has_keys("instruction", "output"),
         convert=alpaca,
+    ),
+    DataFormat(
+        name="trl_completion",
+        help="prompt, completion: text or lists of role/content; tools",
+        kind="conversation",
+        matches=has_keys("prompt", "completion"),
+        convert=trl_completion,
     ),
     DataFormat(
         name="paddlenlp",

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.data.chat_template import ChatTemplate, load_template
+from llmsuite.data.columns import renamed
 from llmsuite.data.control import ControlTokens
 from llmsuite.data.conversations import calls_at
+from llmsuite.data.read import raw_rows
 from llmsuite.data.rows import ROLES, Message, ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
@@ -98,22 +100,26 @@ class Prompter:
         turns = row["prompt"] if "prompt" in row else row["messages"]  # TRL calls them a prompt
         return Prompt(dict(row), self.turns(read_messages(turns)))
 
-    def read(self, path: Path) -> list[Prompt]:
-        """The rows of a JSON Lines file. Raises UserError with file and line of the first fault."""
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot be read: {error}") from error
+    def read(self, path: Path, columns: Mapping[str, str] | None = None) -> list[Prompt]:
+        """The rows of a file of any kind that `llmsuite.data.read` knows.
+
+        `columns` says what "prompt" or "messages" is made of, see `renamed`; the row keeps its columns beside them.
+        Raises UserError with file and line of the first fault.
+        """
         prompts = []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+        for where, row, fault in raw_rows(path):
+            if fault is not None:
+                raise UserError(f"{where}: {fault}")
             try:
-                prompts.append(self.row(json.loads(line)))
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}:{number}: is not a JSON line: {error}") from error
-            except UserError as error:
-                raise UserError(f"{path}:{number}: {error}") from error
+                if not columns:
+                    prompts.append(self.row(row))
+                    continue
+                if not isinstance(row, Mapping):
+                    raise UserError(f"is a {type(row).__name__}, which has no columns")
+                fields = renamed(row, columns)
+                prompts.append(dataclasses.replace(self.row(fields), row={**row, **fields}))
+            except (ValueError, UserError) as error:
+                raise UserError(f"{where}: {error}") from error
         if not prompts:
             raise UserError(f"{path}: has no rows")
         return prompts

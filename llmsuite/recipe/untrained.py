@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+from llmsuite.schema.columns import column_problems
 from llmsuite.schema.numbers import PositiveInt
 from llmsuite.schema.section import Section
 
@@ -14,12 +16,21 @@ class PromptSection(Section):
     """The prompts to answer."""
 
     prompts: str
-    """JSON Lines: each a text, {"prompt": ...} or {"messages": [...]}; other keys are copied to the answer. A relative
-    path is looked up in the working directory, then among the files that come with llmsuite."""
+    """A .json, .jsonl, .csv, .tsv (all also .gz or .zst) or .parquet file whose rows are texts, {"prompt": ...} or
+    {"messages": [...]}; other keys are copied to the answer. A relative path is looked up in the working directory,
+    then among the files that come with llmsuite."""
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What "prompt" or "messages" is made of: the name of a column, or a template with columns in braces such as
+    "{question} {context}". Default: rows are taken as they are."""
     chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
     """"tokenizer": the template that comes with the tokenizer. The others are built in."""
 
     format: ClassVar[str] = "auto"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from column_problems(self.columns)
+        if self.columns and set(self.columns) not in ({"prompt"}, {"messages"}):
+            yield "columns", f"has {', '.join(self.columns)}; the one field of this stage is prompt, or messages"
 
 
 @dataclasses.dataclass(kw_only=True)

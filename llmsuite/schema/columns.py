@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 
 PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 """The parts of a template that are not copied: a brace that is written twice, or the name of a column in braces.
@@ -27,3 +28,12 @@ def columns_of(source: str) -> list[str]:
     if "" in names:
         raise ValueError("has {} without the name of a column")
     return names
+
+
+def column_problems(columns: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What is wrong with a key `columns`: its field, and the reason."""
+    for field, source in columns.items():
+        try:
+            columns_of(source)
+        except ValueError as error:
+            yield f"columns.{field}", f"is {source!r}, which {error}"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from llmsuite.schema.columns import columns_of
+from llmsuite.schema.columns import column_problems
 from llmsuite.schema.engine import EngineSection
 from llmsuite.schema.generation import GenerationSection
 from llmsuite.schema.lora import LoraSection
@@ -103,11 +103,7 @@ class DataSection(Section):
     """Threads that prepare batches in advance; 0 to prepare each when it is needed."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for field, source in self.columns.items():
-            try:
-                columns_of(source)
-            except ValueError as error:
-                yield f"columns.{field}", f"is {source!r}, which {error}"
+        yield from column_problems(self.columns)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -54,7 +54,7 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
     generator = _generator(plan, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template
-    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_file)
+    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_file, recipe.data.columns)
     sampling = Sampling(
         temperature=section.temperature,
         top_k=section.top_k,

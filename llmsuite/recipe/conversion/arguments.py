@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
 import string
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.source import parse_json
+from llmsuite.recipe.source import parse_json, read_text
 
+_QUOTIENT = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+)\s*/\s*(\d+)\s*\)\)?")
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 _DEVICES = {"gpus": "gpu", "xpus": "xpu", "devices": None}
 
@@ -66,6 +69,82 @@ def _shell(text: str, path: Path) -> Arguments:
     if words[at + 1 : at + 2] and words[at + 1].endswith(".json"):
         raise UserError(f"{path}: the arguments are those of {words[at + 1]}; give that file")
     return Arguments(_flags(words[at + 1 :]), Path(words[at]).name, **_launcher(_flags(words[:at])))
+
+
+def read_command(
+    path: Path, begins: Callable[[list[str]], tuple[int, str] | None], environment: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The arguments of the one command in a shell script that `begins` knows.
+
+    Args:
+        path: the script. Variables that it sets are put in, and quotients of whole numbers are computed.
+        begins: for the words of a line, where the arguments of a known command begin and its name; else None.
+        environment: variables that count as arguments.
+
+    Returns:
+        The arguments by name, with "command", its name.
+
+    Raises:
+        UserError: the file cannot be read, there is no such command, or there are several.
+    """
+    names: dict[str, str] = {}
+    found: list[tuple[str, list[str], int]] = []
+    for line in _whole_lines(read_text(path)):
+        line = _QUOTIENT.sub(_divide, string.Template(line).safe_substitute(names))
+        words = _unquoted(line, path)
+        assigned = [match for word in words if (match := _ASSIGNMENT.match(word)) is not None]
+        if (start := begins(words)) is not None:
+            found.append((start[1], words, start[0]))
+        elif len(assigned) == len([word for word in words if word != "export"]):
+            names |= {match[1]: match[2] for match in assigned}
+    if len(found) != 1:
+        many = f"{len(found)} commands that train" if found else "no command that trains"
+        raise UserError(f"{path}: has {many}; give a script with one, or a file of arguments")
+    command, words, at = found[0]
+    if words[at : at + 1] and words[at].endswith((".yaml", ".yml", ".json")):
+        raise UserError(f"{path}: the arguments are those of {words[at]}; give that file")
+    set_here = names | {match[1]: match[2] for word in words[:at] if (match := _ASSIGNMENT.match(word)) is not None}
+    told = {name: _plain(set_here[name]) for name in environment if name in set_here}
+    launcher = _flags(words[: at - 1])
+    if "nproc_per_node" in launcher and "NPROC_PER_NODE" in environment:
+        told["NPROC_PER_NODE"] = launcher["nproc_per_node"]
+    return {"command": command, **told, **_flags(words[at:])}
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """Lines of a script without comments, put together where they go on or a quotation does."""
+    held = ""
+    for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
+        held = f"{held}\n{line}" if held else line
+        if not held.lstrip().startswith("#") and _is_open(held):
+            continue
+        if held.strip() and not held.lstrip().startswith("#"):
+            yield held
+        held = ""
+    if held:
+        yield held
+
+
+def _is_open(line: str) -> bool:
+    try:
+        shlex.split(line)
+    except ValueError:
+        return True
+    return False
+
+
+def _unquoted(line: str, path: Path) -> list[str]:
+    """The words of a line up to a comment; a # within a word is text, as in a shell."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UserError(f"{path}: {error} in: {line.strip()[:80]}") from error
+    return list(itertools.takewhile(lambda word: not word.startswith("#"), words))
+
+
+def _divide(found: re.Match[str]) -> str:
+    by = int(found[2])
+    return str(int(found[1]) // by) if by else found[0]
 
 
 def _words(line: str, path: Path) -> list[str]:

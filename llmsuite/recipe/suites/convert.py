@@ -16,13 +16,18 @@ from llmsuite.recipe.source import parse_json, read_text
 from llmsuite.recipe.suites.suite import Report, Run, Suite, find, is_on
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """The keys and values of a file in YAML, as programs read it that read YAML 1.1, or JSON.
+def read_values(path: Path, suite: Suite | None = None) -> dict[str, Any]:
+    """The keys and values of a file in YAML, as programs read it that read YAML 1.1, JSON, or a shell script of a suite
+    that has such.
 
     Raises:
         UserError: it cannot be read, or is no object; with line and column.
     """
     text, suffix = read_text(path), path.suffix.lower()
+    if suffix == ".sh":
+        if suite is None or suite.read_shell is None:
+            raise UserError(f"{path}: is a shell script; give the YAML or JSON file of arguments")
+        return suite.read_shell(path)
     if suffix in YAML:
         from llmsuite.recipe.yaml_source import parse_yaml
 
@@ -60,6 +65,7 @@ def convert(
         UserError: no recipe can be the same job, stage or family cannot be told, or an argument is not of its type.
     """
     flat = suite.flatten(dict(values))
+    stage = suite.stage(flat, name, stage)
     at_once = [(key, value, _refusal(suite, key, value)) for key, value in flat.items()]
     refuse(
         [(key, value, why) for key, value, why in at_once if why is not None],
@@ -67,7 +73,6 @@ def convert(
         leave_out,
         f"this job of {suite.name}",
     )
-    stage = suite.stage(flat, name, stage)
     for kind, given in (("stage", stage), ("model", family)):
         if given is not None and given not in (registry.stages if kind == "stage" else registry.models):
             raise UserError(registry.unknown(kind, given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from llmsuite.recipe.conversion.family import preset_of
@@ -10,10 +11,14 @@ from llmsuite.recipe.suites.suite import Run
 _ROUTED = ("qwen_moe", "ernie_moe", "deepseek")
 
 
-def model(run: Run, tokenizer: str | None = None) -> dict[str, Any]:
-    """Weights by their name on a hub or in a directory, and the shape the family has under that name."""
+def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, Any]:
+    """Weights by their name on a hub or in a directory, and the shape the family has under that name.
+
+    `hub` is put in front of a name that is no directory here, such as "ms:".
+    """
     name = str(run.take(run.suite.model_key))
-    found: dict[str, Any] = {"family": run.family.name, "weights": name}
+    is_place = name.startswith((".", "/", "~")) or Path(name).exists()
+    found: dict[str, Any] = {"family": run.family.name, "weights": name if is_place else f"{hub}{name}"}
     if tokenizer not in (None, name):
         found["tokenizer"] = tokenizer
     run.preset = preset_of(name, run.family)

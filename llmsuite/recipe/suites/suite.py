@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from llmsuite.plugins.manager import Registry
@@ -60,6 +61,8 @@ class Suite:
     """The key, or section, that an argument is translated to."""
     flatten: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Arguments by name, from the document."""
+    read_shell: Callable[[Path], dict[str, Any]] | None = None
+    """The arguments in a shell script, where its commands are usually written in such."""
 
 
 class Run(Conversion):

@@ -24,6 +24,11 @@ _LENGTH, _BALANCE = 1024, 0.001
 
 
 def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
+    if found := [key for key in ("reward_funcs", "num_generations") if is_on(values.get(key))]:
+        raise UserError(
+            f"{name}: no recipe is this job of TRL, because of {found[0]} = {values[found[0]]}, which is for GRPO and "
+            "RLOO; llmsuite recipe new --stage grpo"
+        )
     words = re.split(r"[^a-z]+", Path(name).stem.lower())
     stage = told or next((_STAGES[word] for word in words if word in _STAGES), None)
     if stage is None or stage not in {*_STAGES.values(), "lora"}:
@@ -98,7 +103,10 @@ def _data(run: Run) -> dict[str, Any]:
 def _own_section(run: Run) -> dict[str, Any]:
     if run.section == "sft":
         if run.flag("completion_only_loss"):
-            why = 'rows are messages, where "weight": 0 leaves a turn out; write prompt and completion as messages'
+            why = (
+                "texts of prompt and completion are joined without a chat template there; where yours are turns, leave "
+                "both out: data.format trl_completion learns the completion only"
+            )
             run.refuse("completion_only_loss", True, why)
         elif not run.flag("assistant_only_loss"):
             why = "every token is learnt, of conversations too; set it to true to learn what the assistant says"

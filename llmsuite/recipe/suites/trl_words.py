@@ -28,8 +28,6 @@ REFUSED: Mapping[str, Refusal] = {
     "lora_modules_to_save": Refusal("beside adapters nothing is trained: lora.target_modules may name embed_tokens"),
     "test_split_size": Refusal("the rows held out are drawn there; write them into files: data.train and data.eval"),
     "model_revision": Refusal("nearest: model.weights hf:ORG/NAME@REVISION", lambda value: value not in (None, "main")),
-    "reward_funcs": Refusal("is for GRPO and RLOO: llmsuite recipe new --stage grpo"),
-    "num_generations": Refusal("is for GRPO and RLOO: llmsuite recipe new --stage grpo"),
     **trainer.REFUSED,
 }
 WITHOUT: Mapping[str, str] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmsuite.data.conversations import BUILTIN, alpaca, openai, paddlenlp, sharegpt
+from llmsuite.data.conversations import BUILTIN, alpaca, openai, paddlenlp, sharegpt, trl_completion
 from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Conversation, Message, ToolCall
 from llmsuite.errors import UserError
@@ -183,3 +183,17 @@ def test_real_conversations(name: str, count: int, tools: int) -> None:
         assert row.messages[-1].role == "assistant"
         assert row.supervised == tuple(message.role == "assistant" for message in row.messages)
     assert sum(any(message.tool_calls for message in row.messages) for row in rows) == tools
+
+
+def test_the_completion_is_learnt() -> None:
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+    more = {"prompt": [*turns, {"role": "user", "content": "And?"}], "tools": [ADD]}
+    assert trl_completion({"prompt": "Hi?", "completion": "Hello."}) == ONE
+    assert trl_completion({"prompt": turns[:1], "completion": turns[1:]}) == ONE
+    answer = [{"role": "assistant", "content": "Bye."}]
+    assert trl_completion({**more, "completion": answer}) == Conversation(SECOND.messages, SECOND.supervised, TOOLS)
+    for completion in ([*answer, *turns], turns[:1]):
+        with pytest.raises(ValueError, match="'completion' is not one turn of the assistant"):
+            trl_completion({**more, "completion": completion})
+    with pytest.raises(ValueError, match="out of order"):
+        trl_completion({"prompt": turns, "completion": "Hello."})

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
+from llmsuite.errors import RecipeError, UserError
 from llmsuite.inference.prompts import Prompter
-from tests.paths import DATA
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+from tests.paths import DATA, ROOT
 
 TURNS = [{"role": "user", "content": "What is 7 plus 5?"}]
 
@@ -38,3 +42,40 @@ def test_all_shapes_ask_the_same(prompter: Prompter) -> None:
 def test_others_are_refused(prompter: Prompter, row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         prompter.row(row)
+
+
+def test_columns_and_tables(prompter: Prompter, tmp_path: Path) -> None:
+    """A file of any kind, with the prompt made of its columns, which stay in the answers."""
+    table = tmp_path / "rows.csv"
+    table.write_text("id,a,b,prompt\n3,7,5,other\n")
+    (found,) = prompter.read(table, {"prompt": "What is {a} plus {b}?"})
+    assert found.ids == prompter.row("What is 7 plus 5?").ids
+    assert found.row == {"id": "3", "a": "7", "b": "5", "prompt": "What is 7 plus 5?"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"talk": TURNS, "prompt": 5}) + "\n")
+    assert prompter.read(rows, {"messages": "talk"})[0].ids == found.ids  # the other column is no prompt
+    for columns, message in (({"prompt": "x"}, "has no column 'x'"), ({}, "list of turns")):
+        with pytest.raises(UserError, match=rf"rows\.jsonl:1: .*{message}"):
+            prompter.read(rows, columns)
+    rows.write_text('"Hi?"\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: is a str, which has no columns"):
+        prompter.read(rows, {"prompt": "x"})
+
+
+@pytest.mark.parametrize(
+    ("columns", "key", "message"),
+    [
+        ({"instruction": "a"}, "data.columns", "the one field of this stage is prompt, or messages"),
+        ({"prompt": "{a"}, "data.columns.prompt", "has a brace without its counterpart"),
+    ],
+)
+def test_columns_are_checked_with_the_recipe(
+    columns: dict[str, str], key: str, message: str, tmp_path: Path, registry: Registry
+) -> None:
+    path = tmp_path / "recipe.json"
+    recipe = json.loads((ROOT / "recipes/llama/infer.json").read_text())
+    recipe["data"]["columns"] = columns
+    path.write_text(json.dumps(recipe))
+    with pytest.raises(RecipeError) as caught:
+        plan_run(path, [], registry)
+    assert [(problem.key, message in problem.message) for problem in caught.value.problems] == [(key, True)]

@@ -36,10 +36,11 @@ def load(path: Path) -> dict[str, Any]:
 def listed(root: Path, how: Mapping[str, Any]) -> set[str]:
     """Names of the files below `how["under"]` that have one of the keys `how["with"]`: those of a list."""
     found = set()
+    suite = SUITES[how["action"]]
     for path in (root / how["under"]).rglob("*"):
-        if path.suffix in (".yaml", ".yml"):
+        if path.suffix in (".yaml", ".yml", ".sh"):
             try:
-                values = read_values(path)
+                values = read_values(path, suite)
             except UserError:
                 continue
             if any(values.get(key) for key in how["with"]):
@@ -47,15 +48,15 @@ def listed(root: Path, how: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def digest(path: Path) -> str:
+def digest(action: str, path: Path) -> str:
     """sha256 of the values, however they are laid out."""
-    return hashlib.sha256(json.dumps(read_values(path), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(read_values(path, SUITES[action]), sort_keys=True).encode()).hexdigest()
 
 
 def becomes(action: str, path: Path, registry: Registry, recipe: Path) -> str:
     """One of `VALID`, the keys that keep the recipe from being valid, or the reason of the refusal."""
     try:
-        made = convert(SUITES[action], read_values(path), path.name, registry).recipe
+        made = convert(SUITES[action], read_values(path, SUITES[action]), path.name, registry).recipe
     except UserError as error:
         return str(error)
     recipe.write_text(recipe_text(made), encoding="utf-8")
@@ -92,7 +93,9 @@ def test_files(path: Path, registry: Registry, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(root)  # where their commands are run: data/dataset_info.json is read
     files = found["files"]
     assert listed(root, found) == set(files)
-    assert {name for name in files if digest(root / name) != files[name]["sha256"]} == set(), found["commit"]
+    assert {name for name in files if digest(found["action"], root / name) != files[name]["sha256"]} == set(), found[
+        "commit"
+    ]
     results = {name: becomes(found["action"], root / name, registry, tmp_path / "recipe.json") for name in files}
     wrong = {name: result for name, result in results.items() if files[name]["becomes"] not in result}
     assert wrong == {}

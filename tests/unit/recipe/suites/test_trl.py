@@ -111,7 +111,11 @@ def test_strategy(converted: Converted) -> None:
     ("values", "stage", "message"),
     [
         (BARE, "sft", "assistant_only_loss = not given: every token is learnt"),
-        ({**BARE, "completion_only_loss": True}, "sft", "completion_only_loss = True: rows are messages"),
+        (
+            {**BARE, "completion_only_loss": True},
+            "sft",
+            "completion_only_loss = True: texts of prompt",
+        ),
         ({**SFT, "loss_type": "dft"}, "sft", "loss_type = dft"),
         ({**SFT, "packing": True, "packing_strategy": "wrapped"}, "sft", "packing_strategy = wrapped"),
         ({**SFT, "truncation_mode": "keep_end"}, "sft", "truncation_mode = keep_end"),
