@@ -7,7 +7,8 @@ latest when the backward pass reaches the module in front, or ends: frozen ones 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -18,6 +19,20 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.gather_units import gather_units
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.typing import Tensor
+
+OfNames = Callable[[Sequence[str]], None]
+_of_program: list[tuple[OfNames, OfNames]] = []
+
+
+@contextlib.contextmanager
+def in_program(gather: OfNames, free: OfNames) -> Iterator[None]:
+    """While active, a program of whole steps is made: in place of shards, these functions make parameters whole in it
+    and let go of them, by their names."""
+    _of_program.append((gather, free))
+    try:
+        yield
+    finally:
+        _of_program.pop()
 
 
 class Zero3Hooks:
@@ -49,7 +64,8 @@ class Zero3Hooks:
 
     def _watch(self, module: Any, shards: list[ParameterShard], in_backward: list[ParameterShard]) -> None:
         def before(module: Any, inputs: Any) -> Any:
-            if not paddle.in_dynamic_mode():  # a program of the layer is being made; the hooks stand around it
+            if not paddle.in_dynamic_mode():
+                _gather_in_program(shards)
                 return None
             if _is_computed_again(module):
                 self._gather_for_backward(in_backward)
@@ -59,6 +75,7 @@ class Zero3Hooks:
 
         def after(module: Any, inputs: Any, output: Any) -> None:
             if not paddle.in_dynamic_mode():
+                _free_in_program(shards)
                 return
             if not _is_computed_again(module):
                 _free(shards)
@@ -80,6 +97,11 @@ class Zero3Hooks:
 
     def _around(self, function: Callable[[Tensor], Tensor], shards: list[ParameterShard]) -> Callable[[Tensor], Tensor]:
         def gathered(hidden: Tensor) -> Tensor:
+            if not paddle.in_dynamic_mode():
+                _gather_in_program(shards)
+                output = function(hidden)
+                _free_in_program(shards)
+                return output
             _gather(shards)
             output = function(hidden)
             _free(shards)
@@ -143,3 +165,13 @@ def _gather(shards: Sequence[ParameterShard]) -> None:
 def _free(shards: Sequence[ParameterShard]) -> None:
     for shard in shards:
         shard.free()
+
+
+def _gather_in_program(shards: Sequence[ParameterShard]) -> None:
+    for gather, _ in _of_program:  # none for a program of one layer: the hooks stand around it
+        gather([shard.name for shard in shards])
+
+
+def _free_in_program(shards: Sequence[ParameterShard]) -> None:
+    for _, free in _of_program:
+        free([shard.name for shard in shards])

@@ -22,6 +22,7 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import fuse_projections, overlap_sums
 from llmsuite.parallel.prefixes import share_prefixes
 from llmsuite.parallel.products import RankProducts
+from llmsuite.parallel.program.slices import SlicedShard
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.static import compile_layers
@@ -50,6 +51,8 @@ class Strategy:
     """Whether gradients of an input that several matrices have are summed over tp once."""
     sharding_stage: int
     """0 to 3."""
+    slices: bool
+    """Whether shards are slices along a dim, as programs of whole steps cut; in stage 3 only."""
     bucket_bytes: int
     """Size of a gradient bucket; 0 sends each gradient by itself."""
     overlap: bool
@@ -117,4 +120,7 @@ def _shard_parameter(name: str, parameter: Tensor, strategy: Strategy) -> Parame
     is_shared = strategy.shares_embedding and name == f"{plan.embedding}.weight"
     place = mesh.of_experts if plan.is_expert(name) else mesh
     is_frozen = name not in strategy.trained
+    if strategy.slices:
+        assert strategy.sharding_stage == 3, "programs share out the state of the optimizer by themselves"
+        return SlicedShard(name, parameter, place, plan.dim(name), is_shared, is_frozen)
     return ParameterShard(name, parameter, place, plan.dim(name), strategy.sharding_stage, is_shared, is_frozen)

@@ -66,7 +66,7 @@ class ParameterShard:
         """Elements of a shard, with padding."""
 
         self.has_master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
-        shard = local.flatten()[self._range].clone() if self._num_shards > 1 else local
+        shard = self._own_part(local).clone() if self._num_shards > 1 else local
         # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
         self.master_or_shard = _leaf(name, shard.astype("float32") if self.has_master else shard)
         self.master_or_shard.optimize_attr = dict(parameter.optimize_attr)  # a learning rate of its own, as of LoRA+
@@ -103,7 +103,7 @@ class ParameterShard:
         """Take over the values this rank holds before sharding, also into the master."""
         given = paddle.to_tensor(values) if isinstance(values, np.ndarray) else values
         local = given.astype(self.parameter.dtype)
-        shard = local.flatten()[self._range] if self._num_shards > 1 else local
+        shard = self._own_part(local)
         if not self._is_stored_in_shards:
             local_value(self.parameter).copy_(local, True)
         elif not self.is_empty:
@@ -156,7 +156,7 @@ class ParameterShard:
         if self._is_stored_in_shards and self.is_empty:
             return self._stored.clone()
         local = paddle.to_tensor(values).astype(self.parameter.dtype)
-        return local.flatten()[self._range].clone() if self._is_stored_in_shards else local
+        return self._own_part(local).clone() if self._is_stored_in_shards else local
 
     @paddle.no_grad()
     def swap_stored(self, other: Tensor) -> None:
@@ -305,6 +305,11 @@ class ParameterShard:
         return local
 
     # shards
+
+    def _own_part(self, local: Tensor) -> Tensor:
+        """This rank's shard of a local value."""
+        return local.flatten()[self._range] if self._num_shards > 1 else local
+
     def _gather_shards(self, shard: Tensor) -> Tensor:
         """The local value, of the shards of all ranks of the sharding axis."""
         flat = collective.all_gather(self._padded(shard), self._mesh.sharding_group)

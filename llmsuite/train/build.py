@@ -202,6 +202,8 @@ def _cut_pipeline(chunks: Sequence[Any], plan: RunPlan, mesh: Mesh, shapes: Mapp
 
 def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mapping[str, Sequence[int]]) -> Strategy:
     engine, parallel = plan.recipe.engine, plan.recipe.parallel
+    stage = SHARDING_STAGES[parallel.sharding]
+    in_slices = engine.compiles_steps and stage == 3 and plan.degrees.num_data_ranks > 1
     return Strategy(
         mesh=mesh,
         shard_plan=plan.family.shard_plan or WHOLE,
@@ -213,7 +215,8 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
         sequence_parallel=parallel.sequence_parallel,
         fuse_projections=parallel.fuse_projections,
         # programs share out the state of the optimizer by themselves
-        sharding_stage=0 if engine.compiles_steps else SHARDING_STAGES[parallel.sharding],
+        sharding_stage=stage if in_slices or not engine.compiles_steps else 0,
+        slices=in_slices,
         bucket_bytes=plan.gradient_bucket_bytes,
         overlap=backend.sends_beside_passes,
         compile=engine.compiles_layers,

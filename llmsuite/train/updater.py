@@ -18,6 +18,7 @@ from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
 from llmsuite.parallel.program.lengths import bucket
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.program.slices import SlicedShard
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.build import BuiltModel
 from llmsuite.train.data import length_multiple
@@ -93,7 +94,9 @@ class ProgramUpdater(Updater):
             owners = Owners(plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
         self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps, owners)
         self._objective = objective
-        self._programs = StepPrograms(built.part.model, self.optimizer, objective.program_loss, mesh.rows("tp"))
+        slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
+        model, ranks = built.part.model, mesh.rows("tp")
+        self._programs = StepPrograms(model, self.optimizer, objective.program_loss, ranks, slices)
         multiple = length_multiple(plan)
         self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
 

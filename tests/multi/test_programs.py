@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner, learnt
+from tests.multi.program_slices import BYTES
 from tests.parity.cases import (
     COMMON,
     GRADIENT_LIMIT,
@@ -68,6 +70,9 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "dp2 sgd": ("sft sgd", 2, {}, ()),
     "dp2 packed": ("packed", 2, {}, ("--train.micro_batch_size=2",)),
     "stage1": ("sft adamw", 2, {"sharding": "stage1"}, ("--train.micro_batch_size=2",)),
+    "stage3": ("sft adamw", 2, {"sharding": "stage3"}, ("--train.micro_batch_size=2",)),
+    "stage3, tied": ("tied", 2, {"sharding": "stage3"}, ()),
+    "stage3 of a vocabulary that 2 does not divide": ("gpt", 2, {"sharding": "stage3"}, ()),
     "tp2 adamw": ("sft adamw", 2, {**TP2, "sequence_parallel": True}, ()),
     "tp2 sgd": ("sft sgd", 2, TP2, ()),
     "tp2 of a vocabulary that 2 does not divide": ("gpt", 2, TP2, ()),
@@ -79,9 +84,10 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "tp2 kto": ("kto", 2, TP2, ()),
     "dp2 lora": ("lora", 2, {}, ("--train.micro_batch_size=2",)),
     "tp2 lora": ("lora", 2, {**TP2, "sequence_parallel": True}, ()),
+    "tp2 dp2 stage3": ("sft sgd", 4, {**TP2, "sequence_parallel": True, "sharding": "stage3"}, ()),
     "tp2 dp2 stage2": ("sft adamw", 4, {**TP2, "sharding": "stage2"}, ("--train.micro_batch_size=2",)),
 }
-MESHES = few(ON_RANKS, "tp2 dp2 stage2", "tp2 dpo", "tp2 kto", "dp2 rm")
+MESHES = few(ON_RANKS, "tp2 dp2 stage2", "tp2 dp2 stage3", "tp2 dpo", "tp2 kto", "dp2 rm")
 
 
 def _case(job: str, *more: str) -> Case:
@@ -142,6 +148,15 @@ def test_ranks_equal_one_process(runner: Runner, failed: dict[str, str], mesh: s
     one, many = _case(job).name, _on_ranks(mesh).name
     assert not failed.keys() & {one, many}, failed
     assert _compare(runner, job, many).problems == []
+
+
+def test_stage3_keeps_slices_between_steps(runner: Runner, tmp_path: Path) -> None:
+    """Of parameters and of both moments; with whole parameters a rank would keep a third more."""
+    code, printed = runner.launch(2, "tests.multi.program_slices", str(tmp_path))
+    assert code == 0, printed
+    for rank in range(2):
+        kept = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert 1.45 * BYTES < max(kept) < 1.6 * BYTES, kept
 
 
 def test_two_ranks_go_on_from_one(runner: Runner, failed: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import LearningRate
 from llmsuite.parallel.optimizer import PaddleKinds, StateTensor, paddle_optimizer
 from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
+from llmsuite.parallel.program.slices import SlicedShard, over_tp, slice_dim
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.recipe import TrainSection
 from llmsuite.typing import Tensor
@@ -28,8 +29,7 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """The data ranks that have a part of the optimizer's state each. A part is one of equal slices along a dim, as
-    Paddle's auto-parallel cuts: other than that of `ParameterShard`, which is one of the flattened values."""
+    """The data ranks that have a part of the optimizer's state each: one of equal slices along a dim, see `slices`."""
 
     count: int
     rank: int
@@ -38,10 +38,7 @@ class Owners:
 
     def dim(self, shard: ParameterShard) -> int | None:
         """The dim that the state of a parameter is cut along; None where every rank has the whole."""
-        over_tp = shard.parameter.placements if shard.parameter.is_dist() else []
-        of_tp = {place.get_dim() for place in over_tp if place.is_shard()}
-        free = (i for i, size in enumerate(shard.local_shape) if i not in of_tp and size % self.count == 0)
-        return next(free, None) if self.count > 1 else None
+        return slice_dim(shard.local_shape, over_tp(shard.parameter), self.count)
 
     def part(self, whole: Tensor, dim: int | None) -> Tensor:
         """This rank's part of values that are cut along a dim."""
@@ -105,7 +102,9 @@ class ProgramOptimizer:
         self.shards, self._train, self._owners = list(shards), train, owners
         self._max_norm = train.max_grad_norm
         self.slots = [*OPTIMIZER_SLOTS[train.optimizer]]
-        self._dims = {shard.name: owners.dim(shard) for shard in self.shards}
+        # a shard that is a slice itself brings its state together as it does the parameter
+        self._has_slices = any(isinstance(shard, SlicedShard) for shard in self.shards)
+        self._cuts = {shard.name: None if self._has_slices else owners.dim(shard) for shard in self.shards}
         self.learning_rate = LearningRate(train, total_steps).at
         self._values = {
             f"{shard.name}_{slot}": self._first_value(shard, slot) for shard in self.shards for slot in self.slots
@@ -116,7 +115,7 @@ class ProgramOptimizer:
         first = FIRST_VALUES.get(slot)
         if first is not None:
             return paddle.full([1], first(self._train), dtype="float32")
-        return paddle.zeros_like(self._owners.part(shard.master_or_shard.detach(), self._dims[shard.name]))
+        return paddle.zeros_like(self._owners.part(shard.master_or_shard.detach(), self._cuts[shard.name]))
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -126,9 +125,11 @@ class ProgramOptimizer:
     def of_paddle(self, parameters: Sequence[Tensor], mesh: Any) -> tuple[Any, StepRate, NormClip]:
         """A new optimizer of Paddle's for a program over a mesh [data, tp], its learning rate and what clips its
         gradients."""
-        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, self._dims)
+        dims = {p.name: slice_dim(p.shape, p.placements[1:], self._owners.count) for p in parameters}
+        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims)
         made = self._of_paddle(parameters, rate, clip)
-        shares = StateShards(mesh, self._dims) if self._owners.count > 1 else None
+        # the state of a slice is cut as it is, by itself
+        shares = StateShards(mesh, dims) if self._owners.count > 1 and not self._has_slices else None
         return dist.shard_optimizer(made, shares), rate, clip
 
     def _of_paddle(self, parameters: Sequence[Tensor], rate: StepRate, clip: NormClip | None) -> Any:
@@ -143,13 +144,13 @@ class ProgramOptimizer:
         """As `Optimizer.state`."""
         for shard in self.shards:
             for slot in self.slots:
-                yield OwnedState(shard, slot, self._values[f"{shard.name}_{slot}"], None, self._owners, self._dims)
+                yield OwnedState(shard, slot, self._values[f"{shard.name}_{slot}"], None, self._owners, self._cuts)
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """As `Optimizer.load_state`."""
         for entry in self.state():
             whole = paddle.to_tensor(read(entry))
-            dim = None if entry.is_scalar else self._dims[entry.shard.name]
+            dim = None if entry.is_scalar else self._cuts[entry.shard.name]
             entry.value.copy_(self._owners.part(whole, dim), True)
 
     def to_host(self, shard: ParameterShard) -> None:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 
 from llmsuite.devices.local_parts import whole_steps
-from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate
+from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate, over_data
+from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
@@ -56,20 +58,30 @@ class Program:
 class StepPrograms:
     """The programs of a run, one for each shape of its batches, over one model and one optimizer."""
 
-    def __init__(self, model: Any, optimizer: ProgramOptimizer, loss: Loss, ranks: np.ndarray = ONE_RANK):
+    def __init__(
+        self,
+        model: Any,
+        optimizer: ProgramOptimizer,
+        loss: Loss,
+        ranks: np.ndarray = ONE_RANK,
+        slices: Mapping[str, SlicedShard] = MappingProxyType({}),
+    ):
         """
         Args:
             model: this rank's part of the model, as it runs op by op.
             optimizer: over its parameters.
             loss: of the stage.
             ranks: all of them, [data, tp]: in a row those that have the same samples, and a part of the model each.
+            slices: the parameters whose slices the data ranks have, by name; the model has none of them itself.
         """
         self._model, self._optimizer, self._loss = model, optimizer, loss
         self._mesh = dist.ProcessMesh(ranks, dim_names=["data", "tp"])
         self._programs: dict[Any, Program] = {}
         self._scope = paddle.static.Scope()
         """The variables of all programs, apart from those of others in this process."""
-        self._parameters = dict(model.named_parameters())
+        self._slices = slices
+        own = model.named_parameters()
+        self._parameters = {name: slices[name].stored if name in slices else value for name, value in own}
         self.build_seconds = 0.0
         """Seconds that making programs has taken."""
 
@@ -150,7 +162,8 @@ class StepPrograms:
         try:
             for name, (table, attribute) in places.items():
                 table[attribute] = placed[name]
-            yield placed
+            with whole_where_used(places, list(self._slices)):
+                yield placed
         finally:
             for name, (table, attribute) in places.items():
                 table[attribute] = own[name]
@@ -160,8 +173,9 @@ class StepPrograms:
         trained = not parameter.stop_gradient
         placed = EagerParamBase(shape=parameter.shape, dtype=parameter.dtype, name=name, trainable=trained)
         over_tp = parameter.placements if parameter.is_dist() else [dist.Replicate()]
-        local = local_value(parameter).detach()
-        placed._set_impl(dtensor_from_local(local, self._mesh, [dist.Replicate(), *over_tp]))
+        local = local_value(self._parameters[name]).detach()
+        dim = self._slices[name].dim if name in self._slices else None
+        placed._set_impl(dtensor_from_local(local, self._mesh, over_data([dist.Replicate(), *over_tp], dim)))
         return placed
 
     def _give(self, variables: Mapping[str, Tensor]) -> None:

@@ -29,7 +29,6 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
         ("engine.precision", engine.precision, engine.precision != "fp32", "fp32"),
         ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
-        ("parallel.sharding", parallel.sharding, parallel.sharding == "stage3", "stage2"),
         ("reft.rank", recipe.reft.rank, recipe.reft.rank is not None, "null"),
         ("prefix.tokens", recipe.prefix.tokens, recipe.prefix.tokens is not None, "null"),
         ("qat.weight_bits", recipe.qat.weight_bits, recipe.qat.weight_bits is not None, "null"),
@@ -70,9 +69,9 @@ def _not_skipped(context: RuleContext) -> Iterator[Violation]:
 
 PROGRAM_RULES = (
     Rule(
-        "`program: step` with pipeline parallel, sharding `stage3` or over some of the data ranks, another stage than "
-        "`pretrain`, `sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `recompute`, `offload_optimizer`, "
-        "another precision than fp32, `reft`, `prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
+        "`program: step` with pipeline parallel, sharding over some of the data ranks, another stage than `pretrain`, "
+        "`sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `recompute`, `offload_optimizer`, another "
+        "precision than fp32, `reft`, `prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
         "such a program does not have it yet",
         (
             "--engine.mode=to_static",

@@ -67,11 +67,6 @@ def test_on_a_mesh(registry: Registry) -> None:
         ),
         (
             "llama/sft",
-            ["--launch.num_devices=2", '--parallel={"sharding":"stage3"}'],
-            "parallel.sharding: is stage3, which engine.program step does not have; set it to stage2",
-        ),
-        (
-            "llama/sft",
             ["--launch.num_devices=4", '--parallel={"sharding":"stage1","sharding_parallel_degree":2}'],
             "parallel.sharding_parallel_degree: is 2, and programs of engine.program step shard over all data ranks",
         ),

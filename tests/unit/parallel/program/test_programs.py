@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -125,6 +129,34 @@ def test_values_that_are_loaded_later_count() -> None:
     _load(optimizer, saved)
     assert programs.run(2, _batch(2), 1) == second != first
     assert model.vector.numpy().tolist() == after.tolist()
+
+
+def test_no_operation_runs_outside_of_a_program(tmp_path: Path) -> None:
+    """Between feeding a batch of two micro-batches and reading what came of it; the same step op by op shows some."""
+    model, other = Product(), Product()
+    programs, _ = _programs(model, ADAMW)
+    dynamic = alone.optimizer({"vector": other.vector}, ADAMW, 4)
+    programs.run(1, _batch(1), 2)
+
+    def op_by_op() -> None:
+        _loss(other, {name: paddle.to_tensor(array) for name, array in _batch(2).items()})["loss"].backward()
+        dynamic.finish_gradients(1.0)
+        dynamic.step(1)
+
+    assert _operations(lambda: programs.run(2, _batch(2), 2), tmp_path / "program.json") == []
+    assert len(_operations(op_by_op, tmp_path / "dynamic.json")) > 5
+
+
+def _operations(work: Callable[[], object], file: Path) -> list[str]:
+    """The operations that Python calls meanwhile, by Paddle's own profile."""
+    profiler = paddle.profiler.Profiler(targets=[paddle.profiler.ProfilerTarget.CPU], on_trace_ready=lambda made: None)
+    with contextlib.redirect_stdout(io.StringIO()):
+        profiler.start()
+        work()
+        profiler.stop()
+        profiler.export(str(file), "json")
+    names = [event["name"] for event in json.loads(file.read_text())["traceEvents"] if "name" in event]
+    return [name for name in names if "pybind_imperative_func" in name or "pybind_patch_func" in name]
 
 
 def test_refuses_a_decay_that_is_not_there() -> None:

@@ -1,0 +1,72 @@
+"""A rank of two whose parameters a whole-step program cuts as sharding stage 3 does; `test_programs` starts it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+SIZE, LAYERS = 256, 3
+BYTES = LAYERS * SIZE * SIZE * 4
+"""Of the parameters of the whole model."""
+
+
+def main(directory: str) -> int:
+    """Take three steps with AdamW; `RANK.json` in the directory says how many bytes more are alive after each than
+    before the model was made."""
+    import numpy as np
+    import paddle
+    from paddle import nn
+    from paddle.base import core
+
+    from llmsuite.models.shard_plan import ShardPlan
+    from llmsuite.parallel import collective
+    from llmsuite.parallel.gathering import Zero3Hooks
+    from llmsuite.parallel.program.optimizer import Owners, ProgramOptimizer
+    from llmsuite.parallel.program.programs import StepPrograms
+    from llmsuite.parallel.program.slices import SlicedShard
+    from llmsuite.schema.degrees import Degrees
+    from tests.unit.parallel.program.test_programs import ADAMW
+
+    def alive() -> int:
+        gc.collect()
+        return int(core.host_memory_stat_current_value("Allocated", 0))
+
+    class Model(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LayerList([nn.Linear(SIZE, SIZE, bias_attr=False) for _ in range(LAYERS)])
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = paddle.tanh(layer(x))
+            return x
+
+    def loss(model: Any, inputs: Any) -> dict[str, Any]:
+        return {"loss": (model(inputs["x"]).square().sum(-1) * inputs["weights"]).sum()}
+
+    mesh, before = collective.start(Degrees(1, 1, 2, 1)), alive()
+    model = Model()
+    shards = [SlicedShard(name, parameter, mesh, None) for name, parameter in model.named_parameters()]
+    plan = ShardPlan(
+        cut=(),
+        embedding="none",
+        regions=(),
+        layers="layers",
+        first=(),
+        last=(),
+        last_norm="none",
+        problems=lambda config, tp: iter(()),
+    )
+    Zero3Hooks(model, plan, shards, is_tied=False)
+    optimizer = ProgramOptimizer(shards, ADAMW, 4, Owners(2, mesh.data_rank, mesh.data_group))
+    ranks, slices = np.array([[0], [1]]), {shard.name: shard for shard in shards}
+    programs, kept = StepPrograms(model, optimizer, loss, ranks, slices), []
+    for step in (1, 2, 3):
+        x = np.random.default_rng([step, mesh.rank]).standard_normal([2, SIZE]).astype("float32")
+        programs.run(step, {"x": x, "weights": np.full([2], 0.25, "float32")}, 1)
+        kept.append(alive() - before)
+    (Path(directory) / f"{os.environ['PADDLE_TRAINER_ID']}.json").write_text(json.dumps(kept))
+    return 0
