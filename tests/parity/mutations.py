@@ -172,7 +172,7 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
     patch.setattr(ops, "rounded_matmul", matmul)
-    patch.setattr(ops, "rounded_operand", operand)
+    patch.setattr(ops, "bf16_operand", operand)
 
 
 def products_by_rounding(patch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ _KERNELS = {
 _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
 _BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
 _BF16_PRODUCTS = {"matmul": "bf16_matmul", "operand": "bf16_operand"}
-_BF16_BY_ROUNDING = {"matmul": "rounded_matmul", "operand": "rounded_operand"}
+_BF16_BY_ROUNDING = {"matmul": "rounded_matmul", "operand": "bf16_operand"}
+_BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "operand": "plain_rounded_operand"}
 
 
 class CpuBackend(DeviceBackend):
@@ -85,10 +86,12 @@ class CpuBackend(DeviceBackend):
         return {GLOO_TIMEOUT: os.environ.get(GLOO_TIMEOUT) or str(seconds)}
 
     def kernels(self, precision: str) -> Mapping[str, str]:
-        table = _KERNELS if can_be_built() else {}
+        is_plain = not can_be_built()
+        table = {} if is_plain else _KERNELS
         if precision != "bf16":
             return table
-        return {**table, **(_BF16_PRODUCTS if self._has_bf16() else _BF16_BY_ROUNDING)}
+        by_rounding = _BF16_WITHOUT_COMPILER if is_plain else _BF16_BY_ROUNDING
+        return {**table, **(_BF16_PRODUCTS if self._has_bf16() else by_rounding)}
 
     def ops(self, precision: str) -> Ops:
         if can_be_built():
@@ -122,8 +125,9 @@ class CpuBackend(DeviceBackend):
         if precision != "bf16" or self._has_bf16():
             return None
         return (
-            "this processor has no instructions for products in bfloat16 (avx512_bf16, amx_bf16), or no compiler is "
-            "here: inputs are rounded and multiplied in float32, which is slower than engine.precision fp32"
+            "this processor has no instructions for products in bfloat16 that are faster than those for float32 "
+            "(amx_bf16, or avx512_bf16 of AMD), or no compiler is here: inputs are rounded and multiplied in float32, "
+            "which is slower than engine.precision fp32"
         )
 
     def before_paddle(self) -> None:

@@ -73,7 +73,7 @@ KERNELS = {
     ("name", "precision", "fused"),
     [
         ("cpu", "fp32", KERNELS),
-        ("cpu without bf16", "bf16", {**KERNELS, "matmul": kernels.rounded_matmul, "operand": kernels.rounded_operand}),
+        ("cpu without bf16", "bf16", {**KERNELS, "matmul": kernels.rounded_matmul, "operand": kernels.bf16_operand}),
         ("cpu with bf16", "bf16", {**KERNELS, "matmul": kernels.bf16_matmul, "operand": kernels.bf16_operand}),
         ("gpu", "fp32", {**ROTARY_SWIGLU, **RMS}),  # flash attention takes 16-bit inputs only
         ("gpu", "bf16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
@@ -133,17 +133,21 @@ WIDE = "avx512f avx512dq avx512cd avx512bw avx512vl"
 
 
 @pytest.mark.parametrize(
-    ("flags", "multiplies"),
+    ("vendor", "flags", "multiplies"),
     [
-        (f"{WIDE} avx512_bf16", True),
-        (f"{WIDE} amx_bf16 amx_tile", True),
-        (WIDE, False),
-        ("avx512_bf16", False),
-        ("avx2", False),
+        ("AuthenticAMD", f"{WIDE} avx512_bf16", True),
+        ("GenuineIntel", f"{WIDE} avx512_bf16", False),  # slower than float32 there
+        ("GenuineIntel", f"{WIDE} avx512_bf16 amx_bf16 amx_tile", True),
+        ("AuthenticAMD", WIDE, False),
+        ("AuthenticAMD", "avx512_bf16", False),
+        ("AuthenticAMD", "avx2", False),
     ],
 )
-def test_which_processors_multiply_in_bfloat16(flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmsuite.devices.cpu.processor._facts", lambda: {"flags": flags})
+def test_which_processors_multiply_in_bfloat16(
+    vendor: str, flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"vendor_id": vendor, "flags": flags}
+    monkeypatch.setattr("llmsuite.devices.cpu.processor._facts", lambda: facts)
     assert multiplies_bf16() is multiplies
     assert CpuBackend().kernels("bf16")["matmul"] == ("bf16_matmul" if multiplies else "rounded_matmul")
     assert (CpuBackend().caution("bf16") is None) is multiplies

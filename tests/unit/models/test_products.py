@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,8 +12,8 @@ import pytest
 from paddle import nn
 
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
-from llmsuite.devices.cpu.processor import multiplies_bf16
 from llmsuite.devices.ops import Ops
 from llmsuite.models.adapter import Adapter
 from llmsuite.models.block_quant import BlockFormat
@@ -22,8 +23,10 @@ from llmsuite.models.qat import FakeQuantLinear
 from llmsuite.models.quantised import QuantisedLinear
 from tests.unit import tiny_llama
 
-FORMS = {"by rounding": False, **({"by instructions": True} if multiplies_bf16() and can_be_built(PRODUCTS) else {})}
-"""Whether the processor's own instructions multiply; where it has none, there is one form."""
+CPU_INFO = Path("/proc/cpuinfo")
+INSTRUCTIONS = can_be_built(PRODUCTS) and bool({"avx512_bf16", "amx_bf16"} & set(CPU_INFO.read_text().split()))
+FORMS = {"by rounding": False, **({"by instructions": True} if INSTRUCTIONS else {})}
+"""Whether the processor's own instructions multiply, which are tried wherever it has some."""
 LIMIT = 1e-6
 """Limit of the largest difference, relative to the largest value: sums are float32."""
 
@@ -70,12 +73,18 @@ def test_inputs_are_rounded_and_sums_are_not(
     check(weight.grad, of_matrix.T if is_transposed else of_matrix)
 
 
-def test_both_forms_round_alike() -> None:
+def test_all_forms_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     values = random(10_001)
     values[:6] = [np.nan, np.inf, -np.inf, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8]  # the last two lie in the middle
     expected = values.astype(ml_dtypes.bfloat16).astype("float32")
-    for form in FORMS.values():
-        found = CpuBackend(multiplies_bf16=form).ops("bf16").operand(paddle.to_tensor(values))
+    forms = [CpuBackend(multiplies_bf16=form).ops("bf16") for form in FORMS.values()]
+    monkeypatch.setattr("llmsuite.devices.cpu.can_be_built", lambda *_: False)
+    without_compiler = CpuBackend(multiplies_bf16=False).ops("bf16")
+    assert without_compiler.matmul is plain_rounded_matmul
+    eye = paddle.eye(4)
+    check(without_compiler.matmul(paddle.to_tensor(values[-4:]), eye, False, False), rounded(values[-4:]))
+    for ops in (*forms, without_compiler):
+        found = ops.operand(paddle.to_tensor(values))
         assert found.dtype == paddle.bfloat16
         np.testing.assert_array_equal(found.astype("float32").numpy(), expected)
 

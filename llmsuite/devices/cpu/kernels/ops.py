@@ -98,13 +98,19 @@ def bf16_operand(x: Tensor) -> Tensor:
 
 
 def rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`bf16_matmul` for processors without instructions for it: a float32 product of rounded inputs, by MKL. It is
-    slower than the product of the inputs themselves."""
+    """`bf16_matmul` for processors whose instructions for it are slower than those for float32, or that have none: a
+    float32 product of rounded inputs, by MKL."""
+    x, y = (_run("rounded", t)[0] for t in (x, y))
+    return paddle.matmul(x, y, transpose_x, transpose_y)
+
+
+def plain_rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
+    """`rounded_matmul` by Paddle's casts, where there is no compiler."""
     x, y = (t.astype("bfloat16").astype("float32") for t in (x, y))
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
-def rounded_operand(x: Tensor) -> Tensor:
+def plain_rounded_operand(x: Tensor) -> Tensor:
     """`bf16_operand` by Paddle's cast."""
     return x.astype("bfloat16")
 

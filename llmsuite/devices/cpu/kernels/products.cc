@@ -1,7 +1,6 @@
 // Products of float32 matrices with bfloat16 inputs and float32 sums, by the oneDNN in Paddle's wheel:
-//   llmsuite_round_bf16    float32 -> bfloat16, to nearest even
 //   llmsuite_bf16_product  two matrices, each float32 (rounded here) or bfloat16 -> float32
-// Neither has a gradient of its own: see `llmsuite.models.products`.
+// It has no gradient of its own: see `llmsuite.models.products`.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -15,6 +14,7 @@
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/include/api.h"
 #include "paddle/phi/api/include/tensor.h"
+#include "rounding.h"
 
 using Tensor = paddle::Tensor;
 using Type = paddle::DataType;
@@ -24,32 +24,6 @@ namespace {
 
 void Check(dnnl_status_t status, const char* what) {
   PD_CHECK(status == dnnl_success, "oneDNN cannot ", what, " (status ", int(status), ")");
-}
-
-Tensor New(const Dims& shape, Type type, const Tensor& like) {
-  return paddle::experimental::empty(shape, type, like.place());
-}
-
-uint16_t Half(float value) {  // a loop over it is vectorised
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  return (bits & 0x7FFFFFFF) > 0x7F800000 ? uint16_t(bits >> 16 | 0x40) : uint16_t(rounded);  // NaN stays NaN
-}
-
-Tensor Rounded(const Tensor& x) {
-  if (x.dtype() == Type::BFLOAT16) return x;
-  PD_CHECK(x.dtype() == Type::FLOAT32 && x.is_contiguous(), "float32 or bfloat16 without gaps is needed");
-  Tensor y = New(x.shape(), Type::BFLOAT16, x);
-  const float* from = x.data<float>();
-  uint16_t* to = static_cast<uint16_t*>(y.data());
-  const int64_t count = x.numel(), chunk = 1 << 14;
-#pragma omp parallel for if (count > 4 * chunk)
-  for (int64_t begin = 0; begin < count; begin += chunk) {
-    const int64_t end = std::min(begin + chunk, count);
-    for (int64_t i = begin; i < end; ++i) to[i] = Half(from[i]);
-  }
-  return y;
 }
 
 struct Matmul {
@@ -148,14 +122,13 @@ std::vector<Tensor> Product(const Tensor& a, const Tensor& b, bool ta, bool tb) 
   const int64_t n = tb ? b.shape().front() : b.shape().back(), others = n ? b.numel() / n : 0;
   const int64_t m = ta ? wide : rows, k = ta ? rows : wide;
   PD_CHECK(k == others, "matrices that do not fit: ", k, " and ", others);
-  Tensor c = New(Shape(a.shape(), b.shape(), ta, tb), Type::FLOAT32, a);
+  Tensor c = rounding::New(Shape(a.shape(), b.shape(), ta, tb), Type::FLOAT32, a);
   if (c.numel() == 0) return {c};
   if (k == 0) {
     std::fill_n(c.data<float>(), c.numel(), 0.f);
     return {c};
   }
-  const Tensor left = Rounded(a), right = Rounded(b);
-  PD_CHECK(left.is_contiguous() && right.is_contiguous(), "matrices without gaps are needed");
+  const Tensor left = rounding::ToBf16(a), right = rounding::ToBf16(b);
   static auto* matmuls = new Matmuls;
   matmuls->Run(m, k, n, ta, tb, left.data(), right.data(), c.data());
   return {c};
@@ -163,9 +136,6 @@ std::vector<Tensor> Product(const Tensor& a, const Tensor& b, bool ta, bool tb) 
 
 std::vector<Dims> ProductShapes(const Dims& a, const Dims& b, bool ta, bool tb) { return {Shape(a, b, ta, tb)}; }
 std::vector<Type> ProductTypes(const Type&, const Type&) { return {Type::FLOAT32}; }
-std::vector<Tensor> Round(const Tensor& x) { return {Rounded(x)}; }
-std::vector<Dims> RoundShapes(const Dims& x) { return {x}; }
-std::vector<Type> RoundTypes(const Type&) { return {Type::BFLOAT16}; }
 
 }  // namespace
 
@@ -173,7 +143,3 @@ PD_BUILD_OP(llmsuite_bf16_product)
     .Inputs({"a", "b"}).Outputs({"c"}).Attrs({"transpose_a: bool", "transpose_b: bool"})
     .SetKernelFn(PD_KERNEL(Product)).SetInferShapeFn(PD_INFER_SHAPE(ProductShapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(ProductTypes));
-PD_BUILD_OP(llmsuite_round_bf16)
-    .Inputs({"x"}).Outputs({"y"})
-    .SetKernelFn(PD_KERNEL(Round)).SetInferShapeFn(PD_INFER_SHAPE(RoundShapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(RoundTypes));

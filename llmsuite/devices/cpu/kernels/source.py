@@ -12,10 +12,11 @@ from llmsuite.devices.cpu.build import Library, library
 from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
-_HEADERS = ("common.h", "products.h", "stored.h")
+_FILES = ("attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc")
+_HEADERS = ("common.h", "products.h", "rounding.h", "stored.h")
 KERNELS = Library(
     name="kernels",
-    sources=tuple(_HERE / name for name in ("attention.cc", "rows.cc", "decode.cc", "stored.cc", *_HEADERS)),
+    sources=tuple(_HERE / name for name in (*_FILES, *_HEADERS)),
     # OpenMP's runtime is Paddle's own libiomp5: with a second one beside it each thread would do all the work
     options=("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wl,--as-needed"),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libmklml_intel.so"),
@@ -27,7 +28,7 @@ KERNELS = Library(
 PRODUCTS = dataclasses.replace(
     KERNELS,
     name="products",
-    sources=tuple(_HERE / name for name in ("products.cc", "onednn.h")),
+    sources=tuple(_HERE / name for name in ("products.cc", "onednn.h", "rounding.h")),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libdnnl.so.3"),
     without=("products in bfloat16 need", "do without their instructions"),
 )
