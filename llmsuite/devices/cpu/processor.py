@@ -26,8 +26,8 @@ def multiplies_bf16() -> bool:
     """Whether this processor has instructions for products in bfloat16 that are faster than those for float32, by the
     oneDNN of Paddle's wheel, which without any is slower.
 
-    On AMD those of avx512_bf16 are twice as fast, on Intel slower: a Xeon that has them and shows no AMX gave 134 GFLOP/s
-    for 194 in float32, and by the oneDNN of torch 2.13 150 for 260.
+    On AMD those of avx512_bf16 are twice as fast, on Intel slower: a Xeon that has them and shows no AMX gave 134
+    GFLOP/s for 194 in float32, and by the oneDNN of torch 2.13 150 for 260.
     """
     facts = _facts() or {}
     flags = set(facts.get("flags", "").split())
