@@ -16,7 +16,7 @@ std::vector<Tensor> Rounded(const Tensor& x) {
   Tensor y = rounding::New(x.shape(), paddle::DataType::FLOAT32, x);
   float* to = y.data<float>();
   if (is_bf16) {
-    rounding::Each(static_cast<const uint16_t*>(x.data()), to, x.numel(), Whole);
+    rounding::Each(static_cast<const uint16_t*>(x.data()), to, x.numel(), [](uint16_t value) { return Whole(value); });
   } else {
     rounding::Each(x.data<float>(), to, x.numel(), [](float value) { return Whole(Half(value)); });
   }

@@ -24,7 +24,7 @@ inline float Whole(uint16_t half) {
   return value;
 }
 
-// to[i] = f(from[i]) on all threads
+// to[i] = f(from[i]) on all threads; a lambda for f is put in the loop, a function would be called for each
 template <typename From, typename To, typename F>
 void Each(const From* from, To* to, int64_t count, F f) {
   const int64_t chunk = 1 << 14;
@@ -50,7 +50,7 @@ inline paddle::Tensor New(const std::vector<int64_t>& shape, paddle::DataType ty
 inline paddle::Tensor ToBf16(const paddle::Tensor& x) {
   if (IsBf16(x)) return x;
   paddle::Tensor y = New(x.shape(), paddle::DataType::BFLOAT16, x);
-  Each(x.data<float>(), static_cast<uint16_t*>(y.data()), x.numel(), Half);
+  Each(x.data<float>(), static_cast<uint16_t*>(y.data()), x.numel(), [](float value) { return Half(value); });
   return y;
 }
 
