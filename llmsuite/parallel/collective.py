@@ -235,12 +235,13 @@ def begin_reduce_scatter(flat: Tensor, group: Any) -> tuple[Tensor, Any]:
 
 def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: int) -> Tensor:
     """A tensor that one pipeline stage has, on all of them. `value` is None on the others."""
-    if _mesh.degrees.pp == 1:
+    if mesh().degrees.pp == 1:
         assert value is not None
         return value
+    group = mesh().pipeline_group
     tensor = paddle.empty(list(shape), dtype=dtype) if value is None else value.contiguous()
-    with calls.made("broadcast", tensor, _mesh.pipeline_group):
-        dist.broadcast(tensor, _mesh.pipeline_group.ranks[stage], group=_mesh.pipeline_group)
+    with calls.made("broadcast", tensor, group):
+        dist.broadcast(tensor, group.ranks[stage], group=group)
     return tensor
 
 

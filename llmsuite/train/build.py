@@ -32,8 +32,9 @@ from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.parallelize import Strategy, parallelize
 from llmsuite.parallel.partition import SHARDING_STAGES
 from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.parallel.program.pipeline import Pipeline
 from llmsuite.parallel.sharding import ParameterShard
-from llmsuite.parallel.tensor import between_layers
+from llmsuite.parallel.tensor import apply_tensor_parallel, between_layers
 from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
@@ -73,6 +74,8 @@ class BuiltModel:
     """Input scales of those layers, where their inputs are rounded too."""
     carried: ModelDirectory | None
     """The files whose `carried` tensors are saved with the model, where there are any."""
+    pipeline: Pipeline | None
+    """What programs of whole steps need to know of the other stages, where a pipeline runs them."""
 
 
 def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh: Mesh) -> BuiltModel:
@@ -123,10 +126,11 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         balance = ExpertBalance(chunks, shard_plan, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
         part.marks_padding = True
     scales = InputScales(rounded, part, moving_rate) if recipe.qat.activation_bits is not None else None
+    pipeline = _pipeline(plan, backend, mesh, strategy, bounds) if recipe.engine.compiles_steps else None
     own = [shard for shard in shards if shard.name in trained]
     carried = weights.source if weights.source is not None and weights.source.carried else None
     return BuiltModel(
-        part, own, saved, shards, shapes, bounds, weights.digest, adapters, balance, rounded, scales, carried
+        part, own, saved, shards, shapes, bounds, weights.digest, adapters, balance, rounded, scales, carried, pipeline
     )
 
 
@@ -223,6 +227,20 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
         recompute=engine.recompute,
         recompute_every=engine.recompute_every,
     )
+
+
+def _pipeline(
+    plan: RunPlan, backend: DeviceBackend, mesh: Mesh, strategy: Strategy, bounds: Sequence[int]
+) -> Pipeline | None:
+    """The modules of all stages, which a program of whole steps is made of; None without a pipeline."""
+    if mesh.degrees.pp == 1:
+        return None
+    assert plan.num_chunks == 1, "refused before the run"
+    assert not plan.recipe.freezes_model, "the same"
+    (whole,), _, _ = _build_chunks(plan, backend, None, mesh.degrees.tp)
+    apply_tensor_parallel(whole, strategy.shard_plan, mesh, strategy.sequence_parallel)
+    shares = strategy.shares_embedding
+    return Pipeline(whole, strategy.shard_plan, bounds, shares, plan.schedule, mesh.coordinate["pp"])
 
 
 def _report_size(

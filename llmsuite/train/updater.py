@@ -96,7 +96,7 @@ class ProgramUpdater(Updater):
         self._objective = objective
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
         model, ranks = built.part.model, mesh.rows("tp")
-        self._programs = StepPrograms(model, self.optimizer, objective.program_loss, ranks, slices)
+        self._programs = StepPrograms(model, self.optimizer, objective.program_loss, ranks, slices, built.pipeline)
         multiple = length_multiple(plan)
         self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
 

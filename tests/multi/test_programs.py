@@ -64,7 +64,8 @@ ADAPTERS = ("lora", "kto_pair")
 """Jobs that train adapters only."""
 
 
-TP2 = {"tensor_parallel_degree": 2}
+TP2, PP2 = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+FTHENB = {"pipeline_schedule": "FThenB"}
 ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     # the job, ranks, mesh and words of programs on several ranks, which accumulate
     "dp2 sgd": ("sft sgd", 2, {}, ()),
@@ -86,8 +87,24 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "tp2 lora": ("lora", 2, {**TP2, "sequence_parallel": True}, ()),
     "tp2 dp2 stage3": ("sft sgd", 4, {**TP2, "sequence_parallel": True, "sharding": "stage3"}, ()),
     "tp2 dp2 stage2": ("sft adamw", 4, {**TP2, "sharding": "stage2"}, ("--train.micro_batch_size=2",)),
+    # two micro-batches are as many as there are stages; the others have four
+    "pp2 adamw": ("sft adamw", 2, PP2, ()),
+    "pp2 sgd, FThenB": ("sft sgd", 2, {**PP2, **FTHENB}, ()),
+    "pp2 tied": ("tied", 2, PP2, ("--train.micro_batch_size=2",)),
+    "pp2 masked documents": ("masked documents", 2, PP2, ("--train.micro_batch_size=2",)),
+    "pp2 of a vocabulary that 2 does not divide": ("gpt", 2, PP2, ()),
+    "tp2 pp2": ("sft adamw", 4, {**TP2, **PP2, "sequence_parallel": True}, ("--train.micro_batch_size=2",)),
+    "tp2 pp2 packed": ("packed", 4, {**TP2, **PP2}, ("--train.micro_batch_size=2",)),
+    "tp2 pp2 tied": ("tied", 4, {**TP2, **PP2}, ("--train.micro_batch_size=2",)),
+    "dp2 pp2": ("sft sgd", 4, PP2, ()),
+    "dp2 pp2 stage1": ("sft adamw", 4, {**PP2, "sharding": "stage1"}, ("--train.micro_batch_size=2",)),
 }
-MESHES = few(ON_RANKS, "tp2 dp2 stage2", "tp2 dp2 stage3", "tp2 dpo", "tp2 kto", "dp2 rm")
+MESHES = few(
+    ON_RANKS,
+    *("tp2 dp2 stage2", "tp2 dp2 stage3", "tp2 dpo", "tp2 kto", "dp2 rm"),
+    *("pp2 tied", "pp2 masked documents", "pp2 of a vocabulary that 2 does not divide"),
+    *("tp2 pp2", "tp2 pp2 packed", "tp2 pp2 tied", "dp2 pp2", "dp2 pp2 stage1"),
+)
 
 
 def _case(job: str, *more: str) -> Case:
@@ -160,18 +177,25 @@ def test_stage3_keeps_slices_between_steps(runner: Runner, tmp_path: Path) -> No
 
 
 def test_two_ranks_go_on_from_one(runner: Runner, failed: dict[str, str]) -> None:
-    """Programs under tensor parallel, from the first checkpoint of a dynamic run in one process."""
-    one, mesh = _case("sft adamw"), _on_ranks("tp2 adamw")
+    """Programs under tensor parallel, and of a pipeline, from the first checkpoint of a dynamic run in one process; and
+    two dynamic ranks from that of the pipeline."""
+    one, dynamic = _case("sft adamw"), [word for word in _on_ranks("pp2 adamw").words if word not in PROGRAM]
     assert one.name not in failed, failed
-    again = dataclasses.replace(mesh, name="tp2, again", resume=True)
-    shutil.copytree(
-        runner.directory / one.name / "checkpoints" / "step-1", runner.directory / again.name / "checkpoints" / "step-1"
-    )
-    assert run_cases(runner, [again]) == {}
-    theirs, ours = runner.metrics(one.name)[1:], runner.metrics(again.name)
-    assert [record["step"] for record in ours] == [2, 3]
-    for a, b in zip(theirs, ours):
-        assert [b[key] for key in ("loss", "grad_norm")] == pytest.approx([a["loss"], a["grad_norm"]], rel=1e-6)
+    again = [
+        (one.name, dataclasses.replace(_on_ranks("tp2 adamw"), name="tp2, again", resume=True)),
+        (one.name, dataclasses.replace(_on_ranks("pp2 adamw"), name="pp2, again", resume=True)),
+        ("pp2 adamw", dataclasses.replace(_on_ranks("pp2 adamw"), name="dynamic, again", words=dynamic, resume=True)),
+    ]
+    for begun, case in again:
+        step = Path("checkpoints") / "step-1"
+        shutil.copytree(runner.directory / begun / step, runner.directory / case.name / step)
+    assert run_cases(runner, [case for _, case in again]) == {}
+    theirs = runner.metrics(one.name)[1:]
+    for _, case in again:
+        ours = runner.metrics(case.name)
+        assert [record["step"] for record in ours] == [2, 3]
+        for a, b in zip(theirs, ours):
+            assert [b[key] for key in ("loss", "grad_norm")] == pytest.approx([a["loss"], a["grad_norm"]], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["program", "dynamic"])

@@ -122,11 +122,19 @@ class ProgramOptimizer:
         """Every tensor of the state, by "PARAMETER_SLOT"."""
         return self._values
 
-    def of_paddle(self, parameters: Sequence[Tensor], mesh: Any) -> tuple[Any, StepRate, NormClip]:
-        """A new optimizer of Paddle's for a program over a mesh [data, tp], its learning rate and what clips its
-        gradients."""
+    def of_paddle(self, parameters: Sequence[Tensor], mesh: Any, scale: float = 1.0) -> tuple[Any, StepRate, NormClip]:
+        """A new optimizer of Paddle's for a program.
+
+        Args:
+            parameters: all that the program updates, on whatever rank.
+            mesh: [data, tp], whose data ranks share the state.
+            scale: factor that gradients have when they are clipped.
+
+        Returns:
+            The optimizer, its learning rate, and what clips its gradients.
+        """
         dims = {p.name: slice_dim(p.shape, p.placements[1:], self._owners.count) for p in parameters}
-        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims)
+        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims, scale)
         made = self._of_paddle(parameters, rate, clip)
         # the state of a slice is cut as it is, by itself
         shares = StateShards(mesh, dims) if self._owners.count > 1 and not self._has_slices else None
@@ -167,7 +175,7 @@ class _WithFactors:
     def _create_param_lr(self, param_and_grad: tuple[Any, Any]) -> Any:
         """Called while a program is made, for each parameter."""
         rate = super()._create_param_lr(param_and_grad)  # type: ignore[misc]
-        factor = self.factors[param_and_grad[0].name]
+        factor = self.factors.get(param_and_grad[0].name, 1)  # of another pipeline stage, which updates it: any
         return rate if factor == 1 else rate * factor
 
 
@@ -202,10 +210,15 @@ class StepRate(paddle.optimizer.lr.LRScheduler):
 class NormClip(paddle.nn.ClipGradByGlobalNorm):
     """Clipping by the global norm, which also tells the norm; it is told where nothing is clipped, too."""
 
-    def __init__(self, max_norm: float | None, dims: Mapping[str, int | None]):
-        """`dims` by the name of a parameter, along which its gradient is cut over the data ranks."""
+    def __init__(self, max_norm: float | None, dims: Mapping[str, int | None], scale: float = 1.0):
+        """
+        Args:
+            max_norm: the limit; None for none.
+            dims: by the name of a parameter, along which its gradient is cut over the data ranks.
+            scale: factor that the gradients have; the norm is told, and limited, without it.
+        """
         super().__init__(1.0 if max_norm is None else max_norm)
-        self._max_norm, self._dims = max_norm, dims
+        self._max_norm, self._dims, self._scale = max_norm, dims, scale
         self.variable = f"global_norm_{next(_numbers)}"
         """Name of the variable in which a step leaves the norm before clipping. Where programs have one in common, only
         the last one that was made writes it (Paddle 3.3.1), and Paddle's own numbers begin anew for each."""
@@ -213,20 +226,54 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
     def _pir_clip(self, params_grads: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Called while a program is made, with the gradients of a step; parameters that are frozen have none."""
         params_grads = [(p, g if g is None else self._summed(p, g)) for p, g in params_grads]
-        norm = paddle.sqrt(_sum_of_squares([gradient for _, gradient in params_grads if gradient is not None]))
-        told = norm.reshape([1])
-        told.persistable = True  # else it is freed before anybody can read it
-        paddle._C_ops.set_persistable_value(told, self.variable)
+        norms = self._norms([gradient for _, gradient in params_grads if gradient is not None])
+        for norm in norms.values():
+            if collective.rank() in norm.process_mesh.process_ids:
+                told = norm.reshape([1])
+                told.persistable = True  # else it is freed before anybody can read it
+                paddle._C_ops.set_persistable_value(told, self.variable)
         if self._max_norm is None:
-            return params_grads
-        limit = paddle.full([], self._max_norm, "float32")
-        factor = limit / paddle.maximum(norm, limit)
-        return [(p, gradient if gradient is None else gradient * factor) for p, gradient in params_grads]
+            if self._scale == 1:
+                return params_grads
+            # a copy: Paddle 3.3.1 divides what it updates with where it lies, and the norm may be made behind that
+            return [(p, g if g is None else paddle.scale(g, 1.0)) for p, g in params_grads]
+        factors = {ranks: self._factor(norm, self._max_norm) for ranks, norm in norms.items()}
+        return [(p, g if g is None else g * factors[_ranks(g)]) for p, g in params_grads]
+
+    def _norms(self, gradients: Sequence[Any]) -> dict[tuple[int, ...], Any]:
+        """The norm over all gradients, on each of their meshes: by its ranks."""
+        of_mesh: dict[tuple[int, ...], list[Any]] = {}
+        for gradient in gradients:
+            of_mesh.setdefault(_ranks(gradient), []).append(gradient)
+        squares = [_sum_of_squares(found) for found in of_mesh.values()]
+        if len(squares) > 1:  # of several pipeline stages; what is sent has at least one dim
+            squares = [square.reshape([1]) for square in squares]
+        meshes = [square.process_mesh for square in squares]
+        total = squares[0]
+        for square in squares[1:]:
+            total = total + _on(meshes[0], square)
+        norm = paddle.sqrt(total)
+        if self._scale != 1:
+            norm = norm / self._scale
+        return {ranks: _on(mesh, norm) for ranks, mesh in zip(of_mesh, meshes)}
+
+    def _factor(self, norm: Any, max_norm: float) -> Any:
+        limit = paddle.full([], max_norm, "float32")
+        return limit / paddle.maximum(norm, limit)
 
     def _summed(self, parameter: Any, gradient: Any) -> Any:
         """A gradient summed over the data ranks, once for the norm and the update."""
         wanted = over_data(parameter.placements, self._dims[parameter.name])
         return dist.reshard(gradient, gradient.process_mesh, wanted)
+
+
+def _ranks(x: Any) -> tuple[int, ...]:
+    return tuple(x.process_mesh.process_ids)
+
+
+def _on(mesh: Any, x: Any) -> Any:
+    """The same number on the mesh of another pipeline stage."""
+    return x if x.process_mesh == mesh else dist.reshard(x, mesh, x.placements)
 
 
 def _sum_of_squares(gradients: Sequence[Any]) -> Any:

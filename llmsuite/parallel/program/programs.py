@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 import warnings
@@ -28,6 +29,7 @@ from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedI
 
 from llmsuite.devices.local_parts import whole_steps
 from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate, over_data
+from llmsuite.parallel.program.pipeline import FIRST_INPUTS, Pipeline, StagedModel
 from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
@@ -53,6 +55,8 @@ class Program:
     """Names of the numbers that it returns, in their order."""
     variables: Mapping[str, Tensor]
     """What outlives a step by the name that the program has for it: parameters, and the state of the optimizer."""
+    scale: float
+    """Factor of the loss that it returns."""
 
 
 class StepPrograms:
@@ -65,6 +69,7 @@ class StepPrograms:
         loss: Loss,
         ranks: np.ndarray = ONE_RANK,
         slices: Mapping[str, SlicedShard] = MappingProxyType({}),
+        pipeline: Pipeline | None = None,
     ):
         """
         Args:
@@ -72,16 +77,21 @@ class StepPrograms:
             optimizer: over its parameters.
             loss: of the stage.
             ranks: all of them, [data, tp]: in a row those that have the same samples, and a part of the model each.
+                Those of one pipeline stage stand before those of the next.
             slices: the parameters whose slices the data ranks have, by name; the model has none of them itself.
+            pipeline: what the stages have of the model; None where this rank's part is all of it.
         """
-        self._model, self._optimizer, self._loss = model, optimizer, loss
-        self._mesh = dist.ProcessMesh(ranks, dim_names=["data", "tp"])
+        self._optimizer, self._loss, self._pipeline = optimizer, loss, pipeline
+        stages = np.split(ranks, 1 if pipeline is None else pipeline.num_stages)
+        self._meshes = [dist.ProcessMesh(of_stage, dim_names=["data", "tp"]) for of_stage in stages]
         self._programs: dict[Any, Program] = {}
         self._scope = paddle.static.Scope()
         """The variables of all programs, apart from those of others in this process."""
         self._slices = slices
-        own = model.named_parameters()
-        self._parameters = {name: slices[name].stored if name in slices else value for name, value in own}
+        self._whole = model if pipeline is None else pipeline.model
+        self._own = dict(model.named_parameters())
+        updated = [n for n in self._own if pipeline is None or pipeline.stage_of(n) == pipeline.stage]
+        self._parameters = {name: slices[name].stored if name in slices else self._own[name] for name in updated}
         self.build_seconds = 0.0
         """Seconds that making programs has taken."""
 
@@ -112,53 +122,78 @@ class StepPrograms:
                 self.build_seconds += time.perf_counter() - started
             program = self._programs[key]
             program.rate.begin(step)
-            placed = [dtensor_from_local(paddle.to_tensor(a), self._mesh, ROWS) for a in inputs.values()]
+            placed = [dtensor_from_local(paddle.to_tensor(a), self._mesh_of(n), ROWS) for n, a in inputs.items()]
             self._give(program.variables)
             with _quiet():  # it warns of rows of several micro-batches
-                told = np.asarray(program.run(*placed)).reshape(num_micro_batches, -1).sum(0)
+                returned = program.run(*placed)
             self._take(program.variables)
             norm = np.asarray(self._scope.var(program.clip.variable).get_tensor())
+        told = None if returned is None else np.asarray(returned).reshape(num_micro_batches, -1).sum(0)
+        if self._pipeline is not None:
+            told = self._pipeline.from_last(told, len(program.sums))
+            self._pipeline.update_copies(self._own)
+        assert told is not None
+        told = told / [program.scale, *[1.0] * (len(told) - 1)]
         return {**{name: float(number) for name, number in zip(program.sums, told)}, "grad_norm": float(norm[0])}
 
     def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
+        # the mean over micro-batches that pipelines make, whatever they are told (Paddle 3.3.1), is to be their sum
+        scale = 1 if self._pipeline is None else num_micro_batches
         with self._distributed() as parameters, _quiet(), whole_steps():
-            net = _Step(self._model, tuple(inputs), self._loss, self._mesh)
+            called = self._whole if self._pipeline is None else StagedModel(self._pipeline, self._meshes)
+            loss = functools.partial(self._loss, called)
+            net = _Step(self._whole, tuple(inputs), loss, self._meshes[-1], scale)
             trained = [parameter for parameter in parameters.values() if not parameter.stop_gradient]
-            optimizer, rate, clip = self._optimizer.of_paddle(trained, self._mesh)
-            strategy = dist.Strategy()
-            if num_micro_batches > 1:
-                merge = strategy.gradient_merge
-                merge.enable, merge.k_steps, merge.avg = True, num_micro_batches, False
+            optimizer, rate, clip = self._optimizer.of_paddle(trained, self._meshes[0], scale)
             specs = [
                 DistributedInputSpec(
-                    [self._mesh.shape[0] * len(array) // num_micro_batches, *array.shape[1:]],
+                    [self._meshes[0].shape[0] * len(array) // num_micro_batches, *array.shape[1:]],
                     array.dtype.name,
                     name=name,
-                    mesh=self._mesh,
+                    mesh=self._mesh_of(name),
                     placements=ROWS,
                 )
                 for name, array in inputs.items()
             ]
+            strategy = self._strategy(num_micro_batches)
             run = dist.to_static(net, None, _first, optimizer, strategy=strategy, input_spec=[specs, []])
             run.train()
         self._take(self._parameters)
-        return Program(run, rate, clip, net.sums, {**self._parameters, **self._state(run, clip.variable)})
+        variables = {**self._parameters, **self._state(run, clip.variable)}
+        return Program(run, rate, clip, net.sums, variables, scale)
+
+    def _strategy(self, num_micro_batches: int) -> Any:
+        strategy = dist.Strategy()
+        if self._pipeline is not None:
+            pipeline = strategy.pipeline
+            pipeline.enable, pipeline.schedule_mode = True, self._pipeline.schedule
+            pipeline.accumulate_steps, pipeline.pp_degree = num_micro_batches, self._pipeline.num_stages
+        elif num_micro_batches > 1:
+            merge = strategy.gradient_merge
+            merge.enable, merge.k_steps, merge.avg = True, num_micro_batches, False
+        return strategy
+
+    def _mesh_of(self, given: str) -> Any:
+        """The mesh of an input."""
+        return self._meshes[0 if given in FIRST_INPUTS else -1]
 
     def _state(self, run: Any, other: str) -> dict[str, Tensor]:
         """The state of the optimizer, which lies beside the `other` variable, by the names of a program: Paddle counts
         the programs of a process in them."""
-        values = self._optimizer.values
+        values, slots = self._optimizer.values, self._optimizer.slots
+        updated = [shard.name for shard in self._optimizer.shards if shard.name in self._parameters]
         found = {name: name.rpartition("_")[0] for name in run.state_dict("opt") if name != other}
-        assert sorted(found.values()) == sorted(values), "Paddle has another state for the optimizer"
+        expected = [f"{name}_{slot}" for name in updated for slot in slots]
+        assert sorted(found.values()) == sorted(expected), "Paddle has another state for the optimizer"
         return {name: values[slot] for name, slot in found.items()}
 
     @contextlib.contextmanager
     def _distributed(self) -> Iterator[dict[str, Tensor]]:
         """While active, the parameters of the model are distributed tensors with the names that programs know."""
-        modules = dict(self._model.named_sublayers(include_self=True))
-        own = dict(self._model.named_parameters())
-        places = {name: (modules[name.rpartition(".")[0]]._parameters, name.rpartition(".")[2]) for name in own}
-        placed = {name: self._placed(name, parameter) for name, parameter in own.items()}
+        modules = dict(self._whole.named_sublayers(include_self=True))
+        whole = dict(self._whole.named_parameters())
+        places = {name: (modules[name.rpartition(".")[0]]._parameters, name.rpartition(".")[2]) for name in whole}
+        placed = {name: self._placed(name, parameter) for name, parameter in whole.items()}
         try:
             for name, (table, attribute) in places.items():
                 table[attribute] = placed[name]
@@ -166,16 +201,21 @@ class StepPrograms:
                 yield placed
         finally:
             for name, (table, attribute) in places.items():
-                table[attribute] = own[name]
+                table[attribute] = whole[name]
 
     def _placed(self, name: str, parameter: Tensor) -> Tensor:
         """A distributed parameter in the memory of one of the model, with a name that programs know."""
         trained = not parameter.stop_gradient
         placed = EagerParamBase(shape=parameter.shape, dtype=parameter.dtype, name=name, trainable=trained)
-        over_tp = parameter.placements if parameter.is_dist() else [dist.Replicate()]
-        local = local_value(self._parameters[name]).detach()
+        mesh = self._meshes[0 if self._pipeline is None else self._pipeline.stage_of(name)]
+        if self._pipeline is not None and name not in self._parameters:
+            local, over_tp = self._pipeline.absent(name, parameter, mesh.shape[1])
+        else:
+            own = self._own[name]
+            over_tp = own.placements if own.is_dist() else [dist.Replicate()]
+            local = local_value(self._parameters[name]).detach()
         dim = self._slices[name].dim if name in self._slices else None
-        placed._set_impl(dtensor_from_local(local, self._mesh, over_data([dist.Replicate(), *over_tp], dim)))
+        placed._set_impl(dtensor_from_local(local, mesh, over_data([dist.Replicate(), *over_tp], dim)))
         return placed
 
     def _give(self, variables: Mapping[str, Tensor]) -> None:
@@ -199,9 +239,17 @@ def _memory(tensor: Tensor) -> Any:
 class _Step(nn.Layer):
     """The forward pass of a micro-batch, from its inputs to the sums of its loss, [sums]."""
 
-    def __init__(self, model: Any, names: Sequence[str], loss: Loss, mesh: Any):
+    def __init__(
+        self,
+        model: Any,
+        names: Sequence[str],
+        loss: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+        mesh: Any,
+        scale: float,
+    ):
+        """`scale` is a factor of what is trained; `mesh` is that of the loss."""
         super().__init__()
-        self.model, self._names, self._loss, self._mesh = model, names, loss, mesh
+        self.model, self._names, self._loss, self._mesh, self._scale = model, names, loss, mesh, scale
         self.sums: tuple[str, ...] = ()
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -210,8 +258,10 @@ class _Step(nn.Layer):
     # nothing in it branches on values, so its code needs no translation
     @paddle.jit.not_to_static
     def _traced(self, *inputs: Tensor) -> Tensor:
-        found = dict(self._loss(self.model, dict(zip(self._names, inputs))))
+        found = dict(self._loss(dict(zip(self._names, inputs))))
         trained = found.pop("loss")
+        if self._scale != 1:
+            trained = trained * self._scale
         self.sums = ("loss", *found)
         # what is trained is the sum of all of them, of which only the first has a gradient
         sums = [trained, *(number.detach() for number in found.values())]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmsuite.recipe.rules.context import RuleContext
+from llmsuite.schema.degrees import accumulate_steps
+from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.rule import Rule, Violation
 
 
@@ -19,9 +21,6 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
         yield "data.packing", f"is {recipe.data.packing}, which stage {recipe.stage} has no program for; set it to none"
     if context.shard_plan.experts:
         yield "engine.program", f"is step, which cannot route tokens (family {context.family.name}); set it to layers"
-    if (degree := parallel.pipeline_parallel_degree) > 1:
-        message = f"is {degree}, and programs of engine.program step have no pipeline yet"
-        yield "parallel.pipeline_parallel_degree", f"{message}; set it to 1, or engine.program to layers"
     if parallel.sharding != "none" and context.degrees.dp > 1:
         shared = f"is {context.degrees.sharding}, and programs of engine.program step shard over all data ranks"
         yield "parallel.sharding_parallel_degree", f"{shared}; leave it out, or set engine.program to layers"
@@ -40,10 +39,14 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
             yield key, f"is {value}, {message}; set it to {default}, or engine.program to layers"
 
 
+def _is_plain(recipe: Recipe) -> bool:
+    """Whether a recipe may have all that programs have on several ranks."""
+    return recipe.stage in ("pretrain", "sft") and recipe.lora.rank is None
+
+
 def _not_on_these_ranks(context: RuleContext) -> Iterator[Violation]:
     recipe, parallel = context.recipe, context.recipe.parallel
-    is_plain = recipe.stage in ("pretrain", "sft") and recipe.lora.rank is None
-    if not recipe.engine.compiles_steps or is_plain:
+    if not recipe.engine.compiles_steps or _is_plain(recipe):
         return
     what = f"stage {recipe.stage}" if recipe.lora.rank is None else "adapters"
     if (degree := parallel.pipeline_parallel_degree) > 1:
@@ -52,6 +55,32 @@ def _not_on_these_ranks(context: RuleContext) -> Iterator[Violation]:
     if parallel.sharding == "stage3":
         message = f"is stage3, which programs of {what} do not have"
         yield "parallel.sharding", f"{message}; set it to stage2, or engine.program to layers"
+
+
+def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
+    recipe, parallel, train = context.recipe, context.recipe.parallel, context.recipe.train
+    stages = parallel.pipeline_parallel_degree
+    if not recipe.engine.compiles_steps or not _is_plain(recipe) or stages == 1:
+        return
+    pipelines, or_layers = "pipelines of engine.program step", "or engine.program to layers"
+    if stages > 2:
+        yield (
+            "parallel.pipeline_parallel_degree",
+            f"is {stages}, and {pipelines} have 2 stages; set it to 2, {or_layers}",
+        )
+    if parallel.pipeline_schedule == "interleaved":
+        message = f"is interleaved, which {pipelines} do not have"
+        yield "parallel.pipeline_schedule", f"{message}; set it to 1F1B, {or_layers}"
+    if parallel.sharding == "stage3":
+        yield "parallel.sharding", f"is stage3, which {pipelines} do not have; set it to stage2, {or_layers}"
+    if train.micro_batch_size == 1:
+        yield "train.micro_batch_size", f"is 1, and {pipelines} take 2 rows or more; set it to 2, {or_layers}"
+    if (count := accumulate_steps(train, context.degrees)) is not None and count < stages:
+        message = f"is {train.global_batch_size}, of which a data rank makes {count} micro-batch"
+        yield (
+            "train.global_batch_size",
+            f"{message}; {pipelines} take {stages} or more: raise it, or lower train.micro_batch_size",
+        )
 
 
 def _not_skipped(context: RuleContext) -> Iterator[Violation]:
@@ -69,7 +98,7 @@ def _not_skipped(context: RuleContext) -> Iterator[Violation]:
 
 PROGRAM_RULES = (
     Rule(
-        "`program: step` with pipeline parallel, sharding over some of the data ranks, another stage than `pretrain`, "
+        "`program: step` with sharding over some of the data ranks, another stage than `pretrain`, "
         "`sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `recompute`, `offload_optimizer`, another "
         "precision than fp32, `reft`, `prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
         "such a program does not have it yet",
@@ -97,6 +126,13 @@ PROGRAM_RULES = (
             "--engine.precision=fp32",
         ),
         _not_on_these_ranks,
+    ),
+    Rule(
+        "`program: step` with a pipeline of more than 2 stages, with the schedule `interleaved`, with "
+        "`stage3`, with `micro_batch_size: 1`, or with fewer micro-batches than stages",
+        "it is not tested, or Paddle 3.3.1 has no program for it",
+        (),
+        _not_in_a_pipeline,
     ),
     Rule(
         "`program: step` with `on_nonfinite: skip`, or with `spike_factor` and `on_spike: skip`",

@@ -10,6 +10,7 @@ from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests.paths import ROOT
 
 STEP = ("--engine.mode=to_static", "--engine.program=step")
+PP2 = '--parallel={"pipeline_parallel_degree":2}'
 PLAIN = ("--parallel={}", "--launch.num_devices=1", "--engine.recompute=none", *STEP)
 
 
@@ -43,6 +44,12 @@ def test_on_a_mesh(registry: Registry) -> None:
     assert _plan(registry, "llama/sft", "--launch.num_devices=4", parallel).degrees.num_data_ranks == 2
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "FThenB"])
+def test_on_a_pipeline(registry: Registry, schedule: str) -> None:
+    words = "--launch.num_devices=2", PP2, f"--parallel.pipeline_schedule={schedule}", "--train.micro_batch_size=2"
+    assert _plan(registry, "llama/sft", *words).degrees.pp == 2
+
+
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
@@ -62,8 +69,28 @@ def test_on_a_mesh(registry: Registry) -> None:
         ("qwen_moe/sft", [], r"engine.program: is step, which cannot route tokens \(family qwen_moe\)"),
         (
             "llama/sft",
-            ["--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}'],
-            "parallel.pipeline_parallel_degree: is 2, .* set it to 1, or engine.program to layers",
+            ["--launch.num_devices=4", '--parallel={"pipeline_parallel_degree":4}'],
+            "parallel.pipeline_parallel_degree: is 4, and pipelines of .* have 2 stages; set it to 2, or",
+        ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2,"pipeline_schedule":"interleaved"}'],
+            "parallel.pipeline_schedule: is interleaved, .* set it to 1F1B, or engine.program to layers",
+        ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=4", '--parallel={"pipeline_parallel_degree":2,"sharding":"stage3"}'],
+            "parallel.sharding: is stage3, which pipelines of .* do not have; set it to stage2, or engine.program",
+        ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=2", PP2, "--train.micro_batch_size=1"],
+            "train.micro_batch_size: is 1, and pipelines of .* take 2 rows or more; set it to 2, or engine.program",
+        ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=2", PP2, "--train.micro_batch_size=4", "--train.global_batch_size=4"],
+            "train.global_batch_size: is 4, of which a data rank makes 1 micro-batch; .* or lower train.micro",
         ),
         (
             "llama/sft",

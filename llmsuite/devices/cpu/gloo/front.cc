@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -19,6 +20,7 @@ namespace phi {
 class CPUContext;
 class DenseTensor;
 class DeviceContext;
+class KernelContext;
 class Place;
 enum class DataType;
 namespace dtype {
@@ -76,6 +78,13 @@ void PRecvKernel(const C& context, int peer, DataType dtype, const std::vector<i
 }  // namespace phi
 
 namespace paddle {
+namespace operators {
+template <typename T, typename C>
+class SendOpV2CPUKernel;
+template <typename T, typename C>
+class RecvOpV2CPUKernel;
+}  // namespace operators
+
 namespace framework {
 
 phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* origin, const phi::Place& place,
@@ -83,6 +92,23 @@ phi::DeviceContext* ParseDeviceContext(pir::Operation* op, phi::DeviceContext* o
   static auto* real = Real(&ParseDeviceContext);
   return real(op, origin, place, stream, priority);
 }
+
+#include "messages.h"
+
+template <typename T>
+void StructKernelImpl<operators::SendOpV2CPUKernel<T, phi::CPUContext>, void>::Compute(phi::KernelContext* context) {
+  static auto* real = Real(&StructKernelImpl<operators::SendOpV2CPUKernel<T, phi::CPUContext>, void>::Compute);
+  real(context);
+}
+
+template <typename T>
+void StructKernelImpl<operators::RecvOpV2CPUKernel<T, phi::CPUContext>, void>::Compute(phi::KernelContext* context) {
+  static auto* real = Real(&StructKernelImpl<operators::RecvOpV2CPUKernel<T, phi::CPUContext>, void>::Compute);
+  real(context);
+}
+
+LLMSUITE_MESSAGES(float)
+LLMSUITE_MESSAGES(int64_t)
 
 }  // namespace framework
 }  // namespace paddle

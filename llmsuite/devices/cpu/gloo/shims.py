@@ -22,13 +22,14 @@ from llmsuite.errors import UserError
 _HERE = Path(__file__).parent
 KERNELS = Library(
     name="gloo",
-    sources=(_HERE / "kernels.cc", _HERE / "types.h"),
+    sources=(_HERE / "kernels.cc", _HERE / "types.h", _HERE / "messages.cc", _HERE / "messages.h"),
     options=("-O1",),
     links=("libphi_core.so", "libcommon.so"),
     is_for_this_cpu=False,
     without=("several CPU processes need", "set launch.num_devices to 1"),
 )
-FRONT = dataclasses.replace(KERNELS, name="gloo_front", sources=(_HERE / "front.cc", _HERE / "types.h"), links=())
+_FRONT_SOURCES = tuple(_HERE / name for name in ("front.cc", "types.h", "messages.h"))
+FRONT = dataclasses.replace(KERNELS, name="gloo_front", sources=_FRONT_SOURCES, links=())
 """Definitions that are found before the wheel's stubs. It links nothing of Paddle: see front.cc."""
 
 _STORE_SECONDS, _MOST_STORE_SECONDS = 1800, 86400  # the store counts milliseconds in 32 bits
@@ -62,6 +63,7 @@ def install() -> None:
     from paddle.base import core
     from paddle.distributed import collective
     from paddle.distributed.auto_parallel.static import process_group
+    from paddle.distributed.passes.pipeline_scheduler_pass.pipeline_pass_base import PipelinePassBase
 
     load_kernels()
 
@@ -101,6 +103,10 @@ def install() -> None:
         self._is_instantiate = True
 
     process_group.ProcessGroup.instantiate = instantiate
+
+    # Pipelines in programs: their parts wait for events of CUDA that no operation of the CPU records, and run one after
+    # the other anyhow.
+    PipelinePassBase._add_dependency = lambda self, recorder_op, waiter_op, name: None
 
     # The barrier inside to_static is an op of NCCL; the public one does the same over Gloo.
     def barrier(x: Any, out: Any, *attributes: Any) -> Any:

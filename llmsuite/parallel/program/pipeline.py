@@ -1,0 +1,130 @@
+"""Pipelines inside of whole-step programs: the layers of a stage compute on the mesh of its ranks.
+
+Every rank makes the program of the whole model, in the same way, and Paddle leaves each the operations of its own
+stage; activations and their gradients are sent where they go to another mesh. So a rank needs the modules of all stages
+while a program is made, but memory for its own parameters only.
+
+Shapes: B sequences, L length, D hidden, N tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.parallel import collective
+from llmsuite.parallel.cut import owner_stage, parts_with
+from llmsuite.parallel.schedule import Kind
+from llmsuite.parallel.tensor import local_value
+from llmsuite.typing import Tensor
+
+FIRST_INPUTS = ("input_ids", "document_starts")
+"""Inputs of a program that the first stage takes; the last one takes the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How the stages of a pipeline share the model, with one part of the layers each."""
+
+    model: Any
+    """All modules, parallelized as those of a rank; its parameters have no memory."""
+    shard_plan: ShardPlan
+    """The family's."""
+    bounds: Sequence[int]
+    """Bounds of the parts, see `cut.part_bounds`."""
+    shares_embedding: bool
+    """Whether the last stage has a copy of the embedding."""
+    schedule: Kind
+    stage: int
+    """This rank's."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def stage_of(self, parameter: str) -> int:
+        """The stage that updates a parameter."""
+        return owner_stage(parameter, self.shard_plan, self.bounds, self.num_stages)
+
+    def absent(self, name: str, parameter: Tensor, tp: int) -> tuple[Tensor, list[Any]]:
+        """What stands for a rank's part of a parameter of another stage, and its placements over tp."""
+        shape, dim = list(parameter.shape), self.shard_plan.dim(name) if tp > 1 else None
+        if dim is not None:
+            shape[dim] //= tp
+        return paddle.empty(shape, parameter.dtype), [dist.Replicate() if dim is None else dist.Shard(dim)]
+
+    def from_last(self, told: np.ndarray | None, count: int) -> np.ndarray:
+        """The numbers of a step, `count` of them, which the last stage is told, on all stages."""
+        value = None if told is None else paddle.to_tensor(told, dtype="float32")
+        return np.asarray(collective.from_stage(value, [count], "float32", self.num_stages - 1).numpy())
+
+    @paddle.no_grad()
+    def update_copies(self, parameters: Mapping[str, Tensor]) -> None:
+        """Give the stages that have a parameter beside the one that updates it the values of that one.
+
+        Args:
+            parameters: of this rank, by name.
+        """
+        for name, _ in self.model.named_parameters():
+            if len(parts_with(name, self.shard_plan, self.bounds, self.shares_embedding)) == 1:
+                continue
+            assert self.num_stages == 2, "a stage in the middle has no copy"
+            own, owner = local_value(parameters[name]), self.stage_of(name)
+            updated = collective.from_stage(own if self.stage == owner else None, own.shape, own.dtype, owner)
+            if self.stage != owner:
+                own.copy_(updated, True)
+
+
+class StagedModel:
+    """The model as a loss calls it while a program of a pipeline is made."""
+
+    def __init__(self, pipeline: Pipeline, meshes: Sequence[Any]):
+        """`meshes` of the stages, each [data, tp]."""
+        self._pipeline, self._model, self._meshes = pipeline, pipeline.model, meshes
+
+    def hidden_states(self, input_ids: Tensor, document_starts: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+        """As `CausalLM.hidden_states`, on the mesh of the last stage."""
+        modules = dict(self._model.named_sublayers())
+        layers = list(modules[self._pipeline.shard_plan.layers])
+        starts = document_starts
+        # of a copy, where the last stage is sent the table: Paddle 3.3.1 cannot send what local operations use too
+        with self._with_embedding(paddle.assign):
+            x = self._model.embed(input_ids, document_starts=document_starts)
+        for mesh, (begin, end) in zip(self._meshes, itertools.pairwise(self._pipeline.bounds)):
+            x = _on(mesh, x)
+            starts = None if starts is None else _on(mesh, starts)
+            # made anew: a constant belongs to the first mesh that computes with it (Paddle 3.3.1)
+            inputs = self._model.layer_inputs(0, x.shape[1], x.dtype, starts)
+            for layer in layers[begin:end]:
+                x = layer.forward_train(x, *inputs)
+        return self._model.final_norm(x), []
+
+    def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """As `CausalLM.token_nll`."""
+        with self._with_embedding(lambda weight: _on(self._meshes[-1], weight)):
+            return self._model.token_nll(hidden, targets)
+
+    @contextlib.contextmanager
+    def _with_embedding(self, form: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """While active, the weight of the embedding is in another form, where two stages need it."""
+        table = dict(self._model.named_sublayers())[self._pipeline.shard_plan.embedding]._parameters
+        weight = table["weight"]
+        if self._pipeline.shares_embedding:
+            table["weight"] = form(weight)
+        try:
+            yield
+        finally:
+            table["weight"] = weight
+
+
+def _on(mesh: Any, x: Tensor) -> Tensor:
+    """A tensor on another mesh of the same shape, in the same placements."""
+    return x if x.process_mesh == mesh else dist.reshard(x, mesh, x.placements)

@@ -1,0 +1,93 @@
+"""What a rank of a pipeline adds to a program: Paddle's part of it, on several ranks, is in `tests/multi`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.program.optimizer import ProgramOptimizer
+from llmsuite.parallel.program.pipeline import Pipeline
+from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.schema.degrees import Degrees
+from llmsuite.stages.language_model import program_loss
+from tests.unit import alone, many
+from tests.unit.parallel.program.test_kernels import random_batch
+from tests.unit.parallel.program.test_programs import ADAMW, SGD
+from tests.unit.tiny_llama import CONFIG, FAMILY, values
+
+NUM_LAYERS = CONFIG.num_hidden_layers
+TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def _llama(config: Any) -> Any:
+    model = FAMILY.factory()(config, CpuBackend().ops("fp32"))
+    for name, parameter in model.named_parameters():
+        parameter.set_value(values(config)[name])
+    return model
+
+
+def _pipeline(model: Any, bounds: list[int], stage: int = 0, is_tied: bool = False) -> Pipeline:
+    assert FAMILY.shard_plan is not None
+    return Pipeline(model, FAMILY.shard_plan, bounds, is_tied, "1F1B", stage)
+
+
+@pytest.mark.parametrize(("schedule", "train"), [("1F1B", SGD), ("FThenB", ADAMW)])
+def test_micro_batches_are_added_up(schedule: Any, train: Any) -> None:
+    """By themselves, pipelines of Paddle's make means, behind a clip that has seen the sum. Of one stage it has nobody
+    to send to."""
+    found = []
+    for is_pipeline in (False, True):
+        model = _llama(CONFIG)
+        pipeline = dataclasses.replace(_pipeline(model, [0, NUM_LAYERS]), schedule=schedule) if is_pipeline else None
+        optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), train, 4)
+        programs = StepPrograms(model, optimizer, program_loss, pipeline=pipeline)
+        told = [programs.run(step, random_batch(with_documents=True), 2) for step in (1, 2)]
+        found.append((told, {name: value.numpy() for name, value in model.named_parameters()}))
+    (expected, whole), (told, parameters) = found
+    assert expected[0]["grad_norm"] > 0.3, "the limit, else nothing is clipped"
+    for step in range(2):
+        assert told[step] == pytest.approx(expected[step], rel=1e-6)
+    for name, value in whole.items():
+        assert parameters[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_stages_of_parameters() -> None:
+    with paddle.LazyGuard():
+        pipeline = _pipeline(FAMILY.factory()(CONFIG, CpuBackend().ops("fp32")), [0, 1, NUM_LAYERS])
+    parameters = dict(pipeline.model.named_parameters())
+    stages = {name: pipeline.stage_of(name) for name in parameters}
+    assert stages[EMBEDDING] == stages["model.layers.0.mlp.up_proj.weight"] == 0
+    assert stages["model.layers.1.mlp.up_proj.weight"] == stages["model.norm.weight"] == stages["lm_head.weight"] == 1
+    name = "model.layers.1.mlp.up_proj.weight"
+    wide = CONFIG.intermediate_size
+    for tp, size, placements in ((1, wide, [dist.Replicate()]), (2, wide // 2, [dist.Shard(1)])):
+        part, found = pipeline.absent(name, parameters[name], tp)
+        assert (part.shape, found) == ([CONFIG.hidden_size, size], placements)
+    assert not parameters[name]._is_initialized()
+
+
+def test_a_tied_embedding_is_the_same_on_both_stages() -> None:
+    """The first stage updates it; evaluations of the last one use a copy."""
+
+    def work(mesh: Mesh) -> tuple[Any, Any]:
+        with paddle.LazyGuard():
+            whole = FAMILY.factory()(TIED, CpuBackend().ops("fp32"))
+        stage = mesh.coordinate["pp"]
+        own = {EMBEDDING: paddle.full([3, 2], float(stage)), "model.norm.weight": paddle.full([2], float(stage))}
+        pipeline = _pipeline(whole, [0, 1, NUM_LAYERS], stage, is_tied=True)
+        pipeline.update_copies(own)
+        told = pipeline.from_last(np.array([1.5, -2.0]) if stage == 1 else None, 2)
+        return {name: value.numpy().tolist() for name, value in own.items()}, told.tolist()
+
+    (first, told), (last, other) = many.run(Degrees(2, 1, 1, 1), work)
+    assert first[EMBEDDING] == last[EMBEDDING] == [[0, 0]] * 3
+    assert [first["model.norm.weight"], last["model.norm.weight"]] == [[0, 0], [1, 1]]
+    assert told == other == [1.5, -2.0]
