@@ -38,6 +38,11 @@ def run(args: Any, registry: Registry) -> int:
 
     plan = plan_run(args.recipe, [*_devices(args.devices), *args.overrides], registry, args.smoke)
     plan.check_trains("plan")
+    if plan.degrees.own_meshes:
+        raise UserError(
+            f"plan: family {plan.family.name} places its parameters in its own code, which this command does not run; "
+            "start it with --train.max_steps=2, and look at peak_memory_bytes in metrics.jsonl"
+        )
     amounts = {
         "memory": _amount("--memory", args.memory, "bytes"),
         "flops": _amount("--flops", args.flops, "FLOPS"),

@@ -71,7 +71,7 @@ def run(args: Any, registry: Registry) -> int:
         os.environ.update(backend.deterministic_flags or {})
     starts_ranks = (plan.degrees.num_ranks > 1 or max_restarts > 0) and not is_worker()
     if starts_ranks:
-        if plan.stage.trains:
+        if plan.stage.trains and not plan.degrees.own_meshes:  # whose order is the model's own
             from llmsuite.planning.order import check_order
 
             check_order(plan)

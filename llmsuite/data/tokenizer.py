@@ -153,6 +153,20 @@ class TextTokenizer:
         return digest.hexdigest()
 
 
+class NoTokenizer(TextTokenizer):
+    """In place of a tokenizer, for models that read no tokens: whoever asks it for something is told so."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of Python, such as whether it can be copied in a way of its own
+            raise AttributeError(name)
+        raise UserError(
+            "model.family: its models read no tokens, and this run asks for a tokenizer; choose a stage that does not"
+        )
+
+
 def _open_fast(path: Path) -> Any:
     """A tokenizer of `tokenizers` that was tried out, without padding and truncation. Raises UserError."""
     from tokenizers import Tokenizer

@@ -12,6 +12,7 @@ import paddle
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.inference.load import check_answers
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.parallelize import parallelize_inference
@@ -30,6 +31,7 @@ def build_frozen(source: ModelDirectory, device: DeviceBackend, precision: str) 
         UserError: a file cannot be read, or has other shapes than its config.json says.
     """
     family = source.family
+    check_answers(family)
     with paddle.LazyGuard():
         built = family.factory()(source.config, device.ops(precision))
     check_shapes(source, {name: tuple(parameter.shape) for name, parameter in built.named_parameters()})

@@ -68,6 +68,15 @@ def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
     return adapter if adapter is not None and has_own else source.path
 
 
+def check_answers(family: ModelFamily) -> None:
+    """Raise UserError for a family whose models can only be trained."""
+    if family.shard_plan is not None and family.shard_plan.is_annotated:
+        raise UserError(
+            f"family {family.name} places its parameters on meshes of its own, over the ranks of a run: its models are "
+            "trained, and called by their own code"
+        )
+
+
 def load_model(
     source: ModelDirectory,
     backend: DeviceBackend,
@@ -156,6 +165,7 @@ def build_model(
     from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
     from llmsuite.schema.degrees import Degrees
 
+    check_answers(family)
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
     plan = family.shard_plan or WHOLE
     if problem := next(plan.problems(config, mesh.degrees.tp), None):

@@ -77,6 +77,8 @@ class ShardPlan:
     """As `last_norm`, of layers that predict further tokens."""
     mtp_inputs: tuple[str, ...] = ()
     """Modules of such layers in front of attention, which every rank holds whole."""
+    is_annotated: bool = False
+    """Whether the model says it all itself, see `ANNOTATED`."""
     gate_bias: str = ""
     """Parameter of a gate that affects only which experts are chosen, in shapes whose `has_gate_bias` is true. It is
     float32 whatever the precision, as its updates are small."""
@@ -133,3 +135,6 @@ def _cannot_be_cut(config: Any, tp: int) -> Iterator[str]:
 
 WHOLE = ShardPlan((), "", (), "", (), (), "", _cannot_be_cut)
 """The plan of a family that has none."""
+
+ANNOTATED = dataclasses.replace(WHOLE, is_annotated=True, problems=lambda config, tp: iter(()))
+"""In place of a plan, for models that place their parameters themselves, with `dist.shard_tensor` and `dist.reshard`."""

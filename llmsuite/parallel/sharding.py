@@ -55,7 +55,7 @@ class ParameterShard:
         self._is_in_every_part = is_in_every_part(name)
         self._is_tied = is_tied and mesh.degrees.pp > 1
         self._tp_dim = tp_dim if mesh.degrees.tp > 1 else None
-        local = local_value(parameter).detach()
+        local = self._local().detach()
         self.shape, self.local_shape = list(parameter.shape), list(local.shape)
         if mesh.expert_parts > 1:
             self.shape[0] *= mesh.expert_parts
@@ -88,6 +88,10 @@ class ParameterShard:
 
     # values
 
+    def _local(self) -> Tensor:
+        """The part of the model's parameter that lies on this rank; shares its memory."""
+        return local_value(self.parameter)
+
     @property
     def is_empty(self) -> bool:
         """Whether this rank owns no element of the parameter, because the parameter is small."""
@@ -105,7 +109,7 @@ class ParameterShard:
         local = given.astype(self.parameter.dtype)
         shard = self._own_part(local)
         if not self._is_stored_in_shards:
-            local_value(self.parameter).copy_(local, True)
+            self._local().copy_(local, True)
         elif not self.is_empty:
             self._stored.copy_(shard, True)
         if (self.has_master or self._num_shards > 1) and not self.is_empty:
@@ -167,7 +171,7 @@ class ParameterShard:
         other.copy_(before, True)
 
     def _held(self) -> Tensor:
-        return self._stored if self._is_stored_in_shards else local_value(self.parameter).detach()
+        return self._stored if self._is_stored_in_shards else self._local().detach()
 
     def gather_parameter(self) -> Tensor:
         """The whole parameter. Every rank of the run calls it."""
@@ -178,6 +182,10 @@ class ParameterShard:
     def gather_shard(self, shard: Tensor) -> Tensor:
         """The whole of a tensor that is sharded like `master_or_shard`. Every rank of the run calls it."""
         return self._whole(self._gather_shards(shard) if self._num_shards > 1 else shard)
+
+    def gather_number(self, number: Tensor) -> Tensor:
+        """A number [1] that the optimizer keeps of the parameter. Every rank of the run calls it."""
+        return number
 
     def own_shard(self, local: np.ndarray) -> np.ndarray:
         """This rank's shard of a tensor that is split over tp already."""

@@ -15,6 +15,7 @@ from llmsuite.data.read import data_files
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.hub.names import hub_name
+from llmsuite.models.plain import reads_tokens
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.python_files import python_function
@@ -109,7 +110,9 @@ class RunPlan:
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
         if loads_model:
             problems += self._missing_models()
-        if self.tokenizer is None:
+        if not reads_tokens(self.model_config):
+            pass  # and none is saved along
+        elif self.tokenizer is None:
             message = "is required without model.weights; add --model.tokenizer=DIR_OR_NAME, with a tokenizer.json"
             problems.append(self.loaded.problem("model.tokenizer", message))
         elif (
@@ -209,7 +212,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     stage = registry.stages[recipe.stage]
     config, violations = model_config(recipe, family, shaped, stage)
     violations += _registered_names(recipe, registry)
-    degrees = degrees_of(recipe)
+    degrees = degrees_of(recipe, (family.shard_plan or WHOLE).is_annotated)
     device = registry.devices.get(recipe.device)
     backend = device.factory() if device is not None else None
     context = RuleContext(
@@ -238,7 +241,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         num_chunks=recipe.parallel.num_chunks,
         accumulate_steps=accumulate_steps(recipe.train, degrees) if stage.trains else None,
         weights=weights,
-        tokenizer=tokenizer_of(recipe.model, weights),
+        tokenizer=tokenizer_of(recipe.model, weights) if reads_tokens(config) else None,
         train_file=_data_file(recipe.data.train if stage.trains else recipe.data.prompts),
         eval_file=_data_file(recipe.data.eval) if stage.trains and recipe.data.eval else None,
         output_dir=Path(recipe.output_dir),

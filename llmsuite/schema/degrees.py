@@ -19,6 +19,9 @@ class Degrees:
     tp: int
     ep: int = 1
     """Neighbouring data ranks that share the routed experts; not an axis of its own."""
+    own_meshes: bool = False
+    """Whether the model has meshes of its own over all ranks. They get the same samples: to the engine they are one
+    tensor parallel group."""
 
     @property
     def num_ranks(self) -> int:
@@ -30,14 +33,18 @@ class Degrees:
         return self.dp * self.sharding
 
     def __str__(self) -> str:
+        if self.own_meshes:
+            return f"meshes of the model over {self.num_ranks} ranks"
         experts = f" ep{self.ep}" if self.ep > 1 else ""
         return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}{experts}"
 
 
-def degrees_of(recipe: Recipe) -> Degrees:
-    """The sizes of the mesh axes that a recipe asks for."""
+def degrees_of(recipe: Recipe, own_meshes: bool = False) -> Degrees:
+    """The sizes of the mesh axes that a recipe asks for. `own_meshes`: whether the model has its own."""
     p = recipe.parallel
     world = recipe.launch.num_devices * recipe.launch.nnodes
+    if own_meshes:
+        return Degrees(1, 1, 1, world, own_meshes=True)
     sharding = p.sharding_parallel_degree
     dp = max(1, world // (p.tensor_parallel_degree * p.pipeline_parallel_degree * sharding))
     if p.sharding != "none" and sharding == 1:

@@ -113,7 +113,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         beside = [name for name in trained if not is_factor(name)]
         adapters = Adapters(adapted, config, weights.base, beside)
         check_layout(adapters, plan.family, plan.model_config)
-    _report_size(plan, backend, shapes, trained)
+    report_size(plan, backend, shapes, trained)
 
     channels = P2PChannels(mesh, ring=len(chunks) > 1) if mesh.degrees.pp > 1 else None
     placements = between_layers(recipe.parallel.sequence_parallel)
@@ -243,9 +243,10 @@ def _pipeline(
     return Pipeline(whole, strategy.shard_plan, bounds, shares, plan.schedule, mesh.coordinate["pp"])
 
 
-def _report_size(
+def report_size(
     plan: RunPlan, backend: DeviceBackend, shapes: Mapping[str, Sequence[int]], trained: Mapping[str, Sequence[int]]
 ) -> None:
+    """Tell how large a model is; shapes of all its parameters, and of those that are trained."""
     count, num_trained = (sum(math.prod(shape) for shape in of.values()) for of in (shapes, trained))
     some = "" if not plan.recipe.freezes_model else f", {num_trained:,} of them trained,"
     ranks = f"{plan.degrees.num_ranks} x {backend.name}"

@@ -13,11 +13,12 @@ import numpy as np
 from llmsuite.checkpoint.model_writer import check_tokenizer, copy_tokenizer
 from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import BatchSampler, SampleOrder
-from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.data.tokenizer import NoTokenizer, TextTokenizer
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.files import write_text_atomic
 from llmsuite.models.anatomy import GroupedQuery, MoE
+from llmsuite.models.plain import reads_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
@@ -101,6 +102,8 @@ def _order(plan: RunPlan, num_samples: int) -> SampleOrder:
 
 def load_tokenizer(plan: RunPlan) -> TextTokenizer:
     """The tokenizer of the recipe. Raises UserError when it is larger than the model's vocabulary."""
+    if not reads_tokens(plan.model_config):
+        return NoTokenizer()
     assert plan.tokenizer is not None  # plan.check_files has seen to it
     tokenizer = TextTokenizer(plan.tokenizer)
     if tokenizer.vocab_size > plan.model_config.vocab_size:
@@ -176,8 +179,9 @@ def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], 
     train, evaluation = stage.read_all(plan.train_file, plan.eval_file)
     if plan.profile.updates:  # samples are completed first
         return train, evaluation
-    check_supervision(stage, train, f"data.train: {plan.train_file}")
-    check_supervision(stage, evaluation, f"data.eval: {plan.eval_file or plan.train_file}")
+    if reads_tokens(plan.model_config):
+        check_supervision(stage, train, f"data.train: {plan.train_file}")
+        check_supervision(stage, evaluation, f"data.eval: {plan.eval_file or plan.train_file}")
     if 0 < len(evaluation) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(evaluation)} usable samples; every data rank needs one")

@@ -148,7 +148,7 @@ def _on_every_stage(tensor: GatheredTensor, owner: int) -> GatheredTensor:
 def _gather(entry: StateTensor) -> Callable[[], Any]:
     if entry.is_scalar:
         # Paddle keeps these on the host, whatever the device
-        return lambda: paddle.to_tensor(entry.value.numpy())
+        return lambda: entry.shard.gather_number(paddle.to_tensor(entry.value.numpy()))
     return lambda: entry.shard.gather_shard(entry.on_device())
 
 

@@ -19,6 +19,7 @@ from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.locks import lock_directory
 from llmsuite.observe.events import read_events
 from llmsuite.observe.metrics import Window, evaluation_at, place
+from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import VOTES
 from llmsuite.parallel.optimizer import Optimizer
@@ -28,6 +29,7 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
 from llmsuite.shown import redacted_data
 from llmsuite.specs import RunView
+from llmsuite.train.annotated import build_annotated
 from llmsuite.train.build import build_model
 from llmsuite.train.cadence import Cadence
 from llmsuite.train.critic import critic_of
@@ -101,7 +103,8 @@ class Trainer:
         self._eval_batches = data.eval_micro_batches(mesh, train.micro_batch_size)
 
         # model
-        self.built = built = build_model(plan, registry, backend, mesh)
+        build = build_annotated if (plan.family.shard_plan or WHOLE).is_annotated else build_model
+        self.built = built = build(plan, registry, backend, mesh)
         self.critic = critic_of(plan, registry, backend, mesh, data.stage, self.cadence.total_steps, built.part)
         self._start = GradientStart.of(recipe.lora)
         self._digest = built.digest + self.critic.digest

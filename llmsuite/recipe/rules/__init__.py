@@ -3,6 +3,7 @@
 `llmsuite validate` checks these rules, and docs/reference/rules.md is generated from them.
 """
 
+from llmsuite.recipe.rules.annotated import ANNOTATED_RULES, UNTRAINED_ANNOTATED_RULES
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.rules.critic import CRITIC_RULES
 from llmsuite.recipe.rules.generation import GENERATION_RULES
@@ -17,6 +18,7 @@ __all__ = ["RULES", "UNTRAINED_RULES", "RuleContext"]
 
 RULES = (
     *STRATEGY_RULES,
+    *ANNOTATED_RULES,
     *PROGRAM_RULES,
     *STAGE_RULES,
     *REFT_RULES,
@@ -27,5 +29,5 @@ RULES = (
 )
 """Rules between sections, the model's shape and the device."""
 
-UNTRAINED_RULES = (*GENERAL_RULES, *UNTRAINED_STAGE_RULES)
+UNTRAINED_RULES = (*GENERAL_RULES, *UNTRAINED_ANNOTATED_RULES, *UNTRAINED_STAGE_RULES)
 """Rules for a stage that does not train."""

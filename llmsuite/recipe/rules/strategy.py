@@ -28,7 +28,7 @@ def _uneven_shards(context: RuleContext) -> Iterator[Violation]:
 
 def _no_shard_plan(context: RuleContext) -> Iterator[Violation]:
     parallel = context.recipe.parallel
-    if context.shard_plan.layers:
+    if context.shard_plan.layers or context.shard_plan.is_annotated:
         return
     if (pp := parallel.pipeline_parallel_degree) > 1:
         yield (
@@ -140,9 +140,8 @@ def _uneven_batch(context: RuleContext) -> Iterator[Violation]:
 
 
 def _too_long(context: RuleContext) -> Iterator[Violation]:
-    longest = context.recipe.data.max_length
-    if context.config is not None and longest > context.config.max_position_embeddings:
-        positions = context.config.max_position_embeddings
+    longest, positions = context.recipe.data.max_length, getattr(context.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
         yield "data.max_length", f"is {longest}; the model has at most {positions} positions (max_position_embeddings)"
 
 

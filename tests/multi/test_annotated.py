@@ -1,0 +1,256 @@
+"""Models that place their parameters themselves: the plugin of docs/guide/auto-parallel.md, as the page has it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.paths import ROOT
+
+PAGE = (ROOT / "docs" / "guide" / "auto-parallel.md").read_text("utf-8")
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+(RECIPE,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+((*COMMANDS,),) = (
+    [shlex.split(line) for line in found.splitlines()] for found in re.findall(r"```\n(python .*?)```", PAGE, re.DOTALL)
+)
+WHOLE = "2: ([[0]], [[1]])"
+"""The line of the page with the meshes of two processes."""
+LIMIT = 1e-6
+
+
+class Page:
+    """A directory with the files of the page."""
+
+    def __init__(self, directory: Path, runner: Runner):
+        self.directory, self.runner = directory, runner
+        for name, text in FILES.items():
+            (directory / name).write_text(f"# {name}\n{text}")
+        subprocess.run([sys.executable, "make_vectors.py"], cwd=directory, check=True)
+        recipe = json.loads(RECIPE)
+        for key in ("train", "eval"):
+            recipe["data"][key] = str(directory / recipe["data"][key])
+        self.recipe = directory / "mlp.json"
+        self.recipe.write_text(json.dumps(recipe))
+
+    def plugin(self, name: str, **meshes: Any) -> Path:
+        """The plugin with other meshes, by the number of processes as a word."""
+        text, path = FILES["annotated_mlp.py"], self.directory / f"{name}.py"
+        for count, ranks in meshes.items():
+            text = re.sub(rf"^    {count[1:]}: .*$", f"    {count[1:]}: {ranks!r},", text, flags=re.MULTILINE)
+        path.write_text(text)
+        return path
+
+    def run(self, name: str, plugin: Path, *words: str, expect: int = 0) -> str:
+        return self.runner.run(
+            "run", str(self.recipe), "--plugin", str(plugin), f"--output_dir={self.runner.directory / name}",
+            *words, expect=expect,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Page:
+    return Page(tmp_path_factory.mktemp("page"), runner)
+
+
+CASES: dict[str, tuple[str, Any]] = {
+    "pipeline": ("_2", None),
+    "rows": ("_2", ([[0], [1]], [[0], [1]])),
+    "matrices": ("_2", ([[0, 1]], [[0, 1]])),
+    "matrices, the other way round": ("_2", ([[1, 0]], [[0, 1]])),
+    "pipeline and matrices": ("_4", None),
+    "pipeline and rows": ("_4", ([[2], [0]], [[1], [3]])),
+    "rows and matrices": ("_4", ([[3, 0], [1, 2]], [[3, 0], [1, 2]])),
+    "rows, then matrices": ("_4", ([[0], [1], [2], [3]], [[3, 1, 0, 2]])),
+}
+OPTIMIZERS = {"adamw": (), "sgd": ("--train.optimizer=sgd", "--train.weight_decay=0", "--train.learning_rate=0.5")}
+CLIPPED = "--train.max_grad_norm=0.2"
+
+
+@pytest.fixture(scope="module")
+def alone(page: Page) -> dict[str, Any]:
+    """One process, with each optimizer."""
+    found = {}
+    for name, words in OPTIMIZERS.items():
+        page.run(f"alone-{name}", page.plugin("annotated_mlp"), "--launch.num_devices=1", CLIPPED, *words)
+        found[name] = page.runner.metrics(f"alone-{name}")
+        assert found[name][-1]["loss"] < 0.8 * found[name][0]["loss"], "it learns"
+        assert all(record["grad_norm"] > 0.2 for record in found[name][:2]), "it is clipped"
+    return found
+
+
+def assert_equal(page: Page, name: str, other: str, records: Sequence[Any]) -> None:
+    for record, wanted in zip(page.runner.metrics(name), records, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert record[key] == pytest.approx(wanted[key], rel=LIMIT), (record["step"], key)
+    for stem in ("model", "optimizer"):
+        values, expected = (page.runner.weights(run, 8, stem) for run in (name, other))
+        assert values.keys() == expected.keys()
+        for key, value in values.items():
+            np.testing.assert_allclose(value, expected[key], rtol=0, atol=LIMIT, err_msg=key)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_meshes_of_a_model_equal_one_process(page: Page, alone: dict[str, Any], case: str, optimizer: str) -> None:
+    count, ranks = CASES[case]
+    name = f"{case.replace(' ', '-').replace(',', '')}-{optimizer}"
+    plugin = page.plugin(
+        "annotated_mlp" if ranks is None else re.sub(r"\W", "_", name), **({} if ranks is None else {count: ranks})
+    )
+    page.run(name, plugin, f"--launch.num_devices={count[1:]}", CLIPPED, *OPTIMIZERS[optimizer])
+    assert_equal(page, name, f"alone-{optimizer}", alone[optimizer])
+    evaluations = [
+        [line for line in (page.runner.directory / run / "metrics.jsonl").read_text().splitlines() if "eval/" in line]
+        for run in (name, f"alone-{optimizer}")
+    ]
+    for mine, theirs in zip(*(map(json.loads, lines) for lines in evaluations), strict=True):
+        assert mine["eval/loss"] == pytest.approx(theirs["eval/loss"], rel=LIMIT)
+
+
+def test_a_run_goes_on_with_other_meshes(page: Page, alone: dict[str, Any]) -> None:
+    plugin = page.plugin("annotated_mlp")
+    page.run("resumed", plugin, "--launch.num_devices=4", CLIPPED, "--train.max_steps=8", "--launch.max_restarts=0")
+    whole = page.runner.directory / "resumed" / "checkpoints"
+    (whole / "latest").write_text("step-4\n")
+    for path in (whole / "step-8").iterdir():
+        path.unlink()
+    (whole / "step-8").rmdir()
+    page.run("resumed", plugin, "--launch.num_devices=2", CLIPPED, "--resume")
+    assert_equal(page, "resumed", "alone-adamw", alone["adamw"])
+
+
+def test_it_begins_with_given_weights(page: Page, alone: dict[str, Any]) -> None:
+    weights = page.runner.directory / "alone-adamw" / "checkpoints" / "step-8"
+    plugin, found = page.plugin("annotated_mlp"), []
+    for count in (1, 4):
+        words = f"--launch.num_devices={count}", f"--model.weights={weights}", "--train.max_steps=1"
+        page.run(f"from-weights-{count}", plugin, *words)
+        found.append(page.runner.metrics(f"from-weights-{count}")[0]["loss"])
+    assert found[0] == pytest.approx(found[1], rel=LIMIT)
+    assert found[0] < 1.05 * alone["adamw"][-1]["loss"] < alone["adamw"][0]["loss"]
+
+
+def test_commands_of_the_page_run(page: Page) -> None:
+    assert COMMANDS[0] == ["python", "make_vectors.py"]
+    assert len(COMMANDS) == 3
+    for words in COMMANDS[1:]:
+        assert words[:2] == ["llmsuite", "run"]
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=page.directory, capture_output=True, text=True, check=False,
+            env={**page.runner.environment, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    steps = [json.loads(line)["step"] for line in (page.directory / "runs/mlp/metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 12
+
+
+def test_a_parameter_on_no_mesh_is_named(page: Page) -> None:
+    """Two ranks compute with it, of four that have it."""
+    path = page.directory / "unplaced.py"
+    line = "            self.w1 = dist.shard_tensor(w1, self.second, [dist.Replicate(), dist.Shard(0)])\n"
+    assert line in FILES["annotated_mlp.py"]
+    path.write_text(FILES["annotated_mlp.py"].replace(line, "            self.w1 = w1\n"))
+    said = page.run("unplaced", path, "--launch.num_devices=4", expect=1)
+    assert "parameter 'w1' is not placed, and only ranks [2, 3] compute with it" in said
+
+
+LANGUAGE_MODEL = '''
+import dataclasses
+import llmsuite
+from llmsuite.models.plain import PlainNames, PlainShape
+from llmsuite.models.shard_plan import ANNOTATED
+from llmsuite.plugins.hookspecs import ModelFamily
+
+MESHES = {1: ([[0]], [[0]]), 2: ([[0, 1]], [[0, 1]]), 4: ([[0, 1]], [[2, 3]])}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape(PlainShape):
+    model_type = "annotated_lm"
+
+    vocab_size: int = 512
+    """Tokens."""
+    hidden_size: int = 16
+    """Width."""
+
+
+def network():
+    import paddle
+    import paddle.distributed as dist
+    import paddle.nn.functional as F
+
+    class Model(paddle.nn.Layer):
+        def __init__(self, config, ops):
+            super().__init__()
+            meshes = MESHES[dist.get_world_size()]
+            self.first, self.second = (dist.ProcessMesh(ranks, dim_names=["dp", "mp"]) for ranks in meshes)
+            whole, columns = [dist.Replicate()] * 2, [dist.Replicate(), dist.Shard(1)]
+            rows, width, vocabulary = [dist.Replicate(), dist.Shard(0)], config.hidden_size, config.vocab_size
+
+            def placed(shape, mesh, placements):
+                return dist.shard_tensor(self.create_parameter(shape), mesh, placements)
+
+            self.embedding = placed([vocabulary, width], self.first, whole)
+            self.inner = placed([width, 32], self.first, columns)
+            self.outer = placed([32, width], self.second, rows)
+            self.gain = placed([width], self.second, whole)
+            self.head = placed([width, vocabulary], self.second, whole)
+
+        def hidden_states(self, input_ids, document_starts=None):
+            ids = dist.shard_tensor(input_ids, self.first, [dist.Shard(0), dist.Replicate()])
+            y = F.gelu(paddle.matmul(F.embedding(ids, self.embedding), self.inner))
+            y = dist.reshard(y, self.second, [dist.Shard(0), dist.Shard(2)])
+            y = paddle.matmul(y, self.outer)
+            return dist.reshard(y, self.second, [dist.Shard(0), dist.Replicate()]) * (1 + self.gain), []
+
+        def token_nll(self, hidden, targets):
+            logits = paddle.matmul(hidden, self.head)
+            return F.cross_entropy(logits, targets.unsqueeze(-1), reduction="none").squeeze(-1)
+
+    return Model
+
+
+@llmsuite.hookimpl
+def llmsuite_register_models():
+    names = PlainNames(lambda config: ["embedding", "inner", "outer", "gain", "head"])
+    return [
+        ModelFamily(
+            name="annotated_lm", help="for tests", config_cls=Shape, presets={}, smoke={"vocab_size": 512},
+            factory=network, names=lambda: names, shard_plan=ANNOTATED, hf_model_types=("annotated_lm",),
+        )
+    ]
+'''
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+def test_built_in_stages_train_a_language_model_with_meshes_of_its_own(
+    runner: Runner, tmp_path: Path, stage: str
+) -> None:
+    plugin, found = tmp_path / "annotated_lm.py", []
+    plugin.write_text(LANGUAGE_MODEL)
+    for count in (1, 2, 4):
+        name = f"lm-{stage}-{count}"
+        runner.run(
+            "run", f"recipes/llama/{stage}.json", "--smoke", "--plugin", str(plugin), "--model.family=annotated_lm",
+            '--model.config={"vocab_size": 512}', "--parallel={}", "--engine.recompute=none", "--train.max_steps=3",
+            f"--launch.num_devices={count}", f"--output_dir={runner.directory / name}", "--train.log_steps=1",
+        )  # fmt: skip
+        found.append((runner.metrics(name), runner.weights(name, 3)))
+    (alone, expected), *others = found
+    assert alone[-1]["loss"] != alone[0]["loss"]
+    for records, weights in others:
+        for record, wanted in zip(records, alone, strict=True):
+            assert record["loss"] == pytest.approx(wanted["loss"], rel=LIMIT)
+            assert record["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=LIMIT)
+        for key, value in weights.items():
+            np.testing.assert_allclose(value, expected[key], rtol=0, atol=LIMIT, err_msg=key)
