@@ -174,7 +174,7 @@ class ModelFamily:
     goes along from the weights to all that is made of them; `num_nextn_predict_layers` says that there are some.
     With `gguf_architectures` also `from_gguf(name)` and `gguf_to_hf(name, value, config)`, perhaps the inverse two."""
     shard_plan: ShardPlan | None = None
-    """How its parameters are cut for tensor parallelism; None for a family that cannot be."""
+    """How its parameters are cut for tensor parallelism; None for a family that cannot be; or `ANNOTATED`."""
     anatomy: Callable[[Any], Anatomy] | None = None
     """What a shape is made of, for `llmsuite plan`; without it the plan has no activations, traffic or times. The names
     then have `parameter_shapes(config)` as well: `parameter_names` with the shape of each."""

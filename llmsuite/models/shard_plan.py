@@ -137,4 +137,5 @@ WHOLE = ShardPlan((), "", (), "", (), (), "", _cannot_be_cut)
 """The plan of a family that has none."""
 
 ANNOTATED = dataclasses.replace(WHOLE, is_annotated=True, problems=lambda config, tp: iter(()))
-"""In place of a plan, for models that place their parameters themselves, with `dist.shard_tensor` and `dist.reshard`."""
+"""In place of a plan, for models that place their parameters themselves: with `dist.shard_tensor` and `dist.reshard`,
+on meshes of their own. See docs/guide/auto-parallel.md."""

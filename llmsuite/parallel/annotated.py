@@ -1,9 +1,9 @@
 """Models that place their parameters themselves, with `dist.shard_tensor` and `dist.reshard`.
 
 Such a model says in its own code which ranks hold what, on meshes of its own: along one axis of a mesh rows are cut,
-along another one matrices, and from one mesh to the next a pipeline goes on. Paddle's rules compute with that. All ranks
-of the run call it with the same samples, as one group. What the engine adds is what it adds to every model: the ledger
-of the loss, gradients that are complete, their norm, the update of what a rank holds, and whole tensors to save.
+along another one matrices, and from one mesh to the next a pipeline goes on. Paddle's rules compute with that. All
+ranks of the run call it with the same samples, as one group. What the engine adds is what it adds to every model: the
+ledger of the loss, gradients that are complete, their norm, the update of what a rank holds, and whole tensors to save.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class AnnotatedShard(ParameterShard):
                 f"parameter {name!r} is {parameter.dtype}; models with meshes of their own train in float32"
             )
         self._is_placed, whole = bool(parameter.is_dist()), tuple(slice(0, size) for size in parameter.shape)
-        everywhere = {rank: whole for rank in range(mesh.degrees.num_ranks)}
+        everywhere = dict.fromkeys(range(mesh.degrees.num_ranks), whole)
         self._slices = everywhere
         if self._is_placed:
             self._slices = held_slices(name, parameter.shape, parameter.process_mesh, parameter.placements)

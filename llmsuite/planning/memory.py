@@ -17,6 +17,7 @@ from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.beginning import beginning_bytes
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes, ranks
+from llmsuite.planning.programs import memory_of_steps
 from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.recipe.critic import critic_plan
@@ -53,6 +54,8 @@ class StageMemory:
     """What the optimizer step takes besides parameters, masters and moments."""
     host: float
     """What `offload_optimizer` keeps in host memory."""
+    sums: float = 0.0
+    """Sums of gradients that programs of whole steps keep from step to step."""
     decoder: float = 0.0
     """Weights for rollouts, which live from step to step too."""
     reference: float = 0.0
@@ -68,7 +71,8 @@ class StageMemory:
 
     @property
     def between_steps(self) -> float:
-        return self.parameters + self.masters + self.moments + self.decoder + self.reference + self.critic
+        kept = self.parameters + self.masters + self.moments + self.sums
+        return kept + self.decoder + self.reference + self.critic
 
     @property
     def peak(self) -> float:
@@ -235,7 +239,7 @@ def _memory_of_rank(
     masters = float(sum(h.master_bytes for h in held))
     moments = float(sum(h.moment_bytes(plan.recipe.train.optimizer) for h in held))
     offloads = plan.recipe.engine.offload_optimizer and plan.device.name != "cpu"
-    return StageMemory(
+    found = StageMemory(
         stage=stage,
         num_parameters=sum(h.num_values for h in held),
         parameters=float(sum(h.parameter_bytes for h in held)),
@@ -252,6 +256,9 @@ def _memory_of_rank(
         cache=cache_bytes(layout, anatomy, mesh),
         beginning=beginning_bytes(layout, held, largest.tokens),
     )
+    if plan.recipe.engine.compiles_steps:
+        return dataclasses.replace(found, **memory_of_steps(found.activations, held, len(batches)))
+    return found
 
 
 def _update_bytes(held: Sequence[LocalParameter], optimizer: str, offloads: bool) -> float:
@@ -289,7 +296,7 @@ def _kept_by_programs(layout: Layout, anatomy: Anatomy, held: Iterable[LocalPara
     layer is recomputed.
     """
     engine = layout.plan.recipe.engine
-    if engine.mode != "to_static":
+    if not engine.compiles_layers:
         return 0.0
     kept = 0.0
     for h in held:

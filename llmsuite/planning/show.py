@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from llmsuite.models.anatomy import MoE
+from llmsuite.planning import programs
 from llmsuite.planning.beginning import num_beginning_steps
 from llmsuite.planning.cost import FAST, SLOW, Hardware, axis_size, total_bytes
 from llmsuite.planning.estimate import Estimate
@@ -53,6 +54,8 @@ def inexact(found: Estimate) -> Iterator[str]:
     yield from NOT_COUNTED[:2]
     if any(isinstance(layer.mlp, MoE) for layer in found.anatomy.layers):
         yield NOT_COUNTED[2]
+    if found.plan.recipe.engine.compiles_steps:
+        yield from programs.notes(found.plan)
     if found.plan.degrees.ep > 1:
         yield "bytes to and from experts: taken as evenly loaded; calls, and all other bytes, are exact"
     if found.plan.profile.updates:
@@ -79,6 +82,10 @@ def _model(found: Estimate) -> Iterator[str]:
         f"a step: {plan.recipe.train.global_batch_size} samples = {found.num_micro_batches} micro-batches of "
         f"{batch.rows} x {batch.length} tokens x {plan.degrees.num_data_ranks} data ranks"
     )
+    if plan.recipe.engine.compiles_steps:
+        found_lengths = programs.lengths(plan)
+        listed = ", ".join(map(str, found_lengths))
+        yield f"a program of a whole step for each length of rows, at most {len(found_lengths)}: {listed}"
 
 
 def _memory(found: Estimate, memory: float | None) -> Iterator[str]:

@@ -17,9 +17,9 @@ from llmsuite.errors import RecipeError
 from llmsuite.launch import calls
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.locks import lock_directory
+from llmsuite.models.shard_plan import WHOLE
 from llmsuite.observe.events import read_events
 from llmsuite.observe.metrics import Window, evaluation_at, place
-from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import VOTES
 from llmsuite.parallel.optimizer import Optimizer

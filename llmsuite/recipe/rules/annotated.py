@@ -9,7 +9,7 @@ from llmsuite.schema.rule import Rule, Violation
 
 
 def _own_meshes(context: RuleContext) -> Iterator[Violation]:
-    recipe, parallel = context.recipe, context.recipe.parallel
+    parallel = context.recipe.parallel
     if not context.shard_plan.is_annotated:
         return
     why = f"family {context.family.name} places its parameters on meshes of its own"

@@ -1,0 +1,48 @@
+"""The part of `llmsuite plan` about `engine.program: step`: the memory of such steps, and how many programs are made.
+
+A program keeps what its backward pass needs, and the sums of gradients over micro-batches have memory of their own from
+step to step. Sharding cuts the state of the optimizer where the program computes with it: no rank has a piece of a
+parameter beside the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE, bucket
+from llmsuite.planning.layout import LocalParameter
+from llmsuite.recipe.resolve import RunPlan
+
+
+def lengths(plan: RunPlan) -> list[int]:
+    """The lengths that rows of a step may be padded to; a program is made for each of them that is met."""
+    longest = -(-plan.recipe.data.max_length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    if plan.stage.name == "pretrain":  # whose rows are all as long as can be
+        return [longest]
+    return sorted({bucket(length, longest) for length in range(LENGTH_MULTIPLE, longest + 1, LENGTH_MULTIPLE)})
+
+
+def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batches: int) -> dict[str, float]:
+    """The fields of `StageMemory` that are others for a rank whose steps are programs.
+
+    Args:
+        kept: bytes that layers keep of one micro-batch until its backward pass.
+        held: the parameters of the rank.
+        num_micro_batches: of a step.
+    """
+    # stage 2 does as stage 1: a gradient is whole until it is summed over the data ranks; in stage 3 it is a slice
+    gradients = float(sum(4 * (h.num_owned if h.is_stored_in_parts else h.size) for h in held if h.has_gradient))
+    activations = kept + sum(h.size * h.num_bytes for h in held if h.is_stored_in_parts)
+    return {
+        "masters": 0.0,
+        "gradients": gradients,
+        "sums": gradients if num_micro_batches > 1 else 0.0,
+        "activations": activations,
+        "held": activations + gradients,
+        "update": gradients,
+    }
+
+
+def notes(plan: RunPlan) -> Iterator[str]:
+    """What of a plan for such programs is not exact."""
+    yield "programs of whole steps: what they keep is taken as what layers keep; messages as those of compiled layers"

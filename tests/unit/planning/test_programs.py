@@ -1,0 +1,69 @@
+"""`llmsuite plan` for steps that are programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmsuite import builtin
+from llmsuite.cli import commands
+from llmsuite.cli.main import main
+from llmsuite.planning.estimate import estimate
+from llmsuite.planning.memory import StageMemory
+from llmsuite.planning.programs import lengths
+from llmsuite.plugins.manager import load_plugins
+from llmsuite.recipe.resolve import RunPlan, plan_run
+
+STEP = "--engine.mode=to_static", "--engine.program=step", "--engine.recompute=none", "--train.on_nonfinite=stop"
+
+
+def _plan(stage: str, sharding: str, *words: str, micro_batches: int = 2) -> RunPlan:
+    two = [
+        "--launch.num_devices=2",
+        f'--parallel={{"sharding": "{sharding}"}}' if sharding != "none" else "--parallel={}",
+        "--train.micro_batch_size=2",
+        f"--train.global_batch_size={4 * micro_batches}",
+    ]
+    return plan_run(f"recipes/llama/{stage}.json", [*two, *words], load_plugins(builtin, commands), True)
+
+
+def _memory(sharding: str, *words: str, micro_batches: int = 2) -> StageMemory:
+    (found,) = estimate(_plan("pretrain", sharding, *words, micro_batches=micro_batches)).stages
+    return found
+
+
+def test_sums_of_gradients_live_from_step_to_step() -> None:
+    several, one = _memory("none", *STEP), _memory("none", *STEP, micro_batches=1)
+    assert several.sums == several.gradients == several.parameters > 0
+    assert several.between_steps == several.parameters + several.moments + several.sums
+    assert one.sums == 0
+    assert several.peak - one.peak == several.sums
+
+
+def test_stage_2_keeps_whole_gradients_and_no_pieces() -> None:
+    layers, steps = _memory("stage2"), _memory("stage2", *STEP)
+    assert steps.gradients == steps.parameters > layers.gradients
+    assert steps.moments == layers.moments < 2 * steps.parameters
+    assert layers.masters > steps.masters == 0
+
+
+def test_stage_3_has_whole_parameters_within_a_step_and_slices_between_them() -> None:
+    whole, steps = _memory("none", *STEP), _memory("stage3", *STEP)
+    assert steps.parameters == pytest.approx(whole.parameters / 2, rel=0.01)
+    assert steps.gradients == pytest.approx(whole.gradients / 2, rel=0.01)
+    assert steps.activations - whole.activations == whole.parameters
+
+
+def test_there_is_a_program_for_each_length() -> None:
+    assert lengths(_plan("sft", "none", *STEP, "--data.max_length=1000")) == [64, 128, 192, 256, 384, 512, 768, 1024]
+    assert lengths(_plan("sft", "none", *STEP, "--data.max_length=100")) == [64, 128]
+    assert lengths(_plan("pretrain", "none", *STEP, "--data.max_length=1000")) == [1024]
+
+
+def test_a_plan_tells_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "recipes/llama/sft.json", "--smoke", "--parallel={}", "--launch.num_devices=1", *STEP]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "a program of a whole step for each length of rows, at most 4: 64, 128, 192, 256\n" in said
+    assert "programs of whole steps: what they keep" in said
+    assert main(words[:-4]) == 0
+    assert "whole step" not in capsys.readouterr().out
