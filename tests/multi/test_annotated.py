@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "pipeline and matrices": ("_4", None),
     "pipeline and rows": ("_4", ([[2], [0]], [[1], [3]])),
     "rows and matrices": ("_4", ([[3, 0], [1, 2]], [[3, 0], [1, 2]])),
-    "rows, then matrices": ("_4", ([[0], [1], [2], [3]], [[3, 1, 0, 2]])),
+    "rows and matrices, elsewhere behind the cut": ("_4", ([[0, 1], [2, 3]], [[3, 1], [0, 2]])),
 }
 OPTIMIZERS = {"adamw": (), "sgd": ("--train.optimizer=sgd", "--train.weight_decay=0", "--train.learning_rate=0.5")}
 CLIPPED = "--train.max_grad_norm=0.2"

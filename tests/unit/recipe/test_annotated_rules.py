@@ -1,0 +1,122 @@
+"""Families that place their parameters themselves: the degrees of their runs, what is refused, and shapes without
+tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from llmsuite.checkpoint.model_dir import read_config
+from llmsuite.data.tokenizer import NoTokenizer
+from llmsuite.errors import RecipeError, UserError
+from llmsuite.models.plain import PlainNames, PlainShape
+from llmsuite.models.shard_plan import ANNOTATED
+from llmsuite.plugins.given import plugin_of
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.specs import ModelFamily
+from tests.conftest import registry_with
+from tests.paths import ROOT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape(PlainShape):
+    model_type: ClassVar[str] = "for_rules"
+
+    width: int = 4
+    """Of a vector."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader(Shape):
+    model_type: ClassVar[str] = "reads"
+
+    vocab_size: int = 512
+    """Tokens."""
+
+
+FAMILIES = [
+    ModelFamily(
+        name=shape.model_type,
+        help="for this test",
+        config_cls=shape,
+        presets={},
+        smoke={"width": 4},
+        factory=lambda: None,  # type: ignore[arg-type, return-value]
+        names=lambda: PlainNames(lambda config: ["w"]),
+        shard_plan=ANNOTATED,
+        hf_model_types=(shape.model_type,),
+    )
+    for shape in (Shape, Reader)
+]
+REGISTRY = registry_with(own=plugin_of(FAMILIES))
+
+
+def _plan(write_recipe: Any, *words: str, stage: str = "pretrain", family: str = "for_rules") -> RunPlan:
+    changes = {"stage": stage, "model": {"family": family, "config": {"width": 8}}, "launch": {"num_devices": 4}}
+    return plan_run(write_recipe(changes), words, REGISTRY)
+
+
+def test_all_ranks_are_one_group_with_the_same_samples(write_recipe: Any) -> None:
+    plan = _plan(write_recipe)
+    assert plan.degrees.num_ranks == 4
+    assert plan.degrees.num_data_ranks == 1
+    assert plan.accumulate_steps == 4  # 8 samples, 2 a micro-batch in all
+    assert str(plan.degrees) == "meshes of the model over 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "why"),
+    [
+        ("--parallel.tensor_parallel_degree=2", "parallel.tensor_parallel_degree", "meshes of its own, which say how"),
+        ("--parallel.pipeline_parallel_degree=2", "parallel.pipeline_parallel_degree", "which say how; remove it"),
+        ("--parallel.sharding=stage1", "parallel.sharding", "what lies there is updated there; set it to none"),
+        ("--engine.mode=to_static", "engine.mode", "steps on the engine's own mesh; family for_rules has neither"),
+        ("--engine.recompute=full", "engine.recompute", "is full, which family for_rules, with meshes of its own"),
+        ("--engine.precision=bf16", "engine.precision", "set it to fp32"),
+        ("--lora.rank=4", "lora.rank", "set it to null"),
+        ("--qat.weight_bits=8", "qat.weight_bits", "set it to null"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_by_name(write_recipe: Any, word: str, key: str, why: str) -> None:
+    with pytest.raises(RecipeError) as found:
+        _plan(write_recipe, word)
+    (problem,) = [problem for problem in found.value.problems if problem.key == key]
+    assert why in problem.message
+
+
+def test_stages_that_generate_are_refused(write_recipe: Any) -> None:
+    with pytest.raises(RecipeError) as found:
+        _plan(write_recipe, stage="grpo", family="reads")
+    assert any("is grpo, which generates" in problem.message for problem in found.value.problems)
+
+
+def test_a_shape_without_a_vocabulary_needs_no_tokenizer(write_recipe: Any) -> None:
+    plan = _plan(write_recipe)
+    assert plan.tokenizer is None
+    plan.check_files()
+    reader = _plan(write_recipe, family="reads")
+    with pytest.raises(RecipeError, match=r"is required without model\.weights"):
+        reader.check_files()
+
+
+def test_a_stage_that_asks_for_tokens_is_told_that_there_are_none() -> None:
+    with pytest.raises(UserError, match="its models read no tokens, and this run asks for a tokenizer"):
+        NoTokenizer().encode("text")
+
+
+def test_a_plain_shape_comes_back_from_its_config(tmp_path: Path) -> None:
+    written = Shape(width=3).to_hf()
+    assert written == {"model_type": "for_rules", "width": 3}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    family, config = read_config(tmp_path, {family.name: family for family in FAMILIES})
+    assert (family.name, config) == ("for_rules", Shape(width=3))
+
+
+def test_the_page_says_what_is_refused() -> None:
+    page = (ROOT / "docs" / "guide" / "auto-parallel.md").read_text("utf-8").partition("## What is refused")[2]
+    for key in ("to_static", "recompute", "offload_optimizer", "lora", "reft", "prefix", "qat", "sharding"):
+        assert f"`{key}`" in page or f"`engine.mode: {key}`" in page
