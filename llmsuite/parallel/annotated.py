@@ -8,8 +8,9 @@ ledger of the loss, gradients that are complete, their norm, the update of what 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -214,7 +215,8 @@ class AnnotatedModel(PipelineStage):
         """As `PipelineStage.forward`. The numbers of a loss are made known to all ranks: they lie on those of the mesh
         that the model ends on."""
         assert loss is not None, "every rank reads data"
-        result: Any = loss()
+        with _checked_reshards():
+            result: Any = loss()
         if not isinstance(result, LossTerms):  # sums of a pre-pass
             return cast("T", self._told(result))
         total = _complete(result.total)
@@ -246,6 +248,29 @@ class AnnotatedModel(PipelineStage):
         """A number on the one rank that tells it, on others 0."""
         teller = min(value.process_mesh.process_ids) if value.is_dist() else 0
         return local_value(value) if teller == self._mesh.rank else 0.0
+
+
+@contextlib.contextmanager
+def _checked_reshards() -> Iterator[None]:
+    """While active, `dist.reshard` raises UserError where Paddle 3.3.1 would end the process: it lets a rank that stays
+    in its place send to itself, and nobody receives it."""
+    reshard = dist.reshard
+
+    def checked(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
+        ours, theirs = tensor.process_mesh.process_ids, mesh.process_ids
+        staying = [rank for rank, other in zip(ours, theirs) if rank == other]
+        if staying and ours != theirs:
+            raise UserError(
+                f"dist.reshard: from the mesh of ranks {ours} to that of {theirs} rank {staying[0]} stays in its place, "
+                "which Paddle cannot do; let all ranks of a mesh stay where they are, or none"
+            )
+        return reshard(tensor, mesh, placements)
+
+    dist.reshard = checked
+    try:
+        yield
+    finally:
+        dist.reshard = reshard
 
 
 def _complete(value: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "pipeline and matrices": ("_4", None),
     "pipeline and rows": ("_4", ([[2], [0]], [[1], [3]])),
     "rows and matrices": ("_4", ([[3, 0], [1, 2]], [[3, 0], [1, 2]])),
-    "rows and matrices, elsewhere behind the cut": ("_4", ([[0, 1], [2, 3]], [[3, 1], [0, 2]])),
+    "rows and matrices, elsewhere behind the cut": ("_4", ([[0, 1], [2, 3]], [[3, 2], [0, 1]])),
 }
 OPTIMIZERS = {"adamw": (), "sgd": ("--train.optimizer=sgd", "--train.weight_decay=0", "--train.learning_rate=0.5")}
 CLIPPED = "--train.max_grad_norm=0.2"
@@ -83,7 +83,7 @@ def alone(page: Page) -> dict[str, Any]:
     for name, words in OPTIMIZERS.items():
         page.run(f"alone-{name}", page.plugin("annotated_mlp"), "--launch.num_devices=1", CLIPPED, *words)
         found[name] = page.runner.metrics(f"alone-{name}")
-        assert found[name][-1]["loss"] < 0.8 * found[name][0]["loss"], "it learns"
+        assert found[name][-1]["loss"] < 0.9 * found[name][0]["loss"], "it learns"
         assert all(record["grad_norm"] > 0.2 for record in found[name][:2]), "it is clipped"
     return found
 
@@ -150,8 +150,11 @@ def test_commands_of_the_page_run(page: Page) -> None:
             env={**page.runner.environment, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    steps = [json.loads(line)["step"] for line in (page.directory / "runs/mlp/metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 12
+    records = [
+        [record["loss"] for line in file.read_text().splitlines() if "loss" in (record := json.loads(line))]
+        for file in (page.directory / "runs" / name / "metrics.jsonl" for name in ("mlp", "mlp-on"))
+    ]
+    assert records[1][0] < records[0][0], "the second run goes on with the weights of the first"
 
 
 def test_a_parameter_on_no_mesh_is_named(page: Page) -> None:
@@ -160,8 +163,14 @@ def test_a_parameter_on_no_mesh_is_named(page: Page) -> None:
     line = "            self.w1 = dist.shard_tensor(w1, self.second, [dist.Replicate(), dist.Shard(0)])\n"
     assert line in FILES["annotated_mlp.py"]
     path.write_text(FILES["annotated_mlp.py"].replace(line, "            self.w1 = w1\n"))
-    said = page.run("unplaced", path, "--launch.num_devices=4", expect=1)
+    said = page.run("unplaced", path, "--launch.num_devices=4", expect=2)
     assert "parameter 'w1' is not placed, and only ranks [2, 3] compute with it" in said
+
+
+def test_a_rank_that_would_send_to_itself_is_named(page: Page) -> None:
+    plugin = page.plugin("staying", _4=([[0, 1], [2, 3]], [[3, 1], [0, 2]]))
+    said = page.run("staying", plugin, "--launch.num_devices=4", expect=2)
+    assert "dist.reshard: from the mesh of ranks [0, 1, 2, 3] to that of [3, 1, 0, 2] rank 1 stays in its place" in said
 
 
 LANGUAGE_MODEL = '''
@@ -216,6 +225,10 @@ def network():
         def token_nll(self, hidden, targets):
             logits = paddle.matmul(hidden, self.head)
             return F.cross_entropy(logits, targets.unsqueeze(-1), reduction="none").squeeze(-1)
+
+        def token_nll_and_first_choice(self, hidden, targets):
+            is_first = paddle.matmul(hidden, self.head).argmax(-1) == targets
+            return self.token_nll(hidden, targets), is_first.astype("float32")
 
     return Model
 

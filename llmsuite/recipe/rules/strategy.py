@@ -71,6 +71,8 @@ def _wrong_cut(context: RuleContext) -> Iterator[Violation]:
 
 def _nothing_to_shard(context: RuleContext) -> Iterator[Violation]:
     sharding = context.recipe.parallel.sharding
+    if context.shard_plan.is_annotated:  # which is said by its own rule
+        return
     if sharding != "none" and context.degrees.num_data_ranks == 1 and context.num_devices % context.fixed == 0:
         message = f"is {sharding}, but there is one data rank ({context.degrees}); set it to none"
         yield "parallel.sharding", message

@@ -54,9 +54,9 @@ def test_stage_3_has_whole_parameters_within_a_step_and_slices_between_them() ->
 
 
 def test_there_is_a_program_for_each_length() -> None:
-    assert lengths(_plan("sft", "none", *STEP, "--data.max_length=1000")) == [64, 128, 192, 256, 384, 512, 768, 1024]
+    assert lengths(_plan("sft", "none", *STEP, "--data.max_length=500")) == [64, 128, 192, 256, 384, 512]
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=100")) == [64, 128]
-    assert lengths(_plan("pretrain", "none", *STEP, "--data.max_length=1000")) == [1024]
+    assert lengths(_plan("pretrain", "none", *STEP, "--data.max_length=500")) == [512]
 
 
 def test_a_plan_tells_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,10 +88,12 @@ def test_what_the_engine_cannot_do_is_refused_by_name(write_recipe: Any, word: s
     assert why in problem.message
 
 
-def test_stages_that_generate_are_refused(write_recipe: Any) -> None:
+def test_stages_that_generate_are_refused() -> None:
+    words = "--model.family=reads", '--model.config={"width": 8}', "--parallel={}", "--engine.recompute=none"
     with pytest.raises(RecipeError) as found:
-        _plan(write_recipe, stage="grpo", family="reads")
-    assert any("is grpo, which generates" in problem.message for problem in found.value.problems)
+        plan_run(ROOT / "recipes/llama/grpo.json", words, REGISTRY, smoke=True)
+    assert [problem.key for problem in found.value.problems] == ["stage"]
+    assert "is grpo, which generates, which family reads" in found.value.problems[0].message
 
 
 def test_a_shape_without_a_vocabulary_needs_no_tokenizer(write_recipe: Any) -> None:
