@@ -252,8 +252,8 @@ class AnnotatedModel(PipelineStage):
 
 @contextlib.contextmanager
 def _checked_reshards() -> Iterator[None]:
-    """While active, `dist.reshard` raises UserError where Paddle 3.3.1 would end the process: it lets a rank that stays
-    in its place send to itself, and nobody receives it."""
+    """While active, `dist.reshard` raises UserError where Paddle 3.3.1 would end the process: a rank that stays in its
+    place would send to itself, and nobody receives that."""
     reshard = dist.reshard
 
     def checked(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
@@ -261,8 +261,8 @@ def _checked_reshards() -> Iterator[None]:
         staying = [rank for rank, other in zip(ours, theirs) if rank == other]
         if staying and ours != theirs:
             raise UserError(
-                f"dist.reshard: from the mesh of ranks {ours} to that of {theirs} rank {staying[0]} stays in its place, "
-                "which Paddle cannot do; let all ranks of a mesh stay where they are, or none"
+                f"dist.reshard: from the mesh of ranks {ours} to that of {theirs}, rank {staying[0]} stays in its "
+                "place, which Paddle cannot do; let all ranks of a mesh stay where they are, or none"
             )
         return reshard(tensor, mesh, placements)
 

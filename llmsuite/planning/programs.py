@@ -8,6 +8,7 @@ parameter beside the parameter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE, bucket
 from llmsuite.planning.layout import LocalParameter
@@ -22,7 +23,7 @@ def lengths(plan: RunPlan) -> list[int]:
     return sorted({bucket(length, longest) for length in range(LENGTH_MULTIPLE, longest + 1, LENGTH_MULTIPLE)})
 
 
-def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batches: int) -> dict[str, float]:
+def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batches: int) -> dict[str, Any]:
     """The fields of `StageMemory` that are others for a rank whose steps are programs.
 
     Args:

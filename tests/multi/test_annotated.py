@@ -170,7 +170,9 @@ def test_a_parameter_on_no_mesh_is_named(page: Page) -> None:
 def test_a_rank_that_would_send_to_itself_is_named(page: Page) -> None:
     plugin = page.plugin("staying", _4=([[0, 1], [2, 3]], [[3, 1], [0, 2]]))
     said = page.run("staying", plugin, "--launch.num_devices=4", expect=2)
-    assert "dist.reshard: from the mesh of ranks [0, 1, 2, 3] to that of [3, 1, 0, 2] rank 1 stays in its place" in said
+    assert (
+        "dist.reshard: from the mesh of ranks [0, 1, 2, 3] to that of [3, 1, 0, 2], rank 1 stays in its place" in said
+    )
 
 
 LANGUAGE_MODEL = '''
