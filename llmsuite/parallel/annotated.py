@@ -72,6 +72,16 @@ def held_slices(name: str, shape: Sequence[int], mesh: Any, placements: Sequence
     return found
 
 
+def check_ranks(what: str, ranks: Sequence[int], num_ranks: int) -> None:
+    """Raise UserError for a mesh with ranks that the run does not have: Paddle computes with the parts of those it has,
+    and says nothing."""
+    if max(ranks) >= num_ranks:
+        raise UserError(
+            f"{what} on ranks {sorted(ranks)}, and the run has {num_ranks}: set launch.num_devices to the number of "
+            "ranks in the model's meshes, or let the meshes follow dist.get_world_size()"
+        )
+
+
 class AnnotatedShard(ParameterShard):
     """A parameter as its model has placed it: this rank's optimizer updates the part that lies here, if one does. One
     that is not placed is whole on every rank."""
@@ -94,6 +104,7 @@ class AnnotatedShard(ParameterShard):
         everywhere = dict.fromkeys(range(mesh.degrees.num_ranks), whole)
         self._slices = everywhere
         if self._is_placed:
+            check_ranks(f"parameter {name!r} is placed", parameter.process_mesh.process_ids, mesh.degrees.num_ranks)
             self._slices = held_slices(name, parameter.shape, parameter.process_mesh, parameter.placements)
         self._own = self._slices.get(mesh.rank)
         super().__init__(name, parameter, mesh, None, 0, is_frozen=bool(parameter.stop_gradient))
@@ -215,7 +226,7 @@ class AnnotatedModel(PipelineStage):
         """As `PipelineStage.forward`. The numbers of a loss are made known to all ranks: they lie on those of the mesh
         that the model ends on."""
         assert loss is not None, "every rank reads data"
-        with _checked_reshards():
+        with _checked_meshes():
             result: Any = loss()
         if not isinstance(result, LossTerms):  # sums of a pre-pass
             return cast("T", self._told(result))
@@ -251,26 +262,32 @@ class AnnotatedModel(PipelineStage):
 
 
 @contextlib.contextmanager
-def _checked_reshards() -> Iterator[None]:
-    """While active, `dist.reshard` raises UserError where Paddle 3.3.1 would end the process: a rank that stays in its
+def _checked_meshes() -> Iterator[None]:
+    """While active, `dist.shard_tensor` and `dist.reshard` raise UserError where Paddle 3.3.1 would compute with a part
+    of the rows, as the ranks that have the others are not there, or would end the process: a rank that stays in its
     place would send to itself, and nobody receives that."""
-    reshard = dist.reshard
+    shard_tensor, reshard = dist.shard_tensor, dist.reshard
 
-    def checked(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
+    def checked_shard_tensor(data: Any, mesh: Any, *arguments: Any, **named: Any) -> Tensor:
+        check_ranks("dist.shard_tensor: the mesh is", mesh.process_ids, collective.num_ranks())
+        return shard_tensor(data, mesh, *arguments, **named)
+
+    def checked_reshard(tensor: Tensor, mesh: Any, *arguments: Any, **named: Any) -> Tensor:
         ours, theirs = tensor.process_mesh.process_ids, mesh.process_ids
+        check_ranks("dist.reshard: the mesh is", theirs, collective.num_ranks())
         staying = [rank for rank, other in zip(ours, theirs) if rank == other]
         if staying and ours != theirs:
             raise UserError(
                 f"dist.reshard: from the mesh of ranks {ours} to that of {theirs}, rank {staying[0]} stays in its "
                 "place, which Paddle cannot do; let all ranks of a mesh stay where they are, or none"
             )
-        return reshard(tensor, mesh, placements)
+        return reshard(tensor, mesh, *arguments, **named)
 
-    dist.reshard = checked
+    dist.shard_tensor, dist.reshard = checked_shard_tensor, checked_reshard
     try:
         yield
     finally:
-        dist.reshard = reshard
+        dist.shard_tensor, dist.reshard = shard_tensor, reshard
 
 
 def _complete(value: Tensor) -> Tensor:

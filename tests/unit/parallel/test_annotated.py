@@ -60,6 +60,14 @@ def test_a_rank_outside_of_a_mesh_owns_nothing(rank: int) -> None:
     assert math.prod(shard.master_or_shard.shape) == (12 if rank == 0 else 0)
 
 
+def test_a_mesh_of_more_ranks_than_there_are_is_refused() -> None:
+    """Paddle would compute with the part of the rank that there is."""
+    mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
+    parameter = dist.shard_tensor(paddle.nn.Layer().create_parameter([4, 2]), mesh, [dist.Shard(0)])
+    with pytest.raises(UserError, match=r"parameter 'w' is placed on ranks \[0, 1\], and the run has 1: set launch"):
+        AnnotatedShard("w", parameter, Mesh(Degrees(1, 1, 1, 1), 0))
+
+
 def test_other_values_than_float32_are_refused() -> None:
     parameter = paddle.nn.Layer().create_parameter([4, 3], dtype="float64")
     with pytest.raises(
