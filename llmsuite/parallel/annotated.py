@@ -264,13 +264,20 @@ class AnnotatedModel(PipelineStage):
 @contextlib.contextmanager
 def _checked_meshes() -> Iterator[None]:
     """While active, `dist.shard_tensor` and `dist.reshard` raise UserError where Paddle 3.3.1 would compute with a part
-    of the rows, as the ranks that have the others are not there, or would end the process: a rank that stays in its
-    place would send to itself, and nobody receives that."""
+    of the rows, as the ranks that have the others are not there, or would end the process: where a rank has no rows, or
+    stays in its place, so that it sends to itself and nobody receives that."""
     shard_tensor, reshard = dist.shard_tensor, dist.reshard
 
-    def checked_shard_tensor(data: Any, mesh: Any, *arguments: Any, **named: Any) -> Tensor:
+    def checked_shard_tensor(data: Any, mesh: Any, placements: Any, *arguments: Any, **named: Any) -> Tensor:
         check_ranks("dist.shard_tensor: the mesh is", mesh.process_ids, collective.num_ranks())
-        return shard_tensor(data, mesh, *arguments, **named)
+        for parts, placement in zip(mesh.shape, placements):
+            if placement.is_shard() and (size := np.shape(data)[placement.get_dim()]) < parts:
+                raise UserError(
+                    f"dist.shard_tensor: {parts} ranks cut a tensor of {list(np.shape(data))} along dim "
+                    f"{placement.get_dim()}, and some of them would have none of {size}: raise train.micro_batch_size, "
+                    "or evaluate on more rows"
+                )
+        return shard_tensor(data, mesh, placements, *arguments, **named)
 
     def checked_reshard(tensor: Tensor, mesh: Any, *arguments: Any, **named: Any) -> Tensor:
         ours, theirs = tensor.process_mesh.process_ids, mesh.process_ids

@@ -54,6 +54,8 @@ class TrainingData:
         num_ranks = mesh.degrees.num_data_ranks
         own = self.eval[mesh.data_rank :: num_ranks]
         batches = [own[i : i + size] for i in range(0, len(own), size)]
+        if mesh.degrees.own_meshes and len(batches) > 1 and len(batches[-1]) < size:
+            batches[-2:] = [[*batches[-2], *batches[-1]]]  # a few rows might not be enough for the ranks of an axis
         num_counted, most = len(batches), math.ceil(math.ceil(len(self.eval) / num_ranks) / size)
         return batches + batches[-1:] * (most - num_counted), num_counted
 

@@ -140,6 +140,20 @@ def test_it_begins_with_given_weights(page: Page, alone: dict[str, Any]) -> None
     assert found[0] < 1.05 * alone["adamw"][-1]["loss"] < alone["adamw"][0]["loss"]
 
 
+def test_rows_need_not_be_a_multiple_of_the_ranks(page: Page) -> None:
+    """Micro-batches of 3 on two ranks, and an evaluation of 16 rows in 4 of 3 and one more; 2 rows on 4 are refused."""
+    plugin = page.plugin("uneven", _2=([[0], [1]], [[0], [1]]), _4=([[0], [1], [2], [3]], [[0], [1], [2], [3]]))
+    found = []
+    for count in (1, 2):
+        sizes = "--train.micro_batch_size=3", "--train.global_batch_size=9", "--train.max_steps=2"
+        page.run(f"uneven-{count}", plugin, f"--launch.num_devices={count}", *sizes)
+        lines = (page.runner.directory / f"uneven-{count}" / "metrics.jsonl").read_text().splitlines()
+        found.append([record.get("loss", record.get("eval/loss")) for record in map(json.loads, lines)])
+    assert found[0] == pytest.approx(found[1], rel=LIMIT)
+    said = page.run("too-few", plugin, "--launch.num_devices=4", "--train.micro_batch_size=2", expect=2)
+    assert "4 ranks cut a tensor of [2, 4, 16] along dim 0, and some of them would have none of 2" in said
+
+
 def test_commands_of_the_page_run(page: Page) -> None:
     assert COMMANDS[0] == ["python", "make_vectors.py"]
     assert len(COMMANDS) == 3
