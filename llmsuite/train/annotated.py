@@ -52,7 +52,7 @@ def build_annotated(plan: RunPlan, registry: Registry, backend: DeviceBackend, m
     saved = {shard.name: shapes[shard.name] for shard in trained}
     return BuiltModel(
         AnnotatedModel(model, mesh), list(trained), saved, list(shards), shapes, [0, 1], digest.hexdigest(),
-        None, None, [], None, None,
+        None, None, [], None, None, None,
     )  # fmt: skip
 
 
