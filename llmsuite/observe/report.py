@@ -68,6 +68,7 @@ def content(runs: Sequence[Run]) -> Record:
         ],
         samples=[[_said(row, before) for before, row in zip([None, *rows], rows)] for rows in first.samples],
         steps=[rows[0]["step"] for rows in first.samples],
+        answers=[(step, [_answer(row) for row in rows]) for step, rows in first.answers if rows],
         schedule=_schedule(first.recipe),
         events=[event_line(event) for event in reversed(first.events[-_SHOWN_EVENTS:])],
         recipe=[(key, _text(value)) for key, value in flat(first.recipe)],
@@ -104,6 +105,11 @@ def _said(row: Record, before: Record | None) -> Record:
     more = [(key, str(row[key])) for key in ("num_tokens", "finish_reason") if key in row]
     same = before is not None and before.get("group") == row.get("group")
     return {"prompt": None if same else str(row.get("prompt", "")), "text": _written(row), "numbers": [*numbers, *more]}
+
+
+def _answer(row: Record) -> Record:
+    """An answer of an evaluation for the page."""
+    return {name: str(row.get(key, "")) for name, key in (("prompt", "prompt"), ("text", "output"), ("tgt", "tgt"))}
 
 
 def _written(row: Record) -> str:

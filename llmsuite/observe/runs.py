@@ -11,9 +11,10 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.observe.completions import sampled_completions
 from llmsuite.observe.events import ENVIRONMENT, read_events
+from llmsuite.observe.generations import sampled_generations
 
 Record = dict[str, Any]
-_SAMPLED_ROLLOUTS, _MOST_COMPLETIONS = 8, 16
+_SAMPLED_STEPS, _MOST_SAMPLES = 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Run:
     environment: Record
     samples: list[list[Record]] = dataclasses.field(default_factory=list)
     """Completions of some rollouts, the last one too, from `completions.jsonl`."""
+    answers: list[tuple[int, list[Record]]] = dataclasses.field(default_factory=list)
+    """Answers at some evaluations by their steps, the last one too, from `generations`."""
     heard: float | None = None
     """When it last recorded a step, in seconds since 1970."""
 
@@ -68,7 +71,8 @@ def read_run(directory: Path) -> Run:
         _records(directory / "ranks.jsonl"),
         read_events(directory),
         _object(directory / ENVIRONMENT),
-        sampled_completions(directory, _SAMPLED_ROLLOUTS, _MOST_COMPLETIONS),
+        sampled_completions(directory, _SAMPLED_STEPS, _MOST_SAMPLES),
+        sampled_generations(directory, _SAMPLED_STEPS, _MOST_SAMPLES),
         (directory / "metrics.jsonl").stat().st_mtime,
     )
 

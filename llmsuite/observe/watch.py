@@ -7,11 +7,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmsuite.observe.generations import GENERATIONS
 from llmsuite.observe.report import content, page
 from llmsuite.observe.runs import read_run
 from llmsuite.web.local import LocalHandler, LocalServer
 
-_FILES = ("metrics.jsonl", "ranks.jsonl", "events.jsonl", "completions.jsonl", "environment.json", "recipe.json")
+_FILES = (
+    *("metrics.jsonl", "ranks.jsonl", "events.jsonl", "completions.jsonl", GENERATIONS),
+    *("environment.json", "recipe.json"),
+)
 
 
 def make_server(directories: Sequence[Path], port: int) -> LocalServer:
@@ -52,7 +56,7 @@ def answer_content(handler: LocalHandler, directories: Sequence[Path]) -> None:
 
 
 def _tag(directories: Sequence[Path]) -> str:
-    """An ETag that changes when a file of a run changes."""
+    """An ETag that changes when a file of a run changes, or one of a directory comes or goes."""
     files = [directory / name for directory in directories for name in _FILES]
-    stats = [path.stat() for path in files if path.is_file()]
+    stats = [path.stat() for path in files if path.exists()]
     return '"' + hashlib.sha256(repr([(s.st_size, s.st_mtime_ns) for s in stats]).encode()).hexdigest()[:16] + '"'

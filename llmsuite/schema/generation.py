@@ -13,7 +13,7 @@ from llmsuite.schema.section import Section
 class GenerationSection(Section):
     """Answers to the prompts of `data.eval`, which the model generates at each evaluation, compared with the answers of
     the rows: `eval/bleu4`, `eval/rouge1`, `eval/rouge2`, `eval/rougel` and `eval/exact_match`. In the stages `sft` and
-    `lora`."""
+    `lora`, in `dpo` with the chosen answers, and in `pretrain` with the end of each sample."""
 
     max_new_tokens: PositiveInt | None = None
     """Longest answer in tokens; prompt and answer together have at most data.max_length. null: none are generated."""
@@ -29,8 +29,11 @@ class GenerationSection(Section):
     """How many rows of data.eval get an answer, taken evenly from all. Default: every row."""
     batch_size: PositiveInt = 8
     """Answers that a rank generates together."""
+    log_samples: NonNegativeInt = 4
+    """How many of the answers, the first ones, are kept in `generations/step-N.jsonl` in output_dir, with prompt and
+    reference: `report` and `watch` show them, step by step."""
     save: bool = False
-    """Write prompts, answers and references to `generations/step-N.jsonl` in output_dir."""
+    """Keep all of the answers there."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         for field in dataclasses.fields(self) if self.max_new_tokens is None else ():

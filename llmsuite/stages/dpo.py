@@ -19,7 +19,7 @@ from llmsuite.stages.pair_loss import PairLoss
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected
 from llmsuite.stages.reference import Reference
 from llmsuite.stages.sections import DpoSection
-from llmsuite.train.stage import Batch, LossTerms, PrePassKind, StageContext, Sums
+from llmsuite.train.stage import Batch, LossTerms, PrePassKind, Question, StageContext, Sums
 from llmsuite.typing import Tensor
 
 
@@ -56,6 +56,10 @@ class DpoStage(PairStage):
     def prepass(self, kind: PrePassKind, model: Any, batch: Batch) -> Sums:
         """See `PairLoss.prepass`."""
         return self._pair_loss.prepass(kind, model, batch)
+
+    def questions(self, sample: Pair | Pairs) -> Sequence[Question]:
+        """The prompts, with the chosen answers."""
+        return [Question(tuple(pair.prompt), tuple(pair.chosen)) for pair in sample.pairs]
 
     # loss
 

@@ -29,7 +29,7 @@ from llmsuite.errors import UserError
 from llmsuite.progress import track_bytes
 from llmsuite.stages import language_model
 from llmsuite.stages.sections import PretrainSection
-from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage, StageContext
+from llmsuite.train.stage import Batch, DropCounts, LossTerms, Question, Stage, StageContext
 from llmsuite.typing import Tensor
 
 
@@ -50,6 +50,7 @@ class PretrainStage(Stage[np.ndarray]):
             )
         self._key = self._columns.get(section.key, section.key)
         self._is_masked, self._mtp_weight = section.document_mask, context.recipe.train.mtp_loss_weight
+        self._num_generated = context.recipe.generation.max_new_tokens or 0
 
     # data
 
@@ -193,6 +194,17 @@ class PretrainStage(Stage[np.ndarray]):
         (deep,) = np.nonzero(deep.reshape(-1))
         rows, columns = np.divmod(deep, self._length)
         return language_model.further_targets(next_ids, rows * self._padded + columns, targets[deep], weights[deep])
+
+    def questions(self, sample: np.ndarray) -> Sequence[Question]:
+        """The last tokens of a sample, as many as are generated, behind all before them; of one document where that is
+        all that a token sees. A sample in which a document begins just there has none."""
+        eos, cut = self.context.tokenizer.eos_id, self._length - self._num_generated
+        prompt, answer = sample[:cut].tolist(), sample[cut : self._length].tolist()
+        if self._is_masked and eos in prompt:
+            prompt = prompt[len(prompt) - prompt[::-1].index(eos) :]
+        if eos in answer:  # where the model ends too
+            answer = answer[: answer.index(eos)]
+        return [Question(tuple(prompt), tuple(answer))] if prompt else []
 
     # loss
 

@@ -8,13 +8,12 @@ prompt, so the mesh changes it by rounding only.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.files import write_text_atomic
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.prompts import stop_tokens
 from llmsuite.inference.sampling import Sampling
@@ -24,13 +23,12 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.rl.local import LocalModel
 from llmsuite.train.build import BuiltModel
 from llmsuite.train.data import TrainingData
-from llmsuite.train.stage import Question
+from llmsuite.train.stage import Question, Stage
 from llmsuite.train.text_scores import scores
 from llmsuite.train.whole_weights import whole_weights
 
 NAMES = ("bleu4", "rouge1", "rouge2", "rougel", "exact_match")
 """The metrics that there are then."""
-_DIRECTORY = "generations"
 
 
 class AnswerEvaluation:
@@ -54,28 +52,27 @@ class AnswerEvaluation:
             max_new_tokens=self._section.max_new_tokens,
         )
         count, self._length = self._section.max_samples, recipe.data.max_length
-        self._saves = self._section.save
         self._batch_size = self._section.batch_size
+        self._num_kept = None if self._section.save else self._section.log_samples
         if data.stage is None:
             return
-        found = [question for sample in data.eval for question in data.stage.questions(sample)]
-        kept = len(found) if count is None else min(count, len(found))
-        self._questions = [found[i * len(found) // kept] for i in range(kept)]  # of every length
+        self._questions = _spread(functools.partial(_questions, data.stage, data.eval), count)
         self._model = LocalModel(plan, backend)
         tokenizer = data.stage.context.tokenizer
         stops = stop_tokens(plan.weights or tokenizer.directory, tokenizer) | {tokenizer.eos_id}
         self._generator = Generator(self._model.decoder, tokenizer, stops)
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics `NAMES`, on every rank; all have to call it.
+    def evaluate(self) -> tuple[dict[str, float], list[dict[str, str]]]:
+        """Answer with the weights of this moment; every rank of the run has to call it.
 
-        Args:
-            step: optimizer steps that are done.
+        Returns:
+            The metrics `NAMES`, on every rank; and, on those that read data, the answers to keep: "prompt", "output"
+            and "tgt", the reference.
 
         Raises:
             UserError: logits are not finite.
         """
-        found = [0.0] * len(NAMES)
+        found, kept = [0.0] * len(NAMES), list[dict[str, str]]()
         if self._generator is None:
             for _ in self._weights():
                 pass
@@ -86,9 +83,11 @@ class AnswerEvaluation:
             references = [decode(list(question.answer)) for question in self._questions]
             if texts:
                 found = [scores(texts, references)[name] for name in NAMES]
-            if self._saves and collective.rank() == 0:
-                self._save(step, texts, references)
-        return dict(zip(NAMES, collective.from_first_rank(found)))
+            kept = [
+                {"prompt": decode(list(question.prompt)), "output": text, "tgt": reference}
+                for question, text, reference in zip(self._questions[: self._num_kept], texts, references)
+            ]
+        return dict(zip(NAMES, collective.from_first_rank(found))), kept
 
     def _answers(self) -> list[list[int]]:
         """The tokens of each question's answer, the same on every rank that reads data."""
@@ -105,13 +104,16 @@ class AnswerEvaluation:
         whole = collective.sum_array_over_readers(whole)
         return [[int(token) - 1 for token in row if token] for row in whole]
 
-    def _save(self, step: int, texts: Sequence[str], references: Sequence[str]) -> None:
-        assert self._generator is not None
-        directory = self._plan.output_dir / _DIRECTORY
-        directory.mkdir(parents=True, exist_ok=True)
-        rows = [
-            {"prompt": self._generator.tokenizer.decode(list(question.prompt)), "output": text, "tgt": reference}
-            for question, text, reference in zip(self._questions, texts, references)
-        ]
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        write_text_atomic(directory / f"step-{step}.jsonl", "".join(lines))
+
+def _questions(stage: Stage[Any], samples: Iterable[Any]) -> Iterator[Question]:
+    for sample in samples:
+        yield from stage.questions(sample)
+
+
+def _spread(questions: Callable[[], Iterator[Question]], count: int | None) -> list[Question]:
+    """So many questions, taken evenly from all; None for all. They are made twice, so that those that are left out are
+    never in memory together."""
+    total = sum(1 for _ in questions())
+    kept = total if count is None else min(count, total)
+    picked = {i * total // kept for i in range(kept)}
+    return [question for i, question in enumerate(questions()) if i in picked]

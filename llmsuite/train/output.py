@@ -13,6 +13,7 @@ from llmsuite.errors import UserError
 from llmsuite.files import write_text_atomic
 from llmsuite.observe.completions import COMPLETIONS, CompletionsFile
 from llmsuite.observe.events import add_event, environment, write_environment
+from llmsuite.observe.generations import drop_generations, write_generations
 from llmsuite.observe.metrics import MetricsFile
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import StepLine, report
@@ -54,6 +55,9 @@ class Silence:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation after a step."""
 
+    def answered(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        """Answers at the evaluation after a step."""
+
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint that is complete on disk."""
 
@@ -79,6 +83,7 @@ class Output(Silence):
         self._file = MetricsFile(directory / "metrics.jsonl", resume_step)
         self._ranks = MetricsFile(directory / "ranks.jsonl", resume_step) if view.num_ranks > 1 else None
         self._completions = CompletionsFile(directory / COMPLETIONS, resume_step) if draws else None
+        drop_generations(directory, resume_step)
         self._line = StepLine(view.total_steps, resume_step + 1, _SHOWN)
         registry.emit("llmsuite_run_start", run=view)
 
@@ -109,6 +114,7 @@ class Output(Silence):
         report(f"step {step} was bad: going on from step {kept} with the samples behind it")
         add_event(self._view.output_dir, "rolled back", step=step, to=kept)
         self._file.rewind(kept)
+        drop_generations(self._view.output_dir, kept)
         if self._ranks is not None:
             self._ranks.rewind(kept)
 
@@ -119,6 +125,10 @@ class Output(Silence):
         for logger in self._loggers:
             logger.log(step, {name: value for name, value in named.items() if value is not None})
         report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in _SHOWN if n in metrics))
+
+    def answered(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        if rows:
+            write_generations(self._view.output_dir, step, rows)
 
     def saved(self, step: int, path: Path) -> None:
         report(f"saved {path}")

@@ -32,6 +32,7 @@ _FREE_ON_RESUME = (
     "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.max_bad_steps",
     "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
     "data.group_by_length", "data.num_workers", "rollout.openai", "lora.init_passes",
+    "generation",
 )  # fmt: skip
 
 

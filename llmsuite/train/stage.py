@@ -234,7 +234,8 @@ class Stage(abc.ABC, Generic[S]):
 
     def questions(self, sample: S) -> Sequence[Question]:
         """The prompts in a sample of the evaluation with their answers, which those that the model generates are
-        compared with. Called where the recipe sets `generation.max_new_tokens`."""
+        compared with. Called where the recipe sets `generation.max_new_tokens`; prompts are shorter than
+        `data.max_length`."""
         raise AssertionError(f"{type(self).__name__} has `compares_answers` in its spec and no method `questions`")
 
     def maxima(self) -> Mapping[str, float]:

@@ -302,7 +302,9 @@ class Trainer:
         else:
             metrics = self.rollouts.evaluate(self.data, self.step)
         if self.answers is not None:
-            metrics = {**metrics, **self.answers.evaluate(self.step)}
+            compared, answers = self.answers.evaluate()
+            metrics = {**metrics, **compared}
+            self.output.answered(self.step, answers)
         self.output.evaluated(self.step, metrics)
         self.saver.evaluated(self.snapshot_state(), metrics)
 

@@ -35,6 +35,13 @@ class RuleContext:
         return self.recipe.launch.num_devices * self.recipe.launch.nnodes
 
     @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        # a stage with a key `split` takes its evaluation data from data.train
+        split = getattr(getattr(self.recipe, self.recipe.stage, None), "split", None)
+        return bool(self.recipe.data.eval or split)
+
+    @property
     def fixed(self) -> int:
         """The product of the degrees that the recipe sets; the data parallel degree follows from it."""
         p = self.recipe.parallel

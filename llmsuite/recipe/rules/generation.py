@@ -15,7 +15,7 @@ def _other_stage(context: RuleContext) -> Iterator[Violation]:
     key = "generation.max_new_tokens"
     if not context.stage.compares_answers:
         yield key, f"is {longest}; stage {recipe.stage} has no answers to compare with: use sft, or set it to null"
-    elif recipe.data.eval is None:
+    elif not context.evaluates:
         yield key, f"is {longest}, and there are no rows to answer; set data.eval, or it to null"
     elif longest >= recipe.data.max_length:
         yield (
@@ -45,7 +45,8 @@ def _not_whole(context: RuleContext) -> Iterator[Violation]:
 
 GENERATION_RULES = (
     Rule(
-        "`generation.max_new_tokens` with another stage than `sft` and `lora`, without `data.eval`, or with no room",
+        "`generation.max_new_tokens` with another stage than `sft`, `lora`, `dpo` and `pretrain`, without `data.eval`, "
+        "or with no room",
         "there has to be a prompt, and an answer to compare with",
         ("--generation.max_new_tokens=4096",),
         _other_stage,

@@ -19,21 +19,15 @@ from llmsuite.schema.rule import Rule, Violation
 
 
 def _no_evaluation(context: RuleContext) -> Iterator[Violation]:
-    if context.recipe.checkpoint.best_metric and not _evaluates(context):
+    if context.recipe.checkpoint.best_metric and not context.evaluates:
         yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
 
 
 def _nothing_to_evaluate(context: RuleContext) -> Iterator[Violation]:
     if ("data", "eval") in context.given:
         return  # null, where it is nothing: that turns the evaluation off
-    if (steps := context.recipe.train.eval_steps) is not None and not _evaluates(context):
+    if (steps := context.recipe.train.eval_steps) is not None and not context.evaluates:
         yield "train.eval_steps", f"is {steps}, and there is nothing to evaluate on; set data.eval, or remove it"
-
-
-def _evaluates(context: RuleContext) -> bool:
-    # a stage with a key `split` takes its evaluation data from data.train
-    split = getattr(getattr(context.recipe, context.recipe.stage, None), "split", None)
-    return bool(context.recipe.data.eval or split)
 
 
 def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:

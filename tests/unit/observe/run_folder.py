@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmsuite.observe.generations import write_generations
+
 
 def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
     """Metrics of a training step."""
@@ -63,7 +65,7 @@ def make_run(
 
 
 def make_preferences(directory: Path, num_steps: int, text: str = "It is **Paris**.") -> Path:
-    """A DPO run with evaluations and a rollout: what has a chart of its own."""
+    """A DPO run with evaluations, their answers and a rollout: what has a chart of its own."""
     sections = {
         "stage": "dpo",
         "model": {"family": "llama", "preset": "smollm2-135m", "weights": "models/smollm2-135m-instruct"},
@@ -83,6 +85,9 @@ def make_preferences(directory: Path, num_steps: int, text: str = "It is **Paris
            "rewards": {"exact": 1.0}, "advantage": 0.5, "num_tokens": 6, "finish_reason": "stop"}  # fmt: skip
     rows = [{**row, "step": step} for step in (1, num_steps)]
     (run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step in (1, num_steps):
+        prompt = "user\n" + "What is the capital of France? " * 60
+        write_generations(run, step, [{"prompt": prompt, "output": text, "tgt": "Paris."}] * 2)
     environment = {"host": "host", "mesh": "pp1 dp2 sharding1 tp1", "ranks": 2, "device": "cpu"}
     (run / "environment.json").write_text(json.dumps(environment))
     return run

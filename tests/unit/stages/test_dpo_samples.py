@@ -15,7 +15,7 @@ from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Message, Preference
 from llmsuite.errors import UserError
 from llmsuite.stages.dpo import DpoStage
-from llmsuite.stages.pairs import Pair
+from llmsuite.stages.pairs import Pair, Pairs
 from tests.unit import dpo_case
 
 START, EOS, PAD = 1, 2, 0  # of data/tokenizer
@@ -41,6 +41,14 @@ def drops(stage: DpoStage, *rows: Preference) -> dict[str, int]:
 
 
 # one row
+
+
+def test_the_question_is_the_prompt_and_its_answer_the_chosen_one(stage: DpoStage) -> None:
+    (pairs, _) = dpo_case.pairs(stage, [row(), row("And 1 + 2?", "3", "4")])
+    asked = [question for pair in pairs for question in stage.questions(pair)]
+    assert [list(question.prompt) for question in asked] == [pair.prompt for pair in pairs]
+    assert [text(stage, list(question.answer)) for question in asked] == ["2<|im_end|>", "3<|im_end|>"]
+    assert stage.questions(Pairs(tuple(pairs))) == asked, "packed"
 
 
 def test_prompt_and_answers_are_what_the_template_writes(stage: DpoStage) -> None:

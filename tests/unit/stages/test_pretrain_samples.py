@@ -24,6 +24,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
+from llmsuite.schema.generation import GenerationSection
 from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
 from llmsuite.stages.pretrain import PretrainStage
 from llmsuite.stages.sections import PretrainSection
@@ -141,6 +142,7 @@ def stage(
     length_multiple: int = 1,
     report: Any = lambda text: None,
     mtp_loss_weight: float = 0.0,
+    max_new_tokens: int | None = None,
     **keys: Any,
 ) -> PretrainStage:
     recipe = Recipe(
@@ -148,6 +150,7 @@ def stage(
         model=ModelSection(family="llama"),
         data=DataSection(train="nothing", max_length=max_length),
         train=train_section(mtp_loss_weight=mtp_loss_weight),
+        generation=GenerationSection(max_new_tokens=max_new_tokens),
         output_dir="nothing is written",
     )
     context = StageContext(
@@ -160,6 +163,21 @@ def stage(
         report=report,
     )
     return PretrainStage(PretrainSection(**keys), context)
+
+
+@pytest.mark.parametrize(
+    ("is_masked", "tokens", "wanted"),
+    [
+        (False, [5, 2, 6, 7, 8, 9, 10, 11, 12], [((5, 2, 6, 7, 8), (9, 10, 11))]),
+        (True, [5, 2, 6, 7, 8, 9, 10, 11, 12], [((6, 7, 8), (9, 10, 11))]),
+        (False, [5, 4, 6, 7, 8, 9, 2, 11, 12], [((5, 4, 6, 7, 8), (9,))]),
+        (True, [5, 4, 6, 7, 2, 9, 10, 11, 12], []),
+    ],
+)
+def test_the_end_of_a_sample_is_asked_for(is_masked: bool, tokens: list[int], wanted: list[Any]) -> None:
+    made = stage(max_length=8, max_new_tokens=3, document_mask=is_masked)  # 2 is the end-of-sequence token
+    found = made.questions(np.array(tokens, "uint16"))
+    assert [(question.prompt, question.answer) for question in found] == wanted
 
 
 @pytest.fixture
