@@ -19,6 +19,7 @@ from typing import Any
 
 from llmsuite import __version__
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
@@ -148,7 +149,7 @@ def _packages() -> Iterator[Finding]:
         yield _OK, name, found[name]
     paddles = [name for name in found if name.startswith("paddlepaddle")]
     if not paddles:
-        yield _BAD, "paddle", "missing; pip install 'llmsuite[cpu]', or the gpu or xpu build"
+        yield _BAD, "paddle", f"missing; {install_command('cpu')}, or the gpu or xpu build"
     elif len(paddles) > 1:
         yield _BAD, "paddle", f"{' and '.join(paddles)} overwrite each other; uninstall all of them, then install one"
 

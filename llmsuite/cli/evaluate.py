@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsuite.cli.generate import add_model_arguments
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
@@ -108,7 +109,7 @@ def _tasks(args: Any, opened: Any) -> dict[str, dict[str, Any]]:
     try:
         from llmsuite.inference.harness import HarnessModel, evaluate_tasks
     except ImportError as error:
-        raise UserError(f"--tasks: {error.name} is missing; install it with: pip install 'llmsuite[eval]'") from error
+        raise UserError(f"--tasks: {error.name} is missing; install it with: {install_command('eval')}") from error
     model = HarnessModel(opened.model, opened.generator, args.batch_size, args.max_new_tokens)
     include = Path(args.include_path) if args.include_path else None
     return evaluate_tasks(model, args.tasks.split(","), include, args.limit, args.num_fewshot)

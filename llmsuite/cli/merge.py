@@ -12,7 +12,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
 _LAYOUT = Literal["hf", "paddlenlp", "gguf"]
-_LAYOUT_HELP = "gguf: one file for llama.cpp, with a Modelfile for Ollama; after pip install 'llmsuite[gguf]'"
+_LAYOUT_HELP = "gguf: one file for llama.cpp, with a Modelfile for Ollama; needs the package gguf"
 
 
 def _common_arguments(parser: Any) -> None:

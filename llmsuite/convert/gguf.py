@@ -19,6 +19,7 @@ from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.convert.gguf_header import check_header
 from llmsuite.convert.gguf_tokenizer import field, read_tokenizer, save_tokenizer
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.models.gguf_names import ROPE_FACTORS
 from llmsuite.specs import ModelFamily
 
@@ -39,7 +40,7 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
         import gguf
         from gguf.quants import dequantize
     except ImportError as error:
-        raise UserError("reading GGUF needs the package gguf; install it with: pip install 'llmsuite[gguf]'") from error
+        raise UserError(f"reading GGUF needs the package gguf; install it with: {install_command('gguf')}") from error
     check_header(source)
     try:
         reader = gguf.GGUFReader(source)

@@ -20,6 +20,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.convert.gguf import ROPE_SCALING, rope_factors
 from llmsuite.convert.gguf_tokenizer import Vocabulary, read_vocabulary
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.models.gguf_names import ROPE_FACTORS
 from llmsuite.models.head import head_of
 
@@ -233,5 +234,5 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise UserError("writing GGUF needs the package gguf; install it with: pip install 'llmsuite[gguf]'") from error
+        raise UserError(f"writing GGUF needs the package gguf; install it with: {install_command('gguf')}") from error
     return gguf

@@ -7,12 +7,11 @@ import re
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.hub.folder import DEFAULT_BRANCH, Folders
 from llmsuite.hub.huggingface import reason
 from llmsuite.hub.listing import Interrupted, Kind, Listing, NotThere, RemoteFile, Unreachable
 from llmsuite.hub.names import HubName
-
-_INSTALL = "install it with: pip install 'llmsuite[ms]'"
 
 
 class ModelScope(Folders):
@@ -61,7 +60,7 @@ def _api(name: HubName) -> Any:
     try:
         from modelscope_hub import HubApi
     except ImportError as error:
-        raise NotThere(f"{name}: needs the package {error.name}; {_INSTALL}") from error
+        raise NotThere(f"{name}: needs the package {error.name}; install it with: {install_command('ms')}") from error
     return HubApi(endpoint=os.environ.get("MODELSCOPE_ENDPOINT"))  # its default is that of the first call
 
 

@@ -14,6 +14,7 @@ import types
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 
 _IMPORTED_BY_THEM = ("paddlenlp", "paddlenlp.peft", "paddlenlp.transformers", "paddlenlp.utils")
 
@@ -33,8 +34,8 @@ def import_alone(*modules: str) -> list[Any]:
     found = importlib.util.find_spec("paddlenlp")
     if found is None or not found.submodule_search_locations:
         raise UserError(
-            "lora.rank: adapters are layers of paddlenlp, which is not installed; "
-            "pip install 'llmsuite[cpu]', or the extra gpu or xpu"
+            "lora.rank: adapters are layers of paddlenlp, which is not installed; install it with: "
+            f"{install_command('cpu', without='paddlepaddle')}"
         )
     root = found.submodule_search_locations[0]
     stand_ins = []

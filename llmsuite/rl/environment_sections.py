@@ -56,8 +56,8 @@ class CalculatorSection(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class VerifiersSection(Section):
-    """An environment that is written for the package verifiers 0.1 (`pip install 'llmsuite[verifiers]'`), such as those
-    of the Environments Hub: any MultiTurnEnv, with tools too. The reward is that of its rubric."""
+    """An environment that is written for the package verifiers 0.1, such as those of the
+    Environments Hub: any MultiTurnEnv, with tools too. The reward is that of its rubric."""
 
     id: str | None = None
     """The name of its package, as `verifiers.load_environment` has it, or a Python file with `load_environment`. Is

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.rl.arithmetic import numbers_in, value
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import CountdownSection, ExactSection, FormatSection, LengthSection, MathSection
@@ -101,8 +102,8 @@ def mathematical(section: MathSection) -> Score:
         verifier = importlib.import_module("math_verify")
     except ImportError as error:
         raise UserError(
-            f"reward.functions: math needs the package math-verify ({error}); install it with: pip install "
-            "'llmsuite[math]'"
+            f"reward.functions: math needs the package math-verify ({error}); install it with: "
+            f"{install_command('math')}"
         ) from error
 
     # it warns at every call that nothing limits its time here, which the pool does

@@ -54,7 +54,7 @@ class LengthSection(Section):
 @dataclasses.dataclass(kw_only=True)
 class MathSection(Section):
     """1 for a completion whose last mathematical expression equals the answer of its row, else 0, by math-verify
-    (`pip install 'llmsuite[math]'`). Where the answer itself is not understood, the reward is missing."""
+    0.9. Where the answer itself is not understood, the reward is missing."""
 
     column: str = "answer"
     """The column with the answer, LaTeX or plain."""

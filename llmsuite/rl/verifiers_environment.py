@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.python_files import import_file
 from llmsuite.rl.calculator import TOOL_CALL
 from llmsuite.rl.environment_sections import VerifiersSection
@@ -31,8 +32,8 @@ try:
     from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 except ImportError as missing:
     raise UserError(
-        f"environment verifiers: needs the package verifiers 0.1 ({missing}); install it with: pip install "
-        "'llmsuite[verifiers]'"
+        f"environment verifiers: needs the package verifiers 0.1 ({missing}); install it with: "
+        f"{install_command('verifiers')}"
     ) from missing
 
 _MODEL = "policy"

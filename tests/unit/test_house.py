@@ -21,6 +21,7 @@ LAYERS = (
         "threads",
         "locks",
         "cache",
+        "extras",
         "resources",
         "regular",
         "files",

@@ -52,7 +52,7 @@ class CpuBackend(DeviceBackend):
     precisions = ("fp32",)
     training_precisions = ("bf16",)
     stored_precisions = ("bf16", "int8", "nf4", "fp4")
-    install = "pip install 'llmsuite[cpu]'"
+    install = "pip install paddlepaddle==3.3.1"
     forks = True
     kernel_module = "llmsuite.devices.cpu.kernels.ops"
     on_parts_only = frozenset(_KERNELS)

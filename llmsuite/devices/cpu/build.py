@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llmsuite.cache import BUILT, cache_root, is_own_file, locked, own_directory
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _paddle() -> Path:
     """Directory of the Paddle package, found without importing it: some libraries are loaded first."""
     spec = importlib.util.find_spec("paddle")
     if spec is None or spec.origin is None:
-        raise UserError("Paddle is not installed; install it with: pip install 'llmsuite[cpu]'")
+        raise UserError(f"Paddle is not installed; install it with: {install_command('cpu')}")
     return Path(spec.origin).parent
 
 
