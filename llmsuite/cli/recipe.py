@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import sys
 import tempfile
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.new import RULE, Choice, new_recipe
+from llmsuite.recipe.new import METHODS, RULE
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
 from llmsuite.specs import Command
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
 _Action = Literal[
     "new", "from-paddlenlp", "from-llamafactory", "from-trl", "from-paddleformers", "from-axolotl", "from-swift"
 ]
+
+_OF_NEW = ("preset", "device", "weights", "data", "eval_data", "method")
 
 
 def add_arguments(parser: Any) -> None:
@@ -50,16 +50,32 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--preset", type=str | None, default=None, help="with new: which model of the family")
     parser.add_argument("--device", type=str | None, default=None, help="with new: gpu (the default), xpu or cpu")
-    parser.add_argument("--weights", type=str | None, default=None, help="with new: directory of the model")
+    parser.add_argument(
+        "--weights",
+        type=str | None,
+        default=None,
+        help="with new: a directory, a run, or a name such as hf:ORG/NAME; where it is here or on a hub it has family "
+        "and shape",
+    )
+    parser.add_argument(
+        "--data", type=str | None, default=None, help="with new: a file or a name such as hf:ORG/NAME to train on"
+    )
+    parser.add_argument("--eval_data", type=str | None, default=None, help="with new: the same, to evaluate on")
+    methods = "; ".join(f"{name}: {text}" for name, text in METHODS.items())
+    parser.add_argument(
+        "--method", type=Literal["full", "lora", "qlora"] | None, default=None, help=f"with new: {methods}"
+    )
     parser.epilog = f"How `new` chooses. {RULE}"
 
 
 def run(args: Any, registry: Registry) -> int:
     if args.action == "new":
-        return _new(args, registry)
+        from llmsuite.cli.new_recipe import make_new
+
+        return make_new(args, registry)
     if args.file is None:
         raise UserError(f"recipe {args.action}: name the file with the arguments")
-    if given := [name for name in ("preset", "device", "weights") if args[name] is not None]:
+    if given := [name for name in _OF_NEW if args[name] is not None]:
         raise UserError(f"--{given[0]}: belongs to `llmsuite recipe new`; the arguments say it")
     path = Path(args.file)
     leave_out = [key.strip() for key in (args.leave_out or "").split(",") if key.strip()]
@@ -103,54 +119,6 @@ def _tell(found: Converted, tell: TextIO) -> None:
         print(f"{len(found.refused)} arguments are left out, so it is another job:", file=tell)
     for key, value, why in found.refused:
         print(f"  {key} = {value}: {why}", file=tell)
-
-
-def _new(args: Any, registry: Registry) -> int:
-    if args.leave_out is not None:
-        raise UserError("--leave_out: belongs to `llmsuite recipe from-paddlenlp` and its like")
-    if args.file is not None:
-        raise UserError(f"recipe new: takes no file; to write to {args.file} add -o {args.file}")
-    stage = _chosen("stage", args.stage, [name for name, spec in registry.stages.items() if spec.trains])
-    family = registry.models[_chosen("family", args.family, list(registry.models))]
-    preset = _chosen("preset", args.preset, list(family.presets))
-    device = _chosen("device", args.device or "gpu", list(registry.devices))
-    num_devices = args.num_devices or _number("num_devices")
-    choice = Choice(stage, family, preset, num_devices, device, args.weights)
-    from llmsuite.devices.start import start_paddle
-
-    start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes of the parameters
-    from llmsuite.inference.load import parameter_shapes
-
-    shapes = parameter_shapes(family, family.config_cls(**family.presets[preset]))
-    count = sum(math.prod(shape) for shape in shapes.values())
-    recipe = new_recipe(choice, count, registry.stages[stage].adapters)
-    problems = _give(recipe, args.output, registry)
-    for problem in problems:
-        print(f"to do: {problem}", file=sys.stderr)
-    return 0
-
-
-def _chosen(what: str, given: str | None, known: list[str]) -> str:
-    """The given choice, else the answer to a question."""
-    names = ", ".join(known)
-    while given is None:
-        if not sys.stdin.isatty():
-            raise UserError(f"--{what}: is required without a terminal to ask in; choose one of {names}")
-        answer = input(f"{what} ({names}): ").strip()
-        given = answer if answer in known else None
-    if given not in known:
-        near = difflib.get_close_matches(given, known, n=1)
-        raise UserError(f"--{what} {given}: is none of {names}" + (f"; did you mean {near[0]}?" if near else ""))
-    return given
-
-
-def _number(what: str) -> int:
-    answer = ""
-    while not (answer.isascii() and answer.isdigit() and int(answer) > 0):
-        if not sys.stdin.isatty():
-            raise UserError(f"--{what}: is required without a terminal to ask in; give a number such as 8")
-        answer = input(f"{what}, of all machines: ").strip()
-    return int(answer)
 
 
 def _give(recipe: dict[str, Any], output: str | None, registry: Registry) -> list[str]:

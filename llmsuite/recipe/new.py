@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import WHOLE
@@ -16,11 +17,25 @@ from llmsuite.specs import ModelFamily
 
 RULE = """\
 Degrees: for each parameter a device holds 6 bytes (value, float32 gradient) and its share of 12 bytes (master, moments)
-over the data ranks; with adapters 2 bytes. While that exceeds 32 GB, half of a 64 GB device, the tensor parallel degree
-doubles, up to a machine of 8; then the pipeline parallel degree. All other ranks are data ranks. They shard the
-optimizer state, and gradients if there is no pipeline; up to 8 of them share experts. On cpu nothing is sharded. All
-other numbers come from recipes/FAMILY/STAGE.json, or from llama's."""
+over the data ranks; with adapters 2 bytes, over matrices of 4 bits half a byte. While that exceeds 32 GB, half of a
+64 GB device, the tensor parallel degree doubles, up to a machine of 8; then the pipeline parallel degree. All other
+ranks are data ranks. They shard the optimizer state, and gradients if there is no pipeline; up to 8 of them share
+experts. On cpu nothing is sharded. Where a recipe for all parameters gets adapters, its learning rate is multiplied by
+ten (Schulman et al. 2025, "LoRA Without Regret"). All other numbers come from recipes/FAMILY/STAGE.json, or from
+llama's."""
 PER_MACHINE = 8
+Method = Literal["full", "lora", "qlora"]
+METHODS: Mapping[str, str] = {
+    "full": "all parameters",
+    "lora": "adapters of low rank",
+    "qlora": "adapters over matrices of 4 bits",
+}
+_BASE = "nf4"
+"""What the matrices of the model are stored in with `qlora`."""
+_COPIES = ("online_dpo",)
+"""Stages whose reference is a copy unless they are told otherwise."""
+_ADAPTED_RATE = 10
+"""Learning rate of adapters, in those of all parameters."""
 _HALF = 32e9
 
 
@@ -30,11 +45,34 @@ class Choice:
 
     stage: str
     family: ModelFamily
-    preset: str
+    preset: str | None
+    """None where the config.json of the weights has the shape."""
     num_devices: int
     """Devices of all machines."""
     device: str
     weights: str | None = None
+    method: Method = "full"
+    """What is trained; a stage that is for adapters only has them in any case."""
+    data: str | None = None
+    """What to train on; None for the rows that come with llmsuite."""
+    eval_data: str | None = None
+    """What to evaluate on, with `data`."""
+    found_config: Any = None
+    """The shape of the weights, where they are here."""
+
+    @property
+    def config(self) -> Any:
+        """The shape of the model."""
+        if self.preset is None:
+            assert self.found_config is not None, "there is a preset, or weights that are here"
+            return self.found_config
+        return self.family.config_cls(**self.family.presets[self.preset])
+
+    @property
+    def name(self) -> str:
+        """The name of the run, and of the file."""
+        model = self.preset or Path(str(self.weights).partition("@")[0].partition("?")[0]).absolute().name
+        return f"{model.lower()}-{self.stage}"
 
 
 def choose_degrees(
@@ -69,13 +107,18 @@ def _divides(degrees: int, num_devices: int) -> bool:
 
 
 def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str, Any]:
-    """The recipe as plain data; `num_parameters` is that of the preset.
+    """The recipe as plain data.
+
+    Args:
+        choice: what it is for.
+        num_parameters: of the model.
+        adapters: whether the stage is for adapters only.
 
     Raises:
         UserError: no recipe of the stage comes with llmsuite.
     """
-    recipe = _template(choice)
-    config = choice.family.config_cls(**choice.family.presets[choice.preset])
+    recipe, config = _template(choice), choice.config
+    adapters = adapters or choice.method != "full"
     plan = choice.family.shard_plan or WHOLE
 
     def can_cut(tp: int, pp: int) -> bool:
@@ -83,13 +126,14 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
 
     tp, pp = (1, 1)
     if choice.device != "cpu" and plan.layers:
-        tp, pp = choose_degrees(num_parameters, choice.num_devices, adapters, can_cut)
+        held = num_parameters // 4 if choice.method == "qlora" else num_parameters
+        tp, pp = choose_degrees(held, choice.num_devices, adapters, can_cut)
     ranks = choice.num_devices // (tp * pp)
     place = choice.weights or f"models/{choice.preset}"
     recipe["model"] = {
         "family": choice.family.name,
         ("tokenizer" if choice.stage == "pretrain" and choice.weights is None else "weights"): place,
-        "preset": choice.preset,
+        **({} if choice.preset is None else {"preset": choice.preset}),
     }
     parallel: dict[str, Any] = {}
     if tp > 1:
@@ -116,16 +160,56 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
     machines = choice.num_devices // PER_MACHINE if choice.num_devices % PER_MACHINE == 0 else 1
     recipe["launch"] = {"num_devices": choice.num_devices // machines} | ({"nnodes": machines} if machines > 1 else {})
     recipe["device"] = choice.device
-    recipe["output_dir"] = f"runs/{choice.preset}-{choice.stage}"
+    recipe["output_dir"] = f"runs/{choice.name}"
+    _take_data(recipe, choice)
+    _take_method(recipe, choice)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _take_data(recipe: dict[str, Any], choice: Choice) -> None:
+    """The data that somebody names, in place of the rows that come with llmsuite."""
+    if choice.data is None:
+        return
+    data = recipe["data"]
+    data["train"] = choice.data
+    data.pop("eval", None)
+    if choice.eval_data is not None:
+        data["eval"] = choice.eval_data
+    elif "split" not in recipe.get(choice.stage, {}):  # nothing is held out
+        recipe["train"].pop("eval_steps", None)
+        recipe["checkpoint"].pop("best_metric", None)
+
+
+def _take_method(recipe: dict[str, Any], choice: Choice) -> None:
+    """Adapters, where they are wanted."""
+    if choice.method == "full":
+        return
+    if "lora" not in recipe:
+        section, train = recipe.get(choice.stage, {}), recipe["train"]
+        train["learning_rate"] = float(f"{train['learning_rate'] * _ADAPTED_RATE:.6g}")
+        if section.get("reference") == "copy" or choice.stage in _COPIES:  # the model without its adapters is one
+            section["reference"] = "adapter_off"
+        recipe["lora"] = dict(stage_recipe("lora", choice.family.name)["lora"])
+    if choice.method == "qlora":
+        recipe["lora"]["base_dtype"] = _BASE
+
+
+def stage_recipe(stage: str, family: str) -> dict[str, Any]:
+    """The recipe of a stage that comes with llmsuite: that of the family, else that of llama.
+
+    Raises:
+        UserError: there is none.
+    """
+    for name in (family, "llama"):
+        path = bundled("recipes") / name / f"{stage}.json"
+        if path.is_file():
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+    raise UserError(f"--stage {stage}: llmsuite comes with no recipe for it; start from one of its own package")
 
 
 def _template(choice: Choice) -> dict[str, Any]:
     """The recipe that all other numbers come from, with its sections in the usual order."""
-    for family in (choice.family.name, "llama"):
-        path = bundled("recipes") / family / f"{choice.stage}.json"
-        if path.is_file():
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            recipe: dict[str, Any] = {"stage": choice.stage, "model": {}, "data": {}, "parallel": {}}
-            return recipe | {key: copy.deepcopy(value) for key, value in found.items() if key != "source"}
-    raise UserError(f"--stage {choice.stage}: llmsuite comes with no recipe for it; start from one of its own package")
+    found = stage_recipe(choice.stage, choice.family.name)
+    recipe: dict[str, Any] = {"stage": choice.stage, "model": {}, "data": {}, "parallel": {}}
+    return recipe | {key: copy.deepcopy(value) for key, value in found.items() if key != "source"}

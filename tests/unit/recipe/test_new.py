@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ import pytest
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.new import Choice, choose_degrees, new_recipe
+from llmsuite.recipe.new import METHODS, Choice, choose_degrees, new_recipe
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
+from tests.paths import ROOT
 
 BILLION = 10**9
 
@@ -75,19 +78,136 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "did you mean qwen3-8b?" in capsys.readouterr().err
 
 
-def test_questions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter(["dpo", "nothing", "llama", "smollm2-135m", "none", "2"])
-    asked: list[str] = []
+TINY = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A directory with a model, as far as recipes look at it."""
+    directory = tmp_path / "Tiny-1"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(TINY))
+    return directory
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    return path
+
+
+@pytest.mark.parametrize("stage", ["sft", "lora", "dpo", "kto", "rm", "grpo", "online_dpo", "ppo"])
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_every_method_is_valid(registry: Registry, tmp_path: Path, stage: str, num_devices: int) -> None:
+    rolls_out = "rollout" in registry.stages[stage].sections
+    for method in METHODS:
+        if (method == "qlora" and rolls_out) or (method == "full" and stage == "lora"):
+            continue
+        choice = Choice(stage, registry.models["llama"], "llama-3.1-8b", num_devices, "gpu", method=method)
+        recipe = new_recipe(choice, 8 * BILLION, registry.stages[stage].adapters)
+        path = tmp_path / f"{method}.json"
+        path.write_text(recipe_text(recipe))
+        plan = plan_run(path, [], registry)
+        assert (plan.recipe.lora.rank is None) == (method == "full")
+        assert (plan.recipe.lora.base_dtype is None) == (method != "qlora")
+        before = json.loads((ROOT / f"recipes/llama/{stage}.json").read_text())["train"]["learning_rate"]
+        by = 1 if method == "full" or stage == "lora" else 10
+        assert plan.recipe.train.learning_rate == pytest.approx(by * before)
+
+
+def test_own_weights_and_data(weights: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = weights.parent / "my recipe.json"
+    words = ["--no-plugins", "recipe", "new", "--stage", "dpo", "--weights", str(weights), "--device", "cpu"]
+    words += ["--num_devices", "1", "--data", str(rows), "--method", "lora"]
+    assert main([*words, "-o", str(target)]) == 0
+    recipe = json.loads(target.read_text())
+    assert recipe["model"] == {"family": "llama", "weights": str(weights)}, "its config.json has the shape"
+    assert recipe["data"] == {"train": str(rows), "max_length": 256}
+    assert "eval_steps" not in recipe["train"]
+    assert recipe["lora"]["rank"] == 8
+    assert recipe["output_dir"] == "runs/tiny-1-dpo"
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"wrote {target}"
+    assert [line for line in said if line.startswith("to do")] == []
+    name = said[-1].removeprefix("then: llmsuite run ")
+    assert shlex.split(name) == [str(target)]
+    assert main(["--no-plugins", "validate", str(target)]) == 0
+    assert main([*words, "--eval_data", str(rows)]) == 0
+    printed = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert printed["data"]["eval"] == str(rows)
+    assert printed["train"]["eval_steps"] == 100
+
+
+def test_what_is_missing_is_to_do(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(weights), "--device", "cpu"]
+    target = weights.parent / "a.json"
+    assert main([*words, "--num_devices", "1", "--data", "rows-that-are-not-here.jsonl", "-o", str(target)]) == 0
+    said = capsys.readouterr().out
+    assert "to do: data.train: rows-that-are-not-here.jsonl is not a file" in said
+    assert main([*words, "--num_devices", "1", "--eval_data", "x.jsonl"]) == 2
+    assert "--eval_data: needs --data" in capsys.readouterr().err
+    assert main([*words, "--num_devices", "1", "--stage", "grpo", "--method", "qlora"]) == 2
+    assert "--method qlora: is none of full, lora" in capsys.readouterr().err
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
+    """Give answers at a terminal; returns the questions, as they come."""
+    left, asked = iter(answers), list[str]()
 
     def answer(question: str) -> str:
-        asked.append(question)
-        return next(answers)
+        asked.append(re.split(r"[ ,:]", question)[0])
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
 
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", answer)
+    return asked
+
+
+def test_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ask(monkeypatch, "dpo", "nowhere", "", "nothing", "llama", "smollm2-135m", "", "", "cpu", "none", "2", "")
     assert main(["--no-plugins", "recipe", "new"]) == 0
-    recipe = json.loads(capsys.readouterr().out)
+    recipe = json.loads((tmp_path / "smollm2-135m-dpo.json").read_text())
     assert (recipe["stage"], recipe["model"]["preset"], recipe["launch"]) == ("dpo", "smollm2-135m", {"num_devices": 2})
-    assert [question.split(" (")[0].split(",")[0] for question in asked] == [
-        "stage", "family", "family", "preset", "num_devices", "num_devices",
+    assert asked == [
+        "stage", "weights", "weights", "family", "family", "preset", "data", "method", "device", "num_devices",
+        "num_devices", "file",
     ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "nowhere is not a directory" in said
+    assert "to do: model.weights: models/smollm2-135m is not a directory with a model" in said
+    assert said.splitlines()[-1] == "then: llmsuite run smollm2-135m-dpo.json"
+
+
+def test_defaults_are_taken_by_empty_answers(
+    weights: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(weights.parent)
+    asked = ask(monkeypatch, "", "Tiny-1", "rows.jsonl", "", "lora", "", "", "")
+    assert main(["--no-plugins", "recipe", "new"]) == 0
+    assert asked == ["stage", "weights", "data", "eval_data", "method", "device", "num_devices", "file"]
+    recipe = json.loads(Path("tiny-1-lora.json").read_text())
+    assert (recipe["stage"], recipe["model"]["weights"], recipe["data"]["train"]) == ("lora", "Tiny-1", "rows.jsonl")
+    assert "eval" not in recipe["data"]
+    ask(monkeypatch, "", "Tiny-1")
+    assert main(["--no-plugins", "recipe", "new"]) == 2
+    assert "no answer; nothing is written" in capsys.readouterr().err
+
+
+def test_weights_whose_hub_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fetch(*arguments: object) -> None:
+        raise UserError("hf:org/name: no hub can be asked")
+
+    monkeypatch.setattr("llmsuite.cli.new_recipe.fetch", fetch)
+    monkeypatch.setattr("llmsuite.cli.new_recipe.cached", lambda name, want: None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", "hf:org/name", "--num_devices", "1"]
+    assert main(words) == 2
+    assert "so its family and shape are not known\n--family: is required" in capsys.readouterr().err
