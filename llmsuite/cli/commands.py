@@ -5,6 +5,7 @@ from __future__ import annotations
 from llmsuite.cli import (
     align,
     checkpoints,
+    completion,
     data,
     doctor,
     evaluate,
@@ -58,4 +59,5 @@ def llmsuite_register_commands() -> list[Command]:
         schema.COMMAND,
         plugins.COMMAND,
         doctor.COMMAND,
+        completion.COMMAND,
     ]

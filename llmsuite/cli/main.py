@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from llmsuite import __version__, builtin
-from llmsuite.cli import commands
+from llmsuite.cli import commands, completion
 from llmsuite.cli.exits import exit_code
 from llmsuite.cli.help import PlainHelp
 from llmsuite.errors import UserError
@@ -57,6 +57,7 @@ def _run(words: list[str], registry: Registry) -> int:
     parser.add_argument(_PLUGIN, type=str, help="a Python file that is a plugin; with any command, also several times")
     subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
     options: dict[str, set[str]] = {}
+    parsers: dict[str, ArgumentParser] = {}
     for command in list(registry.commands.values()):
         subparser = ArgumentParser(description=command.help, formatter_class=PlainHelp)
         try:
@@ -66,6 +67,9 @@ def _run(words: list[str], registry: Registry) -> int:
             continue
         subcommands.add_subcommand(command.name, subparser, help=command.help)
         options[command.name] = {option for action in subparser._actions for option in action.option_strings}
+        parsers[command.name] = subparser
+    if completion.COMPLETES in os.environ:
+        completion.answer(parsers, registry)
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in registry.commands:
         raise UserError(registry.unknown("command", chosen))

@@ -112,7 +112,8 @@ class Finder:
     left = {number}
 
     def find_spec(self, name, path=None, target=None):
-        Finder.left -= 1
+        # modules that Cython made ask for it, and forget whatever comes of that, be it Ctrl-C
+        Finder.left -= name != "backports_abc"
         if not Finder.left:
             os.kill(os.getpid(), signal.SIGINT)
 
