@@ -11,6 +11,7 @@ from typing import Any
 
 from llmsuite.cli.generate import CONTROL_TOKENS, add_model_arguments
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
@@ -19,7 +20,7 @@ _KEY = "LLMSUITE_API_KEY"
 
 
 def add_arguments(parser: Any) -> None:
-    from jsonargparse.typing import PositiveFloat, PositiveInt
+    from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
     add_model_arguments(parser)
     parser.add_argument(
@@ -38,6 +39,13 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--batch_size", type=PositiveInt, default=8, help="answers decoded together")
     parser.add_argument("--max_waiting", type=PositiveInt, default=256, help="answers that may wait for a place")
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=1024, help="most tokens of an answer")
+    parser.add_argument(
+        "--prefix_cache_mb",
+        type=NonNegativeInt,
+        default=256,
+        help="megabytes for keys and values of prompts, which later prompts that begin alike do not compute again; "
+        "0 for none",
+    )
     parser.add_argument("--max_body_bytes", type=PositiveInt, default=1_000_000, help="of a request")
     parser.add_argument("--body_timeout", type=PositiveFloat, default=10.0, help="seconds for a request to arrive")
     parser.add_argument("--request_timeout", type=PositiveFloat, default=600.0, help="seconds for an answer")
@@ -73,7 +81,7 @@ def run(args: Any, registry: Registry) -> int:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f"serve: {error.name} is missing; install it with: pip install 'llmsuite[serve]'") from error
+        raise UserError(f"serve: {error.name} is missing; install it with: {install_command('serve')}") from error
     from llmsuite.cli.model import open_generator
     from llmsuite.cli.places import find_model_arguments
 

@@ -13,6 +13,7 @@ from llmsuite.errors import UserError
 from llmsuite.inference.decoder import Cache, Decoder, join, keep_rows, num_columns
 from llmsuite.inference.guided import Guide
 from llmsuite.inference.sampling import Sampling, choose, forbid, generator, log_softmax, penalise
+from llmsuite.inference.shared_prefixes import Block, SharedPrefixes, as_cache, num_known
 from llmsuite.inference.text import TextStream
 
 FinishReason = Literal["stop", "length"]
@@ -58,6 +59,8 @@ class Line:
         self.finished: FinishReason | None = None if sampling.max_new_tokens else "length"
         self.error: Exception | None = None
         """Why it cannot go on."""
+        self.num_known = 0
+        """Tokens of the prompt whose keys and values were there already, so that they were not computed."""
         self._random = generator(sampling.seed, number)
         self._guide, self.adapter = guide, adapter
 
@@ -113,6 +116,13 @@ def _adapters(lines: Sequence[Line]) -> dict[str, Any]:
     return {"adapters": names} if any(name is not None for name in names) else {}
 
 
+def _joined(first: Cache, padding: np.ndarray, second: Cache, more_padding: np.ndarray) -> tuple[Cache, np.ndarray]:
+    """Two caches as one, and the padding of their rows."""
+    difference = num_columns(second) - num_columns(first)
+    both = [padding + max(difference, 0), more_padding + max(-difference, 0)]
+    return join(first, second), np.concatenate(both)
+
+
 class Batch:
     """The unfinished lines, and their cache."""
 
@@ -121,14 +131,17 @@ class Batch:
         decoder: Decoder,
         agree: Callable[[list[int]], list[int]] = lambda tokens: tokens,
         fails_alone: bool = False,
+        prefixes: SharedPrefixes | None = None,
     ):
         """
         Args:
             decoder: the model.
             agree: where several ranks decode the same batch, maps the choice of this rank to the one that all take.
             fails_alone: whether a line that cannot go on leaves the batch with its `error`; else `advance` raises it.
+            prefixes: of prompts that were read before, which are not read again; needs a decoder that
+                `shares_prefixes`.
         """
-        self._decoder, self._agree, self._fails_alone = decoder, agree, fails_alone
+        self._decoder, self._agree, self._fails_alone, self._prefixes = decoder, agree, fails_alone, prefixes
         self.lines: list[Line] = []
         self._padding = np.zeros(0, "int64")
         self._cache: Cache | None = None
@@ -143,13 +156,10 @@ class Batch:
         When the pass itself raises, the batch is as it was before.
         """
         if new:
-            lines, (logits, cache, padding), before = list(new), self._prefill(new), self._padding
+            lines, logits, cache, padding = self._prefill(new)
             if self._cache is not None:
-                difference = num_columns(cache) - num_columns(self._cache)
-                before = before + max(difference, 0)
-                padding = padding + max(-difference, 0)
-                cache = join(self._cache, cache)
-            self._padding = np.concatenate([before, padding])
+                cache, padding = _joined(self._cache, self._padding, cache, padding)
+            self._padding = padding
             self.lines = [*self.lines, *lines]
         else:
             lines = list(self.lines)
@@ -173,14 +183,46 @@ class Batch:
             line.error = error
             return instead
 
-    def _prefill(self, lines: Sequence[Line]) -> tuple[np.ndarray, Cache, np.ndarray]:
-        """The first pass of new lines, over their prompts."""
-        length = max(len(line.prompt) for line in lines)
-        padding = np.asarray([length - len(line.prompt) for line in lines], "int64")
-        ids = np.zeros([len(lines), length], "int64")
+    def _prefill(self, new: Sequence[Line]) -> tuple[list[Line], np.ndarray, Cache, np.ndarray]:
+        """The first pass of new lines, over their prompts; two, where the beginnings of some are known.
+
+        Returns:
+            The lines in another order, with their logits, cache and padding.
+        """
+        if self._prefixes is None:
+            return list(new), *self._read(new, [[] for _ in new])
+        found = [self._prefixes.find(line.prompt, line.adapter) for line in new]
+        groups = ([pair for pair in zip(new, found) if bool(pair[1]) == is_known] for is_known in (True, False))
+        made = []
+        for group in filter(None, groups):
+            lines, blocks = [line for line, _ in group], [own for _, own in group]
+            logits, cache, padding = self._read(lines, blocks)
+            tensors = list(cache)
+            for row, line in enumerate(lines):
+                self._prefixes.keep(line.prompt, line.adapter, tensors, row, int(padding[row]))
+            made.append((lines, logits, cache, padding))
+        if len(made) == 1:
+            return made[0]
+        (lines, logits, first, before), (others, more, second, padding) = made
+        cache, padding = _joined(first, before, second, padding)
+        return [*lines, *others], np.concatenate([logits, more]), cache, padding
+
+    def _read(self, lines: Sequence[Line], prefixes: Sequence[Sequence[Block]]) -> tuple[np.ndarray, Cache, np.ndarray]:
+        """A pass over prompts, but for the beginnings that are known. All rows read as many columns as the one that
+        has most to read."""
+        lengths = [len(line.prompt) for line in lines]
+        width = max(lengths)
+        padding = np.asarray([width - length for length in lengths], "int64")
+        num_read = max(length - num_known(blocks) for length, blocks in zip(lengths, prefixes))
+        known = None
+        if num_read < width:
+            known = as_cache(prefixes, [max(0, length - num_read) for length in lengths], width - num_read)
+        ids = np.zeros([len(lines), num_read], "int64")
         for row, line in zip(ids, lines):
-            row[length - len(line.prompt) :] = line.prompt
-        logits, cache = self._decoder.forward(ids, padding, None, **_adapters(lines))
+            text = line.prompt[-num_read:]
+            row[num_read - len(text) :] = text
+            line.num_known = len(line.prompt) - len(text)
+        logits, cache = self._decoder.forward(ids, padding, known, **_adapters(lines))
         return logits, cache, padding
 
     def drop(self, dropped: Sequence[Line]) -> None:

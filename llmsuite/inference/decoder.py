@@ -64,6 +64,8 @@ class ModelDecoder:
         self.edited_ends = getattr(model, "edited_ends", None)
         """See `models.reft.add_interventions`."""
         self._num_prefix = int(getattr(model, "num_prefix_tokens", 0))
+        self.shares_prefixes = mesh is None and self.edited_ends is None and not self._num_prefix
+        """Whether keys and values depend on the tokens before them only, and are whole on this device."""
 
     @property
     def max_length(self) -> int:
@@ -265,10 +267,11 @@ def num_columns(cache: Cache) -> int:
 def join(first: Cache, second: Cache) -> Cache:
     """Two caches as one; the shorter gets padding on the left."""
     length = max(num_columns(first), num_columns(second))
-    return [paddle.concat([_pad_to(a, length), _pad_to(b, length)]) for a, b in zip(first, second)]
+    return [paddle.concat([pad_to(a, length), pad_to(b, length)]) for a, b in zip(first, second)]
 
 
-def _pad_to(tensor: Tensor, length: int) -> Tensor:
+def pad_to(tensor: Tensor, length: int) -> Tensor:
+    """A tensor of a cache with so many columns, padded on the left."""
     missing = length - tensor.shape[-2]
     if not missing:
         return tensor

@@ -16,6 +16,7 @@ import numpy as np
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
+from llmsuite.extras import install_command
 from llmsuite.inference.calls import CallFormat
 
 MAX_SCHEMA_BYTES = 65536
@@ -91,7 +92,7 @@ class Grammars:
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
-            reason = "needs the package llguidance; install it with: pip install 'llmsuite[serve]'"
+            reason = f"needs the package llguidance; install it with: {install_command('serve')}"
             raise UserError(f"{key}: {reason}") from error
         with self._lock:
             if self._known is None:

@@ -29,6 +29,9 @@ class Limits:
     """Answers that may be queued; beyond it is 429."""
     max_new_tokens: int = 1024
     """Most tokens of an answer."""
+    prefix_cache_mb: int = 256
+    """Megabytes for keys and values of prompts, which later prompts that begin alike do not compute again; 0 for none.
+    Models with interventions or prefixes, and exported ones, have none."""
     max_body_bytes: int = 1_000_000
     """Size of a request; beyond it is 413."""
     body_timeout: float = 10.0

@@ -14,6 +14,11 @@ class Metrics:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("llmsuite_requests", "Answered requests", ["path", "status"], registry=registry)
         self.prompt_tokens = Counter("llmsuite_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.prefix_hits = Counter("llmsuite_prefix_hits", "Answers to prompts known in part", registry=registry)
+        self.prefix_tokens = Counter(
+            "llmsuite_prefix_tokens", "Tokens of prompts that were not computed again", registry=registry
+        )
+        self.prefix_bytes = Gauge("llmsuite_prefix_bytes", "Of keys and values that are kept", registry=registry)
         self.generated_tokens = Counter("llmsuite_generated_tokens", "Tokens of answers", registry=registry)
         self.passes = Counter("llmsuite_passes", "Passes of the model", registry=registry)
         self.running = Gauge("llmsuite_answers_running", "Answers in the batch", registry=registry)

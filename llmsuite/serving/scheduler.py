@@ -11,6 +11,7 @@ from typing import Any
 
 from llmsuite.inference.batch import Batch, Line
 from llmsuite.inference.decoder import Decoder
+from llmsuite.inference.shared_prefixes import SharedPrefixes
 from llmsuite.serving.metrics import Metrics
 
 Listener = Callable[[str, bool], None]
@@ -33,17 +34,26 @@ class Scheduler:
     """Decodes lines, and calls their listeners with the text. Between two passes it calls functions that use the model
     otherwise."""
 
-    def __init__(self, decoder: Decoder, metrics: Metrics, batch_size: int, max_waiting: int):
+    def __init__(
+        self,
+        decoder: Decoder,
+        metrics: Metrics,
+        batch_size: int,
+        max_waiting: int,
+        prefixes: SharedPrefixes | None = None,
+    ):
         """
         Args:
             decoder: the model; only the scheduler's thread uses it from here on.
             metrics: updated at every pass.
             batch_size: lines that are decoded together.
             max_waiting: lines that may be queued.
+            prefixes: of prompts, which are not read again; used where the decoder `shares_prefixes`.
         """
         self._decoder, self._metrics = decoder, metrics
         self._batch_size, self._max_waiting = batch_size, max_waiting
-        self._batch = Batch(decoder, fails_alone=True)
+        self._prefixes = prefixes if getattr(decoder, "shares_prefixes", False) else None
+        self._batch = self._new_batch()
         self._listeners: dict[Line, Listener] = {}
         self._waiting: collections.deque[Line] = collections.deque()
         self._cancelled: list[Line] = []
@@ -169,6 +179,7 @@ class Scheduler:
         any, the whole batch."""
         try:
             steps = self._batch.advance(new)
+            self._count_known(new)
         except Exception as error:  # whatever it is, the clients get an error and the server goes on
             if len(new) > 1:
                 for line in new:
@@ -177,10 +188,24 @@ class Scheduler:
             traceback.print_exception(error)
             failed = list(new)
             if not failed:
-                failed, self._batch = self._batch.lines, Batch(self._decoder, fails_alone=True)
+                failed, self._batch = self._batch.lines, self._new_batch()
             self._fail(failed, error)
         else:
             self._notify(steps)
+
+    def _new_batch(self) -> Batch:
+        return Batch(self._decoder, fails_alone=True, prefixes=self._prefixes)
+
+    def forget_prefixes(self) -> None:
+        """The weights are others. In the scheduler's thread."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def _count_known(self, new: Sequence[Line]) -> None:
+        if self._prefixes is not None and new:
+            self._metrics.prefix_hits.inc(sum(line.num_known > 0 for line in new))
+            self._metrics.prefix_tokens.inc(sum(line.num_known for line in new))
+            self._metrics.prefix_bytes.set(self._prefixes.num_bytes)
 
     def _notify(self, steps: Sequence[tuple[Line, str]]) -> None:
         self._metrics.passes.inc()

@@ -21,6 +21,7 @@ from llmsuite.inference.batch import Line, TokenLogprob, token_logprob
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.guided import Guide
 from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages, tool_names
+from llmsuite.inference.shared_prefixes import SharedPrefixes
 from llmsuite.serving import protocol
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
@@ -89,7 +90,8 @@ class Service:
         """`prompter` has the model's chat template; `name` is what clients call the model, without an adapter of its
         decoder: these have names of their own."""
         self.generator, self.prompter, self.name, self.limits, self.metrics = generator, prompter, name, limits, metrics
-        self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting)
+        prefixes = SharedPrefixes(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
+        self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting, prefixes)
         self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
         self.marks: Callable[[], dict[str, Any]] = dict
         """What every answer names beside the model, such as the version of its weights."""

@@ -97,8 +97,13 @@ def add_api(app: FastAPI, service: Service, weights: ServedWeights) -> None:
                 source = await asyncio.to_thread(weights.opened, Path(asked.directory), asked.digest)
             except UserError as error:
                 raise HTTPException(400, f"{error}; nothing was changed") from None
+
+            def take() -> None:
+                scheduler.forget_prefixes()  # of the weights before
+                weights.take(source, asked.version, asked.digest)
+
             with refusals():
-                taken = scheduler.call(lambda: weights.take(source, asked.version, asked.digest), while_paused=True)
+                taken = scheduler.call(take, while_paused=True)
             try:
                 await asyncio.wrap_future(taken)
             except (OSError, UserError) as error:

@@ -23,6 +23,7 @@ from llmsuite.inference.generate import Generator
 from llmsuite.inference.load import load_model
 from llmsuite.inference.prompts import Prompter
 from llmsuite.inference.refresh import RefreshableModel
+from llmsuite.inference.sampling import Sampling
 from llmsuite.rl.drawing import Drawing, Request, draw_groups
 from llmsuite.serving.app import make_app
 from llmsuite.serving.limits import Limits
@@ -292,3 +293,23 @@ def test_other_servers_have_none_of_it(places: dict[str, Path]) -> None:
         assert client.post("/v1/update_weights", json=update(places["second"], 1)).status_code == 404
         assert "return_token_ids" in client.post("/v1/completions", json=ASKED).json()["error"]["message"]
         assert "weights_version" not in client.post("/v1/completions", json={"prompt": "a"}).json()
+
+
+def test_nothing_is_kept_of_prompts_that_other_weights_have_read(client: TestClient, places: dict[str, Path]) -> None:
+    asked = {"prompt": list(range(5, 90)), "max_tokens": 12, "temperature": 0}
+
+    def say() -> str:
+        answer = client.post("/v1/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    before = say()
+    assert say() == before
+    assert "llmsuite_prefix_hits_total 1.0" in client.get("/metrics").text
+    replace(client, places["second"], 1)
+    after = say()
+    assert "llmsuite_prefix_hits_total 1.0" in client.get("/metrics").text
+    tokenizer = TextTokenizer(places["second"])
+    generator = Generator(ModelDecoder(build(places["second"]).model), tokenizer)
+    ((alone,),) = generator.answers([list(range(5, 90))], Sampling(max_new_tokens=12))
+    assert after == alone.text != before

@@ -1,0 +1,132 @@
+"""Prompts that begin alike: what was computed of one is used for the others, and no answer is another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.inference.batch import Batch, Line
+from llmsuite.inference.decoder import Cache, ModelDecoder
+from llmsuite.inference.generate import generate
+from llmsuite.inference.sampling import Sampling
+from llmsuite.inference.shared_prefixes import SharedPrefixes
+from tests.unit.families import FAMILIES
+from tests.unit.inference.test_batch import SAMPLINGS, family_model
+
+SYSTEM = [5, 9, 14, 3, 3, 22, 8, 30, 11, 2]
+PROMPTS = [
+    [*SYSTEM, 7, 12], [*SYSTEM, 4], [*SYSTEM, 17, 18, 19, 21, 6, 6, 25], SYSTEM, [*SYSTEM[:5], 1, 2, 3, 4],
+    [16, 20], [*SYSTEM, 7, 12], [*SYSTEM[:4]],
+]  # fmt: skip
+
+
+class Counting:
+    """A decoder that counts the columns it computes."""
+
+    def __init__(self, decoder: ModelDecoder):
+        self._decoder = decoder
+        self.vocab_size, self.max_length = decoder.vocab_size, decoder.max_length
+        self.columns: list[int] = []
+
+    def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
+        self.columns.append(ids.shape[1])
+        return self._decoder.forward(ids, padding, cache)
+
+
+def answers(decoder: Any, prefixes: SharedPrefixes | None, sampling: Sampling, groups: list[list[int]]) -> list[Line]:
+    """Lines that join a batch in groups, some passes apart."""
+    batch = Batch(decoder, prefixes=prefixes)
+    lines = [Line(prompt, sampling, {1}) for prompt in PROMPTS]
+    for group in groups:
+        batch.advance([lines[number] for number in group])
+        if batch.lines:
+            batch.advance()
+    while batch.lines:
+        batch.advance()
+    return lines
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=["greedy", "sampled"])
+def test_answers_are_those_without(name: str, sampling: Sampling) -> None:
+    decoder = ModelDecoder(family_model(name))
+    alone = [list(generate(decoder, prompt, {1}, sampling)) for prompt in PROMPTS]
+    for groups in ([[0], [1], [2, 3, 4, 5], [6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]], [[n] for n in range(8)]):
+        lines = answers(decoder, SharedPrefixes(10**9, 4), sampling, groups)
+        assert [line.ids for line in lines] == alone, groups
+        assert sum(line.num_known for line in lines) > 0
+        assert max(line.num_known for line in lines) <= 9
+
+
+def test_a_fused_model_with_a_buffer() -> None:
+    from llmsuite.inference.fused import fuse
+
+    model = family_model("llama")
+    fuse(model)
+    decoder = ModelDecoder(model)
+    alone = [list(generate(decoder, prompt, {1}, SAMPLINGS[0])) for prompt in PROMPTS]
+    prefixes = SharedPrefixes(10**9, 4)
+    for _ in range(2):  # and once more, when all of them are known
+        lines = answers(decoder, prefixes, SAMPLINGS[0], [[0], [1], [2, 3, 4, 5], [6, 7]])
+        assert [line.ids for line in lines] == alone
+    assert [line.num_known for line in lines] == [8, 8, 15, 8, 7, 0, 8, 0]
+
+
+def test_what_is_known_is_not_computed_again() -> None:
+    decoder = Counting(ModelDecoder(family_model("llama")))
+    prefixes, sampling = SharedPrefixes(10**9, 4), Sampling(max_new_tokens=1)
+    answers(decoder, prefixes, sampling, [[0]])
+    answers(decoder, prefixes, sampling, [[6]])
+    answers(decoder, prefixes, sampling, [[1]])
+    answers(decoder, prefixes, sampling, [[5]])
+    assert decoder.columns == [12, 4, 3, 2]
+
+
+def test_each_adapter_has_its_own() -> None:
+    prefixes = SharedPrefixes(10**9, 2)
+    prefixes.keep([1, 2, 3, 4], "a", [paddle.ones([1, 1, 4, 2])], 0, 0)
+    assert len(prefixes.find([1, 2, 3, 4, 5], "a")) == 2
+    assert len(prefixes.find([1, 2, 3, 4], "a")) == 1, "one token is left to read"
+    for other in ("b", None):
+        assert prefixes.find([1, 2, 3, 4, 5], other) == []
+    prefixes.clear()
+    assert (prefixes.find([1, 2, 3, 4, 5], "a"), prefixes.num_bytes) == ([], 0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=30), st.integers(0, 10))
+def test_memory_is_bounded_and_what_is_there_is_right(prompts: list[list[int]], most: int) -> None:
+    size = 2 * 1 * 3 * 4  # of a block: two columns of three float32
+    prefixes = SharedPrefixes(most * size, 2)
+    for prompt in prompts:
+        for number, block in enumerate(prefixes.find(prompt, None)):
+            told = block.columns[0].numpy()[0, 0, :, 0].tolist()
+            assert told == _sums(prompt)[2 * number : 2 * number + 2], "of these tokens behind those"
+        values = np.array([0, *_sums(prompt)], "float32")  # one column of padding
+        cache = [paddle.to_tensor(np.tile(values[None, None, :, None], [2, 1, 1, 3]))]
+        prefixes.keep(prompt, None, cache, 1, 1)
+        assert prefixes.num_bytes <= most * size
+        assert prefixes.num_bytes == sum(block.num_bytes for block in prefixes._blocks.values())
+        fits = min(most, (len(prompt) - 1) // 2)
+        assert len(prefixes.find(prompt, None)) == fits, "the newest prompt is there as far as there is room"
+
+
+def _sums(prompt: list[int]) -> list[float]:
+    """A value for each token that depends on all before it, too."""
+    total, found = 0.0, []
+    for token in prompt:
+        total = total * 3 + token + 1
+        found.append(total)
+    return found
+
+
+def test_models_whose_prompts_are_edited_share_nothing() -> None:
+    model = family_model("llama")
+    assert ModelDecoder(model).shares_prefixes
+    model.__dict__["num_prefix_tokens"] = 2
+    assert not ModelDecoder(model).shares_prefixes
