@@ -1,4 +1,8 @@
-"""LangChain against `llmsuite serve`: conversations, streams, tools, structured answers, embeddings."""
+"""LangChain against `llmsuite serve`: conversations, streams, tools, structured answers, embeddings.
+
+langchain-openai 1.7 asks for an openai below 3, over which pip searches for many minutes beside what else the tests
+need. So it is in no extra: `pip install langchain-openai` behind them.
+"""
 
 from __future__ import annotations
 
