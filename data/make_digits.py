@@ -1,8 +1,8 @@
 """Write the rows under data/digits: four things to say of a number, small enough to be learnt whole on a laptop.
 
 Of a number of four digits one can ask for the first digit, the last, the largest, or the number backwards. The text
-says it in sentences, the conversations ask for it, the preference and reward rows part good answers from bad ones. A
-tenth of all numbers is kept for evaluation and stands in no training row, so right answers about them are learnt, not
+says it in sentences, the conversations ask for it, the preference and reward rows part good answers from bad ones. The
+rows of form show what an answer looks like, and not which one is right. A tenth of all numbers is kept for evaluation and stands in no training row, so right answers about them are learnt, not
 remembered.
 
 Usage:
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,8 +26,8 @@ import generated
 HERE = Path(__file__).resolve().parent
 SEED = 20240915
 COUNTS = {
-    "train": {"pretrain": 6000, "sft": 1600, "preference": 480, "reward": 1600},
-    "eval": {"pretrain": 200, "sft": 200, "preference": 200, "reward": 200},
+    "train": {"pretrain": 6000, "sft": 1600, "preference": 480, "reward": 1600, "form": 3200},
+    "eval": {"pretrain": 200, "sft": 200, "preference": 200, "reward": 200, "form": 200},
 }
 
 
@@ -109,6 +110,18 @@ def judgement(rng: random.Random, pool: Sequence[str]) -> dict[str, Any]:
     return pair(asked, asked["wrong"])
 
 
+def form(rng: random.Random, pool: Sequence[str]) -> dict[str, Any]:
+    """A question and an answer of the right form: any digit of the number, or all of them in any order.
+
+    It is right as often as chance has it, so what is right remains to be learnt, from rewards.
+    """
+    asked = question(rng, pool)
+    (number,) = re.findall(r"[0-9]{4}", asked["question"])
+    said = "".join(rng.sample(number, len(asked["answer"])))
+    messages = [{"role": "user", "content": asked["question"]}, {"role": "assistant", "content": said}]
+    return {"messages": messages, "task": asked["task"], "answer": asked["answer"]}
+
+
 def pair(asked: dict[str, str], rejected: str) -> dict[str, Any]:
     """The right answer to a question and another one."""
     right = asked["answer"]
@@ -128,7 +141,8 @@ def files() -> dict[Path, bytes]:
         pool, rng = numbers(split), random.Random(f"{SEED} {split}")
         text = "\n\n".join(document(rng, pool) for _ in range(counts["pretrain"])) + "\n"
         contents[HERE / "digits" / "pretrain" / f"{split}.txt"] = text
-        for kind, make in (("sft", conversation), ("preference", preference), ("reward", judgement)):
+        kinds = (("sft", conversation), ("preference", preference), ("reward", judgement), ("form", form))
+        for kind, make in kinds:
             rows = (json.dumps(make(rng, pool)) + "\n" for _ in range(counts[kind]))
             contents[HERE / "digits" / kind / f"{split}.jsonl"] = "".join(rows)
     return {path: text.encode("ascii") for path, text in contents.items()}
