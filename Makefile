@@ -24,10 +24,10 @@ demo: $(VENV)/demo $(MODEL)
 
 demo-rl: $(VENV)/demo
 	rm -rf runs/digits-pretrain runs/digits-rl-start runs/digits-grpo
-	@echo; echo "== a tiny model learns to write, then sees a little of a task"
-	$(BIN)/llmsuite run recipes/llama/digits-pretrain.json --train.max_steps=600
-	$(BIN)/llmsuite run recipes/llama/digits-sft.json --train.max_steps=27 --output_dir=runs/digits-rl-start
-	@echo; echo "== it learns the rest from rewards of what it writes itself"
+	@echo; echo "== a tiny model learns to write, then what an answer looks like"
+	$(BIN)/llmsuite run recipes/llama/digits-pretrain.json --train.max_steps=1000
+	$(BIN)/llmsuite run recipes/llama/digits-form.json
+	@echo; echo "== it learns which one is right from rewards of what it writes itself"
 	$(BIN)/llmsuite run recipes/llama/digits-grpo.json
 	@echo; echo "what it has written: runs/digits-grpo/completions.jsonl"
 
