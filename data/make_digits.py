@@ -2,8 +2,8 @@
 
 Of a number of four digits one can ask for the first digit, the last, the largest, or the number backwards. The text
 says it in sentences, the conversations ask for it, the preference and reward rows part good answers from bad ones. The
-rows of form show what an answer looks like, and not which one is right. A tenth of all numbers is kept for evaluation and stands in no training row, so right answers about them are learnt, not
-remembered.
+rows of form show what an answer looks like, and not which one is right. A tenth of all numbers is kept for evaluation
+and stands in no training row, so right answers about them are learnt, not remembered.
 
 Usage:
 

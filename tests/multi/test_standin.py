@@ -87,9 +87,10 @@ def failed(runner: Runner) -> dict[str, str]:
     return failed | run_cases(runner, [of(SMALL, "again", resume=True)])
 
 
-def problems(runner: Runner, one: str, many: str, cuts: bool = False) -> list[str]:
-    """What is beyond the limits; `cuts`: sums are rounded in parts, or activations in one of the runs only."""
-    close, found = bf16_metric_limits(runner, ONE), []
+def problems(runner: Runner, one: str, many: str, cuts: bool = False, wide: Case = ONE) -> list[str]:
+    """What is beyond the limits; `cuts`: sums are rounded in parts, or activations in one of the runs only. `wide`: the
+    run in float32, whose condition the limits are from."""
+    close, found = bf16_metric_limits(runner, wide), []
     for step, (ours, theirs) in enumerate(zip(runner.metrics(one), runner.metrics(many), strict=True), 1):
         assert ours["tokens"] == theirs["tokens"]
         for key, limit in close.items():
@@ -99,7 +100,7 @@ def problems(runner: Runner, one: str, many: str, cuts: bool = False) -> list[st
             far = abs(theirs[key] / ours[key] - 1)
             print(f"{many}, step {step}: {key} {far:.1e} of at most {limit:.1e}")
             found += [f"step {step}: {key} differs by {far:.1e}"] if not far <= limit else []
-    gradients = compare_gradients(runner, one, many, *((0.0, bf16_gradient_limits(runner, ONE)) if cuts else ()))
+    gradients = compare_gradients(runner, one, many, *((0.0, bf16_gradient_limits(runner, wide)) if cuts else ()))
     print(f"{many}: gradients {gradients.gradients:.1e}")
     return found + gradients.problems
 

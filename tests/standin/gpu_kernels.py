@@ -31,14 +31,19 @@ def _require(condition: bool, what: str) -> None:
         raise ValueError(f"the GPU's kernel refuses this: {what}")
 
 
-def _plain(*tensors: Tensor) -> None:
+def _plain(*tensors: Tensor, has_rule: bool = False) -> None:
+    """`has_rule`: programs know how to split the kernel over ranks."""
     for tensor in tensors:
-        _require(not tensor.is_dist(), "a distributed tensor, for which Paddle has no rule")
-        _require(tensor.is_contiguous(), f"strides {tensor.strides} of shape {tensor.shape}")
+        in_program = isinstance(tensor, paddle.pir.Value)
+        _require(
+            not tensor.is_dist() or (in_program and has_rule), "a distributed tensor, for which Paddle has no rule"
+        )
+        # a tensor of a program has no strides while that is made
+        _require(in_program or tensor.is_contiguous(), f"the strides of a tensor of shape {tensor.shape}")
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _plain(q, k, v)
+    _plain(q, k, v, has_rule=True)
     for x in (q, k, v):
         _require(x.dtype in _SHORT and x.dtype == q.dtype, f"dtypes {q.dtype}, {k.dtype}, {v.dtype}")
         _require(x.ndim == 4, f"{x.ndim} dims")
@@ -60,7 +65,7 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, caus
 
 def _flashmask_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *, causal: bool) -> Tensor:
     _heads(q, k, v)
-    _plain(ends)
+    _plain(ends, has_rule=True)
     length = k.shape[1]
     _require(causal and ends.dtype == paddle.int32, f"a mask of {ends.dtype}")
     _require(ends.ndim == 4 and ends.shape[0] == q.shape[0], f"a mask of {ends.shape} for {q.shape}")

@@ -11,9 +11,12 @@
 #include "paddle/phi/core/distributed/auto_parallel/dist_tensor.h"
 #include "paddle/phi/core/distributed/auto_parallel/reshard/reshard_function_registry.h"
 #include "paddle/phi/core/kernel_factory.h"
+#include "paddle/phi/core/kernel_utils.h"
 #include "paddle/phi/kernels/abs_kernel.h"
 #include "paddle/phi/kernels/activation_grad_kernel.h"
 #include "paddle/phi/kernels/activation_kernel.h"
+#include "paddle/phi/kernels/all_gather_kernel.h"
+#include "paddle/phi/kernels/all_reduce_kernel.h"
 #include "paddle/phi/kernels/concat_grad_kernel.h"
 #include "paddle/phi/kernels/cum_kernel.h"
 #include "paddle/phi/kernels/elementwise_add_grad_kernel.h"
@@ -41,6 +44,7 @@
 #include "paddle/phi/kernels/reduce_mean_grad_kernel.h"
 #include "paddle/phi/kernels/reduce_mean_kernel.h"
 #include "paddle/phi/kernels/reduce_max_kernel.h"
+#include "paddle/phi/kernels/reduce_scatter_kernel.h"
 #include "paddle/phi/kernels/roll_kernel.h"
 #include "paddle/phi/kernels/scatter_kernel.h"
 #include "paddle/phi/kernels/softmax_grad_kernel.h"
@@ -182,9 +186,6 @@ struct Filled<Id, void (*)(const CPUContext&, Arguments...)> {
   }
 };
 
-// Programs call a kernel by its context; there are none here.
-void no_context(phi::KernelContext*) { PADDLE_THROW("a kernel of the stand-in in a program"); }
-
 template <int Id, typename Function>
 void fill(const std::string& name) {
   auto& all = phi::KernelFactory::Instance().kernels();
@@ -197,7 +198,9 @@ void fill(const std::string& name) {
   for (const auto dtype : {DataType::BFLOAT16, DataType::FLOAT16}) {
     const phi::KernelKey key(phi::Backend::CPU, phi::DataLayout::ALL_LAYOUT, dtype);
     if (kernels.count(key)) continue;
-    phi::Kernel kernel(no_context, reinterpret_cast<void*>(&Filled<Id, Function>::run));
+    // programs call a kernel by its context, which has the arguments in a list
+    const auto in_programs = &phi::KernelImpl<Function, &Filled<Id, Function>::run>::Compute;
+    phi::Kernel kernel(in_programs, reinterpret_cast<void*>(&Filled<Id, Function>::run));
     *kernel.mutable_args_def() = plain.args_def();
     for (auto& input : kernel.mutable_args_def()->input_defs()) {
       if (input.dtype == DataType::FLOAT32) input.SetDataType(dtype);
@@ -229,6 +232,9 @@ class WidenedReshard final : public phi::distributed::ReshardFunction {
 #define FILL(name, function) fill<__COUNTER__, decltype(&phi::function<float, CPUContext>)>(name);
 
 [[maybe_unused]] const bool is_filled = [] {
+  FILL("all_gather", AllGatherKernel)
+  FILL("all_reduce", AllReduceKernel)
+  FILL("reduce_scatter", ReduceScatterKernel)
   FILL("add", AddKernel)
   FILL("add_grad", AddGradKernel)
   FILL("divide", DivideKernel)
