@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.multi.conftest import Process, Runner
+from tests.tools.ports import free_address
 
 STEPS = 4
 COMMON = (
@@ -26,9 +26,7 @@ TWO = (
 @pytest.fixture
 def master() -> str:
     """A free port of an address that only what the launchers tell each other leads to."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.2", 0))
-        return f"127.0.0.2:{s.getsockname()[1]}"
+    return free_address("127.0.0.2")
 
 
 def _start(

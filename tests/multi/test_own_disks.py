@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from tests.conftest import PluginSite
 from tests.multi.conftest import Process, Runner, learnt
 from tests.paths import ROOT
+from tests.tools.ports import free_address
 
 STEPS = 6
 COMMON = (
@@ -48,9 +48,7 @@ def _both(
     runner: Runner, names: Sequence[str], *more: str, num_devices: int = 2, **environment: str
 ) -> list[tuple[int, str]]:
     """Run machines to their end, each with so many ranks; returns exit code and output of each."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{s.getsockname()[1]}"
+    master = free_address("127.0.0.1")
     all_of = (f"--launch.nnodes={len(names)}", f"--launch.num_devices={num_devices}", f"--launch.master={master}")
     machines: list[Process] = [
         runner.start_fork(*runner.smoke(name, *COMMON, *all_of, f"--launch.node_rank={k}", *more), **environment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Process, Runner, learnt
+from tests.tools.ports import free_address
 
 STEPS = 8
 COMMON = (f"--train.max_steps={STEPS}", "--train.eval_steps=4", "--train.micro_batch_size=2")
@@ -34,9 +34,7 @@ def _ranks(process: Process) -> list[int]:
 
 def _master() -> str:
     """A free port of an address that only what the launchers tell each other leads to."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.2", 0))
-        return f"127.0.0.2:{s.getsockname()[1]}"
+    return free_address("127.0.0.2")
 
 
 def _events(runner: Runner, name: str) -> list[dict[str, object]]:

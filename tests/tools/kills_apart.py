@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from llmsuite.files import ELSEWHERE, MANIFEST, broken_file
 from tests.multi.conftest import Runner, learnt
 from tests.tools.faults import ranks_of
 from tests.tools.kills import Wrong
+from tests.tools.ports import free_address
 
 STEPS_OF_A_RUN = 24
 MOST_SECONDS = 3.0  # of training before a kill
@@ -84,9 +84,7 @@ def _round(runner: Runner, name: str, most: int, chance: random.Random) -> int:
 
 
 def _start(runner: Runner, runs: list[Path]) -> list[subprocess.Popen[str]]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{s.getsockname()[1]}"
+    master = free_address("127.0.0.1")
     two = (f"--launch.master={master}", "--launch.nnodes=2", "--launch.num_devices=2")
     goes_on = ["--resume"] if any(run.exists() for run in runs) else []
     return [
