@@ -115,9 +115,9 @@ def test_a_layer_with_an_adapter_is_no_plain_linear_layer() -> None:
         adapted_modules(model, WHOLE, ["q_proj"])
 
 
-def test_without_paddlenlp_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_paddlenlp_its_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"lora.rank: .*pip install 'llmsuite\[cpu\]'"):
+    with pytest.raises(UserError, match=r"lora.rank: .*install it with: pip install .*paddlenlp=="):
         import_alone("paddlenlp.peft.lora.lora_layers")
 
 
