@@ -110,13 +110,12 @@ class RunPlan:
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
         if loads_model:
             problems += self._missing_models()
-        if not reads_tokens(self.model_config):
-            pass  # and none is saved along
-        elif self.tokenizer is None:
+        if self.tokenizer is None and reads_tokens(self.model_config):
             message = "is required without model.weights; add --model.tokenizer=DIR_OR_NAME, with a tokenizer.json"
             problems.append(self.loaded.problem("model.tokenizer", message))
         elif (
-            reads_data
+            self.tokenizer is not None
+            and reads_data
             and not (loads_model and self.tokenizer == self.weights)
             and not self.tokenizer.is_dir()
             and not _on_hub(self.tokenizer)
