@@ -59,7 +59,7 @@ class ModelDecoder:
         self._model = model
         self._tensor_mesh = mesh.tensor if mesh is not None else None
         self._placements: list[Any] = []
-        self._buffer = CacheBuffer() if accepts_buffer(model) else None
+        self._accepts_buffer = accepts_buffer(model)
         self._next_logits = model.__dict__.get("next_logits")
         self.edited_ends = getattr(model, "edited_ends", None)
         """See `models.reft.add_interventions`."""
@@ -82,15 +82,15 @@ class ModelDecoder:
         if self.edited_ends is not None:
             chosen = chosen_columns(padding, ids.shape[1], cache is None, self.edited_ends)
         with paddle.no_grad(), tokens_with(chosen):
-            if cache is not None and self._buffer is not None:
+            if cache is not None and self._accepts_buffer:
                 filled = num_columns(cache)
-                whole = self._buffer.reserve(cache, ids.shape[1])
+                whole = _reserve(cache, ids.shape[1])
                 if self._next_logits is not None and ids.shape[1] == 1:
                     logits = self._next_logits(tokens, padding, whole, filled)
                 else:
                     hidden, _ = self._model.decode_step(tokens, padding, _pairs(whole), filled)
                     logits = self._model.logits(hidden[:, -1])
-                present = self._buffer.view(filled + ids.shape[1])
+                present: Cache = Columns(whole, filled + ids.shape[1])
             else:
                 pairs = None if cache is None else _pairs(self._distributed(cache))
                 begins = cache is None and self._num_prefix > 0
@@ -100,6 +100,8 @@ class ModelDecoder:
                 present = self._local([tensor for pair in new for tensor in pair])
                 if begins:
                     present = [behind_padding(tensor, padding, self._num_prefix) for tensor in present]
+                if self._accepts_buffer:
+                    present = Columns.of(present)
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
 
@@ -178,40 +180,39 @@ def _pairs(cache: Cache) -> list[tuple[Tensor, Tensor]]:
     return list(zip(cache[::2], cache[1::2]))
 
 
-class CacheBuffer:
-    """A cache with spare columns, which passes fill one after the other: nothing is copied as it grows.
+SPARE = 32
+"""Most spare columns of a cache that has some; they cost a little in every pass."""
+_LEAST_SPARE = 8
 
-    A pass returns views of the columns so far. If the next pass gets another cache than the one returned last, it is
-    copied to a new buffer: a column that somebody holds is never overwritten.
+
+class Columns(Sequence[Tensor]):
+    """A cache with spare columns behind it, which passes fill one after the other: nothing is copied as it grows.
+
+    Its tensors are views of the filled columns, made on access. The spare ones are filled once: a second pass behind
+    the same cache gets a copy, so that a column that somebody holds is never overwritten.
     """
 
-    SPARE = 32
-    """Spare columns of a new buffer; they cost a little in every pass."""
+    def __init__(self, whole: list[Tensor], filled: int):
+        self._whole, self.filled, self._is_continued = whole, filled, False
 
-    def __init__(self) -> None:
-        self._whole: Cache = []
-        self._returned: Cache | None = None
-
-    def reserve(self, cache: Cache, num_new: int) -> Cache:
-        """The whole buffer with `cache` in front, and room for new columns behind."""
+    @classmethod
+    def of(cls, cache: Cache, num_new: int = 0) -> Columns:
+        """A copy of a cache with room for new columns, and 8 to 32 more: a quarter of those it has."""
         filled = num_columns(cache)
-        if cache is not self._returned or filled + num_new > num_columns(self._whole):
-            self._whole = []  # before the new one is made
-            self._whole = [_with_spare_columns(tensor, num_new + self.SPARE) for tensor in cache]
-        self._returned = None
+        count = num_new + min(SPARE, max(_LEAST_SPARE, filled // 4))
+        return cls([_with_spare_columns(tensor, count) for tensor in cache], filled)
+
+    def reserve(self, num_new: int) -> list[Tensor] | None:
+        """All columns, of which those behind `filled` may be written now; None where that is not so."""
+        if self._is_continued or self.filled + num_new > num_columns(self._whole):
+            return None
+        self._is_continued = True
         return self._whole
 
-    def view(self, filled: int) -> Cache:
-        """The columns that are filled now, as a cache."""
-        self._returned = _Columns(self._whole, filled)
-        return self._returned
-
-
-class _Columns(Sequence[Tensor]):
-    """The first columns of every tensor of a cache: views that are made on access."""
-
-    def __init__(self, whole: Cache, count: int):
-        self._whole, self.filled = whole, count
+    def keep_rows(self, index: Tensor, first_column: int) -> Columns:
+        """See the function."""
+        tensors = [tensor[..., first_column:, :] for tensor in self._whole] if first_column else self._whole
+        return Columns([paddle.index_select(tensor, index, 0) for tensor in tensors], self.filled - first_column)
 
     def __len__(self) -> int:
         return len(self._whole)
@@ -220,6 +221,15 @@ class _Columns(Sequence[Tensor]):
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
         return self._whole[number][..., : self.filled, :]
+
+
+def _reserve(cache: Cache, num_new: int) -> list[Tensor]:
+    """Tensors with `cache` in front and room for new columns behind."""
+    whole = cache.reserve(num_new) if isinstance(cache, Columns) else None
+    if whole is None:
+        whole = Columns.of(cache, num_new).reserve(num_new)
+    assert whole is not None
+    return whole
 
 
 def _with_spare_columns(tensor: Tensor, count: int) -> Tensor:
@@ -254,6 +264,8 @@ class Uncached:
 def keep_rows(cache: Cache, rows: Sequence[int], first_column: int = 0) -> Cache:
     """The cache of some rows, in this order, from `first_column` on: what is before is padding in all of them."""
     index = paddle.to_tensor(np.asarray(rows, "int64"))
+    if isinstance(cache, Columns):
+        return cache.keep_rows(index, first_column)
     if first_column:
         cache = [tensor[..., first_column:, :] for tensor in cache]
     return [paddle.index_select(tensor, index, 0) for tensor in cache]
@@ -261,7 +273,7 @@ def keep_rows(cache: Cache, rows: Sequence[int], first_column: int = 0) -> Cache
 
 def num_columns(cache: Cache) -> int:
     """Number of columns of a cache."""
-    return cache.filled if isinstance(cache, _Columns) else int(cache[0].shape[-2])
+    return cache.filled if isinstance(cache, Columns) else int(cache[0].shape[-2])
 
 
 def join(first: Cache, second: Cache) -> Cache:

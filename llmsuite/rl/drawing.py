@@ -128,6 +128,8 @@ _REFILLS = 4
 """Prompts join a batch when this part of it is free: each time the caches are copied."""
 _LEAVE = 8
 """Completions leave a batch when one in so many has ended: each time the caches are copied."""
+_CUT = 4
+"""Columns that are padding in all rows are removed when they are this part of all: they are copied one time more."""
 
 
 class _Batch:
@@ -195,4 +197,6 @@ class _Batch:
             self._cache, self._padding = None, np.zeros(0, "int64")
             return
         first = int(self._padding[kept].min())
+        if first * _CUT < num_columns(self._cache) and longest + 1 < self._decoder.max_length:
+            first = 0
         self._cache, self._padding = keep_rows(self._cache, kept, first), self._padding[kept] - first

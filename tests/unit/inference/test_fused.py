@@ -15,7 +15,7 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.inference.attention import grouped_attention
 from llmsuite.inference.batch import Batch, Line
-from llmsuite.inference.decoder import CacheBuffer, ModelDecoder
+from llmsuite.inference.decoder import SPARE, ModelDecoder
 from llmsuite.inference.fused import accepts_buffer, fuse
 from llmsuite.inference.generate import generate
 from llmsuite.inference.sampling import Sampling
@@ -131,7 +131,7 @@ def test_lines_that_fill_the_free_columns_are_those_of_the_plain_model(
 ) -> None:
     plain, fused = decoders
     prompts, sampling = [[3], [1, 7, 2, 11, 5], [9, 9, 4]], Sampling(max_new_tokens=45, temperature=1.0, seed=3)
-    assert sampling.max_new_tokens > CacheBuffer.SPARE
+    assert sampling.max_new_tokens > SPARE
     expected = [list(generate(plain, prompt, set(), sampling)) for prompt in prompts]
     assert len({tuple(ids) for ids in expected}) == len(prompts)
     batch, lines = Batch(fused), [Line(prompt, sampling, set()) for prompt in prompts]
