@@ -13,7 +13,7 @@ import pytest
 
 from llmsuite.serving.page import chat_page
 from llmsuite.web.local import LocalHandler, LocalServer
-from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view
+from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view, waiting
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
 MARKDOWN = """Here is **how**, with `x = 1`:
@@ -95,9 +95,7 @@ def say(page: Any, text: str) -> None:
 
 
 def wait(page: Any, done: Any) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(page, 60).until(done)
+    waiting(page).until(done)
 
 
 def talk(page: Any, text: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from llmsuite.observe.report import write_report
 from llmsuite.observe.runs import read_run
 from tests.multi.conftest import Runner
-from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view
+from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view, waiting
 from tests.unit.observe.run_folder import PIPELINE, make_preferences, make_run, record
 from tests.unit.observe.test_report import CHARTS
 
@@ -134,7 +134,6 @@ def test_what_it_is_told_is_text(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_is_watched(browser: Any, runner: Runner, tmp_path: Path) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
 
     path = make_run(tmp_path / "live", end=None)
     process = runner.start("watch", str(path), "--port=0")
@@ -150,7 +149,7 @@ def test_a_run_that_goes_on_is_watched(browser: Any, runner: Runner, tmp_path: P
             found = browser.find_elements("css selector", "[data-card=Steps] .value")
             return found[0].text if found else ""
 
-        wait = WebDriverWait(browser, 60)
+        wait = waiting(browser)
         wait.until(lambda b: steps(b) == "5")
         assert browser.find_element("css selector", "[data-card=Status] .value").text == "running"
         canvas = browser.find_element("css selector", "#loss canvas")

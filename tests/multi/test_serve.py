@@ -21,7 +21,7 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.tools import load
-from tests.tools.browser import IS_THERE, REASON, chromium, screenshot, severe, view
+from tests.tools.browser import IS_THERE, REASON, chromium, screenshot, severe, view, waiting
 from tests.unit.inference.test_export import write_family
 
 KEY = "the-key"
@@ -304,12 +304,11 @@ def test_a_full_server_says_so_and_ends_well(runner: Runner) -> None:
 
 @pytest.mark.skipif(not IS_THERE, reason=REASON)
 def test_the_chat_page_shows_what_the_api_answers(server: Server, tmp_path: Path) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
 
     with chromium(tmp_path / "profile") as browser:
         view(browser, 900, "light")
         browser.get(server.url + "/")
-        wait = WebDriverWait(browser, 60)
+        wait = waiting(browser)
         wait.until(lambda b: b.find_element("id", "model").text == "tiny")
         # without the key, the server's own words are shown
         browser.find_element("id", "text").send_keys("Hello there\n")

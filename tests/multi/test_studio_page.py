@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view
+from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view, waiting
 from tests.unit.inference.test_export import write_family
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
@@ -38,9 +38,7 @@ def address(runner: Runner) -> Iterator[str]:
 
 
 def wait(browser: Any, seconds: int, done: Any) -> Any:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    return WebDriverWait(browser, seconds).until(done)
+    return waiting(browser, seconds).until(done)
 
 
 def fault(browser: Any) -> str:

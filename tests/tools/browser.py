@@ -64,6 +64,14 @@ def severe(browser: Any, allowed: str = "favicon") -> list[str]:
     return [e["message"] for e in entries if e["level"] == "SEVERE" and allowed not in e["message"]]
 
 
+def waiting(browser: Any, seconds: int = 60) -> Any:
+    """Waits until something is so. A page draws parts of it anew: what was found may be gone when it is read."""
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, seconds, ignored_exceptions=[StaleElementReferenceException])
+
+
 def screenshot(browser: Any, name: str, tmp_path: Path) -> None:
     """Keep what is seen, in LLMSUITE_SCREENSHOTS if that names a directory."""
     place = Path(os.environ.get("LLMSUITE_SCREENSHOTS", str(tmp_path)))
