@@ -60,7 +60,7 @@ class ModelDecoder:
         self._tensor_mesh = mesh.tensor if mesh is not None else None
         self._placements: list[Any] = []
         self._accepts_buffer = accepts_buffer(model)
-        self._next_logits = model.__dict__.get("next_logits")
+        self._next_logits, self._prompt_pass = (model.__dict__.get(name) for name in ("next_logits", "prompt_pass"))
         self.edited_ends = getattr(model, "edited_ends", None)
         """See `models.reft.add_interventions`."""
         self._num_prefix = int(getattr(model, "num_prefix_tokens", 0))
@@ -91,6 +91,10 @@ class ModelDecoder:
                     hidden, _ = self._model.decode_step(tokens, padding, _pairs(whole), filled)
                     logits = self._model.logits(hidden[:, -1])
                 present: Cache = Columns(whole, filled + ids.shape[1])
+            elif cache is None and self._prompt_pass is not None and self.edited_ends is None and not self._num_prefix:
+                hidden, new = self._prompt_pass(tokens, padding)
+                present = Columns.of([tensor for pair in new for tensor in pair])
+                logits = self._model.logits(hidden[:, -1])
             else:
                 pairs = None if cache is None else _pairs(self._distributed(cache))
                 begins = cache is None and self._num_prefix > 0

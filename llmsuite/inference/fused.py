@@ -15,6 +15,7 @@ from paddle import nn
 
 from llmsuite.devices.ops import Ops, rms_norm
 from llmsuite.inference.next_logits import NextLogits, decoder_weights, is_plain
+from llmsuite.inference.prompt_pass import PromptPass
 from llmsuite.inference.stored import StoredEmbedding
 from llmsuite.models.blocks import (
     Attention,
@@ -59,6 +60,7 @@ def fuse(model: CausalLM, live: Ops | None = None) -> None:
         model.__dict__["accepts_buffer"] = True
     if attentions and live is not None and live.next_logits and (weights := decoder_weights(model)) is not None:
         model.__dict__["next_logits"] = NextLogits(model, weights, live.next_logits)
+        model.__dict__["prompt_pass"] = PromptPass(model, live)
     elif type(embedding := model.model.embed_tokens) is StoredEmbedding:
         pass
     elif model.lm_head is None and embedding.weight.place.is_cpu_place():

@@ -68,6 +68,29 @@ def test_every_shape_of_every_family_has_its_logits_token_by_token(case: str) ->
     assert np.abs(logits - expected[:, -1]).max() <= 1e-5
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("llama/", "qwen/", "ernie/"))])
+def test_prompts_of_unequal_length_are_read_as_layer_by_layer(case: str) -> None:
+    model, padding = load(REFERENCE / case), np.asarray([4, 0, 1])
+    fuse(model, CpuBackend().ops("fp32"))
+    if "prompt_pass" not in model.__dict__:
+        assert "bias" in case
+        return
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, [3, 9])
+    with paddle.no_grad():
+        given = paddle.to_tensor(ids), paddle.to_tensor(padding)
+        hidden, cache = model.prompt_pass(*given)
+        wanted, expected = model.decode_step(*given, None)
+    assert np.abs(hidden[:, 0].numpy() - wanted[:, -1].numpy()).max() <= 1e-5 * np.abs(wanted.numpy()).max()
+    for found, other in zip((t for pair in cache for t in pair), (t for pair in expected for t in pair)):
+        for row, start in enumerate(padding):  # what is in columns of padding is seen by no token
+            own, theirs = (tensor.numpy()[row, :, start:] for tensor in (found, other))
+            assert np.abs(own - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+def test_some_of_these_have_a_window() -> None:
+    assert any(load(REFERENCE / case).window for case in CASES if case.startswith("llama/"))
+
+
 @pytest.mark.parametrize("case", ["llama/own_head_dim", "qwen/qwen3"])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(case: str) -> None:
     """And however many threads there are."""
