@@ -9,11 +9,11 @@ Every engine is a process that runs steps on request: ours is the command `llmsu
 steps by a plugin; theirs are their trainers, paused by a callback. So a step is everything from one step to the next:
 rows to batches, forward, backward, clipping, AdamW, metrics. All have two threads, the same rows in the same order,
 no packing, and but for `trl-as-is` the same `--precision` and no gradient checkpointing: TRL's defaults are bf16 and
-gradient checkpointing. After an untimed first step they take turns for
-`--rounds` rounds while the others wait. Reported are the median over the rounds of the ratio of times, and the ratio of
-the peaks of resident memory since the process started. The losses are compared too: with the same weights, rows
-and optimizer they must agree, or the benchmark fails. A step of GRPO draws completions, and no two engines draw the
-same: their lengths are told in place of a difference of losses.
+gradient checkpointing. A task whose name ends in `-recompute` has `engine.recompute: full`, beside `trl-as-is` alone.
+After an untimed first step they take turns for `--rounds` rounds while the others wait. Reported are the median over
+the rounds of the ratio of times, and the ratio of the peaks of resident memory since the process started. The losses
+are compared too: with the same weights, rows and optimizer they must agree, or the benchmark fails. A step of GRPO
+draws completions, and no two engines draw the same: their lengths are told in place of a difference of losses.
 """
 
 from __future__ import annotations

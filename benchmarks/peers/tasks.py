@@ -50,6 +50,8 @@ class Task:
     drawn: int = 0
     """Their tokens, at most."""
     length: int = LENGTH
+    recompute: str = "none"
+    """`engine.recompute` of ours; of the peers, `trl-as-is` does what `full` does whatever is said here."""
 
     @property
     def draws(self) -> bool:
@@ -60,6 +62,8 @@ class Task:
 ALPACA, PAIRS = INSTRUCTIONS_AND_PAIRS = ("alpaca_en_demo.json", "dpo_en_demo.json")
 TRL = ("trl", "trl-as-is")
 DIGITS = str(ROOT / "data" / "digits" / "sft" / "train.jsonl")
+GRPO_LORA = Task("grpo-lora", "GRPO, LoRA", "grpo", 4, 1e-5, TRL, ALPACA, True, group=4, drawn=64)
+RECOMPUTED: dict[str, Any] = {"peers": ("trl-as-is",), "recompute": "full"}
 TASKS = {
     task.name: task
     for task in (
@@ -69,7 +73,8 @@ TASKS = {
         Task("qlora", "LoRA on nf4", "lora", 4, 1e-4, TRL, ALPACA, has_adapter=True, base_dtype="nf4"),
         Task("dpo", "DPO", "dpo", 2, 1e-5, (*TRL, "trl-precomputed", "paddlenlp"), PAIRS),
         Task("grpo", "GRPO", "grpo", 4, 1e-6, TRL, ALPACA, group=4, drawn=64),
-        Task("grpo-lora", "GRPO, LoRA", "grpo", 4, 1e-5, TRL, ALPACA, True, group=4, drawn=64),
+        GRPO_LORA,
+        dataclasses.replace(GRPO_LORA, name="grpo-lora-recompute", title="GRPO, LoRA, recompute", **RECOMPUTED),
         Task("grpo-digits", "GRPO, digits", "grpo", 64, 2e-4, TRL, DIGITS, group=8, drawn=12, length=128),
     )
 }
@@ -122,7 +127,7 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         **({"lora": LORA | ({"base_dtype": task.base_dtype} if task.base_dtype else {})} if task.has_adapter else {}),
         **({"dpo": {"loss": "sigmoid", "beta": BETA}} if task.stage == "dpo" else {}),
         **(_grpo_sections(task) if task.draws else {}),
-        "engine": {"precision": precision},
+        "engine": {"precision": precision, "recompute": task.recompute},
         "device": "cpu",
         "seed": SEED,
         "output_dir": str(place / "run"),
