@@ -362,7 +362,7 @@ class RolloutEngineSpec:
     help: str
     factory: Callable[[Any], Any]
     """Gets a `llmsuite.rl.engine.EngineContext`, and returns a `llmsuite.rl.engine.Engine`; called in the processes
-    that train. Raises UserError when it cannot work."""
+    that train; maybe one that is `Releasing` too. Raises UserError when it cannot work."""
     config_cls: type[Section] | None = None
     """Dataclass of its own keys, `rollout.NAME` in a recipe. Every key has a default."""
     remote: bool = False

@@ -1,6 +1,7 @@
 """New values for a model that generates while its weights are being trained: written in place, nothing is built again.
 
-Kernels and forms of `llmsuite.inference.fused` hold on to the tensors of the model, so every value stays where it is.
+Kernels and forms of `llmsuite.inference.fused` hold on to the tensors of the model, so these stay the same. Between
+rollouts they may have no memory.
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ class RefreshableModel:
         for kind in ("weight", "bias"):
             self._places.pop(f"{prefix}.{name}.{kind}", None)
 
+    @paddle.no_grad()
+    def release(self) -> None:
+        """Free the memory of all parameters; the model cannot compute until the next `refresh`."""
+        for place in self._places.values():
+            place.tensor.get_tensor()._clear()
+        self._forget_copies()
+
     @property
     def names(self) -> set[str]:
         """Names of the parameters that `refresh` takes."""
@@ -91,6 +99,9 @@ class RefreshableModel:
         missing = set(self._places)
         for name, value in values:
             place = self._places[name]
+            if not place.tensor._is_initialized():
+                fresh = paddle.empty(place.tensor.shape, place.tensor.dtype)
+                place.tensor.get_tensor()._share_data_with(fresh.get_tensor())
             value = value.astype(place.tensor.dtype)
             if place.order is not None:
                 value = value.index_select(place.order, value.ndim - 1)
@@ -100,6 +111,9 @@ class RefreshableModel:
                 place.tensor[..., place.columns] = value
             missing.discard(name)
         assert not missing, f"no new values of {sorted(missing)}"
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
         if isinstance(logits := self.model.__dict__.get("logits"), TiedLogits):
             logits.forget()
 

@@ -18,7 +18,7 @@ from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.beginning import beginning_bytes
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes, ranks
 from llmsuite.planning.programs import memory_of_steps
-from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes
+from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes, reward_bytes
 from llmsuite.planning.schedule import orders, peak_held
 from llmsuite.recipe.critic import critic_plan
 from llmsuite.recipe.resolve import RunPlan
@@ -57,11 +57,13 @@ class StageMemory:
     sums: float = 0.0
     """Sums of gradients that programs of whole steps keep from step to step."""
     decoder: float = 0.0
-    """Weights for rollouts, which live from step to step too."""
+    """Weights for a rollout, while there are no activations and gradients."""
+    reward: float = 0.0
+    """Weights of a reward model, which live from step to step too."""
     reference: float = 0.0
     """Frozen weights to compare with, which live from step to step too."""
     cache: float = 0.0
-    """The cache of a rollout, while there are no activations and gradients."""
+    """The cache of a rollout, beside `decoder`."""
     critic: float = 0.0
     """Parameters, masters and moments of the critic, which live from step to step too."""
     beginning: float = 0.0
@@ -72,13 +74,13 @@ class StageMemory:
     @property
     def between_steps(self) -> float:
         kept = self.parameters + self.masters + self.moments + self.sums
-        return kept + self.decoder + self.reference + self.critic
+        return kept + self.reward + self.reference + self.critic
 
     @property
     def peak(self) -> float:
-        """The most memory at once, in the passes or in the update."""
+        """The most memory at once, in a rollout, in the passes or in the update."""
         passes = self.held + self.buffers + self.beginning
-        return self.between_steps + max(passes, self.update, self.cache, self.beside_critic)
+        return self.between_steps + max(passes, self.update, self.decoder + self.cache, self.beside_critic)
 
 
 def activation_settings(layout: Layout) -> ActivationSettings:
@@ -252,6 +254,7 @@ def _memory_of_rank(
         update=_update_bytes(held, plan.recipe.train.optimizer, offloads),
         host=masters + moments if offloads else 0.0,
         decoder=decoder_bytes(layout, mesh),
+        reward=reward_bytes(plan, mesh),
         reference=reference_bytes(plan, held),
         cache=cache_bytes(layout, anatomy, mesh),
         beginning=beginning_bytes(layout, held, largest.tokens),

@@ -21,13 +21,19 @@ _COPIES = 2
 
 
 def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
-    """The weights for generation, whole on each rank that reads data, and those of a reward model; 0 for a stage
-    that generates nothing, or where servers draw."""
+    """The weights for generation, whole on each rank that reads data; 0 for a stage that generates nothing, or where
+    servers draw."""
     plan = layout.plan
     if not mesh.reads_data or not (_draws_here(plan) or _answers(plan)):
         return 0.0
-    of_reward = _reward_values(plan.recipe) * element_bytes(plan) if _draws_here(plan) else 0
-    return _weight_bytes(layout) + float(of_reward)
+    return _weight_bytes(layout)
+
+
+def reward_bytes(plan: RunPlan, mesh: Mesh) -> float:
+    """The weights of a reward model, whole on each rank that scores completions."""
+    if not mesh.reads_data or not _draws_here(plan):
+        return 0.0
+    return float(_reward_values(plan.recipe) * element_bytes(plan))
 
 
 def _weight_bytes(layout: Layout) -> float:

@@ -100,7 +100,9 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
     if any(stage.decoder for stage in found.stages):
         weights, cache = (max(getattr(stage, name) for stage in found.stages) for name in ("decoder", "cache"))
         what, when = ("rollouts", "before a step") if found.plan.profile.updates else ("generation", "in evaluations")
-        yield f"of it for {what}: {size(weights)} of weights, whole; {when} up to {size(cache)} of cache"
+        yield f"for {what}, {when} and not during passes: {size(weights)} of weights, whole; {size(cache)} of cache"
+    if any(stage.reward for stage in found.stages):
+        yield f"of it for the reward model: {size(max(stage.reward for stage in found.stages))} of weights, whole"
     if any(stage.reference for stage in found.stages):
         yield f"of it for the reference: {size(max(stage.reference for stage in found.stages))} of frozen weights"
     if any(stage.critic for stage in found.stages):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.recipe.resolve import RunPlan
@@ -56,3 +56,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """The run has ended, well or not."""
+
+
+@runtime_checkable
+class Releasing(Protocol):
+    """An engine in the ranks of the run, not remote, that needs no memory while the model is trained."""
+
+    def release(self) -> None:
+        """Free weights and caches: all is drawn that was begun, and `refresh` comes before anything else is."""

@@ -17,7 +17,7 @@ from llmsuite.typing import Tensor
 
 
 class LocalModel:
-    """A whole model in this process, in the form for generation. It has no values until `refresh`."""
+    """A whole model in this process, in the form for generation. It has no memory and no values until `refresh`."""
 
     def __init__(self, plan: RunPlan, backend: DeviceBackend):
         precision = plan.recipe.engine.precision
@@ -31,6 +31,11 @@ class LocalModel:
         )
         self._model = RefreshableModel(model, backend.ops(precision))
         self.decoder = ModelDecoder(model)
+        self.release()
+
+    def release(self) -> None:
+        """Free the weights until the next `refresh`: training has their memory meanwhile."""
+        self._model.release()
 
     def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """New values: every parameter by its name, whole, adapters merged."""
@@ -61,6 +66,10 @@ class LocalEngine:
     ) -> None:
         """See `llmsuite.rl.rollouts.Filling`."""
         fill_groups(self._decoder, requests, groups, drawing, stop_ids)
+
+    def release(self) -> None:
+        """See `llmsuite.rl.engine.Releasing`."""
+        self._model.release()
 
     def close(self) -> None:
         """See `Engine`."""

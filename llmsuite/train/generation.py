@@ -80,6 +80,7 @@ class AnswerEvaluation:
             self._model.refresh(self._weights())
             decode = self._generator.tokenizer.decode
             texts = [decode(ids) for ids in self._answers()]
+            self._model.release()
             references = [decode(list(question.answer)) for question in self._questions]
             if texts:
                 found = [scores(texts, references)[name] for name in NAMES]

@@ -23,7 +23,7 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.rl.ahead import begun_from, state_of
-from llmsuite.rl.engine import Engine, EngineContext
+from llmsuite.rl.engine import Engine, EngineContext, Releasing
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.specs import PrePassKind
 from llmsuite.train.build import BuiltModel
@@ -42,10 +42,24 @@ Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 class RolloutEngine:
     """Draws completions for the stage, with the weights of the moment."""
 
-    def __init__(self, engine: Engine | None, rollouts: Rollouts | None, weights: Weights, draws: bool = False):
-        """`engine` and `rollouts` are None on ranks that read no data: they only help to gather weights. `draws`:
-        whether this rank asks the engine for completions."""
+    def __init__(
+        self,
+        engine: Engine | None,
+        rollouts: Rollouts | None,
+        weights: Weights,
+        is_remote: bool,
+        draws: bool = False,
+    ):
+        """
+        Args:
+            engine: None on ranks that read no data: they only help to gather weights.
+            rollouts: likewise.
+            weights: gathers them.
+            is_remote: whether the engine has its weights elsewhere, and may draw while the model is trained.
+            draws: whether this rank asks the engine for completions.
+        """
         self._engine, self._rollouts, self._weights, self._draws = engine, rollouts, weights, draws
+        self._is_remote = is_remote
         self._version: int | None = None
 
     def current(self, version: int) -> Rollouts | None:
@@ -64,6 +78,14 @@ class RolloutEngine:
             if self._rollouts is not None:
                 self._rollouts.version = version
         return self._rollouts
+
+    def release(self) -> None:
+        """The model is trained next: free what only rollouts need. Every rank of the run calls it."""
+        if self._is_remote:
+            return
+        if isinstance(self._engine, Releasing):
+            self._engine.release()
+        self._version = None  # on all ranks, as all help to gather
 
     def evaluate(self, data: TrainingData, step: int) -> dict[str, float]:
         """Metrics of completions of the samples for evaluation, after so many steps. Every rank of the run calls it;
@@ -94,15 +116,16 @@ def rollout_engine(
 ) -> RolloutEngine:
     """The engine of a run, on each rank that reads data."""
     weights = functools.partial(whole_weights, plan, built, backend.parameter_dtype(plan.recipe.engine.precision), mesh)
-    if stage is None:
-        return RolloutEngine(None, None, weights)
     assert plan.rollout_engine is not None, "a stage with rollouts has the section"
-    tokenizer, on_one = stage.context.tokenizer, plan.rollout_engine.remote
+    on_one = plan.rollout_engine.remote
+    if stage is None:
+        return RolloutEngine(None, None, weights, on_one)
+    tokenizer = stage.context.tokenizer
     draws = not on_one or collective.rank() == mesh.readers[0]
     engine: Engine = plan.rollout_engine.factory(EngineContext(plan, backend, draws, report))
     stop_ids = stop_tokens(plan.weights or tokenizer.directory, tokenizer) | stop_tokens(tokenizer.directory, tokenizer)
     rollouts = Rollouts(engine, stop_ids, tokenizer.decode, plan.recipe.seed, on_one)
-    return RolloutEngine(engine, rollouts, weights, draws)
+    return RolloutEngine(engine, rollouts, weights, on_one, draws)
 
 
 class RolloutReader:
@@ -161,6 +184,7 @@ class RolloutReader:
     def __next__(self) -> list[Any]:
         if not self._waiting:
             self._roll_out()
+        self._engine.release()  # an evaluation may have drawn since
         self._step += 1
         return self._waiting.pop(0)
 
@@ -195,6 +219,7 @@ class RolloutReader:
             samples, self._metrics = list(rolled.samples), {**rolled.metrics, **staleness}
             self._drew(self._step + 1, rolled.completions)
             assert len(samples) == size * num_updates, "a rollout gives a sample for each that it gets"
+        self._engine.release()
         self._further = self._position - begin - size * num_updates
         if self._mesh.has_middle:
             self._further = int(*collective.from_first_rank([self._further]))

@@ -21,7 +21,14 @@ def test_each_rank_that_reads_data_has_whole_weights(registry: Registry) -> None
     whole = 2 * 8_030_261_248  # Llama 3.1 8B in bf16
     assert [stage.decoder for stage in (first, *middle, last)] == [whole, 0, 0, whole]
     assert all(stage.cache == 0 for stage in middle)
-    assert first.peak - first.decoder >= first.parameters
+    assert first.peak >= first.between_steps + first.decoder + first.cache
+
+
+def test_weights_for_rollouts_are_not_there_in_passes(registry: Registry) -> None:
+    words = ["--engine.recompute=none", "--rollout.batch_size=16"]
+    for stage in estimate(plan_run(RECIPE, words, registry)).stages:
+        assert stage.held > stage.decoder + stage.cache
+        assert stage.peak == stage.between_steps + stage.held + stage.buffers
 
 
 def test_a_cache_has_keys_and_values_of_what_is_drawn_at_once(registry: Registry) -> None:

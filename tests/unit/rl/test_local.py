@@ -1,0 +1,129 @@
+"""The engine `local`: weights and cache take memory while it draws, and none while the model is trained."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.inference.load import parameter_shapes
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.rl.drawing import Drawing, Request
+from llmsuite.rl.engine import EngineContext, Releasing
+from llmsuite.rl.local import LocalEngine
+from llmsuite.train.initial_values import initial_values
+from llmsuite.train.rollouts import RolloutEngine
+from tests.paths import ROOT
+
+DRAWING = Drawing(num_generations=3, max_completion_length=6, temperature=1.0, batch_size=4)
+REQUESTS = [Request((7, 5, i), (0, 1, i)) for i in range(4)]
+
+
+def plan_of(registry: Registry, recipe: str) -> RunPlan:
+    return plan_run(ROOT / "recipes" / recipe, [], registry, smoke=True)
+
+
+def weights(plan: RunPlan, seed: int) -> Iterator[tuple[str, Any]]:
+    for name, shape in parameter_shapes(plan.family, plan.model_config).items():
+        yield name, paddle.to_tensor(initial_values(seed, name, shape, 0.1) + (len(shape) == 1))
+
+
+def drawn(engine: LocalEngine) -> list[list[list[int]]]:
+    return [[d.ids for d in group] for group in engine.begin(REQUESTS, DRAWING, {2})()]
+
+
+def allocated() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    return int(paddle.base.core.host_memory_stat_current_value("Allocated", 0))
+
+
+def has_memory(engine: LocalEngine) -> set[bool]:
+    return {parameter._is_initialized() for parameter in engine._model._model.model.parameters()}
+
+
+@pytest.mark.parametrize("recipe", ["llama/grpo.json", "qwen/grpo.json", "deepseek/grpo.json"])
+def test_what_is_released_is_drawn_with_again(registry: Registry, recipe: str) -> None:
+    """Whether its attention is fused with others, has biases, or is of another kind."""
+    plan = plan_of(registry, recipe)
+    engine = LocalEngine(EngineContext(plan, CpuBackend(), True, print))
+    assert isinstance(engine, Releasing)
+    assert has_memory(engine) == {False}
+    engine.refresh(0, weights(plan, 1))
+    first = drawn(engine)
+    assert has_memory(engine) == {True}
+    engine.release()
+    engine.release()
+    assert has_memory(engine) == {False}
+    engine.refresh(1, weights(plan, 2))
+    assert drawn(engine) != first
+    engine.release()
+    engine.refresh(2, weights(plan, 1))
+    assert drawn(engine) == first
+
+
+def test_nothing_is_left_of_weights_and_cache(registry: Registry) -> None:
+    plan = plan_of(registry, "llama/grpo.json")
+    before, size = allocated(), 4 * sum(math.prod(p.shape) for _, p in weights(plan, 1))
+    engine = LocalEngine(EngineContext(plan, CpuBackend(), True, print))
+    assert allocated() - before < 0.05 * size
+    engine.refresh(0, weights(plan, 1))
+    drawn(engine)
+    assert allocated() - before >= size
+    engine.release()
+    assert allocated() - before < 0.05 * size
+
+
+class Counting:
+    """An engine that counts."""
+
+    def __init__(self) -> None:
+        self.refreshed, self.released = list[int](), 0
+
+    def refresh(self, version: int, weights: Any) -> None:
+        self.refreshed.append(version)
+        assert [name for name, _ in weights] == ["a"]
+
+    def release(self) -> None:
+        self.released += 1
+
+    def begin(self, *args: Any) -> Any:
+        raise AssertionError
+
+    def close(self) -> None:
+        pass
+
+
+def test_weights_are_brought_once_for_an_evaluation_and_the_rollout_behind_it() -> None:
+    inner, gathered = Counting(), list[int]()
+
+    def values() -> Any:
+        gathered.append(1)
+        return iter([("a", np.zeros(1))])
+
+    engine, helper = (RolloutEngine(kind, None, values, is_remote=False) for kind in (inner, None))
+    for each in (engine, helper):
+        each.current(3)  # to evaluate
+        each.current(3)  # to draw
+        each.release()
+        each.current(3)
+    assert inner.refreshed == [3, 3]
+    assert inner.released == 1
+    assert len(gathered) == 4, "ranks that only help gather as often as those that draw"
+
+
+def test_a_server_keeps_its_weights_while_the_model_is_trained() -> None:
+    inner = Counting()
+    engine = RolloutEngine(inner, None, lambda: [("a", np.zeros(1))], is_remote=True)
+    engine.current(3)
+    engine.release()
+    engine.current(3)
+    assert inner.refreshed == [3]
+    assert inner.released == 0
