@@ -99,7 +99,14 @@ class RolloutServer:
 
     def _bring(self, version: Version) -> None:
         """Let the server take weights. What was interrupted half way is done again. Raises Failed, or UserError."""
-        self._post("v1/pause", {})
+        answer = self._post("v1/pause", {})
+        if not isinstance(answer, dict) or "weights_digest" not in answer:  # as FastDeploy, which has the same paths
+            self._post("v1/resume", {})
+            raise UserError(
+                f"rollout.openai: {self._url} is no `llmsuite serve --rl`: what it answers to /v1/pause does not name "
+                "its weights, so that a completion of other weights would not be known for one. For vLLM set "
+                "rollout.openai.dialect; FastDeploy takes no weights from a directory"
+            )
         new = {"directory": str(version.place), "version": version.number, "digest": version.digest}
         for path, body in (("v1/update_weights", new), ("v1/resume", {})):
             answer = self._post(path, body)

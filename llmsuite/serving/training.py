@@ -1,8 +1,9 @@
 """What a trainer asks of a server that draws its completions: new weights, and tokens in and out.
 
-`/v1/pause`, `/v1/update_weights` and `/v1/resume` have FastDeploy's names; `/v1/completions` with `return_token_ids`
-has vLLM's keys. Completions are drawn as the trainer draws its own (`llmsuite.rl.drawing`): all of a request in one
-batch of their own, so that what they are does not depend on what else the server does.
+`/v1/pause`, `/v1/update_weights` and `/v1/resume` have FastDeploy's names, and other bodies (docs/guide/rl.md);
+`/v1/completions` with `return_token_ids` has vLLM's keys. Completions are drawn as the trainer draws its own
+(`llmsuite.rl.drawing`): all of a request in one batch of their own, so that what they are does not depend on what else
+the server does.
 """
 
 from __future__ import annotations

@@ -225,6 +225,19 @@ def test_what_would_be_wrong_again_is_not_tried_again(
     made.close()
 
 
+def test_a_server_that_does_not_name_its_weights_is_another_one(
+    registry: Registry, tmp_path: Path, server: FakeServer
+) -> None:
+    """FastDeploy 2.6 answers to the same paths so."""
+    made = engine(registry, tmp_path, [server.url])
+    made.refresh(1, weights(made, 0.3))
+    server.faults = {"pause": [lambda answer: (200, {"request_id": "control-1", "status": "success", "result": None})]}
+    with pytest.raises(UserError, match=r"is no `llmsuite serve --rl`.*rollout\.openai\.dialect"):
+        drawn(made)
+    assert server.asked == ["pause", "resume"]
+    made.close()
+
+
 def test_a_server_that_stays_away_ends_the_run_and_nothing_else(
     registry: Registry, tmp_path: Path, server: FakeServer
 ) -> None:
