@@ -17,7 +17,7 @@ _MOST_RANKS = 16
 _DIGITS = 6
 _NO_CHART = (
     *("schema", "step", "epoch", "batch", "tokens", "supervised_tokens", "speed", "ips"),
-    *("straggler/*", "completions/length_max", "skipped"),
+    *("straggler/*", "completions/length_min", "completions/length_max", "skipped"),
 )
 """Metrics that say where a record belongs, or that are shown elsewhere."""
 
@@ -86,7 +86,8 @@ CHARTS = (
     Chart("spread", "Spread of rewards", "", (("reward/std", "all"), ("rewards/*/std", "")), _POLICY),
     Chart("kl", "KL from the reference", "nats", (("kl", ""), ("kl/completion", "of a completion")), _POLICY),
     Chart("entropy", "Entropy of a token", "nats", (("entropy", "sampled"), ("entropy/exact", "exact")), _POLICY),
-    Chart("completions", "Length of completions", "tokens", (("completions/length", ""),), _POLICY),
+    Chart("completions", "Length of completions", "tokens",
+          (("completions/length", ""), ("completions/length_ended", "of those that ended")), _POLICY),
     Chart("without_signal", "Groups without a signal, truncated completions", "share",
           (("groups/without_signal", "groups"), ("completions/truncated", "completions"),
            ("rewards/missing", "rewards missing")), _POLICY),

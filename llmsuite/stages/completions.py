@@ -138,9 +138,12 @@ class CompletionStage(Stage[Any]):
             "rewards/missing": float(np.isnan(rewards).mean()),
             "entropy": float(-logprobs.mean()),  # an estimate without bias: the tokens are drawn from the model
             "completions/length": float(np.mean(lengths)),
+            "completions/length_min": float(np.min(lengths)),
             "completions/length_max": float(np.max(lengths)),
             "completions/truncated": float(np.mean([c.truncated for c in flat])),
         }
+        if ended := [c.num_own for c in flat if not c.truncated]:
+            metrics["completions/length_ended"] = float(np.mean(ended))
         if self._episodes is not None:
             metrics["episodes/turns"] = float(np.mean([sum(t.role == "assistant" for t in c.turns) for c in flat]))
             metrics["episodes/observed"] = float(np.mean([len(c.ids) - c.num_own for c in flat]))

@@ -34,6 +34,19 @@ def test_a_rollout_compares_the_completions_of_a_prompt(registry: Registry) -> N
     assert (rolled.metrics["completions/length"], rolled.metrics["entropy"]) == (3.0, 1.0)
 
 
+def test_lengths_of_completions_that_ended_are_told_apart(registry: Registry) -> None:
+    """Truncated ones hide how long the others are."""
+    given = Given([[1.0, 0.0, 0.0]] * 2)
+    scored = given.draw(SAMPLES)
+    longer = {"ids": [5] * 7, "logprobs": [-1.0] * 7, "finish_reason": "length"}
+    scored.groups[0][1] = dataclasses.replace(scored.groups[0][1], **longer)  # type: ignore[arg-type]
+    given.draw = lambda *args, **more: scored  # type: ignore[method-assign]
+    metrics = stage(registry).roll_out(1, SAMPLES, given).metrics  # type: ignore[arg-type]
+    lengths = {name: metrics[f"completions/{name}"] for name in ("length", "length_min", "length_max", "length_ended")}
+    assert lengths == pytest.approx({"length": 22 / 6, "length_min": 3, "length_max": 7, "length_ended": 3})
+    assert "completions/length_ended" not in _roll(stage(registry), [[1.0, 0.0]] * 2, truncated=True).metrics
+
+
 def test_a_missing_reward_is_not_learnt_from(registry: Registry) -> None:
     made = stage(registry, "--reward.max_failed=0.5")
     rolled = _roll(made, [[1.0, np.nan, 0.0], [1.0, 1.0, 0.0]])
