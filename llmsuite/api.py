@@ -183,6 +183,8 @@ def generate(model: str | Path, prompts: Sequence[Prompt], **options: Unpack[Gen
         allow_pickle=False,
         device=options.get("device", "cpu"),
         num_devices=1,
+        tensor_parallel_degree=1,
+        pipeline_parallel_degree=1,
         precision=options.get("precision", "fp32"),
         engine="dynamic",
     )

@@ -213,7 +213,7 @@ def _models(args: Any, registry: Registry) -> Sequence[Side]:
     backend.activate(0)
     from llmsuite.align.side import random_ids, record_model
     from llmsuite.cli.export import find_program, find_weights
-    from llmsuite.inference.export import is_exported
+    from llmsuite.inference.exported import is_exported
     from llmsuite.inference.load import open_any
 
     for name in (args.a, args.b):

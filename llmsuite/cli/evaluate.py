@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.cli.generate import add_model_arguments
+from llmsuite.cli.ranks import settle_degrees
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.plugins.manager import Registry
@@ -56,6 +57,7 @@ def add_arguments(parser: Any) -> None:
 def run(args: Any, registry: Registry) -> int:
     if not (args.perplexity or args.exact_match or args.preference or args.tasks):
         raise UserError("eval: give --perplexity, --exact_match, --preference or --tasks, at least one")
+    settle_degrees(args)
     if args.num_devices > 1:
         raise UserError("--num_devices: eval runs on one device")
     if args.engine == "static" and (args.perplexity or args.preference or args.tasks):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmsuite.cli.places import find_model_arguments
+from llmsuite.cli.ranks import add_degrees, launch_ranks
+from llmsuite.devices.variables import LOCAL_RANK, RANK, number_in
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.schema.degrees import Degrees
 from llmsuite.specs import Command
 
 if TYPE_CHECKING:
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 MERGED, PROGRAM = "hf", "static"
 """Directories that `deploy` writes: weights in the HF layout, and the program."""
+_ALONE = Degrees(1, 1, 1, 1)
 
 
 def _add_source(parser: Any) -> None:
@@ -39,6 +44,11 @@ def _add_source(parser: Any) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
 
 
+def _export_arguments(parser: Any) -> None:
+    _add_source(parser)
+    add_degrees(parser)
+
+
 def _verify_arguments(parser: Any) -> None:
     parser.add_argument("model", type=str, help="output directory of `llmsuite export` or `llmsuite deploy`")
     parser.add_argument(
@@ -55,17 +65,27 @@ def _verify_arguments(parser: Any) -> None:
 def run_export(args: Any, registry: Registry) -> int:
     find_model_arguments(args)
     backend = _start(args, registry)
-    target = Path(args.output)
-    _export(Path(args.source), target, backend, args, registry)
-    size = sum(path.stat().st_size for path in target.iterdir())
-    print(f"wrote {target}: program and parameters, {args.precision}, {size / 1e6:,.0f} MB")
+    target, degrees = Path(args.output), Degrees(args.pipeline_parallel_degree, 1, 1, args.tensor_parallel_degree or 1)
+    _export(Path(args.source), target, backend, args, registry, degrees)
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    ranks = "" if degrees.num_ranks == 1 else f" for each of {degrees.num_ranks} ranks"
+    print(f"wrote {target}: program and parameters{ranks}, {args.precision}, {size / 1e6:,.0f} MB")
     return 0
 
 
 def run_verify(args: Any, registry: Registry) -> int:
     find_model_arguments(args, ("source",))
-    backend = _start(args, registry)
-    print(_verify(find_program(Path(args.model)), backend, args, registry))
+    from llmsuite.inference.exported import read_manifest
+    from llmsuite.launch.launch import is_worker
+
+    program = find_program(Path(args.model))
+    args.num_devices = read_manifest(program).degrees.num_ranks
+    if args.num_devices > 1 and not is_worker():
+        return launch_ranks(args, registry)
+    backend = _start(args, registry, args.num_devices)
+    said = _verify(program, backend, args, registry)
+    if _is_first_rank():
+        print(said)
     return 0
 
 
@@ -103,7 +123,7 @@ def run_deploy(args: Any, registry: Registry) -> int:
 
 def find_program(path: Path) -> Path:
     """The exported model in a directory, or in that of a deployment."""
-    from llmsuite.inference.export import is_exported
+    from llmsuite.inference.exported import is_exported
 
     return path / PROGRAM if not is_exported(path) and is_exported(path / PROGRAM) else path
 
@@ -113,16 +133,21 @@ def find_weights(path: Path) -> Path:
     return path / MERGED if (path / MERGED / "config.json").is_file() and (path / PROGRAM).is_dir() else path
 
 
-def _start(args: Any, registry: Registry) -> DeviceBackend:
+def _is_first_rank() -> bool:
+    return number_in(os.environ, RANK, 0) == 0
+
+
+def _start(args: Any, registry: Registry, num_ranks: int = 1) -> DeviceBackend:
+    """Start Paddle, alone or as one of several ranks."""
     if args.device not in registry.devices:
         raise UserError(registry.unknown("device", args.device))
     backend: DeviceBackend = registry.devices[args.device].factory()
     from llmsuite.devices.start import start_paddle
 
-    start_paddle(backend, 1)
-    if reason := backend.unavailable(1):
+    start_paddle(backend, num_ranks, join=num_ranks > 1)
+    if reason := backend.unavailable(num_ranks):
         raise UserError(f"--device {args.device}: {reason}")
-    backend.activate(0)
+    backend.activate(number_in(os.environ, LOCAL_RANK, 0) if num_ranks > 1 else 0)
     return backend
 
 
@@ -143,33 +168,42 @@ def _copy_tokenizer(args: Any, registry: Registry, target: Path) -> None:
         copy_tokenizer(adapter, target)
 
 
-def _export(source: Path, target: Path, backend: DeviceBackend, args: Any, registry: Registry) -> None:
+def _export(
+    source: Path,
+    target: Path,
+    backend: DeviceBackend,
+    args: Any,
+    registry: Registry,
+    degrees: Degrees = _ALONE,
+) -> None:
     from llmsuite.inference.export import export
     from llmsuite.inference.load import tokenizer_directory
 
     model = _open(source, args, registry)
-    export(model, target, backend, tokenizer_directory(source, model), args.precision, args.decoding_loop)
+    export(model, target, backend, tokenizer_directory(source, model), args.precision, args.decoding_loop, degrees)
 
 
 def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry) -> str:
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.inference.decoder import ModelDecoder
-    from llmsuite.inference.export import read_manifest
+    from llmsuite.inference.exported import read_manifest
     from llmsuite.inference.load import load_model
     from llmsuite.inference.predictor import Predictor
     from llmsuite.inference.verify import check_files, compare, compare_loop
+    from llmsuite.parallel import collective
 
     exported = read_manifest(program)
+    mesh = collective.start(exported.degrees) if exported.degrees != _ALONE else None
     beside = program.parent / MERGED  # as `deploy` lays them
     source = Path(args.source or (beside if beside.is_dir() else exported.source))
-    num_files = check_files(program, source)
+    num_files = check_files(program, source) if _is_first_rank() else 0
     precision = "bf16" if exported.precision == "int8" else exported.precision
     opened = _open(source, args, registry)
-    model = load_model(opened, backend, precision)
+    model = load_model(opened, backend, precision, mesh)
     # a last bit may turn an input from one step of int8 to the next
     tolerance = "int8" if input_scales(opened) else exported.precision
-    trained = ModelDecoder(model)
-    predictor = Predictor(program, backend.name)
+    trained = ModelDecoder(model, mesh)
+    predictor = Predictor(program, backend.name, mesh=mesh)
     count, difference, num_tokens = compare(predictor, trained, tolerance)
     if predictor.has_loop and tolerance == "fp32":
         num_tokens += compare_loop(predictor, trained)
@@ -180,7 +214,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
 
 
 EXPORT = Command(
-    name="export", help="write a model as a Paddle Inference program", add_arguments=_add_source, run=run_export
+    name="export", help="write a model as a Paddle Inference program", add_arguments=_export_arguments, run=run_export
 )
 VERIFY = Command(
     name="verify",

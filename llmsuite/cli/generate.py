@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.cli.ranks import add_degrees, launch_ranks, settle_degrees
 from llmsuite.errors import UserError
-from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.shown import printable
 from llmsuite.specs import Command
@@ -49,8 +49,9 @@ def add_model_arguments(parser: Any) -> None:
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
     parser.add_argument("--device", type=str, default="cpu", help="see: llmsuite list devices")
     parser.add_argument(
-        "--num_devices", type=PositiveInt, default=1, help="shard the model over this many devices (tensor parallel)"
+        "--num_devices", type=PositiveInt, default=1, help="cut the model over this many devices of this machine"
     )
+    add_degrees(parser)
     parser.add_argument(
         "--precision",
         type=Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4"],
@@ -102,13 +103,16 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
+    settle_degrees(args)
     _check(args)
+    from llmsuite.cli.model import check_precision
     from llmsuite.cli.places import find_model_arguments
     from llmsuite.launch.launch import is_worker
 
     find_model_arguments(args)
     if args.num_devices > 1 and not is_worker():
-        return _launch(args, registry)
+        check_precision(args, registry)
+        return launch_ranks(args, registry)
     from llmsuite.cli.model import open_generator
     from llmsuite.inference.prompts import Prompter
     from llmsuite.inference.sampling import Sampling
@@ -172,8 +176,6 @@ def _check(args: Any) -> None:
         raise UserError("--decoding_loop: is part of an exported program; add --engine static")
     if args.decoding_loop and (set_ := [name for name, value in _OUTSIDE.items() if getattr(args, name) != value]):
         raise UserError(f"--decoding_loop: its answers are greedy, one to a prompt; leave out --{', --'.join(set_)}")
-    if args.num_devices > 1 and args.engine == "static":
-        raise UserError("--num_devices: an exported model runs on one device; use --engine dynamic")
 
 
 def _answers(generator: Any, prompts: Any, sampling: Any, args: Any) -> Iterator[Any]:
@@ -217,28 +219,6 @@ def _chat(generator: Any, prompter: Any, sampling: Any) -> int:
         print(flush=True)
         if answer:
             turns = [*question, Message("assistant", "".join(answer))]
-
-
-def _launch(args: Any, registry: Registry) -> int:
-    """Start the ranks over which the model is sharded."""
-    if args.device not in registry.devices:
-        raise UserError(registry.unknown("device", args.device))
-    backend = registry.devices[args.device].factory()
-    from llmsuite.cli.model import stored_precision
-    from llmsuite.launch.launch import launch
-
-    stored_precision(args, backend)
-    backend.prepare_ranks()
-
-    def environment(local_rank: int) -> dict[str, str]:
-        return backend.variables(args.num_devices, local_rank)
-
-    def write(text: str) -> None:
-        print(text, end="", flush=True)
-
-    with scratch_directory() as logs:
-        command = [sys.executable, "-m", "llmsuite", *sys.argv[1:]]
-        return launch(command, args.num_devices, logs, environment, write)
 
 
 COMMAND = Command(name="generate", help="let a model answer prompts", add_arguments=add_arguments, run=run)

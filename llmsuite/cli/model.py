@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.cli.ranks import settle_degrees
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 
@@ -68,19 +69,18 @@ def open_generator(
     from llmsuite.inference.prompts import stop_tokens
     from llmsuite.inference.refresh import RefreshableModel
     from llmsuite.parallel import collective
-    from llmsuite.schema.degrees import Degrees
 
     if reason := backend.unavailable(args.num_devices):
         raise UserError(f"--device {args.device}: {reason}")
     backend.activate(collective.local_rank())
-    mesh = collective.start(Degrees(1, 1, 1, args.num_devices))
+    mesh = collective.start(settle_degrees(args))
     decoder: Decoder
     model = taking = None
     if args.engine == "static":
         from llmsuite.inference.predictor import Predictor
 
         where = find_program(Path(args.model))
-        decoder = Predictor(where, backend.name)
+        decoder = Predictor(where, backend.name, mesh=mesh)
         directory = Path(args.tokenizer) if args.tokenizer else where
     else:
         base, config = (Path(value) if value else None for value in (args.base, args.config))
@@ -101,6 +101,12 @@ def open_generator(
     tokenizer = TextTokenizer(directory)
     generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), as_first_rank)
     return OpenedModel(generator, collective.rank() == 0, where, model, taking)
+
+
+def check_precision(args: Any, registry: Registry) -> None:
+    """Raise UserError for a precision that ranks would refuse, before they are started."""
+    if args.device in registry.devices:
+        stored_precision(args, registry.devices[args.device].factory())
 
 
 def stored_precision(args: Any, backend: DeviceBackend, refreshable: bool = False) -> str | None:

@@ -7,7 +7,7 @@ but one. All tensors have the same columns, so rows can be dropped, reordered an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import paddle
@@ -57,6 +57,7 @@ class ModelDecoder:
             mesh: this rank's place, for a model that is sharded over ranks; all of them make the same passes.
         """
         self._model = model
+        self._mesh: Any = mesh if mesh is not None and mesh.degrees.pp > 1 else None
         self._tensor_mesh = mesh.tensor if mesh is not None else None
         self._placements: list[Any] = []
         self._accepts_buffer = accepts_buffer(model)
@@ -95,6 +96,8 @@ class ModelDecoder:
                 hidden, new = self._prompt_pass(tokens, padding)
                 present = Columns.of([tensor for pair in new for tensor in pair])
                 logits = self._model.logits(hidden[:, -1])
+            elif self._mesh is not None:
+                logits, present = self._through_stages(tokens, padding, cache)
             else:
                 pairs = None if cache is None else _pairs(self._distributed(cache))
                 begins = cache is None and self._num_prefix > 0
@@ -109,24 +112,55 @@ class ModelDecoder:
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
 
+    def _through_stages(self, tokens: Tensor, padding: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """`forward` of a model that is cut into pipeline stages."""
+        from llmsuite.inference.stages import through_stages
+
+        pairs, present = None if cache is None else _pairs(self._distributed(cache)), list[Tensor]()
+        config, model = self._model.config, self._model
+
+        def own(entering: Tensor | None) -> Tensor:
+            hidden, new = model.decode_step(tokens, padding, pairs, entering=self._replicated(entering))
+            present.extend(self._local([tensor for pair in new for tensor in pair]))
+            if model.model.norm is None:
+                return self._whole(hidden)
+            return self._whole(model.logits(hidden[:, -1])).astype("float32")[:, : self.vocab_size]
+
+        rows = tokens.shape[0]
+        dtype = next(iter(model.parameters())).dtype
+        logits = through_stages(self._mesh, own, [*tokens.shape, config.hidden_size], dtype, [rows, self.vocab_size])
+        return logits, present
+
+    def _replicated(self, entering: Tensor | None) -> Tensor | None:
+        """Hidden states that all tensor parallel ranks have, as a tensor that the model computes with."""
+        if entering is None or self._tensor_mesh is None:
+            return entering
+        import paddle.distributed as dist
+        from paddle.distributed.auto_parallel.api import dtensor_from_local
+
+        return dtensor_from_local(entering, self._tensor_mesh, [dist.Replicate()])
+
     def prompt_logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
         """Logits [V] float32 behind each token of a text but the last, each a prediction of the next one.
 
         Raises:
             UserError: interventions or prefixes edit the model's prompts.
         """
-        self._check_plain("echo: with logprobs")
+        self.check_plain("echo: with logprobs")
         tokens = paddle.to_tensor(np.asarray([ids], "int64"))
         with paddle.no_grad():
             hidden, _ = self._model.decode_step(tokens, paddle.zeros([1], "int64"), None)
             for start in range(0, len(ids) - 1, _POSITIONS):
                 yield from self._gathered(self._model.logits(hidden[0, start : min(start + _POSITIONS, len(ids) - 1)]))
 
-    def _check_plain(self, what: str) -> None:
+    def check_plain(self, what: str) -> None:
+        """Raise UserError for a model that gives nothing but answers; `what` else is asked for."""
         if self.edited_ends is not None or self._num_prefix:
             raise UserError(
                 f"{what}: this model has interventions or prefixes, which are for prompts that are answered"
             )
+        if self._mesh is not None:
+            raise UserError(f"{what}: not of a model on several pipeline stages")
 
     def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """The mean of the last normed hidden states of the tokens of each text, [B, D] float32, of length 1.
@@ -134,7 +168,7 @@ class ModelDecoder:
         Raises:
             UserError: interventions or prefixes edit the model's prompts.
         """
-        self._check_plain("embeddings")
+        self.check_plain("embeddings")
         length = max(map(len, texts))
         padding = np.asarray([length - len(text) for text in texts], "int64")
         ids = np.zeros([len(texts), length], "int64")
@@ -172,11 +206,16 @@ class ModelDecoder:
             self._placements = [tensor.placements if tensor.is_dist() else None for tensor in cache]
         return [local_value(tensor) for tensor in cache]
 
-    def _gathered(self, logits: Tensor) -> np.ndarray:
-        if logits.is_dist():
-            import paddle.distributed as dist
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """A tensor that is cut over tensor parallel ranks, on each of them."""
+        if not tensor.is_dist():
+            return tensor
+        import paddle.distributed as dist
 
-            logits = dist.reshard(logits, self._tensor_mesh, [dist.Replicate()])._local_value()
+        return dist.reshard(tensor, self._tensor_mesh, [dist.Replicate()])._local_value()
+
+    def _gathered(self, logits: Tensor) -> np.ndarray:
+        logits = self._whole(logits)
         return np.asarray(logits.astype("float32").numpy())[..., : self.vocab_size]  # behind it is padding
 
 
@@ -240,6 +279,17 @@ def _with_spare_columns(tensor: Tensor, count: int) -> Tensor:
     return paddle.concat([tensor, paddle.zeros([*tensor.shape[:-2], count, tensor.shape[-1]], tensor.dtype)], -2)
 
 
+@runtime_checkable
+class Spread(Protocol):
+    """A cache that others have a part of, and that is changed with theirs."""
+
+    def keep_rows(self, rows: Sequence[int], first_column: int) -> Cache:
+        """See `keep_rows`."""
+
+    def join(self, other: Any) -> Cache:
+        """See `join`."""
+
+
 class Uncached:
     """A decoder without a cache of keys and values: every pass reads the whole text again."""
 
@@ -267,6 +317,8 @@ class Uncached:
 
 def keep_rows(cache: Cache, rows: Sequence[int], first_column: int = 0) -> Cache:
     """The cache of some rows, in this order, from `first_column` on: what is before is padding in all of them."""
+    if isinstance(cache, Spread):
+        return cache.keep_rows(rows, first_column)
     index = paddle.to_tensor(np.asarray(rows, "int64"))
     if isinstance(cache, Columns):
         return cache.keep_rows(index, first_column)
@@ -282,6 +334,8 @@ def num_columns(cache: Cache) -> int:
 
 def join(first: Cache, second: Cache) -> Cache:
     """Two caches as one; the shorter gets padding on the left."""
+    if isinstance(first, Spread):
+        return first.join(second)
     length = max(num_columns(first), num_columns(second))
     return [paddle.concat([pad_to(a, length), pad_to(b, length)]) for a, b in zip(first, second)]
 

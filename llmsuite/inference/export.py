@@ -3,6 +3,10 @@
 The program is one decoding step with dynamic batch and lengths: from token ids, padding and the cache to the logits of
 the last column and the extended cache. Generation starts with a cache of no columns. A second program with the same
 parameters may hold the whole decoding loop (`llmsuite.inference.loop`).
+
+For several ranks each has a program and parameters of its own, in `rank_N`. Sums over tensor parallel ranks are
+operations of the programs. The programs of a pipeline pass hidden states on: those behind the first take them as a
+further input, those before the last give them in place of logits.
 """
 
 from __future__ import annotations
@@ -23,47 +27,41 @@ from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
 from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, committed_directory, read_json_file, sha256_of, write_json
+from llmsuite.files import committed_directory, sha256_of, write_json
+from llmsuite.inference.exported import ALONE, FORMAT, KIND, LOOP, PARAMETERS, PROGRAM, Exported, rank_directory
 from llmsuite.inference.fused import fuse
-from llmsuite.inference.load import load_model
+from llmsuite.inference.load import check_cut, check_precision
 from llmsuite.inference.loop import SPEC, GreedyLoop
+from llmsuite.inference.rank_parts import join_parts, load_part, ring_of
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.adapter import is_plain_linear
+from llmsuite.models.shard_plan import WHOLE
+from llmsuite.parallel.mesh import Mesh
 from llmsuite.regular import copy_regular
+from llmsuite.schema.degrees import Degrees
 from llmsuite.typing import Tensor
-
-FORMAT = 2
-KIND = "llmsuite static program"
-PROGRAM, PARAMETERS = "model.json", "model.pdiparams"
-LOOP = "loop.json"
-"""The program with the decoding loop, where it was exported."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Exported:
-    """The manifest of an exported model."""
-
-    precision: str
-    cache_shapes: list[list[int]]
-    """Shape of each tensor of the cache, without the batch and with 0 columns."""
-    source: str
-    """Directory of the model that was exported."""
-    source_sha256: dict[str, str]
-    """Digest of each file of the model, and of the recipe of its run where there is one."""
 
 
 class DecodeStep(nn.Layer):
     """One step of generation, which becomes the program."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, is_last: bool = True):
+        """`is_last`: whether the model has its last layers, and so logits."""
         super().__init__()
-        self.model = model
+        self.model, self._is_last = model, is_last
 
-    def forward(self, input_ids: Tensor, padding: Tensor, cache: list[Tensor]) -> list[Tensor]:
-        """Ids [B, L], padding [B] and cache [B, …, S, …] to logits [B, V] in float32 and the cache of S + L columns."""
-        hidden, present = self.model.decode_step(input_ids, padding, list(zip(cache[::2], cache[1::2])))
-        logits = self.model.logits(hidden[:, -1]).astype("float32")
-        return [logits, *(tensor for pair in present for tensor in pair)]
+    def forward(
+        self, input_ids: Tensor, padding: Tensor, cache: list[Tensor], hidden: Tensor | None = None
+    ) -> list[Tensor]:
+        """Ids [B, L], padding [B] and cache [B, …, S, …] to logits [B, V] in float32 and the cache of S + L columns.
+
+        `hidden` [B, L, D] is what the pipeline stage before gave; one that is not the last gives such in place of
+        logits.
+        """
+        pairs = list(zip(cache[::2], cache[1::2]))
+        hidden, present = self.model.decode_step(input_ids, padding, pairs, entering=hidden)
+        result = self.model.logits(hidden[:, -1]).astype("float32") if self._is_last else hidden
+        return [result, *(tensor for pair in present for tensor in pair)]
 
 
 def export(
@@ -73,45 +71,73 @@ def export(
     tokenizer: Path,
     precision: str = "fp32",
     decoding_loop: bool = False,
+    degrees: Degrees = ALONE,
 ) -> Exported:
     """Write the program of a model into a new directory, with its tokenizer and config, all of it or nothing; with
-    `decoding_loop` also one that makes whole greedy answers.
+    `decoding_loop` also one that makes whole greedy answers. For several ranks, of tensor and pipeline parallel
+    `degrees`, write the programs of each; one part of the model is in memory at a time.
 
     Raises:
-        UserError: the target exists, or the device cannot run the precision.
+        UserError: the target exists, the device cannot run the precision, or the model not be cut so.
     """
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     if precision == "int8" and backend.name == "cpu":
         raise UserError("--precision int8: Paddle 3.3.1 has no kernel for int8 weights on cpu; use fp32, or a gpu")
-    model = load_model(source, backend, "bf16" if precision == "int8" else precision)
-    fuse(model)
-    if precision == "int8":
-        _quantise(model)
-    shapes = cache_shapes(model)
-    dtype = PADDLE_DTYPE["bf16" if precision == "int8" else precision]
-    spec = [
-        InputSpec([None, None], "int64", "input_ids"),
-        InputSpec([None], "int64", "padding"),
-        [InputSpec([None, *shape[:-2], None, shape[-1]], dtype, f"cache_{i}") for i, shape in enumerate(shapes)],
-    ]
+    if decoding_loop and degrees.pp > 1:
+        raise UserError("--decoding_loop: is a program of one pipeline stage; leave out --pipeline_parallel_degree")
+    check_precision(source, backend, "bf16" if precision == "int8" else precision)
+    check_cut(source.family, source.config, degrees, "--tensor_parallel_degree")
     files = {path.name: sha256_of(path) for path in _files(source)}
-    exported = Exported(precision, shapes, str(source.path.absolute()), files)
-    manifest = {"format": FORMAT, "kind": KIND, **dataclasses.asdict(exported), "llmsuite": __version__}
-    with committed_directory(target, {**manifest, "paddle": paddle.__version__}) as directory:
-        make_static(model)
-        _skip_transcription(model)
-        _save(DecodeStep(model), directory / PROGRAM, spec)
-        if decoding_loop:
-            _save(GreedyLoop(model, shapes), directory / LOOP, SPEC)
-            parameters = (directory / LOOP).with_suffix(".pdiparams")
-            assert sha256_of(parameters) == sha256_of(directory / PARAMETERS), "the programs have other parameters"
-            parameters.unlink()
+    manifest = {"format": FORMAT, "kind": KIND, "llmsuite": __version__, "paddle": paddle.__version__}
+    shapes: list[list[int]] = []
+    stages: list[int] = []
+    with committed_directory(target, manifest) as directory:
+        for rank in range(degrees.num_ranks):
+            mesh = Mesh(degrees, rank)
+            found = _write_part(source, rank_directory(directory, mesh), backend, precision, mesh, decoding_loop)
+            if mesh.coordinate["tp"] == 0:
+                stages.append(len(shapes))
+                shapes += found
         write_json(directory / "config.json", source.config.to_hf())
         copy_tokenizer(tokenizer, directory)
         for path in sorted(source.path.glob(f"{SCALES}*")):  # for runtimes that multiply integers
             copy_regular(path, directory / path.name)
+        place = str(source.path.absolute())
+        exported = Exported(precision, shapes, place, files, degrees.tp, degrees.pp, stages)
+        manifest |= dataclasses.asdict(exported)
     return exported
+
+
+def _write_part(
+    source: ModelDirectory, directory: Path, backend: DeviceBackend, precision: str, mesh: Mesh, decoding_loop: bool
+) -> list[list[int]]:
+    """Write the programs of a rank; returns the shapes of its cache, see `Exported.cache_shapes`."""
+    model = load_part(source, backend, "bf16" if precision == "int8" else precision, mesh)
+    fuse(model)
+    if precision == "int8":
+        _quantise(model)
+    stage, last = mesh.coordinate["pp"], mesh.degrees.pp - 1
+    dtype = PADDLE_DTYPE["bf16" if precision == "int8" else precision]
+    hidden = InputSpec([None, None, source.config.hidden_size], dtype, "hidden")
+    shapes = cache_shapes(model, None if stage == 0 else paddle.zeros([1, 1, source.config.hidden_size], dtype))
+    spec = [
+        InputSpec([None, None], "int64", "input_ids"),
+        InputSpec([None], "int64", "padding"),
+        [InputSpec([None, *shape[:-2], None, shape[-1]], dtype, f"cache_{i}") for i, shape in enumerate(shapes)],
+        *([hidden] if stage else []),
+    ]
+    join_parts(model, source.family.shard_plan or WHOLE, mesh, ring_of(mesh))
+    make_static(model)
+    _skip_transcription(model)
+    directory.mkdir(exist_ok=True)
+    _save(DecodeStep(model, stage == last), directory / PROGRAM, spec)
+    if decoding_loop:
+        _save(GreedyLoop(model, shapes), directory / LOOP, SPEC)
+        parameters = (directory / LOOP).with_suffix(".pdiparams")
+        assert sha256_of(parameters) == sha256_of(directory / PARAMETERS), "the programs have other parameters"
+        parameters.unlink()
+    return shapes
 
 
 def _save(program: nn.Layer, path: Path, spec: list[Any]) -> None:
@@ -121,29 +147,13 @@ def _save(program: nn.Layer, path: Path, spec: list[Any]) -> None:
         paddle.jit.save(program, str(path.with_suffix("")), input_spec=spec)
 
 
-def cache_shapes(model: Any) -> list[list[int]]:
-    """Shape of each tensor of a model's cache, without the batch and with 0 columns; found by a pass."""
+def cache_shapes(model: Any, entering: Tensor | None = None) -> list[list[int]]:
+    """Shape of each tensor of a model's cache, without the batch and with 0 columns; found by a pass. `entering` as for
+    `CausalLM.decode_step`."""
+    ids, padding = paddle.zeros([1, 1], "int64"), paddle.zeros([1], "int64")
     with paddle.no_grad():
-        _, present = model.decode_step(paddle.zeros([1, 1], "int64"), paddle.zeros([1], "int64"), None)
+        _, present = model.decode_step(ids, padding, None, entering=entering)
     return [[*tensor.shape[1:-2], 0, tensor.shape[-1]] for pair in present for tensor in pair]
-
-
-def is_exported(path: Path) -> bool:
-    """Whether a directory holds a program that `export` wrote."""
-    return (path / PROGRAM).is_file() and (path / MANIFEST).is_file()
-
-
-def read_manifest(path: Path) -> Exported:
-    """Raises UserError when the directory holds no exported model, or one of another version."""
-    if not is_exported(path):
-        raise UserError(f"{path}: holds no exported model; make one with `llmsuite export MODEL -o {path}`")
-    manifest = read_json_file(path / MANIFEST)
-    try:
-        if (manifest["kind"], manifest["format"]) != (KIND, FORMAT):
-            raise UserError(f"{path / MANIFEST}: is of another kind or version; export the model again")
-        return Exported(**{field.name: manifest[field.name] for field in dataclasses.fields(Exported)})
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path / MANIFEST}: has no {error}; export the model again") from error
 
 
 def _files(source: ModelDirectory) -> list[Path]:
@@ -163,6 +173,7 @@ def _skip_transcription(model: Any) -> None:
         "llmsuite.inference.attention",
         "llmsuite.inference.fused",
         "llmsuite.inference.loop",
+        "llmsuite.inference.rank_parts",
         "llmsuite.inference.static_experts",
         __name__,
     }

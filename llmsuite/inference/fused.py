@@ -63,7 +63,7 @@ def fuse(model: CausalLM, live: Ops | None = None) -> None:
         model.__dict__["prompt_pass"] = PromptPass(model, live)
     elif type(embedding := model.model.embed_tokens) is StoredEmbedding:
         pass
-    elif model.lm_head is None and embedding.weight.place.is_cpu_place():
+    elif model.lm_head is None and embedding is not None and embedding.weight.place.is_cpu_place():
         model.__dict__["logits"] = TiedLogits(embedding.weight)
 
 

@@ -16,6 +16,7 @@ from llmsuite.specs import ModelFamily
 if TYPE_CHECKING:
     from llmsuite.parallel.fill import ReadSlice
     from llmsuite.parallel.mesh import Mesh
+    from llmsuite.schema.degrees import Degrees
 
 
 def open_any(
@@ -96,16 +97,27 @@ def load_model(
     Raises:
         UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
     """
+    beside = source.beside
+    told = None if beside is None else beside.told
+    check_precision(source, backend, precision)
+    return build_model(source.family, source.config, backend, precision, mesh, values_of(source, mesh), told, stored)
+
+
+def check_precision(source: ModelDirectory, backend: DeviceBackend, precision: str) -> None:
+    """Raise UserError for a device that does not have a precision, and for models that give no answers."""
+    if head_of(source.config) == "score":
+        raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
+    if precision not in backend.precisions:
+        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
+
+
+def values_of(source: ModelDirectory, mesh: Mesh | None) -> Callable[[Any], ReadSlice]:
+    """`values` of `build_model` for a model of files, on the rank of a mesh."""
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.checkpoint.shapes import check_shapes
     from llmsuite.models.qat import fake_quantize_layers, fake_quantized
     from llmsuite.models.targets import is_factor
     from llmsuite.parallel.vocabulary import is_padded
-
-    if head_of(source.config) == "score":
-        raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
-    if precision not in backend.precisions:
-        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
 
     def values(model: Any) -> ReadSlice:
         padded = mesh is not None and is_padded(source.config, mesh.degrees.tp)
@@ -120,8 +132,7 @@ def load_model(
         return lambda name, shape, index: (beside.files if is_factor(name) else source).read(name, index)
 
     beside = source.beside
-    told = None if beside is None else beside.told
-    return build_model(source.family, source.config, backend, precision, mesh, values, told, stored)
+    return values
 
 
 def build_model(
@@ -153,9 +164,8 @@ def build_model(
 
     from llmsuite.checkpoint.prefix_dir import Prefixes
     from llmsuite.checkpoint.reft_dir import Interventions
-    from llmsuite.devices.ops import Ops, causal_mask, rotary
-    from llmsuite.inference.attention import grouped_attention
     from llmsuite.inference.next_logits import uncovered
+    from llmsuite.inference.stages import keep_stage
     from llmsuite.inference.stored import store
     from llmsuite.models.prefix import add_prefixes
     from llmsuite.models.reft import add_interventions
@@ -165,21 +175,11 @@ def build_model(
     from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
     from llmsuite.schema.degrees import Degrees
 
-    check_answers(family)
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
     plan = family.shard_plan or WHOLE
-    if problem := next(plan.problems(config, mesh.degrees.tp), None):
-        raise UserError(f"--num_devices {problem}")
-    # the kernels of training know neither a padding on the left nor positions of each row
-    plain = dataclasses.replace(
-        backend.ops(precision) if backend.kernels_in_programs else Ops(),
-        causal_mask=causal_mask,
-        attention=grouped_attention,
-        rotary=rotary,
-        heads_first=True,
-    )
+    check_cut(family, config, mesh.degrees)
     with paddle.LazyGuard():
-        model = build_padded(family, config, plain, mesh.degrees.tp)
+        model = build_padded(family, config, plain_ops(backend, precision), mesh.degrees.tp)
         if isinstance(beside, Interventions):
             add_interventions(model, beside.layers, beside.rank, beside.ends)
         elif isinstance(beside, Prefixes):
@@ -197,9 +197,36 @@ def build_model(
                 f"({family.name}): {reason}; use fp32"
             )
         store(model, read, stored, ops)
+    if mesh.degrees.pp > 1:
+        keep_stage(model, family, mesh, parameter_shapes(family, config))
     parallelize_inference(model, plan, mesh, read, backend.parameter_dtype(precision))
     model.eval()
     return model
+
+
+def check_cut(family: ModelFamily, config: Any, degrees: Degrees, option: str = "--num_devices") -> None:
+    """Raise UserError for models that give no answers, or cannot be cut over so many tensor parallel ranks; `option` is
+    what they are asked for with, where there is no pipeline."""
+    from llmsuite.models.shard_plan import WHOLE
+
+    check_answers(family)
+    if problem := next((family.shard_plan or WHOLE).problems(config, degrees.tp), None):
+        raise UserError(f"{'--tensor_parallel_degree' if degrees.pp > 1 else option} {problem}")
+
+
+def plain_ops(backend: DeviceBackend, precision: str) -> Any:
+    """The operations for generation: the kernels of training know neither a padding on the left nor positions of each
+    row."""
+    from llmsuite.devices.ops import Ops, causal_mask, rotary
+    from llmsuite.inference.attention import grouped_attention
+
+    return dataclasses.replace(
+        backend.ops(precision) if backend.kernels_in_programs else Ops(),
+        causal_mask=causal_mask,
+        attention=grouped_attention,
+        rotary=rotary,
+        heads_first=True,
+    )
 
 
 def as_first_rank(tokens: list[int]) -> list[int]:

@@ -23,7 +23,7 @@ class GreedyLoop(nn.Layer):
     """Greedy decoding of a batch, which becomes the program."""
 
     def __init__(self, model: Any, cache_shapes: list[list[int]]):
-        """`cache_shapes`: see `llmsuite.inference.export.Exported`."""
+        """`cache_shapes`: see `llmsuite.inference.exported.Exported`."""
         super().__init__()
         self.model, self._cache_shapes = model, cache_shapes
 

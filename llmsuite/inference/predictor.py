@@ -18,31 +18,49 @@ from llmsuite.errors import UserError
 from llmsuite.files import broken_file, read_json_file
 from llmsuite.inference.batch import check_room
 from llmsuite.inference.decoder import Cache
-from llmsuite.inference.export import LOOP, PARAMETERS, PROGRAM, read_manifest
+from llmsuite.inference.exported import (
+    ALONE,
+    LOOP,
+    PARAMETERS,
+    PROGRAM,
+    Exported,
+    rank_directory,
+    read_manifest,
+)
+from llmsuite.inference.rank_parts import make_rings
+from llmsuite.inference.stages import through_stages
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.degrees import Degrees
+from llmsuite.typing import Tensor
 
 
 class Predictor:
-    """A decoder (`llmsuite.inference.decoder.Decoder`) that runs an exported program."""
+    """A decoder (`llmsuite.inference.decoder.Decoder`) that runs an exported program, or this rank's."""
 
-    def __init__(self, directory: Path, device: str = "cpu", num_threads: int | None = None):
+    def __init__(self, directory: Path, device: str = "cpu", num_threads: int | None = None, mesh: Mesh | None = None):
         """
         Args:
             directory: written by `llmsuite export`.
             device: "cpu", "gpu" or "xpu".
             num_threads: on cpu; None for OMP_NUM_THREADS as it is.
+            mesh: this rank's place among those that the programs are for; all of them make the same passes.
 
         Raises:
-            UserError: there is no whole exported model.
+            UserError: there is no whole exported model, or it is for other ranks.
         """
         self.exported = read_manifest(directory)
+        self._mesh = mesh or Mesh(ALONE, 0)
+        _check_degrees(self.exported, self._mesh.degrees, directory)
         if broken := broken_file(directory, check_hashes=False):
             raise UserError(f"{broken}; export the model again")
-        self._directory, self._device, self._num_threads = directory, device, num_threads
-        self.has_loop = (directory / LOOP).is_file()
+        self._directory, self._device, self._num_threads = rank_directory(directory, self._mesh), device, num_threads
+        self.has_loop = (self._directory / LOOP).is_file()
         shape = read_json_file(directory / "config.json")
         self._max_length = int(shape.get("max_position_embeddings") or shape["n_positions"])
         self._vocab_size = int(shape["vocab_size"])
+        self._hidden_size = int(shape.get("hidden_size") or shape["n_embd"])
         self._dtype = PADDLE_DTYPE["bf16" if self.exported.precision == "int8" else self.exported.precision]
+        make_rings(self._mesh)
 
     @property
     def max_length(self) -> int:
@@ -56,9 +74,22 @@ class Predictor:
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
         """See `llmsuite.inference.decoder.Decoder`."""
+        stage, present = self._mesh.coordinate["pp"], []  # type: tuple[int, list[Tensor]]
         if cache is None:
-            cache = [paddle.zeros([len(ids), *shape], self._dtype) for shape in self.exported.cache_shapes]
-        logits, *present = self._run([paddle.to_tensor(ids), paddle.to_tensor(padding), *cache])
+            shapes = self.exported.cache_shapes_of(stage)
+            cache = [paddle.zeros([len(ids), *shape], self._dtype) for shape in shapes]
+        inputs = [paddle.to_tensor(ids), paddle.to_tensor(padding), *cache]
+
+        def own(hidden: Tensor | None) -> Tensor:
+            result, *new = self._run(inputs if hidden is None else [*inputs, hidden])
+            present.extend(new)
+            return result
+
+        if self._mesh.degrees.pp == 1:
+            logits = own(None)
+        else:
+            sizes = [*ids.shape, self._hidden_size], self._dtype, [len(ids), self._vocab_size]
+            logits = through_stages(self._mesh, own, *sizes)
         return np.asarray(logits.numpy()), present
 
     def greedy(
@@ -99,9 +130,10 @@ class Predictor:
         config = Config(str(self._directory / program), str(self._directory / PARAMETERS))
         config.disable_glog_info()
         if self._device == "gpu":
-            config.enable_use_gpu(512, 0)
+            config.enable_use_gpu(512, _current_device())
         elif self._device == "xpu":
             config.enable_xpu()
+            config.set_xpu_device_id(_current_device())
         else:
             config.disable_gpu()
             config.disable_mkldnn()  # with it, decoding one token at a time is several times slower (3.3.1)
@@ -139,3 +171,25 @@ class _Runner:
         results = list(self._predictor.run(inputs))
         self._results = [weakref.ref(tensor) for tensor in results]
         return results
+
+
+def _current_device() -> int:
+    """Number of the device that this rank has."""
+    _, _, number = paddle.device.get_device().partition(":")
+    return int(number or 0)
+
+
+def _check_degrees(exported: Exported, degrees: Degrees, directory: Path) -> None:
+    """Raise UserError if programs are for other ranks than there are."""
+    wanted = exported.degrees
+    if (wanted.pp, wanted.tp) == (degrees.pp, degrees.tp):
+        return
+    if wanted.num_ranks == 1:
+        raise UserError(
+            f"{directory}: was exported for one device; leave out --num_devices, or export it again with "
+            f"--tensor_parallel_degree {degrees.tp}"
+        )
+    pipeline = f" --pipeline_parallel_degree {wanted.pp}" if wanted.pp > 1 else ""
+    raise UserError(
+        f"{directory}: was exported for {wanted.num_ranks} devices; add --num_devices {wanted.num_ranks}{pipeline}"
+    )

@@ -14,15 +14,17 @@ from llmsuite.typing import Tensor
 def make_static(model: Any) -> None:
     """Replace the forward of a model's experts by the form below, for good."""
     for module in model.sublayers():
-        if isinstance(module, Experts):
+        if isinstance(module, Experts) and "forward" not in module.__dict__:
             module.__dict__["forward"] = StaticExperts(module).forward
 
 
 class StaticExperts:
     """`llmsuite.models.experts.Experts` for a program: rows are sorted by expert, and each expert takes a slice."""
 
-    def __init__(self, experts: Experts):
-        self._experts = experts
+    def __init__(self, experts: Experts, first: int | None = None):
+        """`first`: where other ranks have the other experts, the number of the first one here; rows of the others give
+        zeros."""
+        self._experts, self._first = experts, first
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [B, L, D], and weights and numbers of the experts of each token [B, L, k], to [B, L, D]."""
@@ -30,15 +32,22 @@ class StaticExperts:
         gate, up, down = (of.weight for of in (experts.gate_proj, experts.up_proj, experts.down_proj))
         num_experts, num_chosen = gate.shape[0], chosen.shape[-1]
         flat = chosen.flatten()
+        num_slots = num_experts
+        if self._first is not None:
+            here = paddle.logical_and(flat >= self._first, flat < self._first + num_experts)
+            flat = paddle.where(here, flat - self._first, paddle.full_like(flat, num_experts))
+            num_slots += 1
         order = paddle.argsort(flat, stable=True)
         rows = x.flatten(0, 1).index_select(order // num_chosen, 0)
-        ends = F.one_hot(flat, num_experts).sum(0).astype("int64").cumsum()
+        ends = F.one_hot(flat, num_slots).sum(0).astype("int64").cumsum()
         parts = []
         for expert in range(num_experts):
             first = ends[expert - 1] if expert else paddle.zeros([], "int64")
             part = paddle.slice(rows, [0], [first], [ends[expert]])
             inner = self._experts.swiglu(paddle.matmul(part, gate[expert]), paddle.matmul(part, up[expert]))
             parts.append(paddle.matmul(inner, down[expert]))
+        if self._first is not None:
+            parts.append(paddle.zeros_like(paddle.slice(rows, [0], [ends[num_experts - 1]], [ends[num_experts]])))
         back = paddle.concat(parts).index_select(paddle.argsort(order), 0)
         scaled = back.reshape([-1, num_chosen, x.shape[-1]]) * weights.flatten(0, 1).astype(x.dtype).unsqueeze(-1)
         return scaled.sum(1).reshape(paddle.shape(x))

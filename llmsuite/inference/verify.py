@@ -9,7 +9,7 @@ import numpy as np
 from llmsuite.errors import UserError
 from llmsuite.files import MANIFEST, broken_file, read_json_file, sha256_of
 from llmsuite.inference.decoder import Decoder
-from llmsuite.inference.export import read_manifest
+from llmsuite.inference.exported import read_manifest
 from llmsuite.inference.generate import generate
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.sampling import Sampling

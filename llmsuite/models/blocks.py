@@ -262,6 +262,7 @@ class CausalLM(nn.Layer):
         cache: Sequence[LayerCache] | None,
         filled: int | None = None,
         num_seen: int = 0,
+        entering: Tensor | None = None,
     ) -> tuple[Tensor, list[LayerCache]]:
         """One pass of generation over a batch that is padded on the left. Shapes may be those of a static program.
 
@@ -272,9 +273,10 @@ class CausalLM(nn.Layer):
             filled: only where `llmsuite.inference.fused.accepts_buffer`: this many columns of the cache are filled, and
                 the new ones are written in place behind them.
             num_seen: columns of the cache that every token sees: padding begins behind them. It is a prefix.
+            entering: what the part of the model before this one returned; None for the first.
 
         Returns:
-            Normed hidden states [B, L, D], and the cache of S + L columns.
+            Hidden states [B, L, D], normed by the last part, and the cache of S + L columns.
         """
         assert self.ops.heads_first, "the model is built for training"
         length, start = dim_size(input_ids, 1), 0 if cache is None else dim_size(cache[0][0], -2)
@@ -283,7 +285,7 @@ class CausalLM(nn.Layer):
         else:  # columns that are still free are later than every query
             queries, keys = paddle.arange(filled, filled + length), paddle.arange(start)
         positions = paddle.clip(queries.unsqueeze(0) - padding.unsqueeze(1), min=0)
-        x = self.embed_at(input_ids, positions)
+        x = self.embed_at(input_ids, positions) if entering is None else entering
         mask = step_mask(queries, keys, padding, x.dtype, num_seen, self.window)
         inputs = self.layer_inputs_at(positions, mask, x.dtype)
         present = []
@@ -291,7 +293,7 @@ class CausalLM(nn.Layer):
             past: Any = None if cache is None else cache[i] if filled is None else (*cache[i], filled)
             x, kv = layer(x, *inputs, past=past)
             present.append(kv)
-        return self.final_norm(x), present
+        return x if self.model.norm is None else self.final_norm(x), present
 
     def _length(self, cache: list[LayerCache] | None) -> int:
         return cache[0][0].shape[-2 if self.ops.heads_first else 1] if cache else 0

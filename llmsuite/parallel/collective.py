@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.auto_parallel.static.process_group import new_process_group
 
 from llmsuite.devices.variables import LOCAL_RANK, NUM_RANKS, RANK, number_in
 from llmsuite.errors import UserError
@@ -27,6 +28,7 @@ from llmsuite.typing import Tensor
 Number = Any
 """A float, or a scalar on the device that has not been read yet."""
 _NOTHING = types.SimpleNamespace(shape=(), dtype="")
+_LENGTH_BYTES, _SHORT = 8, 2040
 _mesh = Mesh(Degrees(1, 1, 1, 1), 0)  # alone, until `start`
 
 
@@ -65,6 +67,19 @@ def start(degrees: Degrees) -> Mesh:
     _mesh = Mesh(degrees, rank())
     _mesh.make_groups()
     return _mesh
+
+
+def make_ring(number: int, ranks: Sequence[int]) -> None:
+    """Make a group that programs name by a number of their own. Every rank of the run calls it for every group.
+
+    Args:
+        number: 0 for the group of all ranks, which Gloo has from the start.
+        ranks: of the group.
+    """
+    if number:
+        new_process_group([int(rank) for rank in ranks], group_id=number, force_new_group=True).instantiate()
+    elif (backend := dist.get_backend()) != "GLOO":
+        dist.collective._init_parallel_env(backend.lower())
 
 
 def barrier() -> None:
@@ -161,6 +176,20 @@ def bytes_of_rank(source: int, size: int, data: bytes | None) -> bytes:
     with calls.made("broadcast", tensor, None):
         dist.broadcast(tensor, source)
     return bytes(tensor.numpy().data)
+
+
+def message_of_first_rank(data: bytes | None) -> bytes:
+    """Some bytes that rank 0 has, on every rank; `data` is None on the others, which do not know how many. Short ones
+    take one call."""
+    head = None
+    if data is not None:
+        head = (len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_SHORT]).ljust(_LENGTH_BYTES + _SHORT, b"\0")
+    head = bytes_of_rank(0, _LENGTH_BYTES + _SHORT, head)
+    size = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    found = head[_LENGTH_BYTES : _LENGTH_BYTES + size]
+    if size > _SHORT:
+        found += bytes_of_rank(0, size - _SHORT, None if data is None else data[_SHORT:])
+    return found
 
 
 def _sum(values: Sequence[Number], group: Any) -> list[float]:

@@ -31,6 +31,7 @@ def fill(
     read: ReadSlice,
     dtype: str,
     on_filled: Callable[[str, Tensor], None] = lambda name, parameter: None,
+    are_plain: bool = False,
 ) -> None:
     """Give every parameter its values, one parameter after the other.
 
@@ -41,13 +42,14 @@ def fill(
         read: gives the initial values.
         dtype: dtype of the parameters, but for those that have their own (`ShardPlan.has_own_dtype`).
         on_filled: called with name and parameter as soon as it has its values, before the next one has memory.
+        are_plain: whether the slices become plain tensors, without the whole that they are of.
     """
     for name, parameter in model.named_parameters():
         keeps = plan.has_own_dtype(name)
         read_as = _DTYPES[parameter.dtype] if keeps else "float32"
         local = paddle.to_tensor(read_local(name, parameter.shape, plan, mesh, read, read_as))
         local = local if keeps else local.astype(dtype)
-        if mesh.tensor is None:
+        if are_plain or mesh.tensor is None:
             parameter._set_impl(local)
         else:
             dim = plan.dim(name)

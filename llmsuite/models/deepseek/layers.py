@@ -30,11 +30,11 @@ class Attention(nn.Layer):
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
         self.rotary, self.core = ops.rotary, attention
-        self.scale, self.num_heads = config.attention_scale, config.num_attention_heads
+        self.scale, num_heads = config.attention_scale, config.num_attention_heads
         self.query_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         self.latent_sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
         self.key_value_sizes = [config.qk_nope_head_dim, config.v_head_dim]
-        width = self.num_heads * sum(self.query_sizes)
+        width = num_heads * sum(self.query_sizes)
         self.is_compressed = config.q_lora_rank is not None
         if config.q_lora_rank is not None:
             self.q_a_proj = linear(config.hidden_size, config.q_lora_rank)
@@ -44,8 +44,8 @@ class Attention(nn.Layer):
             self.q_proj = linear(config.hidden_size, width)
         self.kv_a_proj_with_mqa = linear(config.hidden_size, sum(self.latent_sizes))
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS, ops)
-        self.kv_b_proj = linear(config.kv_lora_rank, self.num_heads * sum(self.key_value_sizes))
-        self.o_proj = linear(self.num_heads * config.v_head_dim, config.hidden_size)
+        self.kv_b_proj = linear(config.kv_lora_rank, num_heads * sum(self.key_value_sizes))
+        self.o_proj = linear(num_heads * config.v_head_dim, config.hidden_size)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past: LayerCache | None = None
@@ -66,7 +66,8 @@ class Attention(nn.Layer):
         heads = self.kv_b_proj(latent).reshape([0, 0, -1, sum(self.key_value_sizes)])
         k_nope, v = (part.transpose([0, 2, 1, 3]) for part in heads.split(self.key_value_sizes, -1))
         q_nope, q_rope = ((part * self.scale).transpose([0, 2, 1, 3]) for part in (q_nope, q_rope))
-        shared = k_rope.unsqueeze(2).expand([-1, -1, self.num_heads, -1]).transpose([0, 2, 1, 3])
+        num_heads = self.kv_b_proj.weight.shape[1] // sum(self.key_value_sizes)
+        shared = k_rope.unsqueeze(2).expand([-1, -1, num_heads, -1]).transpose([0, 2, 1, 3])
         out = self.core(q_nope, q_rope, k_nope, shared, v, mask).transpose([0, 2, 1, 3])
         return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
 

@@ -1,0 +1,71 @@
+"""What lies in the directory of an exported model, and what its manifest says. Imports no Paddle."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from llmsuite.errors import UserError
+from llmsuite.files import MANIFEST, read_json_file
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.schema.degrees import Degrees
+
+FORMAT = 2
+KIND = "llmsuite static program"
+PROGRAM, PARAMETERS = "model.json", "model.pdiparams"
+LOOP = "loop.json"
+"""The program with the decoding loop, where it was exported."""
+ALONE = Degrees(1, 1, 1, 1)
+_LATER = ("tensor_parallel_degree", "pipeline_parallel_degree", "stages")
+"""What manifests of programs for one rank did not have from the start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """The manifest of an exported model."""
+
+    precision: str
+    cache_shapes: list[list[int]]
+    """Shape of each tensor of a rank's cache, without the batch and with 0 columns; those of all pipeline stages."""
+    source: str
+    """Directory of the model that was exported."""
+    source_sha256: dict[str, str]
+    """Digest of each file of the model, and of the recipe of its run where there is one."""
+    tensor_parallel_degree: int = 1
+    pipeline_parallel_degree: int = 1
+    stages: list[int] = dataclasses.field(default_factory=lambda: [0])
+    """Number of the first tensor of the cache of each pipeline stage."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """The ranks that the programs are for."""
+        return Degrees(self.pipeline_parallel_degree, 1, 1, self.tensor_parallel_degree)
+
+    def cache_shapes_of(self, stage: int) -> list[list[int]]:
+        """Those of `cache_shapes` that a pipeline stage has."""
+        bounds = [*self.stages, len(self.cache_shapes)]
+        return self.cache_shapes[bounds[stage] : bounds[stage + 1]]
+
+
+def rank_directory(directory: Path, mesh: Mesh) -> Path:
+    """Where the programs of a rank are, in the directory of an exported model."""
+    return directory if mesh.degrees.num_ranks == 1 else directory / f"rank_{mesh.rank}"
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a directory holds a program that `export` wrote."""
+    return (path / MANIFEST).is_file() and any((path / name / PROGRAM).is_file() for name in ("", "rank_0"))
+
+
+def read_manifest(path: Path) -> Exported:
+    """Raises UserError when the directory holds no exported model, or one of another version."""
+    if not is_exported(path):
+        raise UserError(f"{path}: holds no exported model; make one with `llmsuite export MODEL -o {path}`")
+    manifest = read_json_file(path / MANIFEST)
+    try:
+        if (manifest["kind"], manifest["format"]) != (KIND, FORMAT):
+            raise UserError(f"{path / MANIFEST}: is of another kind or version; export the model again")
+        names = [field.name for field in dataclasses.fields(Exported)]
+        return Exported(**{name: manifest[name] for name in names if name in manifest or name not in _LATER})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path / MANIFEST}: has no {error}; export the model again") from error

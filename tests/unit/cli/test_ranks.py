@@ -1,0 +1,37 @@
+"""How many ranks a command line asks for."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from llmsuite.cli.ranks import settle_degrees
+from llmsuite.errors import UserError
+from llmsuite.schema.degrees import Degrees
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "tp", "pp", "expected"),
+    [
+        (1, None, 1, (1, 1)),
+        (4, None, 1, (1, 4)),
+        (1, 2, 1, (1, 2)),
+        (4, None, 2, (2, 2)),
+        (1, None, 3, (3, 1)),
+        (4, 2, 2, (2, 2)),
+        (1, 2, 2, (2, 2)),
+    ],
+)
+def test_what_is_left_open_follows(num_devices: int, tp: int | None, pp: int, expected: tuple[int, int]) -> None:
+    args = types.SimpleNamespace(num_devices=num_devices, tensor_parallel_degree=tp, pipeline_parallel_degree=pp)
+    for _ in range(2):  # a rank has the same command line
+        assert settle_degrees(args) == Degrees(expected[0], 1, 1, expected[1])
+        assert (args.num_devices, args.tensor_parallel_degree) == (expected[0] * expected[1], expected[1])
+
+
+@pytest.mark.parametrize(("num_devices", "tp", "pp"), [(3, None, 2), (2, 4, 1), (4, 2, 1), (2, None, 4)])
+def test_contradictions_are_refused(num_devices: int, tp: int | None, pp: int) -> None:
+    args = types.SimpleNamespace(num_devices=num_devices, tensor_parallel_degree=tp, pipeline_parallel_degree=pp)
+    with pytest.raises(UserError, match=f"--num_devices: is {num_devices}, and tensor parallel x pipeline parallel is"):
+        settle_degrees(args)
