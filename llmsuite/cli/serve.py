@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from llmsuite.cli.generate import CONTROL_TOKENS, add_model_arguments
+from llmsuite.cli.ranks import launch_ranks, settle_degrees
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.hub.names import hub_name
@@ -70,8 +72,9 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
-    if args.num_devices > 1:
-        raise UserError("--num_devices: serve runs on one device")
+    settle_degrees(args)
+    if args.num_devices > 1 and (args.rl or args.adapters):
+        raise UserError("--num_devices: serve with --rl or --adapters runs on one device; leave out one of them")
     key = args.api_key or os.environ.get(_KEY) or None
     if args.rl:
         _check_rl(args, key)
@@ -82,13 +85,20 @@ def run(args: Any, registry: Registry) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"serve: {error.name} is missing; install it with: {install_command('serve')}") from error
-    from llmsuite.cli.model import open_generator
+    from llmsuite.cli.model import check_precision, open_generator
     from llmsuite.cli.places import find_model_arguments
+    from llmsuite.launch.launch import is_worker
 
     name = args.name or _name(args.model)
     find_model_arguments(args)
     adapters = _adapters(args, name)
+    if args.num_devices > 1 and not is_worker():
+        check_precision(args, registry)
+        return launch_ranks(args, registry)
     opened = open_generator(args, registry, refreshable=args.rl, adapters=adapters)
+    if not opened.speaks:
+        return _follow(opened.generator.decoder)
+    from llmsuite.inference.followed import lead
     from llmsuite.inference.prompts import Prompter
     from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
@@ -97,6 +107,8 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.serving.service import Service
     from llmsuite.serving.weights import ServedWeights
 
+    leader = lead(opened.generator.decoder) if args.num_devices > 1 else None
+    opened.generator.decoder = leader or opened.generator.decoder
     limits = Limits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)})
     if key is None and not _is_loopback(args.host):
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
@@ -110,6 +122,18 @@ def run(args: Any, registry: Registry) -> int:
         server.run()
     except SystemExit as error:  # it could not listen, and has said why
         raise UserError(f"--host {args.host} --port {args.port}: cannot listen there") from error
+    if leader is not None:
+        leader.end()
+    return 0
+
+
+def _follow(decoder: Any) -> int:
+    """Decode what the first rank says, which has the server; it also says when that ends."""
+    from llmsuite.inference.followed import follow
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    follow(decoder)
     return 0
 
 
