@@ -61,6 +61,8 @@ class Line:
         """Why it cannot go on."""
         self.num_known = 0
         """Tokens of the prompt whose keys and values were there already, so that they were not computed."""
+        self.num_kept = 0
+        """Tokens of the prompt whose keys and values were kept for later ones, and were not there before."""
         self._random = generator(sampling.seed, number)
         self._guide, self.adapter = guide, adapter
 
@@ -184,28 +186,49 @@ class Batch:
             return instead
 
     def _prefill(self, new: Sequence[Line]) -> tuple[list[Line], np.ndarray, Cache, np.ndarray]:
-        """The first pass of new lines, over their prompts; two, where the beginnings of some are known.
+        """The first passes of new lines, over their prompts.
+
+        There is one for those of which nothing is known, one where the beginnings are, and one for lines that begin as
+        another one of them does, which is read first.
 
         Returns:
             The lines in another order, with their logits, cache and padding.
         """
         if self._prefixes is None:
             return list(new), *self._read(new, [[] for _ in new])
-        found = [self._prefixes.find(line.prompt, line.adapter) for line in new]
-        groups = ([pair for pair in zip(new, found) if bool(pair[1]) == is_known] for is_known in (True, False))
-        made = []
-        for group in filter(None, groups):
-            lines, blocks = [line for line, _ in group], [own for _, own in group]
-            logits, cache, padding = self._read(lines, blocks)
-            tensors = list(cache)
-            for row, line in enumerate(lines):
-                self._prefixes.keep(line.prompt, line.adapter, tensors, row, int(padding[row]))
-            made.append((lines, logits, cache, padding))
-        if len(made) == 1:
-            return made[0]
-        (lines, logits, first, before), (others, more, second, padding) = made
-        cache, padding = _joined(first, before, second, padding)
-        return [*lines, *others], np.concatenate([logits, more]), cache, padding
+        made: tuple[list[Line], np.ndarray, Cache, np.ndarray] | None = None
+        for group in self._in_turn(new):
+            found = [self._prefixes.find(line.prompt, line.adapter) for line in group]
+            for is_known in (True, False):
+                rows = [row for row, blocks in enumerate(found) if bool(blocks) == is_known]
+                if not rows:
+                    continue
+                lines = [group[row] for row in rows]
+                logits, cache, padding = self._read(lines, [found[row] for row in rows])
+                tensors = list(cache)
+                for row, line in enumerate(lines):
+                    begin = int(padding[row])
+                    line.num_kept = self._prefixes.keep(line.prompt, line.adapter, tensors, row, begin)
+                if made is not None:
+                    cache, padding = _joined(made[2], made[3], cache, padding)
+                    lines, logits = [*made[0], *lines], np.concatenate([made[1], logits])
+                made = lines, logits, cache, padding
+        assert made is not None, "there are new lines"
+        return made
+
+    def _in_turn(self, new: Sequence[Line]) -> list[list[Line]]:
+        """New lines in the order in which they are read: those whose next block another one reads too come after it."""
+        assert self._prefixes is not None
+        if not self._prefixes.keeps_some:
+            return [list(new)]
+        seen: set[Any] = set()
+        first, later = list[Line](), list[Line]()
+        for line in new:
+            key = self._prefixes.first_new(line.prompt, line.adapter)
+            (later if key in seen else first).append(line)
+            if key is not None:
+                seen.add(key)
+        return [group for group in (first, later) if group]
 
     def _read(self, lines: Sequence[Line], prefixes: Sequence[Sequence[Block]]) -> tuple[np.ndarray, Cache, np.ndarray]:
         """A pass over prompts, but for the beginnings that are known. All rows read as many columns as the one that

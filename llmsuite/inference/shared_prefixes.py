@@ -62,8 +62,17 @@ class SharedPrefixes:
         self._touch([key for key, _ in found])
         return [block for _, block in found]
 
-    def keep(self, prompt: Sequence[int], adapter: str | None, cache: Cache, row: int, padding: int) -> None:
-        """Keep the whole blocks of a prompt.
+    @property
+    def keeps_some(self) -> bool:
+        """Whether there is room for any."""
+        return self._max_bytes > 0
+
+    def first_new(self, prompt: Sequence[int], adapter: str | None) -> _Key | None:
+        """The first whole block of a prompt that is not there; None where all are, but for the last token."""
+        return next((key for key, block in self._known(prompt[:-1], adapter) if block is None), None)
+
+    def keep(self, prompt: Sequence[int], adapter: str | None, cache: Cache, row: int, padding: int) -> int:
+        """Keep the whole blocks of a prompt; returns how many tokens are in those that were not there.
 
         Args:
             prompt: its tokens.
@@ -72,21 +81,23 @@ class SharedPrefixes:
             row: of the cache.
             padding: columns of that row in front of the prompt.
         """
-        if not self._max_bytes:
-            return
-        keys, start = [], padding
+        if not self.keeps_some:
+            return 0
+        keys, start, num_new = [], padding, 0
         for key, block in self._known(prompt, adapter):
             if block is None:
                 part = [tensor[row : row + 1, ..., start : start + self._num_tokens, :].clone() for tensor in cache]
                 self._made += 1
                 block = self._blocks[key] = Block(self._made, part)
                 self.num_bytes += block.num_bytes
+                num_new += self._num_tokens
             keys.append(key)
             start += self._num_tokens
         self._touch(keys)
         while self.num_bytes > self._max_bytes:
             _, dropped = self._blocks.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
+        return num_new
 
     def clear(self) -> None:
         """Drop all: the weights are others."""

@@ -229,12 +229,17 @@ def envelope(kind: str, model: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage(lines: Sequence[Line], num_prompts: int) -> dict[str, int]:
+def usage(lines: Sequence[Line], num_prompts: int) -> dict[str, Any]:
     """Counts of tokens; a prompt with several answers counts once."""
-    each = len(lines) // num_prompts
-    prompt = sum(len(line.prompt) for line in lines[::each])
+    firsts = lines[:: len(lines) // num_prompts]
+    prompt = sum(len(line.prompt) for line in firsts)
     answers = sum(len(line.ids) for line in lines)
-    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answers,
+        "total_tokens": prompt + answers,
+        "prompt_tokens_details": {"cached_tokens": sum(line.num_known for line in firsts)},
+    }
 
 
 def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

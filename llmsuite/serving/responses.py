@@ -216,7 +216,7 @@ class _Response:
             usage = {
                 **counts,
                 "total_tokens": sum(counts.values()),
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": line.num_known, "cache_write_tokens": line.num_kept},
                 "output_tokens_details": {"reasoning_tokens": 0},
             }
         echoed = (

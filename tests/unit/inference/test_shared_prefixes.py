@@ -87,6 +87,15 @@ def test_what_is_known_is_not_computed_again() -> None:
     assert decoder.columns == [12, 4, 3, 2]
 
 
+def test_rows_of_one_pass_share_a_beginning() -> None:
+    decoder = Counting(ModelDecoder(family_model("llama")))
+    prefixes, sampling = SharedPrefixes(10**9, 4), Sampling(max_new_tokens=1)
+    lines = answers(decoder, prefixes, sampling, [[0, 1, 2, 6, 5]])
+    assert decoder.columns == [12, 9], "the first prompt and the one that is like no other, then what is left of others"
+    assert [line.num_known for line in lines[:3]] == [0, 2, 8]
+    assert [line.num_kept for line in lines] == [12, 0, 8, 0, 0, 0, 0, 0]
+
+
 def test_each_adapter_has_its_own() -> None:
     prefixes = SharedPrefixes(10**9, 2)
     prefixes.keep([1, 2, 3, 4], "a", [paddle.ones([1, 1, 4, 2])], 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,54 @@ def test_several_answers_and_streams(client: TestClient, without: TestClient) ->
         assert ask(client, "a", 3, **more) == ask(without, "a", 3, **more)
         asked = {"model": "b", "prompt": [*SYSTEM, 9], "max_tokens": 6, "temperature": 0, "stream": True}
         assert _text(client, asked) == _text(without, asked)
-    assert counted(client, "hits_total") == 4
+    assert counted(client, "hits_total") == 2 + 4, (
+        "of the first three answers two wait for the one that reads the prompt"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_are_told_what_was_known(client: TestClient, without: TestClient, stream: bool) -> None:
+    def cached(where: TestClient, prompt: Any, **more: Any) -> int:
+        usage = _usage(where, "/v1/completions", {"prompt": prompt, "max_tokens": 2, **more}, stream)
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(client, [*SYSTEM, 7, 5]) for _ in range(2)] == [0, 32]
+    assert cached(client, [[*SYSTEM, 1], [*SYSTEM, 2]]) == 2 * 32, "of each prompt"
+    assert cached(client, [*SYSTEM[::-1], 1], n=3) == 0, "a prompt counts once, by the answer that read it"
+    assert cached(client, [*SYSTEM[:20], *SYSTEM]) == 0
+    assert [cached(without, [*SYSTEM, 7, 5]) for _ in range(2)] == [0, 0]
+
+
+def test_responses_and_chats_tell_it_too(client: TestClient) -> None:
+    said = "every request begins with this, and with that, and then with this"
+    turns = [{"role": "system", "content": said}, {"role": "user", "content": "Hi"}]
+    chat = {"messages": turns, "max_tokens": 2}
+    response = {"instructions": said, "input": "Ho", "max_output_tokens": 2}
+    first = _usage(client, "/v1/chat/completions", chat, False)
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert first["prompt_tokens"] > 32
+    for stream in (False, True):
+        told = _usage(client, "/v1/responses", response, stream)
+        details = told["input_tokens_details"]
+        whole = told["input_tokens"] // 32 * 32
+        assert 32 <= details["cached_tokens"] <= whole
+        assert details["cached_tokens"] % 32 == 0
+        wrote = whole - details["cached_tokens"]
+        assert details["cache_write_tokens"] == wrote or told["input_tokens"] == whole, "blocks that were not there"
+    assert details["cache_write_tokens"] == 0, "of the same prompt once more"
+
+
+def _usage(client: TestClient, path: str, asked: dict[str, Any], stream: bool) -> dict[str, Any]:
+    """What an answer says of its tokens."""
+    if not stream:
+        answer = client.post(path, json=asked)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json()["usage"])
+    options = {} if "responses" in path else {"stream_options": {"include_usage": True}}
+    lines = client.post(path, json={**asked, **options, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    (found,) = [usage for event in events if (usage := event.get("usage") or event.get("response", {}).get("usage"))]
+    return dict(found)
 
 
 def _text(client: TestClient, asked: dict[str, Any]) -> list[str]:
