@@ -21,10 +21,10 @@ def _common_arguments(parser: Any) -> None:
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
     parser.add_argument(
         "--dtype",
-        type=Literal["fp32", "bf16", "fp16", "fp8", "int8", "q8_0", "q5_1", "q4_1"] | None,
+        type=Literal["fp32", "bf16", "fp16", "fp8", "int8", "q8_0", "q5_1", "q4_1", "q4_k_m"] | None,
         default=None,
         help="default: unchanged, or bf16 for FP8 models; fp8 has one scale for each block of 128 x 128; int8, with "
-        "scales, only for a run trained with qat.weight_bits; q8_0, q5_1 and q4_1 are of GGUF, whose default is fp16",
+        "scales, only for a run trained with qat.weight_bits; q8_0, q5_1, q4_1, q4_k_m are of GGUF, default fp16",
     )
     parser.add_argument(
         "--max-shard-size", type=str, default=None, help="size limit of each file, such as 5GB (default: 4GiB)"
@@ -131,7 +131,7 @@ def run(args: Any, registry: Registry) -> int:
 
 def _check_gguf(args: Any) -> None:
     """Raises UserError for options that contradict --layout."""
-    own = ("q8_0", "q5_1", "q4_1")
+    own = ("q8_0", "q5_1", "q4_1", "q4_k_m")
     if args.layout != "gguf":
         if args.dtype in own:
             raise UserError(
@@ -162,6 +162,8 @@ def _write_gguf(model: Any, target: Path, args: Any) -> int:
         f"wrote {target / 'model.gguf'}: {export.architecture}, {len(export.tensors)} tensors, "
         f"{export.num_bytes / 1e6:,.0f} MB, matrices of {export.kinds}, tokenizer {export.vocabulary.split}"
     )
+    for remark in export.remarks:
+        print(f"note: {remark}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Writes a model as a GGUF file, which llama.cpp, Ollama and LM Studio run.
 
-The library gguf has the format and quantises; names, fields and the order of rotary halves are those that llama.cpp's
+The library gguf has the format; names, fields and the order of rotary halves are those that llama.cpp's
 `convert_hf_to_gguf.py` writes.
 """
 
@@ -19,16 +19,11 @@ import numpy as np
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.convert.gguf import ROPE_SCALING, rope_factors
 from llmsuite.convert.gguf_tokenizer import Vocabulary, read_vocabulary
+from llmsuite.convert.gguf_types import BLOCK, DTYPES, FILE_TYPES, K_BLOCK, k_quants, quantised, stored_as
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.models.gguf_names import ROPE_FACTORS
 from llmsuite.models.head import head_of
-
-DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_1": "Q4_1"}
-"""What matrices are stored as, by the words of the command line and of GGUF."""
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_1": 3, "Q8_0": 7, "Q5_1": 9, "BF16": 32}  # of gguf.LlamaFileType
-_FEW_BITS = ("Q5_1", "Q4_1")
-_ENDS = ("token_embd.weight", "output.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +57,15 @@ class GgufExport:
         Args:
             model: of a family whose names have GGUF's.
             dtype: of `DTYPES`, for matrices whose rows are whole blocks; other matrices get fp16, all else fp32. The
-                embedding and the output projection have 8 bits where the others have 4 or 5.
+                embedding and the output projection have 8 bits where the others have 4 or 5, and what llama.cpp gives
+                them in q4_k_m.
 
         Raises:
-            UserError: GGUF has no form of it here, or the package gguf is missing.
+            UserError: GGUF has no form of it here, or the package gguf or libgguf is missing.
         """
         self._gguf = _library()
+        if dtype == "q4_k_m":
+            k_quants()
         self.model, self.config, names = model, model.config, model.family.names()
         self._wanted = DTYPES[dtype]
         self.architecture = self._architecture()
@@ -109,14 +107,11 @@ class GgufExport:
             )
 
     def _tensor(self, ours: str, theirs: str, shape: tuple[int, ...]) -> _Tensor:
-        kinds = self._gguf.GGMLQuantizationType
-        kind = kinds.F32 if len(shape) < 2 else kinds[self._wanted]
-        if self._wanted in _FEW_BITS and theirs in _ENDS:
-            kind = kinds.Q8_0
+        kinds, config = self._gguf.GGMLQuantizationType, self.config
+        is_tied = bool(config.tie_word_embeddings)
+        name = "F32" if len(shape) < 2 else stored_as(self._wanted, theirs, shape[-1], config, is_tied)
+        kind = kinds[name]
         block, num_bytes = self._gguf.GGML_QUANT_SIZES[kind]
-        if shape[-1] % block:
-            kind = kinds.F16
-            block, num_bytes = self._gguf.GGML_QUANT_SIZES[kind]
         return _Tensor(ours, theirs, shape, kind, int(np.prod(shape)) // block * num_bytes)
 
     @property
@@ -127,6 +122,20 @@ class GgufExport:
     def kinds(self) -> str:
         """What the matrices are stored as."""
         return "/".join(sorted({tensor.kind.name for tensor in self.tensors if len(tensor.shape) > 1}))
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is not as it was asked for."""
+        rows = [tensor.shape[-1] for tensor in self.tensors if len(tensor.shape) > 1]
+        block = {"Q4_K_M": K_BLOCK, "Q8_0": BLOCK, "Q5_1": BLOCK, "Q4_1": BLOCK}.get(self._wanted, 1)
+        odd = [row for row in rows if row % block]
+        if not odd:
+            return []
+        others = "Q5_0, Q8_0 or F16, as llama.cpp does" if block == K_BLOCK else "F16"
+        return [
+            f"{len(odd)} of {len(rows)} matrices have rows of {', '.join(map(str, sorted(set(odd))))}, which are no "
+            f"whole blocks of {block}: these are {others}"
+        ]
 
     def check_room(self, target: Path) -> None:
         """Raises UserError unless the file fits onto the disk."""
@@ -181,7 +190,7 @@ class GgufExport:
     def _add_fields(self, writer: Any) -> None:
         config = self.config
         writer.add_name(self.model.path.absolute().name)
-        writer.add_file_type(_FILE_TYPES[self._wanted])
+        writer.add_file_type(FILE_TYPES[self._wanted])
         writer.add_quantization_version(self._gguf.GGML_QUANT_VERSION)
         writer.add_vocab_size(config.vocab_size)
         writer.add_context_length(config.max_position_embeddings)
@@ -227,7 +236,7 @@ class GgufExport:
             if not np.array_equal(np.isfinite(half), np.isfinite(value)):
                 raise UserError(f"{self.model.path}: {tensor.ours!r} has values too large for fp16; use --dtype bf16")
             return half
-        return np.ascontiguousarray(self._gguf.quantize(value, tensor.kind))
+        return quantised(value, tensor.kind)
 
 
 def _library() -> Any:

@@ -20,6 +20,15 @@ from tests.unit.families import CASES, FAMILIES, read_config
 SHAPES = [
     case for case in CASES if case.startswith(("llama/", "qwen/")) and "yarn" not in case and "window" not in case
 ]
+K_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+"""A shape whose rows are whole blocks of 256."""
 TOKENIZER = DATA / "tokenizer"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from gguf.quants import dequantize, quantize
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.cli.main import main
 from llmsuite.convert.gguf import import_gguf
-from llmsuite.convert.gguf_export import DTYPES, GgufExport
+from llmsuite.convert.gguf_export import GgufExport
+from llmsuite.convert.gguf_types import DTYPES, stored_as
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file
-from tests.unit.convert.gguf_cases import SHAPES, SPLITS, export, write_case, write_tokenizer
-from tests.unit.families import CASES, FAMILIES
+from tests.unit.convert.gguf_cases import K_SHAPE, SHAPES, SPLITS, export, write_case, write_tokenizer
+from tests.unit.families import CASES, FAMILIES, read_config
 
 GROUPED = "llama/grouped_query"
 TEXTS = ("hello 1234 World's\n\n  café <|im_end|>x", "日本語  \t|| it'll", "a\u0301 e", "")
@@ -61,7 +63,7 @@ def test_the_same_model_is_read_back(tmp_path: Path, case: str) -> None:
         assert np.array_equal(found.read(name), model.read(name)), name
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "fp32"])
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in ("fp32", "q4_k_m")])
 def test_matrices_are_those_of_the_dtype(tmp_path: Path, dtype: str) -> None:
     model = write_case(tmp_path / "source", "llama/llama3_rope", intermediate_size=72)
     found = back(export(model, tmp_path / "model.gguf", dtype))
@@ -76,6 +78,61 @@ def test_matrices_are_those_of_the_dtype(tmp_path: Path, dtype: str) -> None:
         near = dequantize(quantize(value, kind), kind).reshape(value.shape) if value.ndim > 1 else value
         assert np.array_equal(turned(name, found.read(name)), near), name
         assert value.ndim == 1 or not np.array_equal(near, value)
+
+
+def kinds_of(path: Path) -> dict[str, str]:
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_mixture_of_q4_k_m(tmp_path: Path, tied: bool) -> None:
+    """Of 8 layers llama-quantize gives more bits to the values and the down projections of these."""
+    model = write_case(tmp_path / "source", GROUPED, tie_word_embeddings=tied, **K_SHAPE)
+    path = export(model, tmp_path / "model.gguf", "q4_k_m")
+    found = kinds_of(path)
+    for layer in range(8):
+        for part in ("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"):
+            assert found[f"blk.{layer}.{part}.weight"] == "Q4_K"
+        for part in ("attn_v", "ffn_down"):
+            assert (found[f"blk.{layer}.{part}.weight"] == "Q6_K") == (layer in (0, 3, 6, 7)), layer
+        assert found[f"blk.{layer}.attn_norm.weight"] == "F32"
+    assert found["token_embd.weight"] == ("Q6_K" if tied else "Q4_K")
+    assert found.get("output.weight") == (None if tied else "Q6_K")
+    assert gguf.GGUFReader(path).fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
+    assert path.stat().st_size < 0.3 * export(model, tmp_path / "half.gguf", "fp16").stat().st_size + 100_000
+    read = back(path)
+    for name in model.names:
+        value, near = model.read(name), read.read(name)
+        assert np.abs(near - value).max() <= 0.15 * np.abs(value).max(), name
+
+
+def test_the_values_of_70b_get_a_bit_more() -> None:
+    family = FAMILIES["llama"]
+    config = family.config_cls.from_hf({**read_config(GROUPED), "num_hidden_layers": 80})
+    of_values = {stored_as("Q4_K_M", f"blk.{n}.attn_v.weight", 256, config, False) for n in range(80)}
+    of_down = {stored_as("Q4_K_M", f"blk.{n}.ffn_down.weight", 256, config, False) for n in range(80)}
+    assert (of_values, of_down) == ({"Q5_K", "Q6_K"}, {"Q4_K", "Q6_K"})
+    small = dataclasses.replace(config, num_hidden_layers=79)
+    assert stored_as("Q4_K_M", "blk.10.attn_v.weight", 256, small, False) == "Q4_K"
+
+
+def test_rows_that_are_no_whole_blocks_of_256(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2}
+    found = GgufExport(write_case(tmp_path / "source", GROUPED, **shape), "q4_k_m")
+    kinds = {tensor.theirs: tensor.kind.name for tensor in found.tensors}
+    assert (kinds["blk.0.attn_q.weight"], kinds["output.weight"]) == ("Q5_0", "Q8_0")
+    assert kinds["blk.0.ffn_down.weight"] == "F16", "nor of 32"
+    assert found.remarks == [
+        "16 of 16 matrices have rows of 24, 64, 72, which are no whole blocks of 256: these are Q5_0, Q8_0 or F16, as "
+        "llama.cpp does"
+    ]
+
+
+def test_the_library_of_k_quants_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_case(tmp_path / "model", GROUPED)
+    monkeypatch.setitem(sys.modules, "libgguf", None)
+    assert "--dtype q4_k_m needs the package libgguf; install it with: pip install" in refusal(model, "q4_k_m")
+    export(model, tmp_path / "model.gguf", "q4_1")
 
 
 @pytest.mark.parametrize("split", SPLITS)

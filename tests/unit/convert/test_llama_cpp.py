@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import xllamacpp
 
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.convert.gguf import import_gguf
-from llmsuite.convert.gguf_export import DTYPES
+from llmsuite.convert.gguf_types import DTYPES, quantised
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.load import load_model
 from llmsuite.inference.sampling import Sampling
-from tests.unit.convert.gguf_cases import SHAPES, SPLITS, export, write_case
+from tests.unit.convert.gguf_cases import K_SHAPE, SHAPES, SPLITS, export, write_case
 from tests.unit.families import FAMILIES
 
 PROMPTS = ("Hello 1234 World's end,\n\n  it'll  be", "日本語 and cafés", "a")
@@ -80,4 +83,27 @@ def test_the_values_of_fp16(tmp_path: Path) -> None:
 def test_every_dtype_is_read(tmp_path: Path, dtype: str) -> None:
     """With 8 bits and fewer inputs are rounded as coarsely as matrices, and tokens may be others."""
     path = export(write_case(tmp_path / "source", "llama/llama3_rope"), tmp_path / "model.gguf", dtype)
+    assert all(answer["usage"]["completion_tokens"] == COUNT for answer in answers(path, [*range(97, 260), 0, 1, 2]))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "Q8_0"])
+def test_blocks_are_those_of_llama_cpp_to_the_byte(kind: str) -> None:
+    """Those that `--dtype q4_k_m` is made of: so its files are llama-quantize's."""
+    theirs = ctypes.CDLL(xllamacpp.xllamacpp.__file__).ggml_quantize_chunk
+    theirs.restype = ctypes.c_size_t
+    theirs.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    random, number = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    for values in (random.normal(size=(37, 512)), random.standard_cauchy(size=(5, 256)), np.zeros((2, 256))):
+        value = np.ascontiguousarray(values.astype("float32"))
+        ours = quantised(value, number)
+        expected = np.empty_like(ours)
+        size = theirs(int(number), value.ctypes.data, expected.ctypes.data, 0, *value.shape, None)
+        assert size == ours.nbytes
+        assert np.array_equal(ours, expected)
+
+
+def test_q4_k_m_is_read(tmp_path: Path) -> None:
+    model = write_case(tmp_path / "source", "llama/grouped_query", **K_SHAPE)
+    path = export(model, tmp_path / "model.gguf", "q4_k_m")
+    assert {t.tensor_type.name for t in gguf.GGUFReader(path).tensors} == {"F32", "Q4_K", "Q6_K"}
     assert all(answer["usage"]["completion_tokens"] == COUNT for answer in answers(path, [*range(97, 260), 0, 1, 2]))
