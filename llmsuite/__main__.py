@@ -2,22 +2,60 @@
 
 import sys
 
+TYPE_CHECKING = False  # the name by which type checkers know it: `typing` would be imported before Ctrl-C is caught
+if TYPE_CHECKING:
+    from types import FrameType
+
 _INTERRUPTED = 130
+_AGAIN = 0.05
+"""Seconds until an interruption is repeated that an import has not let through."""
 
 
 def main() -> int:
     """Run one command; Ctrl-C ends it quietly at any moment, imports included."""
     try:
+        _insist()
         from llmsuite.cli.main import main as work
 
         code = work()
     except KeyboardInterrupt:
         code = _INTERRUPTED
     if code == _INTERRUPTED:
+        import signal
+
+        signal.setitimer(signal.ITIMER_REAL, 0)
         # CPython 3.10 to 3.13 notes a KeyboardInterrupt that has left an `exec` of text, as dataclasses have it, for
         # unhandled though it was caught, and ends the process by SIGINT then. The next such text is a new beginning.
         eval("None")
     return code
+
+
+def _insist() -> None:
+    """Let Ctrl-C end an import that forgets it. Modules that Cython made ask for `backports_abc` when they are
+    imported, and go on whatever comes of that."""
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return  # of a job in the background, which ignores it, or whoever has called this has one
+
+    def interrupt(number: int, frame: "FrameType | None") -> None:
+        if _imports(frame):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        elif number == signal.SIGALRM:
+            return  # it has left the import, and what it meets now is cleaning up
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def _imports(frame: "FrameType | None") -> bool:
+    """Whether a module is being imported."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 if __name__ == "__main__":
