@@ -1,0 +1,283 @@
+"""A process of `roofline.py`: trains as a recipe says, and tells what its steps take their time for.
+
+    python benchmarks/roofline_steps.py RECIPE --rounds N [--smoke] [OVERRIDES]
+
+After a first step come, in each round, a step that is timed alone, a step under Paddle's profiler, and the products of
+that step by themselves: the same shapes, one kind after the other. A line of JSON on stdout tells all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import roofline_parts as parts  # noqa: E402
+from roofline_parts import WHOLE, WITHIN, Product, Seconds, forward_and_back  # noqa: E402
+
+from llmsuite.devices.cpu import CpuBackend  # noqa: E402
+
+MARK = "ROOFLINE "
+_LEAST_SECONDS, _LEAST_TIMES = 0.05, 3
+"""How long a product is repeated by itself."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--smoke", action="store_true", help="as that of llmsuite run")
+    arguments, overrides = parser.parse_known_args()
+    from llmsuite import builtin
+    from llmsuite.cli import commands
+    from llmsuite.devices.start import start_paddle
+    from llmsuite.plugins.manager import load_plugins
+    from llmsuite.recipe.resolve import plan_run
+
+    start_paddle(CpuBackend(), 1)
+    registry = load_plugins(builtin, commands)
+    words = [*overrides, f"--train.max_steps={1 + 2 * arguments.rounds}", "--checkpoint.save_steps=null"]
+    plan = plan_run(arguments.recipe, words, registry, arguments.smoke)
+    print("\n" + MARK + json.dumps(measure(plan, registry)), flush=True)
+    return 0
+
+
+def measure(plan: Any, registry: Any) -> dict[str, Any]:
+    """Train as planned; returns the seconds of the steps that were timed alone, and what was found of the others."""
+    from llmsuite.train.objective import Objective
+    from llmsuite.train.passes import Passes
+    from llmsuite.train.trainer import Trainer
+
+    precision = plan.recipe.engine.precision
+    backend = CpuBackend()
+    if not set(parts.OF_KERNELS) - {"operand"} <= backend.fused(precision):
+        raise SystemExit("the parts are told by the kernels' names, and there are none: install g++")
+    recorder = _Recorder(backend.ops(precision), plan.model_config.vocab_size)
+    plan = dataclasses.replace(
+        plan, device=dataclasses.replace(plan.device, factory=functools.partial(_RecordedBackend, recorder))
+    )
+
+    class Measured(Trainer):
+        """Records what its steps take."""
+
+        def begin(self) -> None:
+            super().begin()
+            model = self.built.part.model
+            recorder.watch(model)
+            updater, optimizer = self.updater, self.updater.optimizer
+            updater.optimizer = _Recorded(optimizer, {"finish_gradients": parts.GRADIENTS, "step": parts.OPTIMIZER})
+            take = updater.take
+
+            def recorded(step: int, micro_batches: Any, passes: Passes, *rest: Any) -> dict[str, float]:
+                recorder.rows_are_there()
+                objective: Objective = _Recorded(passes.objective, {"collate": parts.ROWS})
+                return take(step, micro_batches, dataclasses.replace(passes, objective=objective), *rest)
+
+            updater.take = recorded  # type: ignore[method-assign]
+            recorder.begin()
+
+        def log(self, metrics: dict[str, float], is_recorded: bool) -> None:
+            super().log(metrics, is_recorded)
+            recorder.end()
+            recorder.begin()
+
+    assert Measured(plan, registry).train() == 0, "a run that ends"
+    return {"alone": recorder.plain[1:], "recorded": recorder.recorded}
+
+
+def _event(name: str) -> Any:
+    from paddle.profiler import RecordEvent
+
+    return RecordEvent(name)
+
+
+class _Recorded:
+    """Something whose methods are events."""
+
+    def __init__(self, inner: Any, ranges: dict[str, str]):
+        self._inner, self._ranges = inner, ranges
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return _recorded(found, WITHIN + self._ranges[name]) if name in self._ranges else found
+
+
+def _recorded(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with _event(name):
+            return call(*args, **kwargs)
+
+    return recorded
+
+
+class _RecordedBackend(CpuBackend):
+    """The CPU, whose kernels are events: Paddle's profiler names the backward pass of an operation of ours, and not the
+    operation. Products of float32 are Paddle's own, which it names."""
+
+    def __init__(self, recorder: _Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def ops(self, precision: str) -> Any:
+        ops = super().ops(precision)
+        kernels = self.kernels(precision)
+        found = {
+            field: _recorded(getattr(ops, field), WHOLE + part)
+            for field, part in parts.OF_KERNELS.items()
+            if field in kernels
+        }
+        if "matmul" in kernels:
+            found["matmul"] = self._recorder.matmul
+        return dataclasses.replace(ops, **found)
+
+
+class _Recorder:
+    """Times steps, every second one under the profiler."""
+
+    def __init__(self, ops: Any, num_words: int):
+        """
+        Args:
+            ops: of the device, for the precision of the run.
+            num_words: of the vocabulary; no other size of the model is the same.
+        """
+        from llmsuite.devices.ops import matmul
+
+        self._ops, self._num_words = ops, num_words
+        self._is_paddles = ops.matmul is matmul
+        """Whether products are Paddle's own."""
+        self._number, self._products = 0, collections.Counter[Product]()
+        self._profiler: Any = None
+        self._events: list[Any] = []
+        self._passes_of_head = 0
+        self.plain: list[float] = []
+        """Seconds of the steps without the profiler, the first of all included."""
+        self.recorded: list[dict[str, Any]] = []
+
+    # what the model calls
+
+    def matmul(self, x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False) -> Any:
+        """The device's own product of two matrices, as an event."""
+        wide = x.shape[-1]
+        left, right = (int(x.size) // wide, wide), (int(y.shape[0]), int(y.shape[1]))
+        dtypes = (str(x.dtype).rpartition(".")[2], str(y.dtype).rpartition(".")[2])
+        product = Product(left, right, transpose_x, transpose_y, dtypes, self._num_words in (*left, *right))
+        self._products[product] += 1
+        with _event(WHOLE + product.part):
+            return self._ops.matmul(x, y, transpose_x, transpose_y)
+
+    def watch(self, model: Any) -> None:
+        """Note the products of Paddle's own in the forward passes of a model, and which of them are the head's."""
+        import paddle
+        from paddle import nn
+
+        logits = model.logits
+
+        def note(x: Any, matrix: Any, transposed: bool, head: bool) -> None:
+            rows, back = int(x.size) // int(x.shape[-1]), paddle.is_grad_enabled()
+            shape = (int(matrix.shape[0]), int(matrix.shape[1]))
+            self._products.update(forward_and_back(rows, shape, transposed, back, head))
+
+        def of_head(hidden: Any) -> Any:
+            self._passes_of_head += paddle.is_grad_enabled()
+            if self._is_paddles:
+                tied = model.lm_head is None
+                note(hidden, model.model.embed_tokens.weight if tied else model.lm_head.weight, tied, True)
+            with _event(WITHIN + parts.HEAD):
+                return logits(hidden)
+
+        model.__dict__["logits"] = of_head
+        if self._is_paddles:
+            for layer in model.sublayers():
+                if type(layer) is nn.Linear and layer is not model.lm_head:
+                    layer.register_forward_post_hook(lambda layer, x, y: note(x[0], layer.weight, False, False))
+
+    # what the trainer calls
+
+    def begin(self) -> None:
+        """Before a step."""
+        from paddle.profiler import Profiler, ProfilerTarget
+
+        self._products.clear()
+        self._passes_of_head, self._profiler = 0, None
+        if self._number and self._number % 2 == 0:
+            self._profiler = Profiler(targets=[ProfilerTarget.CPU], on_trace_ready=lambda profiler: None)
+            self._profiler.start()
+        self._events = [_event(parts.STEP), _event(WITHIN + parts.ROWS)]
+        for event in self._events:
+            event.begin()
+        self._since = time.perf_counter()
+
+    def rows_are_there(self) -> None:
+        """In a step, when its rows have been read."""
+        self._events.pop().end()
+
+    def end(self) -> None:
+        """Behind a step."""
+        seconds = time.perf_counter() - self._since
+        self._events.pop().end()
+        self._number += 1
+        if self._profiler is None:
+            self.plain.append(seconds)
+            return
+        self._profiler.stop()
+        self.recorded.append(self._told(seconds))
+
+    def _told(self, seconds: float) -> dict[str, Any]:
+        found = Seconds(_find(self._profiler.profiler_result.get_data().values(), parts.STEP))
+        # else the first product on the way back is not the head's
+        assert found.num_passes_back == self._passes_of_head, (found.num_passes_back, self._passes_of_head)
+        products, told = self._products.copy(), {}
+        times = {product: self._alone(product) for product in products}
+        narrow = times if self._is_paddles else {product: self._alone(product.rounded) for product in products}
+        for part in parts.PRODUCTS:
+            own = {product: count for product, count in products.items() if product.part == part}
+            told[part] = {
+                "flops": sum(product.flops * count for product, count in own.items()),
+                "alone": sum(times[product] * count for product, count in own.items()),
+                "of_rounded": sum(narrow[product] * count for product, count in own.items()),
+            }
+        others = dict(found.others.most_common(12))
+        return {"seconds": seconds, "parts": found.parts, "products": told, "others": others}
+
+    def _alone(self, product: Product) -> float:
+        """Seconds of a product that is repeated."""
+        import paddle
+
+        x, y = (
+            paddle.randn(shape).astype(dtype) for shape, dtype in zip((product.left, product.right), product.dtypes)
+        )
+        times: list[float] = []
+        with paddle.no_grad():
+            self._ops.matmul(x, y, product.transpose_left, product.transpose_right)
+            while len(times) < _LEAST_TIMES or sum(times) < _LEAST_SECONDS:
+                start = time.perf_counter()
+                self._ops.matmul(x, y, product.transpose_left, product.transpose_right)
+                times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+
+def _find(trees: Any, name: str) -> Any:
+    """The event of a name in the trees of all threads."""
+    waiting = list(trees)
+    while waiting:
+        event = waiting.pop()
+        if event.name == name:
+            return event
+        waiting += event.children_node
+    raise AssertionError(f"the profile has no event {name!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
