@@ -65,7 +65,7 @@ def open_generator(
     from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
-    from llmsuite.inference.load import as_first_rank, load_model, open_any, tokenizer_directory
+    from llmsuite.inference.load import AS_TRAINED, as_first_rank, load_model, open_any, tokenizer_directory
     from llmsuite.inference.prompts import stop_tokens
     from llmsuite.inference.refresh import RefreshableModel
     from llmsuite.parallel import collective
@@ -87,11 +87,11 @@ def open_generator(
         where = find_weights(Path(args.model))
         source = open_any(where, registry.models, base, config, args.allow_pickle, runs=True)
         directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
-        model = load_model(source, backend, precision, mesh, stored)
+        model = load_model(source, backend, precision, mesh, AS_TRAINED if refreshable else stored)
         if refreshable:
             taking = RefreshableModel(model, backend.ops(precision))
         elif args.num_devices == 1 and not adapters:  # joined matrices are not those of adapters
-            fuse(model, backend.ops(precision))
+            fuse(model, backend.ops(precision), cache_dtype="bfloat16" if stored == "bf16" else None)
         decoder = ModelDecoder(model, mesh)
         if adapters:
             decoder = AdaptedDecoder(model, read_adapters(adapters, source, args.allow_pickle))
@@ -126,6 +126,10 @@ def stored_precision(args: Any, backend: DeviceBackend, refreshable: bool = Fals
         return None
     if args.num_devices > 1:
         raise UserError(f"--precision {args.precision}: on {backend.name} for one device; leave out --num_devices")
+    if refreshable and args.precision in (known := backend.precisions_of(trains=True)):
+        return None  # it computes as the model that is trained
     if refreshable:
-        raise UserError(f"--precision {args.precision}: weights that are replaced (--rl) are float32; leave it out")
+        raise UserError(
+            f"--precision {args.precision}: weights that are replaced (--rl) are {' or '.join(known)}; choose one"
+        )
     return str(args.precision)

@@ -218,6 +218,8 @@ class DecoderWeights:
     has_bias: bool
     has_head_norms: bool
     is_tied: bool
+    rounds_inputs: bool = False
+    """Whether the inputs of products are rounded to bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,12 +242,14 @@ class Ops:
     operand: Callable[[Tensor], Tensor] = operand
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
-    padding columns [B], a cache with free columns, each tensor [B, J, S, K], and how many columns are filled, to logits
-    [B, V]; keys and values are written in place. None: layer by layer, by the operations above."""
+    padding columns [B], a cache with free columns, each tensor [B, J, S, K], float32 or bfloat16, and how many columns
+    are filled, to logits [B, V]; keys and values are written in place. None: layer by layer, by these operations."""
     stored_product: Callable[[Tensor, StoredMatrix], Tensor] | None = None
     """x [N, I] times a stored matrix, [N, O] in float32. None: the device has no such matrices."""
     stored_outputs: Callable[[Tensor, StoredMatrix], Tensor] | None = None
     """Outputs, by number [N], of a stored matrix, [N, I] in float32: embeddings of words. None as `stored_product`."""
+    stored_write: Callable[[Tensor, StoredMatrix, int, bool], None] | None = None
+    """Writes values [I, n], or turned [n, I], into a matrix stored in bf16, from an output on. None as before."""
     heads_first: bool = False
     """Whether `attention` and the cache have keys and values as [B, J, S, K]: for generation, where transposing the
     whole cache in every pass would take longer than all else."""

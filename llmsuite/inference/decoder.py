@@ -64,6 +64,7 @@ class ModelDecoder:
         self._next_logits, self._prompt_pass = (model.__dict__.get(name) for name in ("next_logits", "prompt_pass"))
         self.edited_ends = getattr(model, "edited_ends", None)
         """See `models.reft.add_interventions`."""
+        self._cache_dtype = model.__dict__.get("cache_dtype")  # see `fused.fuse`
         self._num_prefix = int(getattr(model, "num_prefix_tokens", 0))
         self.shares_prefixes = mesh is None and self.edited_ends is None and not self._num_prefix
         """Whether keys and values depend on the tokens before them only, and are whole on this device."""
@@ -103,6 +104,8 @@ class ModelDecoder:
                 begins = cache is None and self._num_prefix > 0
                 if begins:
                     pairs = prefix_cache(self._model, ids.shape[0], self._by_heads)
+                    if self._cache_dtype is not None:
+                        pairs = [(k.astype(self._cache_dtype), v.astype(self._cache_dtype)) for k, v in pairs]
                 hidden, new = self._model.decode_step(tokens, padding, pairs, num_seen=self._num_prefix * begins)
                 present = self._local([tensor for pair in new for tensor in pair])
                 if begins:

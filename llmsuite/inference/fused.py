@@ -31,7 +31,7 @@ from llmsuite.typing import Tensor
 
 
 @paddle.no_grad()
-def fuse(model: CausalLM, live: Ops | None = None) -> None:
+def fuse(model: CausalLM, live: Ops | None = None, cache_dtype: str | None = None) -> None:
     """Replace the forward of layers by the forms below, for good; the model must not be sharded over ranks.
 
     Matrices that `stored.store` has joined are taken as they are. Layers of other kinds, such as DeepSeek's attention,
@@ -40,12 +40,16 @@ def fuse(model: CausalLM, live: Ops | None = None) -> None:
     Args:
         model: in evaluation mode.
         live: the device's operations, for a model that will not be exported as a program.
+        cache_dtype: what keys and values are rounded to and kept in; None for the dtype they are computed in. For
+            models whose attentions are all fused.
     """
     attentions = [module for module in model.sublayers() if isinstance(module, Attention)]
     if not all(m.q_proj is None or is_plain(m.q_proj, m.k_proj, m.v_proj) for m in attentions):
         attentions = []
     for module in attentions:
-        module.__dict__["forward"] = FusedAttention(module).forward
+        module.__dict__["forward"] = FusedAttention(module, cache_dtype).forward
+    assert attentions or cache_dtype is None, "attentions that are not fused keep what they compute"
+    model.__dict__["cache_dtype"] = cache_dtype
     for module in model.sublayers():
         if isinstance(module, GatedMLP) and (module.gate_proj is None or is_plain(module.gate_proj, module.up_proj)):
             module.__dict__["forward"] = FusedMLP(module).forward
@@ -91,8 +95,8 @@ class FusedLayer:
 class FusedAttention:
     """`llmsuite.models.blocks.Attention` with one projection, and queries and keys rotated together."""
 
-    def __init__(self, attention: Attention):
-        self._attention = attention
+    def __init__(self, attention: Attention, cache_dtype: str | None = None):
+        self._attention, self._cache_dtype = attention, cache_dtype
         size = attention.head_size
         if attention.q_proj is not None:
             projections = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -119,11 +123,16 @@ class FusedAttention:
             q, k = rotated.split(self._parts, 2)
             rotated = _rotate(paddle.concat([own.q_norm(q), own.k_norm(k)], 2), cos, sin)
             q, k = rotated.split(self._parts, 2)
+        if self._cache_dtype is not None:
+            k, v = k.astype(self._cache_dtype), v.astype(self._cache_dtype)
         if past is not None and len(past) == 3:
             k, v = _written(k, v, *past)
         else:
             k, v = extend_cache(k, v, past, own.heads_first)
-        return _product(own.o_proj, own.core(q, k, v, mask).reshape([0, 0, -1])), (k, v)
+        keys, values = k, v
+        if self._cache_dtype is not None:  # so what is new is seen as it is kept, whatever is in the cache already
+            keys, values = k.astype(q.dtype), v.astype(q.dtype)
+        return _product(own.o_proj, own.core(q, keys, values, mask).reshape([0, 0, -1])), (k, v)
 
 
 class FusedMLP:
@@ -142,7 +151,7 @@ class FusedMLP:
 
 def _product(layer: Any, x: Tensor) -> Tensor:
     """The output of a layer without the overhead of `nn.Linear` in Paddle 3.3.1: a third of its time for one token."""
-    if not is_plain(layer):
+    if not is_plain(layer) or "forward" in layer.__dict__:  # products in a device's form: `models.products`
         return layer(x)
     product = paddle.matmul(x, layer.weight)
     return product if layer.bias is None else product + layer.bias

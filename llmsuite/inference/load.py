@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from llmsuite.schema.degrees import Degrees
 
 
+AS_TRAINED = "as trained"
+"""How the matrices are stored of a model that draws for one that is trained in the precision, and is to be made
+refreshable (`refresh.RefreshableModel`): so that it computes as that does. Where the device has a form of its own for
+products, and a kernel for the model that rounds as that form does, they are stored for this kernel."""
+
+
 def open_any(
     path: Path,
     families: Mapping[str, ModelFamily],
@@ -92,23 +98,28 @@ def load_model(
         backend: of the device.
         precision: of parameters and activations.
         mesh: this rank's place, for a model that is sharded over ranks (`llmsuite.parallel.mesh.Mesh`).
-        stored: what matrices are stored in, one of `backend.stored_precisions`; None for the precision. For one rank.
+        stored: what matrices are stored in, one of `backend.stored_precisions`, or `AS_TRAINED`; None for the
+            precision. For one rank.
 
     Raises:
         UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
     """
     beside = source.beside
     told = None if beside is None else beside.told
-    check_precision(source, backend, precision)
+    check_precision(source, backend, precision, as_trained=stored == AS_TRAINED)
     return build_model(source.family, source.config, backend, precision, mesh, values_of(source, mesh), told, stored)
 
 
-def check_precision(source: ModelDirectory, backend: DeviceBackend, precision: str) -> None:
-    """Raise UserError for a device that does not have a precision, and for models that give no answers."""
+def check_precision(
+    source: ModelDirectory, backend: DeviceBackend, precision: str, as_trained: bool = False
+) -> None:
+    """Raise UserError for a device that does not have a precision, or does not train in it, and for models that give no
+    answers."""
     if head_of(source.config) == "score":
         raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
-    if precision not in backend.precisions:
-        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(backend.precisions)}")
+    known = backend.precisions_of(trains=as_trained)
+    if precision not in known:
+        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}")
 
 
 def values_of(source: ModelDirectory, mesh: Mesh | None) -> Callable[[Any], ReadSlice]:
@@ -164,9 +175,10 @@ def build_model(
 
     from llmsuite.checkpoint.prefix_dir import Prefixes
     from llmsuite.checkpoint.reft_dir import Interventions
+    from llmsuite.devices.ops import matmul
     from llmsuite.inference.next_logits import uncovered
     from llmsuite.inference.stages import keep_stage
-    from llmsuite.inference.stored import store
+    from llmsuite.inference.stored import store, store_rounding
     from llmsuite.models.prefix import add_prefixes
     from llmsuite.models.reft import add_interventions
     from llmsuite.models.shard_plan import WHOLE
@@ -187,8 +199,11 @@ def build_model(
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))
-    if stored is not None:
-        ops = backend.ops(precision)
+    ops = backend.ops(precision)
+    if stored == AS_TRAINED:
+        if ops.matmul is not matmul and ops.stored_product is not None and uncovered(model) is None:
+            store_rounding(model, read, ops)
+    elif stored is not None:
         if ops.stored_product is None:
             raise UserError(f"--precision {stored}: needs kernels that are built by g++; install it, or use fp32")
         if reason := uncovered(model):

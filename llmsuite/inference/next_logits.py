@@ -78,6 +78,8 @@ def decoder_weights(model: CausalLM) -> DecoderWeights | None:
             *(_values(mlp.gate_up_proj), _values(mlp.down_proj)),
         ]
     attention, words = layers[0].self_attn, model.model.embed_tokens if model.lm_head is None else model.lm_head
+    if isinstance(tied := model.__dict__.get("logits"), StoredLinear):  # which may be beside a plain embedding
+        words = tied
     weights = DecoderWeights(
         layers=found,
         norm=model.model.norm.weight,
@@ -91,6 +93,7 @@ def decoder_weights(model: CausalLM) -> DecoderWeights | None:
         has_bias=attention.qkv_proj.bias is not None,
         has_head_norms=attention.q_norm is not None,
         is_tied=model.lm_head is None,
+        rounds_inputs=isinstance(attention.o_proj, StoredLinear) and attention.o_proj.rounds_input,
     )
     kinds = (paddle.float32, paddle.uint8)
     if any(tensor.dtype not in kinds or not tensor.is_contiguous() for tensor in (*found, weights.head)):

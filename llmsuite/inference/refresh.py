@@ -7,15 +7,16 @@ rollouts they may have no memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import paddle
-from paddle import nn
 
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.ops import Ops, StoredMatrix, matmul
 from llmsuite.inference.fused import TiedLogits, fuse
+from llmsuite.inference.stored import StoredLinear
 from llmsuite.models.blocks import Attention, GatedMLP, halves_first
+from llmsuite.models.products import Products, use_products
 from llmsuite.typing import Tensor
 
 
@@ -23,11 +24,18 @@ from llmsuite.typing import Tensor
 class _Place:
     """Where the values of a parameter are in the fused model."""
 
-    tensor: Tensor
+    to: Tensor | StoredMatrix
     columns: slice | None = None
-    """The part of the last dim; None for all of it."""
+    """The part of the last dim, or the outputs of a stored matrix; None for all of them."""
     order: Tensor | None = None
     """The columns of the parameter in the order in which they are stored; None for its own."""
+    turned: bool = False
+    """Whether the outputs of a stored matrix are the rows of the parameter."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """What holds the values."""
+        return self.to.bytes if isinstance(self.to, StoredMatrix) else self.to
 
 
 class RefreshableModel:
@@ -37,55 +45,70 @@ class RefreshableModel:
         """
         Args:
             model: in evaluation mode, not sharded over ranks. It is fused, see `fused.fuse`.
-            live: the device's operations.
+            live: the device's operations. Where these have a form of their own for products, the model has that, or
+                matrices that are stored for it (`stored.store_rounding`).
         """
         attentions = [(n, m) for n, m in model.named_sublayers() if isinstance(m, Attention)]
         mlps = [(n, m) for n, m in model.named_sublayers() if isinstance(m, GatedMLP)]
-        widths = {
-            f"{prefix}.{part}": int(getattr(module, part).weight.shape[1])
-            for prefix, module in [*attentions, *mlps]
-            for part in (_QKV if isinstance(module, Attention) else _GATE_UP)
-            if getattr(module, part, None) is not None
-        }
-        fuse(model, live)
+        widths = {prefix: list(_widths(module)) for prefix, module in attentions}
+        widths |= {prefix: list(_widths(module)) for prefix, module in mlps}
+        self._write = None if live is None else live.stored_write
+        is_stored = any(isinstance(module, StoredLinear) for module in model.sublayers())
+        own_products = live is not None and live.matmul is not matmul and not is_stored
+        fuse(model, None if own_products else live)
+        if own_products:
+            assert live is not None
+            model.__dict__.pop("logits", None)  # `fuse` has put Paddle's product there
+            use_products(model, Products(live))
         self.model = model
-        self._places = {name: _Place(parameter) for name, parameter in model.named_parameters()}
+        self._places: dict[str, list[_Place]] = {}
+        for name, parameter in model.named_parameters():
+            self._add(name, _Place(parameter))
         for prefix, module in attentions:
-            self._add_joined(prefix, "qkv_proj", getattr(module, "qkv_proj", None), _QKV, widths, module)
+            self._add_joined(prefix, "qkv_proj", _QKV, widths[prefix], module)
         for prefix, module in mlps:
-            self._add_joined(prefix, "gate_up_proj", getattr(module, "gate_up_proj", None), _GATE_UP, widths, None)
+            self._add_joined(prefix, "gate_up_proj", _GATE_UP, widths[prefix], module)
+        for name, module in model.named_sublayers():
+            if isinstance(module, StoredLinear) and not name.endswith(_JOINED):
+                self._add(f"{name}.weight", _Place(module.matrix))
+        if isinstance(tied := model.__dict__.get("logits"), StoredLinear):
+            self._add("model.embed_tokens.weight", _Place(tied.matrix, turned=True))
+
+    def _add(self, name: str, place: _Place) -> None:
+        self._places.setdefault(name, []).append(place)
 
     def _add_joined(
         self,
         prefix: str,
         name: str,
-        joined: nn.Linear | None,
         parts: Sequence[str],
-        widths: dict[str, int],
-        attention: Attention | None,
+        widths: Sequence[int],
+        module: Attention | GatedMLP,
     ) -> None:
         """Places of matrices that are one now, where they are."""
+        joined = getattr(module, name, None)
         if joined is None:
             return
-        begin = 0
-        for part in parts:
-            width = widths[f"{prefix}.{part}"]
-            order = None
-            if attention is not None and attention.interleaved and part != "v_proj":
-                order = halves_first(width // attention.head_size, 0, attention.head_size)
-            columns = slice(begin, begin + width)
-            for kind in ("weight", "bias"):
-                if (tensor := getattr(joined, kind)) is not None:
-                    self._places[f"{prefix}.{part}.{kind}"] = _Place(tensor, columns, order)
-            begin += width
+        weight = joined.matrix if isinstance(joined, StoredLinear) else joined.weight
         for kind in ("weight", "bias"):
             self._places.pop(f"{prefix}.{name}.{kind}", None)
+        begin = 0
+        for part, width in zip(parts, widths, strict=True):
+            order = None
+            if isinstance(module, Attention) and module.interleaved and part != "v_proj":
+                order = halves_first(width // module.head_size, 0, module.head_size)
+            columns = slice(begin, begin + width)
+            self._add(f"{prefix}.{part}.weight", _Place(weight, columns, order))
+            if joined.bias is not None:
+                self._add(f"{prefix}.{part}.bias", _Place(joined.bias, columns, order))
+            begin += width
 
     @paddle.no_grad()
     def release(self) -> None:
         """Free the memory of all parameters; the model cannot compute until the next `refresh`."""
-        for place in self._places.values():
-            place.tensor.get_tensor()._clear()
+        for places in self._places.values():
+            for place in places:
+                place.tensor.get_tensor()._clear()
         self._forget_copies()
 
     @property
@@ -98,17 +121,8 @@ class RefreshableModel:
         """Write new values of every parameter: name and whole tensor, one after the other."""
         missing = set(self._places)
         for name, value in values:
-            place = self._places[name]
-            if not place.tensor._is_initialized():
-                fresh = paddle.empty(place.tensor.shape, place.tensor.dtype)
-                place.tensor.get_tensor()._share_data_with(fresh.get_tensor())
-            value = value.astype(place.tensor.dtype)
-            if place.order is not None:
-                value = value.index_select(place.order, value.ndim - 1)
-            if place.columns is None:
-                place.tensor.copy_(value, True)
-            else:
-                place.tensor[..., place.columns] = value
+            for place in self._places[name]:
+                self._refresh(place, value)
             missing.discard(name)
         assert not missing, f"no new values of {sorted(missing)}"
         self._forget_copies()
@@ -117,5 +131,37 @@ class RefreshableModel:
         if isinstance(logits := self.model.__dict__.get("logits"), TiedLogits):
             logits.forget()
 
+    def _refresh(self, place: _Place, value: Tensor) -> None:
+        to, columns, tensor = place.to, place.columns, place.tensor
+        if not tensor._is_initialized():
+            fresh = paddle.empty(tensor.shape, tensor.dtype)
+            tensor.get_tensor()._share_data_with(fresh.get_tensor())
+        value = value.astype("float32" if isinstance(to, StoredMatrix) else to.dtype)
+        if place.order is not None:
+            value = value.index_select(place.order, value.ndim - 1)
+        if isinstance(to, StoredMatrix):
+            assert self._write is not None, "the device has stored matrices"
+            self._write(value, to, 0 if columns is None else columns.start, place.turned)
+        elif columns is None:
+            to.copy_(value, True)
+        else:
+            to[..., columns] = value
+
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_JOINED = ("qkv_proj", "gate_up_proj")
+
+
+def _widths(module: Attention | GatedMLP) -> Iterator[int]:
+    """Outputs of the matrices of a module that are joined, or are to be; none for one that keeps them apart."""
+    parts = [getattr(module, part, None) for part in (_QKV if isinstance(module, Attention) else _GATE_UP)]
+    if all(part is None for part in parts):  # stored: joined already
+        if isinstance(module, Attention):
+            num_queries, num_keys = module.num_heads
+            yield from (count * module.head_size for count in (num_queries, num_keys, num_keys))
+        else:
+            yield from [module.gate_up_proj.matrix.num_outputs // 2] * 2
+        return
+    for part in parts:
+        if (weight := getattr(part, "weight", None)) is not None:
+            yield int(weight.shape[1])

@@ -1,7 +1,11 @@
 """A model that answers with matrices in 16, 8 or 4 bits: kernels widen them in registers, all sums are float32.
 
-Stored so are the matrices of the decoder layers, the embedding and the head. Norms, biases, activations and the cache
-are float32. Where layers are in 4 bits, the embedding and the head are in int8: with them the model chooses words.
+Stored so are the matrices of the decoder layers, the embedding and the head. Norms, biases and activations are float32,
+and so is the cache but in bf16. Where layers are in 4 bits, the embedding and the head are in int8: with them the model
+chooses words.
+
+A model that draws for one that is trained in bf16 computes as that does (`store_rounding`): the inputs of products are
+rounded too, and embedding and cache are float32.
 """
 
 from __future__ import annotations
@@ -26,12 +30,27 @@ ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
 class StoredLinear(nn.Layer):
     """A linear layer whose matrix is stored."""
 
-    def __init__(self, matrix: StoredMatrix, bias: Tensor | None, product: Callable[[Tensor, StoredMatrix], Tensor]):
+    def __init__(
+        self,
+        matrix: StoredMatrix,
+        bias: Tensor | None,
+        product: Callable[[Tensor, StoredMatrix], Tensor],
+        rounds_input: bool = False,
+    ):
+        """
+        Args:
+            matrix: [I, O].
+            bias: [O], or none.
+            product: that of the device.
+            rounds_input: whether inputs are rounded to bfloat16.
+        """
         super().__init__()
-        self.matrix, self.bias, self._product = matrix, bias, product
+        self.matrix, self.bias, self._product, self.rounds_input = matrix, bias, product, rounds_input
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
+        if self.rounds_input:
+            x = x.astype("bfloat16").astype("float32")
         y = self._product(x.reshape([-1, x.shape[-1]]), self.matrix).reshape([*x.shape[:-1], self.matrix.num_outputs])
         return y if self.bias is None else y + self.bias
 
@@ -68,29 +87,52 @@ def store(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) -> None:
     Raises:
         UserError: a matrix cannot be stored so.
     """
-    assert ops.stored_product is not None, "the device has no kernel for stored matrices"
+    own = _Store(read, precision, ops)
+    own.layers(model)
+    words = own.words(model, head_precision(precision))
     assert ops.stored_outputs is not None
-    own = _Store(read, precision, ops.stored_product)
-    for prefix, module in list(model.named_sublayers()):
-        if isinstance(module, Attention):
-            own.attention(prefix, module)
-        elif isinstance(module, GatedMLP):
-            own.mlp(prefix, module)
-    of_words, embedding = head_precision(precision), model.model.embed_tokens
-    words = own.matrix(("model.embed_tokens",), (embedding.weight.shape[::-1],), of_words, turned=True)
     model.model.embed_tokens = StoredEmbedding(words, ops.stored_outputs)
-    if model.lm_head is None:
-        model.__dict__["logits"] = StoredLinear(words, None, ops.stored_product)
-    else:
-        head = own.matrix(("lm_head",), (model.lm_head.weight.shape,), of_words)
-        model.lm_head = StoredLinear(head, None, ops.stored_product)
+    own.head(model, words)
+
+
+@paddle.no_grad()
+def store_rounding(model: CausalLM, read: ReadSlice, ops: Ops) -> None:
+    """`store` in bf16, for the same numbers as those of a model that is trained in it on such a device: the inputs of
+    products are rounded too, and the embedding, which is no product, is float32."""
+    own = _Store(read, "bf16", ops, rounds_inputs=True)
+    own.layers(model)
+    own.head(model, own.words(model, "bf16") if model.lm_head is None else None)
 
 
 class _Store:
     """Reads matrices and stores them."""
 
-    def __init__(self, read: ReadSlice, precision: str, product: Callable[[Tensor, StoredMatrix], Tensor]):
-        self._read, self._precision, self._product = read, precision, product
+    def __init__(self, read: ReadSlice, precision: str, ops: Ops, rounds_inputs: bool = False):
+        assert ops.stored_product is not None, "the device has no kernel for stored matrices"
+        self._read, self._precision, self._product = read, precision, ops.stored_product
+        self._rounds_inputs = rounds_inputs
+
+    def layers(self, model: CausalLM) -> None:
+        """Store the matrices of the layers."""
+        for prefix, module in list(model.named_sublayers()):
+            if isinstance(module, Attention):
+                self.attention(prefix, module)
+            elif isinstance(module, GatedMLP):
+                self.mlp(prefix, module)
+
+    def words(self, model: CausalLM, precision: str) -> StoredMatrix:
+        """The matrix of the embedding, [D, V]."""
+        shape = model.model.embed_tokens.weight.shape
+        return self.matrix(("model.embed_tokens",), (shape[::-1],), precision, turned=True)
+
+    def head(self, model: CausalLM, words: StoredMatrix | None) -> None:
+        """Store the head, which is that of the embedding where it is tied."""
+        if model.lm_head is None:
+            assert words is not None
+            model.__dict__["logits"] = self._layer(words, None)
+        else:
+            shape, precision = model.lm_head.weight.shape, head_precision(self._precision)
+            model.lm_head = self._layer(self.matrix(("lm_head",), (shape,), precision), None)
 
     def attention(self, prefix: str, module: Attention) -> None:
         """Store the projections of an attention; what is rotated together comes to lie in two halves."""
@@ -120,7 +162,10 @@ class _Store:
             values = [self._read(f"{n}.bias", s[1:], [slice(0, s[1])]) for n, s in zip(names, shapes)]
             values = [value if order is None else value[order] for value, order in zip(values, orders)]
             bias = paddle.to_tensor(np.concatenate(values).astype("float32"))
-        return StoredLinear(matrix, bias, self._product)
+        return self._layer(matrix, bias)
+
+    def _layer(self, matrix: StoredMatrix, bias: Tensor | None) -> StoredLinear:
+        return StoredLinear(matrix, bias, self._product, self._rounds_inputs)
 
     def matrix(
         self,

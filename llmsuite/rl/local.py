@@ -8,7 +8,7 @@ import numpy as np
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.inference.decoder import ModelDecoder
-from llmsuite.inference.load import build_model
+from llmsuite.inference.load import AS_TRAINED, build_model
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.rl.drawing import Drawing, Drawn, Request, draw_groups, fill_groups
@@ -28,6 +28,7 @@ class LocalModel:
             precision,
             None,
             lambda model: lambda name, shape, index: np.zeros([part.stop - part.start for part in index], "float32"),
+            stored=AS_TRAINED,
         )
         self._model = RefreshableModel(model, backend.ops(precision))
         self.decoder = ModelDecoder(model)

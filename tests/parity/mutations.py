@@ -182,6 +182,16 @@ def products_by_rounding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
 
 
+def rollouts_in_float32(patch: pytest.MonkeyPatch) -> None:
+    """Completions of a model that is trained in bf16 on the CPU are drawn by its float32 weights and products."""
+    from llmsuite.devices.cpu import CpuBackend
+    from llmsuite.rl import local
+
+    refreshable = local.RefreshableModel
+    patch.setattr(local, "AS_TRAINED", None)
+    patch.setattr(local, "RefreshableModel", lambda model, ops: refreshable(model, CpuBackend().ops("fp32")))
+
+
 def no_masters(patch: pytest.MonkeyPatch) -> None:
     """What the optimizer updates has the 16 bits of the parameter."""
     from llmsuite.parallel.sharding import ParameterShard
@@ -248,7 +258,7 @@ OF_16_BITS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     mutation.__name__: mutation for mutation in (no_masters, sums_in_16_bits, wide_embedding)
 }
 OF_PRODUCTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
-    mutation.__name__: mutation for mutation in (products_bent, products_by_rounding)
+    mutation.__name__: mutation for mutation in (products_bent, products_by_rounding, rollouts_in_float32)
 }
 
 

@@ -37,6 +37,7 @@ _KERNELS = {
     "next_logits": "next_logits",
     "stored_product": "stored_product",
     "stored_outputs": "stored_outputs",
+    "stored_write": "stored_write",
 }
 _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
 _BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds

@@ -53,10 +53,10 @@ def packed(values: np.ndarray, precision: str) -> Any:
     return pack_parts([part], len(values), precision)
 
 
-def stored(path: Path, precision: str, base: Path | None = None) -> Any:
-    """A model as `generate --precision` has it."""
+def stored(path: Path, precision: str, base: Path | None = None, cache_dtype: str | None = None) -> Any:
+    """A model as `generate --precision` has it, but for its cache, which is float32 unless it is told."""
     model = load_model(open_any(path, FAMILIES, base, runs=True), CpuBackend(), stored=precision)
-    fuse(model, CpuBackend().ops("fp32"))
+    fuse(model, CpuBackend().ops("fp32"), cache_dtype)
     assert "next_logits" in model.__dict__
     return model
 
@@ -266,7 +266,7 @@ def test_biases_are_refused_by_name(capsys: Any) -> None:
         stored(REFERENCE / case, "int8")
 
 
-def test_weights_that_are_replaced_are_float32(tmp_path: Path, capsys: Any) -> None:
+def test_weights_that_are_replaced_are_as_they_are_trained(tmp_path: Path, capsys: Any) -> None:
     model = write_family(tmp_path / "model", "llama")
     assert main(["serve", str(model), "--rl", "--precision", "int8"]) == 2
-    assert "weights that are replaced (--rl) are float32" in capsys.readouterr().err
+    assert "weights that are replaced (--rl) are fp32 or bf16; choose one" in capsys.readouterr().err

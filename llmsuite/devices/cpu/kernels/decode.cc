@@ -1,6 +1,7 @@
 // One decoding step: one new token of each row through the whole decoder. Every weight is read once, in memory order,
 // and all threads move from layer to layer together, with no operator launch and no thread wake-up in between. A row is
-// summed in the same order whatever rows are beside it and however many threads there are.
+// summed in the same order whatever rows are beside it and however many threads there are. Keys and values are kept in
+// float32 or bfloat16; all sums are float32.
 //
 // Shapes: B rows, D hidden, H query heads, J key-value heads, K head size, F intermediate, S columns of the cache,
 // V vocabulary.
@@ -13,6 +14,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "rounding.h"
 #include "stored.h"
 
 namespace {
@@ -67,15 +69,22 @@ void Turn(int64_t half, float* x, const float* cos, const float* sin) {
   }
 }
 
+// elements of the cache: float, or uint16_t for bfloat16
+inline float Widened(float x) { return x; }
+inline float Widened(uint16_t x) { return rounding::Whole(x); }
+inline void Keep(float x, float& to) { to = x; }
+inline void Keep(float x, uint16_t& to) { to = rounding::Half(x); }
+
 // out [K] = softmax(q k^T / sqrt(K)) v of one query and the columns [from, to) of k and v [S, K]
-void Attend(int64_t K, const float* q, const float* k, const float* v, int64_t from, int64_t to, float* scores,
+template <typename Element>
+void Attend(int64_t K, const float* q, const Element* k, const Element* v, int64_t from, int64_t to, float* scores,
             float* out) {
   const float scale = 1.f / std::sqrt(static_cast<float>(K));
   float highest = -INFINITY, sum = 0.f;
   for (int64_t s = from; s < to; ++s) {
     float score = 0.f;
 #pragma omp simd reduction(+ : score)
-    for (int64_t i = 0; i < K; ++i) score += q[i] * k[s * K + i];
+    for (int64_t i = 0; i < K; ++i) score += q[i] * Widened(k[s * K + i]);
     scores[s] = score * scale;
     highest = std::max(highest, scores[s]);
   }
@@ -85,7 +94,7 @@ void Attend(int64_t K, const float* q, const float* k, const float* v, int64_t f
   for (int64_t s = from; s < to; ++s) {
     const float weight = scores[s];
 #pragma omp simd
-    for (int64_t i = 0; i < K; ++i) out[i] += weight * v[s * K + i];
+    for (int64_t i = 0; i < K; ++i) out[i] += weight * Widened(v[s * K + i]);
   }
   const float inverse = 1.f / sum;
 #pragma omp simd
@@ -101,7 +110,7 @@ struct Matrix {
 struct Layer {
   const float *first_norm, *bias = nullptr, *q_norm = nullptr, *k_norm = nullptr, *second_norm;
   Matrix qkv, output, gate_up, down;
-  float *keys, *values;
+  void *keys, *values;
 };
 
 struct Shape {
@@ -113,6 +122,7 @@ struct Shape {
 struct Work {
   Shape s;
   Form form;  // of the matrices of layers; 32 bits: as they are
+  bool rounds;  // the inputs of products to bfloat16
   float eps;
   int64_t filled;
   const float *cos, *sin;
@@ -120,7 +130,14 @@ struct Work {
   float *x, *qkv, *attended, *inner, *added;
 };
 
+// The input of a product, as it is multiplied.
+void RoundInput(const Work& w, int64_t count, float* x) {
+  if (!w.rounds) return;
+  for (int64_t i = 0; i < count; ++i) x[i] = rounding::Whole(rounding::Half(x[i]));
+}
+
 // Writes the new keys and values of key-value head j of row b into the cache, then attends its queries to it.
+template <typename Element>
 void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float* scores) {
   const Shape& s = w.s;
   const int64_t group = s.H / s.J, half = s.K / 2, at = (b * s.J + j) * s.S * s.K;
@@ -130,11 +147,12 @@ void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float*
   if (layer.q_norm) Norm(group, s.K, q, layer.q_norm, w.eps, q), Norm(1, s.K, k, layer.k_norm, w.eps, k);
   for (int64_t g = 0; g < group; ++g) Turn(half, q + g * s.K, cos, sin);
   Turn(half, k, cos, sin);
-  float *keys = layer.keys + at, *values = layer.values + at;
-  std::copy(k, k + s.K, keys + w.filled * s.K), std::copy(v, v + s.K, values + w.filled * s.K);
+  Element *keys = static_cast<Element*>(layer.keys) + at, *values = static_cast<Element*>(layer.values) + at;
+  for (int64_t i = 0; i < s.K; ++i) Keep(k[i], keys[w.filled * s.K + i]), Keep(v[i], values[w.filled * s.K + i]);
+  float* out = w.attended + (b * s.H + j * group) * s.K;
   for (int64_t g = 0; g < group; ++g)
-    Attend(s.K, q + g * s.K, keys, values, w.padding[b], w.filled + 1, scores,
-           w.attended + (b * s.H + j * group + g) * s.K);
+    Attend(s.K, q + g * s.K, keys, values, w.padding[b], w.filled + 1, scores, out + g * s.K);
+  RoundInput(w, group * s.K, out);
 }
 
 // columns [from, to) of y [B, N] = x [B, I] times a matrix; rows of x begin `x_step` apart
@@ -154,10 +172,12 @@ void Add(const Work& w, const Share& mine) {
     for (int64_t n = mine.from; n < mine.to; ++n) w.x[b * w.s.D + n] += w.added[b * w.s.D + n];
 }
 
+template <typename Element>
 void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads, float* normed, float* scores) {
   const Shape& s = w.s;
   const int64_t width = s.heads() * s.K;
   Norm(s.B, s.D, w.x, layer.first_norm, w.eps, normed);
+  RoundInput(w, s.B * s.D, normed);
   const int64_t unit = Unit(w.form);
   const Share heads(width, unit, thread, threads);
   Times(w.form, layer.qkv, s.B, normed, s.D, heads.from, heads.to, w.qkv);
@@ -166,13 +186,14 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
       for (int64_t n = heads.from; n < heads.to; ++n) w.qkv[b * width + n] += layer.bias[n];
   team.Wait(threads);
   const Share groups(s.B * s.J, 1, thread, threads);
-  for (int64_t i = groups.from; i < groups.to; ++i) AttendGroup(w, layer, i / s.J, i % s.J, scores);
+  for (int64_t i = groups.from; i < groups.to; ++i) AttendGroup<Element>(w, layer, i / s.J, i % s.J, scores);
   team.Wait(threads);
   const Share states(s.D, unit, thread, threads);
   Times(w.form, layer.output, s.B, w.attended, s.H * s.K, states.from, states.to, w.added);
   Add(w, states);
   team.Wait(threads);
   Norm(s.B, s.D, w.x, layer.second_norm, w.eps, normed);
+  RoundInput(w, s.B * s.D, normed);
   const Share inner(s.F, unit, thread, threads);
   // gate and up are adjacent, and so are their products; silu(gate) * up overwrites the gate's
   Times(w.form, layer.gate_up, s.B, normed, s.D, inner.from, inner.to, w.inner);
@@ -181,6 +202,7 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
     float* row = w.inner + b * 2 * s.F;
 #pragma omp simd
     for (int64_t n = inner.from; n < inner.to; ++n) row[n] = row[n] / (1.f + Exp(-row[n])) * row[s.F + n];
+    RoundInput(w, inner.to - inner.from, row + inner.from);
   }
   team.Wait(threads);
   Times(w.form, layer.down, s.B, w.inner, 2 * s.F, states.from, states.to, w.added);
@@ -199,7 +221,8 @@ std::vector<Layer> ReadLayers(const std::vector<Tensor>& layers, const std::vect
                               const Form& form, bool has_bias, bool has_head_norms) {
   const int64_t parts = 6 + has_bias + 2 * has_head_norms, num_layers = cache.size() / 2;
   PD_CHECK(static_cast<int64_t>(layers.size()) == parts * num_layers && num_layers > 0, "layers do not fit the cache");
-  for (const Tensor& tensor : cache) Check(tensor, "the cache");
+  for (const Tensor& tensor : cache)
+    PD_CHECK(tensor.is_contiguous() && tensor.dtype() == cache[0].dtype(), "the cache: alike, and without gaps");
   std::vector<Layer> read(num_layers);
   const Tensor* next = layers.data();
   const auto floats = [&] { return Check(*next, "a weight"), (next++)->data<float>(); };
@@ -211,8 +234,8 @@ std::vector<Layer> ReadLayers(const std::vector<Tensor>& layers, const std::vect
     if (has_head_norms) layer.q_norm = floats(), layer.k_norm = floats();
     layer.output = matrix(s.H * s.K, s.D), layer.second_norm = floats();
     layer.gate_up = matrix(s.D, 2 * s.F), layer.down = matrix(s.F, s.D);
-    layer.keys = const_cast<float*>(cache[2 * i].data<float>());
-    layer.values = const_cast<float*>(cache[2 * i + 1].data<float>());
+    layer.keys = const_cast<void*>(cache[2 * i].data());
+    layer.values = const_cast<void*>(cache[2 * i + 1].data());
   }
   return read;
 }
@@ -222,19 +245,20 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
                             const std::vector<Tensor>& layers, const Tensor& norm, const Tensor& head,
                             const std::vector<Tensor>& cache, float eps, int64_t num_queries, int64_t num_inner,
                             int64_t num_words, bool has_bias, bool has_head_norms, bool is_tied, int64_t bits,
-                            int64_t head_bits, std::vector<float> levels, int64_t filled) {
+                            int64_t head_bits, std::vector<float> levels, bool rounds, int64_t filled) {
   Check(x, "x"), Check(cos, "cos"), Check(sin, "sin"), Check(norm, "norm");
   const auto& columns = cache.at(0).shape();
   const Form form(bits, levels), head_form(head_bits, levels);
   const Shape s{x.shape()[0], x.shape()[1], num_queries, columns[1], columns[3], num_inner, columns[2], num_words};
   PD_CHECK(filled < s.S && columns[0] == s.B && cos.numel() == s.B * s.K / 2, "the cache has no room");
   PD_CHECK(padding.dtype() == paddle::DataType::INT64 && padding.numel() == s.B, "padding: int64 [B]");
+  const bool is_narrow = rounding::IsBf16(cache.at(0));
   const std::vector<Layer> read = ReadLayers(layers, cache, s, form, has_bias, has_head_norms);
   const Matrix words = ReadMatrix(head, head_form, s.D, s.V, "head");
   Tensor logits = Floats({s.B, s.V}, x);
   std::vector<float> states(x.data<float>(), x.data<float>() + x.numel()), qkv(s.B * s.heads() * s.K),
       attended(s.B * s.H * s.K), inner(s.B * 2 * s.F), added(x.numel());
-  const Work work{s, form, eps, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
+  const Work work{s, form, rounds, eps, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
                   states.data(), qkv.data(), attended.data(), inner.data(), added.data()};
   const float* last = norm.data<float>();
   float* out = logits.data<float>();
@@ -243,8 +267,10 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
   {
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
     std::vector<float> normed(s.B * s.D), scores(s.S);
-    for (const Layer& layer : read) Pass(work, layer, team, thread, threads, normed.data(), scores.data());
+    const auto pass = is_narrow ? Pass<uint16_t> : Pass<float>;
+    for (const Layer& layer : read) pass(work, layer, team, thread, threads, normed.data(), scores.data());
     Norm(s.B, s.D, work.x, last, eps, normed.data());
+    RoundInput(work, s.B * s.D, normed.data());
     const Share mine(s.V, Unit(head_form), thread, threads);
     if (is_tied && head_bits == 32)
       TurnedProduct(s.B, normed.data(), s.D, words.floats, s.V, mine.from, mine.to, out);
@@ -258,7 +284,7 @@ using Dims = std::vector<int64_t>;
 using ManyDims = std::vector<Dims>;
 ManyDims Shapes(const Dims& x, const Dims&, const Dims&, const Dims&, const ManyDims&, const Dims&, const Dims&,
                 const ManyDims&, float, int64_t, int64_t, int64_t num_words, bool, bool, bool, int64_t, int64_t,
-                std::vector<float>, int64_t) {
+                std::vector<float>, bool, int64_t) {
   return {{x[0], num_words}};
 }
 using Type = paddle::DataType;
@@ -275,7 +301,7 @@ PD_BUILD_OP(llmsuite_next_logits)
     .Outputs({"logits"})
     .Attrs({"eps: float", "num_queries: int64_t", "num_inner: int64_t", "num_words: int64_t", "has_bias: bool",
             "has_head_norms: bool", "is_tied: bool", "bits: int64_t", "head_bits: int64_t",
-            "levels: std::vector<float>", "filled: int64_t"})
+            "levels: std::vector<float>", "rounds: bool", "filled: int64_t"})
     .SetKernelFn(PD_KERNEL(Forward))
     .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(TypeOf));

@@ -129,7 +129,7 @@ def next_logits(
     sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
     has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
     levels = list(weights.codes.levels)
-    codes = (weights.codes.bits, weights.head_codes.bits, levels)
+    codes = (weights.codes.bits, weights.head_codes.bits, levels, weights.rounds_inputs)
     return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, filled)[0]
 
 
@@ -143,6 +143,11 @@ def stored_outputs(numbers: Tensor, matrix: ops.StoredMatrix) -> Tensor:
     """Outputs of a stored matrix by their numbers [N], [N, I]."""
     codes = (matrix.codes.bits, list(matrix.codes.levels))
     return _run("stored_outputs", numbers, matrix.bytes, *codes, matrix.num_inputs, matrix.num_outputs)[0]
+
+
+def stored_write(values: Tensor, matrix: ops.StoredMatrix, first: int, turned: bool) -> None:
+    """Round values [I, n], or turned [n, I], into the outputs of a matrix stored in bf16, from the `first` on."""
+    _run("stored_write", values, matrix.bytes, matrix.num_outputs, first, turned)
 
 
 def _takes(*tensors: Tensor) -> bool:

@@ -1,7 +1,8 @@
-// Stored matrices (stored.h) outside of the decoding step: products of any number of rows, and single outputs, which are
-// the embeddings of words.
+// Stored matrices (stored.h) outside of the decoding step: products of any number of rows, single outputs, which are
+// the embeddings of words, and new values of outputs.
 #include <omp.h>
 
+#include "rounding.h"
 #include "stored.h"
 
 extern "C" void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a,
@@ -83,6 +84,28 @@ std::vector<Tensor> Outputs(const Tensor& ids, const Tensor& stored, int64_t bit
   return {y};
 }
 
+// Rounds values [I, n], or turned [n, I], into the outputs from `first` on of a matrix in bf16, in place.
+std::vector<Tensor> Write(const Tensor& values, const Tensor& stored, int64_t num_outputs, int64_t first, bool turned) {
+  Check(values, "values");
+  const int64_t I = values.shape()[turned], n = values.shape()[!turned];
+  const Stored w = ReadStored(stored, Form(16, {}), I, num_outputs, "the matrix");
+  PD_CHECK(first >= 0 && first + n <= num_outputs, "there are no outputs from ", first, " to ", first + n);
+  const float* from = values.data<float>();
+  uint16_t* to = reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(w.bytes));
+#pragma omp parallel for
+  for (int64_t tile = first / kTile; tile < (first + n + kTile - 1) / kTile; ++tile) {
+    const int64_t begin = std::max(first, tile * kTile), end = std::min(first + n, (tile + 1) * kTile);
+    for (int64_t q = 0; q < I; ++q) {
+      uint16_t* row = to + (tile * I + q) * kTile - tile * kTile;
+      for (int64_t o = begin; o < end; ++o) {
+        const int64_t at = o - first;
+        row[o] = rounding::Half(turned ? from[at * I + q] : from[q * n + at]);
+      }
+    }
+  }
+  return {stored};
+}
+
 using Dims = std::vector<int64_t>;
 std::vector<Dims> ProductShape(const Dims& x, const Dims&, int64_t, std::vector<float>, int64_t num_outputs) {
   return {{x[0], num_outputs}};
@@ -92,6 +115,8 @@ std::vector<Dims> OutputsShape(const Dims& ids, const Dims&, int64_t, std::vecto
 }
 using Types = std::vector<paddle::DataType>;
 Types Floating(const paddle::DataType&, const paddle::DataType&) { return {paddle::DataType::FLOAT32}; }
+std::vector<Dims> StoredShape(const Dims&, const Dims& stored, int64_t, int64_t, bool) { return {stored}; }
+Types StoredType(const paddle::DataType&, const paddle::DataType& stored) { return {stored}; }
 
 }  // namespace
 
@@ -110,3 +135,11 @@ PD_BUILD_OP(llmsuite_stored_outputs)
     .SetKernelFn(PD_KERNEL(Outputs))
     .SetInferShapeFn(PD_INFER_SHAPE(OutputsShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(Floating));
+
+PD_BUILD_OP(llmsuite_stored_write)
+    .Inputs({"values", "stored"})
+    .Outputs({"same"})
+    .Attrs({"num_outputs: int64_t", "first: int64_t", "turned: bool"})
+    .SetKernelFn(PD_KERNEL(Write))
+    .SetInferShapeFn(PD_INFER_SHAPE(StoredShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(StoredType));
